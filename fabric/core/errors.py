@@ -1,0 +1,38 @@
+"""The one error tree. Every error also derives from the builtin that a user would catch.
+
+FabricError
+├── ConfigurationError (ValueError)    arguments that are wrong, impossible here, or contradict each other
+├── ArgumentTypeError (TypeError)      a value of the wrong kind
+├── UsageError (RuntimeError)          a call at the wrong time or on the wrong object
+├── LaunchError (RuntimeError)         processes that could not be started or joined
+├── RankError (RuntimeError)           another rank failed inside a call that all ranks make
+└── MissingExtraError (ImportError)    an optional package is not installed
+"""
+
+
+class FabricError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigurationError(FabricError, ValueError):
+    """An argument is wrong, is impossible on this machine, or contradicts another argument."""
+
+
+class ArgumentTypeError(FabricError, TypeError):
+    """An argument has the wrong kind of value."""
+
+
+class UsageError(FabricError, RuntimeError):
+    """A call came at the wrong time or on the wrong object."""
+
+
+class LaunchError(FabricError, RuntimeError):
+    """Processes could not be started, or one of them failed."""
+
+
+class RankError(FabricError, RuntimeError):
+    """Another rank failed inside a call that all ranks make together."""
+
+
+class MissingExtraError(FabricError, ImportError):
+    """An optional package is needed and not installed."""

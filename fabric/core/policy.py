@@ -1,0 +1,64 @@
+"""What a precision string means, parsed once for every strategy. The README's table is this table."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from fabric.core.errors import ConfigurationError
+
+PrecisionName = Literal["64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
+PrecisionInput = (
+    Literal[64, 32, 16] | Literal["64", "32", "16", "bf16"] | PrecisionName
+)  # what a user may write
+
+_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+@dataclass(frozen=True, slots=True)
+class DtypePolicy:
+    """Which dtype each part of a training step has. `None` means "left as it is"."""
+
+    name: PrecisionName
+    param: torch.dtype | None
+    """Parameters and buffers after `setup`."""
+    compute: torch.dtype
+    """Matrix products and convolutions."""
+    reduce: torch.dtype
+    """Gradients while ranks sum them."""
+    output: torch.dtype | None
+    """Floating-point outputs of `forward`; None: as computed."""
+    autocast: bool = False
+    """`compute` comes from torch.autocast, not from the parameters."""
+    loss_scale: bool = False
+    """Small gradients need a GradScaler."""
+
+
+_F16, _BF16, _F32, _F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+POLICIES: dict[str, DtypePolicy] = {
+    "64-true": DtypePolicy("64-true", _F64, _F64, _F64, _F32),
+    "32-true": DtypePolicy("32-true", None, _F32, _F32, None),
+    "16-true": DtypePolicy("16-true", _F16, _F16, _F16, _F32),
+    "bf16-true": DtypePolicy("bf16-true", _BF16, _BF16, _BF16, _F32),
+    "16-mixed": DtypePolicy("16-mixed", None, _F16, _F32, _F32, autocast=True, loss_scale=True),
+    "bf16-mixed": DtypePolicy("bf16-mixed", None, _BF16, _F32, _F32, autocast=True),
+}
+"""Every precision by name. `output` follows `torch.get_default_dtype()` at call time where it says float32."""
+
+
+def parse_precision(value: object) -> DtypePolicy:
+    """The policy behind what a user wrote as `precision=`.
+
+    Raises:
+        ConfigurationError: The value names no precision.
+    """
+    if not isinstance(value, bool) and isinstance(value, int | str):
+        name = str(value)
+        policy = POLICIES.get(_ALIASES.get(name, name))
+        if policy is not None:
+            return policy
+    raise ConfigurationError(
+        f"precision={value!r} names no precision. Write one of "
+        f"{', '.join(repr(name) for name in get_args(PrecisionName))}, or 64, 32, 16, 'bf16' for short."
+    )

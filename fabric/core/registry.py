@@ -1,0 +1,114 @@
+"""Names to factories: one registry class for strategies, accelerators, precisions and environments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One registered name: what makes the object, with which keywords, and a line for people."""
+
+    factory: Callable[..., Any]
+    description: str = ""
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+class Registry:
+    """A table of names. Third parties add theirs with `register` or with an entry point of `group`.
+
+    Args:
+        kind: What is registered, as error messages call it ("strategy").
+        group: Entry-point group that other distributions use, for example "fabric.strategies". An entry point loads to
+            a factory (a class or function); its name is the registered name.
+    """
+
+    def __init__(self, kind: str, group: str) -> None:
+        self.kind = kind
+        self.group = group
+        self._entries: dict[str, Entry] = {}
+        self._loaded = False
+
+    def register(
+        self,
+        name: str,
+        factory: Callable[..., Any],
+        description: str = "",
+        override: bool = False,
+        **defaults: Any,
+    ) -> None:
+        """Add a name. `defaults` are keywords for the factory.
+
+        Raises:
+            ConfigurationError: The name is taken and `override` is False.
+        """
+        if name in self._entries and not override:
+            raise ConfigurationError(
+                f"The {self.kind} name {name!r} is taken by {self._entries[name].factory!r}. "
+                f"Choose another name, or pass override=True."
+            )
+        self._entries[name] = Entry(factory, description, dict(defaults))
+
+    def get(self, name: str, **overrides: Any) -> Any:
+        """A new object for `name`; `overrides` win over the registered keywords.
+
+        Raises:
+            ConfigurationError: Nothing is registered under `name`; the message shows close names.
+        """
+        entry = self.entry(name)
+        return entry.factory(**{**entry.defaults, **overrides})
+
+    def entry(self, name: str) -> Entry:
+        """What is registered under `name` (raises like `get`)."""
+        if name not in self._entries:
+            self._load_entry_points()
+        if name not in self._entries:
+            raise ConfigurationError(unknown_name_message(self.kind, name, self.names()))
+        return self._entries[name]
+
+    def remove(self, name: str) -> None:
+        """Forget a name (raises like `get`)."""
+        self.entry(name)
+        del self._entries[name]
+
+    def names(self) -> list[str]:
+        """All names, sorted, those of third parties included."""
+        self._load_entry_points()
+        return sorted(self._entries)
+
+    available_strategies = available_accelerators = names
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._entries:
+            return True
+        self._load_entry_points()
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def _load_entry_points(self) -> None:
+        if self._loaded:
+            return
+        self._loaded = True
+        for point in entry_points(group=self.group):
+            if point.name not in self._entries:
+                self.register(point.name, point.load(), f"from {point.value}")
+
+
+def unknown_name_message(kind: str, given: object, known: list[str]) -> str:
+    """The error text for an unknown name: the close ones first, then all of them."""
+    close = get_close_matches(str(given), known, n=3, cutoff=0.6)
+    hint = f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""
+    return f"{kind}={given!r} is not known.{hint} Known: {', '.join(known)}."

@@ -1,0 +1,55 @@
+"""Shapes of objects that come from users: protocols and aliases, nothing that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+PathLike = str | Path
+Filter = dict[str, Callable[[str, Any], bool]]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with `state_dict` and `load_state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as plain data and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take the state back."""
+        ...
+
+
+@runtime_checkable
+class Steppable(Protocol):
+    """Anything that can be stepped like an optimizer."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one step."""
+        ...
+
+
+@runtime_checkable
+class Optimizable(Steppable, Protocol):
+    """What precision plugins and strategies need of an optimizer."""
+
+    param_groups: list[dict[Any, Any]]
+    defaults: dict[Any, Any]
+    state: dict[Any, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as plain data and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state back."""
+        ...
+
+
+ReduceOp = torch.distributed.ReduceOp if torch.distributed.is_available() else object
+"""torch's reduce operation, where torch was built with distributed."""
