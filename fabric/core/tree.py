@@ -22,6 +22,7 @@ class Spec(NamedTuple):
 
 
 LEAF = Spec(None, (), ())
+_CONTAINERS = (dict, list, tuple)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
@@ -72,29 +73,55 @@ def _items(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def _flatten_into(tree: Any, leaves: list[Any]) -> Spec:
-    if not is_node(tree):
+    # One call per container, none per leaf: verbs must not cost frames for every tensor of a large tree.
+    if isinstance(tree, dict):
+        keys, children = tuple(tree), tree.values()
+    elif isinstance(tree, list | tuple):
+        keys, children = (), tree
+    elif hasattr(type(tree), "__dataclass_fields__") and not isinstance(tree, type):
+        keys = tuple([f.name for f in dataclasses.fields(tree)])
+        children = [getattr(tree, key) for key in keys]
+    else:
         leaves.append(tree)
         return LEAF
-    items = _items(tree)
-    keys = () if isinstance(tree, list | tuple) else tuple([key for key, _ in items])
-    return Spec(type(tree), keys, tuple([_flatten_into(child, leaves) for _, child in items]))
+    specs = []
+    for child in children:
+        if isinstance(child, _CONTAINERS) or hasattr(type(child), "__dataclass_fields__"):
+            specs.append(_flatten_into(child, leaves))
+        else:
+            leaves.append(child)
+            specs.append(LEAF)
+    return Spec(type(tree), keys, tuple(specs))
 
 
 def _build(leaves: Iterator[Any], spec: Spec, like: Any) -> Any:
     kind = spec.kind
     if kind is None:
         return next(leaves)
+    olds = _old_children(spec, like)
+    values = [
+        next(leaves) if child.kind is None else _build(leaves, child, old)
+        for child, old in zip(spec.children, olds, strict=True)
+    ]
     if issubclass(kind, list | tuple):
-        likes = like if isinstance(like, list | tuple) and len(like) == len(spec.children) else (None,) * len(spec.children)
-        values = [_build(leaves, child, old) for child, old in zip(spec.children, likes, strict=True)]
         return kind(*values) if hasattr(kind, "_fields") else kind(values)
-    old_of = like.get if isinstance(like, dict) else lambda key: getattr(like, key, None)
-    items = [(key, _build(leaves, child, old_of(key))) for key, child in zip(spec.keys, spec.children, strict=True)]
+    items = list(zip(spec.keys, values, strict=True))
     if issubclass(kind, defaultdict):
         return kind(like.default_factory if isinstance(like, defaultdict) else None, items)
     if issubclass(kind, dict):
         return kind(items) if kind in (dict, OrderedDict) else _fill(kind, items)
     return _build_dataclass(kind, dict(items), like)
+
+
+def _old_children(spec: Spec, like: Any) -> Any:
+    """What stood where the new children go: it lends dataclasses and defaultdicts what a spec cannot hold."""
+    if like is None:
+        return (None,) * len(spec.children)
+    if isinstance(like, dict):
+        return [like.get(key) for key in spec.keys]
+    if isinstance(like, list | tuple):
+        return like if len(like) == len(spec.children) else (None,) * len(spec.children)
+    return [getattr(like, key, None) for key in spec.keys]
 
 
 def _fill(kind: type, items: list[tuple[Any, Any]]) -> Any:

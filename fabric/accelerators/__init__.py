@@ -1,0 +1,33 @@
+"""Where tensors live: cpu, cuda, mps and whatever torch.accelerator knows. Lazy: loads no torch."""
+
+from typing import TYPE_CHECKING
+
+from fabric.core.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from fabric.accelerators.accelerator import Accelerator
+    from fabric.accelerators.cpu import CPUAccelerator
+    from fabric.accelerators.cuda import CUDAAccelerator, find_usable_cuda_devices
+    from fabric.accelerators.mps import MPSAccelerator
+    from fabric.accelerators.registry import ACCELERATOR_REGISTRY
+
+__all__ = [
+    "ACCELERATOR_REGISTRY",
+    "Accelerator",
+    "CPUAccelerator",
+    "CUDAAccelerator",
+    "MPSAccelerator",
+    "find_usable_cuda_devices",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "ACCELERATOR_REGISTRY": "fabric.accelerators.registry",
+        "Accelerator": "fabric.accelerators.accelerator",
+        "CPUAccelerator": "fabric.accelerators.cpu",
+        "CUDAAccelerator": "fabric.accelerators.cuda",
+        "MPSAccelerator": "fabric.accelerators.mps",
+        "find_usable_cuda_devices": "fabric.accelerators.cuda",
+    },
+)

@@ -1,0 +1,63 @@
+"""The CPU: `devices=` is a number of processes, and every process has the same device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fabric.accelerators.accelerator import Accelerator
+from fabric.accelerators.devices import check_device_type, parse_cpu_devices
+
+if TYPE_CHECKING:
+    from fabric.core.registry import Registry
+
+
+class CPUAccelerator(Accelerator):
+    """Tensors in host memory; ranks talk over gloo."""
+
+    def setup_device(self, device: torch.device) -> None:
+        """Check that `device` is a CPU; there is nothing to set.
+
+        Raises:
+            ConfigurationError: `device` is of another kind.
+        """
+        check_device_type(device, "cpu")
+
+    def teardown(self) -> None:
+        """Nothing is held."""
+
+    @staticmethod
+    def parse_devices(devices: int | str | list[int]) -> int:
+        """The number of processes: 3 or "3" as written, "auto" and -1 are 1.
+
+        Raises:
+            ArgumentTypeError: A list, None, a float or a bool.
+            ConfigurationError: A number below 1, or a string that is no number.
+        """
+        return parse_cpu_devices(devices, CPUAccelerator.auto_device_count())
+
+    @staticmethod
+    def get_parallel_devices(devices: int | str | list[int]) -> list[torch.device]:
+        """The CPU, once per process (raises like `parse_devices`)."""
+        return [torch.device("cpu")] * CPUAccelerator.parse_devices(devices)
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """One: more processes on one CPU are a choice that the user makes."""
+        return 1
+
+    @staticmethod
+    def is_available() -> bool:
+        """Always."""
+        return True
+
+    @staticmethod
+    def name() -> str:
+        """`"cpu"`."""
+        return "cpu"
+
+    @classmethod
+    def register_accelerators(cls, accelerator_registry: Registry) -> None:
+        """Add "cpu"."""
+        accelerator_registry.register("cpu", cls, description="host memory, gloo between ranks")

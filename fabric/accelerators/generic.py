@@ -1,0 +1,95 @@
+"""The accelerator that torch itself names: base of cuda and mps, and used as it is for xpu and others.
+
+All questions go to `torch.<device type>` when asked, so importing this touches no driver.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fabric.accelerators.accelerator import Accelerator
+from fabric.accelerators.devices import check_device_type, parse_gpu_devices
+
+
+class TorchAccelerator(Accelerator):
+    """Devices of the type `name()`: that of torch's one accelerator, unless a subclass names another.
+
+    The type is asked for, not stored: an instance pickles into child processes, and every question can be put
+    to the class.
+    """
+
+    @classmethod
+    def name(cls) -> str:
+        """The torch device type, for example "xpu"; "accelerator" where torch has none."""
+        current = torch.accelerator.current_accelerator()
+        return "accelerator" if current is None else current.type
+
+    def setup_device(self, device: torch.device) -> None:
+        """Make `device` the current one. A device without an index leaves the current one as it is.
+
+        Raises:
+            ConfigurationError: `device` is of another kind.
+        """
+        check_device_type(device, self.name())
+        if device.index is not None:
+            self._module().set_device(device.index)
+
+    def teardown(self) -> None:
+        """Give cached memory back to the driver, for other processes to use."""
+        empty_cache = getattr(self._module(), "empty_cache", None)
+        if empty_cache is not None and self.is_available():
+            empty_cache()
+
+    @classmethod
+    def parse_devices(cls, devices: int | str | list[int] | None) -> list[int]:
+        """The indices of the devices that the user asked for, in the user's order.
+
+        Raises:
+            ArgumentTypeError: A float, a bool, or a list that holds anything but integers.
+            ConfigurationError: No devices, devices that this machine does not have, or one of them twice.
+        """
+        return parse_gpu_devices(devices, range(cls.auto_device_count()), cls._kind(), cls._note())
+
+    @classmethod
+    def get_parallel_devices(cls, devices: list[int]) -> list[torch.device]:
+        """One torch.device per index."""
+        return [torch.device(cls.name(), index) for index in devices]
+
+    @classmethod
+    def auto_device_count(cls) -> int:
+        """How many devices this process can see."""
+        module = cls._module()
+        return 0 if module is None else int(module.device_count())
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether this process can see at least one device."""
+        return cls.auto_device_count() > 0
+
+    @classmethod
+    def backend(cls) -> str:
+        """The backend that torch.distributed prefers for this device type, for example "nccl" or "xccl"."""
+        if not torch.distributed.is_available():
+            return "gloo"
+        return str(torch.distributed.Backend.default_device_backend_map.get(cls.name(), "gloo"))
+
+    @classmethod
+    def explain_unavailable(cls) -> tuple[str, str]:
+        """See `Accelerator.explain_unavailable`."""
+        name = cls.name()
+        return f"torch.{name}.is_available() is False", f"install a build of torch with {name}"
+
+    @classmethod
+    def _module(cls) -> Any:
+        """`torch.cuda` and its like; None where torch has no such device type."""
+        return getattr(torch, cls.name(), None)
+
+    @classmethod
+    def _kind(cls) -> str:
+        return cls.name().upper()
+
+    @classmethod
+    def _note(cls) -> str:
+        return ""

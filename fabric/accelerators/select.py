@@ -1,0 +1,102 @@
+"""From what the user wrote to an accelerator object and its devices. Called once, by `resolve`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fabric.accelerators.accelerator import Accelerator
+from fabric.accelerators.cpu import CPUAccelerator
+from fabric.accelerators.cuda import CUDAAccelerator
+from fabric.accelerators.generic import TorchAccelerator
+from fabric.accelerators.mps import MPSAccelerator
+from fabric.accelerators.registry import ACCELERATOR_REGISTRY
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.registry import unknown_name_message
+
+
+def select_accelerator(choice: str | Accelerator) -> Accelerator:
+    """The accelerator behind what a user wrote as `accelerator=`.
+
+    Args:
+        choice: "auto" (cuda, else mps, else torch's other accelerator, else cpu), "gpu" (cuda or mps), a
+            registered name, the device type that torch.accelerator reports, or an object, returned unchecked.
+
+    Raises:
+        ArgumentTypeError: Neither a string nor an Accelerator.
+        ConfigurationError: An unknown name, or no such device on this machine.
+    """
+    if isinstance(choice, Accelerator):
+        return choice
+    if not isinstance(choice, str):
+        raise ArgumentTypeError(
+            f"accelerator={choice!r} must be a name or an Accelerator object. Write one of "
+            f"{', '.join(map(repr, _known()))}, or an object such as CUDAAccelerator()."
+        )
+    if choice == "auto":
+        return _gpu() or _other() or CPUAccelerator()
+    accelerator = _gpu() if choice == "gpu" else _by_name(choice)
+    if accelerator is None:
+        fact = "torch sees neither a CUDA nor an MPS device"
+        raise ConfigurationError(_unavailable(choice, fact, CUDAAccelerator.explain_unavailable()[1]))
+    if not accelerator.is_available():
+        raise ConfigurationError(_unavailable(choice, *accelerator.explain_unavailable()))
+    return accelerator
+
+
+def select_devices(accelerator: Accelerator, devices: Any) -> list[torch.device]:
+    """One device per process of this machine, from what the user wrote as `devices=`.
+
+    Raises:
+        ArgumentTypeError: `devices` has the wrong type.
+        ConfigurationError: `devices` asks for what this machine does not have.
+    """
+    if isinstance(devices, str) and devices.strip() == "auto":
+        # Accelerators of users know counts and lists; "auto" came to Lightning's accelerators as a count.
+        # Zero stays "auto": the parser then says that there is no device, not that the user asked for none.
+        devices = accelerator.auto_device_count() or devices
+    return accelerator.get_parallel_devices(accelerator.parse_devices(devices))
+
+
+def _gpu() -> Accelerator | None:
+    for accelerator in (CUDAAccelerator(), MPSAccelerator()):
+        if accelerator.is_available():
+            return accelerator
+    return None
+
+
+def _other() -> Accelerator | None:
+    # The type comes before availability: on a CUDA build, torch.accelerator.is_available() would initialise
+    # the driver, and forked children could not use it any more.
+    other = TorchAccelerator()
+    if other.name() in ("accelerator", "cuda", "mps", "cpu") or not other.is_available():
+        return None
+    return other
+
+
+def _by_name(name: str) -> Accelerator:
+    if name in ACCELERATOR_REGISTRY:
+        made = ACCELERATOR_REGISTRY.get(name)
+        if not isinstance(made, Accelerator):
+            raise ArgumentTypeError(
+                f"accelerator={name!r} is registered, but its factory made {made!r}. Register an Accelerator "
+                f"subclass, or a function that returns an object of one."
+            )
+        return made
+    other = _other()
+    if other is not None and other.name() == name:
+        return other
+    raise ConfigurationError(unknown_name_message("accelerator", name, _known()))
+
+
+def _known() -> list[str]:
+    other = _other()
+    return sorted({"auto", "gpu", *ACCELERATOR_REGISTRY.names(), *([other.name()] if other else [])})
+
+
+def _unavailable(choice: str, fact: str, remedy: str) -> str:
+    return (
+        f'accelerator="{choice}" was asked for, but {fact} on this machine (torch {torch.__version__}). '
+        f'Write accelerator="cpu" or "auto", or {remedy}.'
+    )

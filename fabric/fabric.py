@@ -1,0 +1,495 @@
+"""`Fabric`: the user's verbs. It reads facts and calls methods; no backend is named here.
+
+A verb marked "all ranks" must be called by every rank, in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.data.sharding import shard_loader
+from fabric.data.streams import Share
+from fabric.launching import check_function, do_nothing, launching
+from fabric.resolve import Machine, Request, resolve
+from fabric.utilities.apply_func import convert_tensors_to_scalars
+from fabric.utilities.init import has_meta_parameters
+from fabric.utilities.rank_zero import rank_zero_warn
+from fabric.utilities.seed import seed_everything, seed_rank
+from fabric.verbs import CollectiveVerbs
+from fabric.wrappers import (
+    _FabricDataLoader,
+    _FabricModule,
+    _FabricOptimizer,
+    check_forward_module,
+    check_module,
+    check_optimizers,
+    check_owned,
+    is_compiled,
+    is_wrapped,
+    recompile,
+    unwrap,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from fabric.accelerators.accelerator import Accelerator
+    from fabric.core.types import Filter, PathLike
+    from fabric.loggers.logger import Logger
+    from fabric.strategies.strategy import Strategy
+
+
+class Fabric(CollectiveVerbs):
+    """Your own training loop on one or many processes, with the same numbers.
+
+    Args:
+        accelerator: "auto", "cpu", "cuda", "mps", "gpu", another registered name, or an Accelerator.
+        strategy: "auto", a registered name ("ddp", "ddp_spawn", ...), or a Strategy.
+        devices: How many devices, or which; see the README's table. "auto": all there are (CPU: 1).
+        num_nodes: How many machines.
+        precision: "32-true", "bf16-mixed", ...; see the README's table. None: "32-true".
+        plugins: Precision, ClusterEnvironment and CheckpointIO objects, each at most once.
+        callbacks: Objects whose methods `call` and the wrappers call by name.
+        loggers: Where `log` and `log_dict` write.
+
+    Raises:
+        ConfigurationError: Arguments that are unknown, impossible on this machine, or contradict each other.
+        ArgumentTypeError: An argument of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str | Accelerator = "auto",
+        strategy: str | Strategy = "auto",
+        devices: list[int] | str | int = "auto",
+        num_nodes: int = 1,
+        precision: Any = None,
+        plugins: Any = None,
+        callbacks: list[Any] | Any | None = None,
+        loggers: Logger | list[Logger] | None = None,
+    ) -> None:
+        plan = resolve(Request(accelerator, strategy, devices, num_nodes, precision, plugins), Machine.look())
+        self._strategy = plan.strategy
+        self._strategy.bind(
+            plan.accelerator,
+            plan.devices,
+            plan.num_nodes,
+            plan.precision,
+            plan.environment,
+            plan.checkpoint_io,
+        )
+        self._accelerator = plan.accelerator
+        self._callbacks = _as_list(callbacks)
+        self._loggers = _as_list(loggers)
+        self._modules: list[Module] = []
+        self._launched = False
+        self._ready = not self._strategy.traits.needs_launch
+        # `fabric run` started this process as a rank: loops written for it need no launch().
+        if self._ready or os.environ.get("FABRIC_LAUNCHED") == "cli":
+            self._enter_rank()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "run" in cls.__dict__:
+            cls.run = launching(cls.__dict__["run"])  # type: ignore[method-assign]
+
+    # -- launching ----------------------------------------------------------------------------------------------
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """For subclasses: a loop in this method runs on every rank, launched by calling it.
+
+        Raises:
+            UsageError: The subclass has no `run`.
+        """
+        raise UsageError(
+            f"{type(self).__name__} has no run(). Subclass Fabric and write `def run(self, ...)`, or use fabric.launch()."
+        )
+
+    def launch(self, function: Callable[..., Any] = do_nothing, *args: Any, **kwargs: Any) -> Any:
+        """Start the other ranks and give them the same work. All later calls of it do nothing but call `function`.
+
+        Args:
+            function: Called in every rank as function(fabric, *args, **kwargs). Needed where processes are started by
+                spawn, fork or forkserver; elsewhere the code after `launch()` is the work.
+            args: Passed on; under spawn and forkserver they must pickle.
+            kwargs: Passed on.
+
+        Returns:
+            What the function returned on rank zero (or on this rank, where the ranks are scripts).
+
+        Raises:
+            ArgumentTypeError: `function` cannot be called with a Fabric.
+            LaunchError: A process could not be started, or failed.
+        """
+        check_function(function)
+        launcher = None if self._launched else self._strategy.launcher
+        if launcher is None:
+            return self._run_in_rank(function, *args, **kwargs)
+        if launcher.start_method != "popen" and function is do_nothing:
+            return launcher.launch(None)
+        return launcher.launch(self._run_in_rank, function, *args, **kwargs)
+
+    def _run_in_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._enter_rank()
+        return None if function is do_nothing else function(self, *args, **kwargs)
+
+    def _enter_rank(self) -> None:
+        if not self._launched:
+            self._strategy.setup_environment()
+        self._launched = self._ready = True
+
+    # -- setting up ---------------------------------------------------------------------------------------------
+
+    def setup(
+        self,
+        module: Module,
+        *optimizers: Optimizer,
+        scheduler: Any | None = None,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> Any:
+        """Make a model and its optimizers ready. All ranks.
+
+        Args:
+            module: Your model, compiled or not; changed in place (device, dtype).
+            optimizers: Optimizers of this model's parameters.
+            scheduler: Given back as it is; schedulers are never touched.
+            move_to_device: False leaves device placement to you.
+
+        Returns:
+            The model, or (model, *optimizers), or (model, *optimizers, scheduler).
+
+        Raises:
+            ConfigurationError: Something is set up already, or an optimizer holds parameters of other models.
+            ArgumentTypeError: Not a module, not an optimizer.
+        """
+        self._require_launch("setup()")
+        check_optimizers(optimizers, "fabric.setup")
+        check_module(module, "fabric.setup")
+        if optimizers:
+            check_owned(optimizers, [*self._modules, unwrap(module)], "fabric.setup")
+        wrapped, stepped, scheduler = self._wrap(
+            module, list(optimizers), scheduler, move_to_device, _reapply_compile
+        )
+        views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
+        self.call("on_after_setup", fabric=self, module=wrapped)
+        rest = [] if scheduler is None else [scheduler]
+        return (wrapped, *views, *rest) if views or rest else wrapped
+
+    def setup_module(
+        self, module: Module, move_to_device: bool = True, _reapply_compile: bool = True
+    ) -> _FabricModule:
+        """Make a model ready, without optimizers. All ranks. See `setup`."""
+        self._require_launch("setup_module()")
+        check_module(module, "fabric.setup_module")
+        wrapped, _, _ = self._wrap(module, [], None, move_to_device, _reapply_compile)
+        self.call("on_after_setup", fabric=self, module=wrapped)
+        return wrapped
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Make optimizers ready whose models are set up by calls of their own. All ranks.
+
+        Returns:
+            The optimizer, or a tuple where several were given.
+        """
+        self._require_launch("setup_optimizers()")
+        if self._strategy.traits.joint_setup:
+            raise UsageError(
+                f"{type(self._strategy).__name__} needs model and optimizer in one call. "
+                f"Write model, optimizer = fabric.setup(model, optimizer)."
+            )
+        if not optimizers:
+            raise ConfigurationError("fabric.setup_optimizers() needs at least one optimizer.")
+        check_optimizers(optimizers, "fabric.setup_optimizers")
+        if self._modules:
+            check_owned(optimizers, self._modules, "fabric.setup_optimizers")
+        views = [
+            _FabricOptimizer(self._strategy.setup_optimizer(o), self._strategy, self._callbacks)
+            for o in optimizers
+        ]
+        return views[0] if len(views) == 1 else tuple(views)
+
+    def setup_dataloaders(
+        self,
+        *dataloaders: DataLoader[Any],
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        uneven: str | None = None,
+    ) -> Any:
+        """Give each rank its part of the data, on its device. All ranks.
+
+        Args:
+            dataloaders: Your loaders; left as they are, shallow copies are made.
+            use_distributed_sampler: False leaves the order and the sharding to you.
+            move_to_device: False leaves batches where the loader puts them.
+            uneven: What happens when samples do not divide by ranks: "pad", "exact", "drop", "error". None: "exact" for
+                loaders in dataset order (evaluation), "pad" for all others.
+
+        Returns:
+            The loader, or a list where several were given.
+
+        Raises:
+            ConfigurationError: No loader, one set up already, or unknown `uneven`.
+            ArgumentTypeError: Not a DataLoader.
+        """
+        self._require_launch("setup_dataloaders()")
+        if not dataloaders:
+            raise ConfigurationError("fabric.setup_dataloaders() needs at least one DataLoader.")
+        for loader in dataloaders:
+            if is_wrapped(loader):
+                raise ConfigurationError(
+                    "fabric.setup_dataloaders: this loader is set up already. Set each up once."
+                )
+            if not isinstance(loader, DataLoader):
+                raise ArgumentTypeError(
+                    f"fabric.setup_dataloaders needs torch.utils.data.DataLoader objects, got {type(loader).__name__}."
+                )
+        ready = [
+            self._ready_loader(loader, use_distributed_sampler, move_to_device, uneven)
+            for loader in dataloaders
+        ]
+        return ready[0] if len(ready) == 1 else ready
+
+    def _wrap(
+        self, module: Any, optimizers: list[Any], scheduler: Any, move_to_device: bool, reapply_compile: bool
+    ) -> tuple[_FabricModule, list[Any], Any]:
+        original = unwrap(module)
+        if move_to_device and has_meta_parameters(original):
+            raise UsageError(
+                f"{type(original).__name__} has parameters on the meta device, which hold no values. Build it under "
+                f"`with fabric.init_module():`, or give it values with model.to_empty(device=fabric.device) and load them."
+            )
+        inner = self._strategy.precision.convert_module(original)
+        if move_to_device:
+            self._strategy.module_to_device(inner)
+        if optimizers:
+            joined, optimizers, scheduler = self._strategy.setup_module_and_optimizers(
+                inner, optimizers, scheduler
+            )
+        else:
+            joined = self._strategy.setup_module(inner)
+        if is_compiled(module) and reapply_compile:
+            joined = recompile(joined, like=module)
+        self._modules.append(inner)
+        return _FabricModule(joined, self._strategy, inner), optimizers, scheduler
+
+    def _ready_loader(
+        self, loader: DataLoader[Any], shard: bool, move_to_device: bool, uneven: str | None
+    ) -> _FabricDataLoader:
+        if shard:
+            part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+            seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
+            loader = shard_loader(loader, Share(part["rank"], part["num_replicas"]), seed, uneven)
+        loader = self._strategy.process_dataloader(loader)
+        moves = move_to_device and not self._strategy.traits.owns_transfer
+        return _FabricDataLoader(loader, self.device if moves else None, self._strategy.batch_to_device)
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def backward(
+        self, tensor: torch.Tensor, *args: Any, model: _FabricModule | None = None, **kwargs: Any
+    ) -> None:
+        """In place of `loss.backward()`: gradients are right on every rank afterwards. All ranks.
+
+        Args:
+            tensor: The loss.
+            args: Passed on to `Tensor.backward`.
+            model: The model that the loss came from, for engines that need it.
+            kwargs: Passed on.
+        """
+        self._strategy.backward(tensor, None if model is None else model._forward_module, *args, **kwargs)
+
+    def clip_gradients(
+        self,
+        module: Any,
+        optimizer: Any,
+        clip_val: float | int | None = None,
+        max_norm: float | int | None = None,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor | None:
+        """Clip the optimizer's gradients, by value or to a total norm, before `optimizer.step()`. All ranks.
+
+        Returns:
+            The total norm before clipping, where `max_norm` was given.
+
+        Raises:
+            ConfigurationError: Both limits, or neither.
+            RuntimeError: The norm is not finite, with `error_if_nonfinite` and without a loss scaler.
+        """
+        if (clip_val is None) == (max_norm is None):
+            raise ConfigurationError(
+                f"clip_gradients needs one limit, but got clip_val={clip_val!r} and max_norm={max_norm!r}. "
+                f"Write clip_val=0.5 to clamp each element, or max_norm=1.0 to scale the total norm."
+            )
+        plain, stepped = unwrap(module), unwrap(optimizer)
+        if clip_val is not None:
+            return self._strategy.clip_gradients_value(plain, stepped, clip_val)  # type: ignore[func-returns-value]
+        return self._strategy.clip_gradients_norm(plain, stepped, max_norm, norm_type, error_if_nonfinite)  # type: ignore[arg-type]
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context in which operations outside `forward` run in the precision too."""
+        return self._strategy.precision.forward_context()
+
+    def no_backward_sync(self, module: _FabricModule, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Context in which backward passes keep gradients local, for all but the last micro-batch of a step.
+
+        Args:
+            module: The model, as `setup` gave it.
+            enabled: False makes the context do nothing: `no_backward_sync(model, enabled=not last)`.
+
+        Raises:
+            UsageError: The model is not set up.
+        """
+        wrapped = check_forward_module(module, "fabric.no_backward_sync")
+        return self._strategy.no_backward_sync(wrapped, enabled) if enabled else nullcontext()
+
+    def to_device(self, obj: Any) -> Any:
+        """A module (in place), tensor, or nesting of tensors on this process's device."""
+        if isinstance(obj, torch.nn.Module):
+            self._strategy.module_to_device(obj)
+            return obj
+        return self._strategy.batch_to_device(obj)
+
+    # -- initialisation -----------------------------------------------------------------------------------------
+
+    def init_tensor(self) -> AbstractContextManager[Any]:
+        """Context in which new tensors are made on this device, in this precision's dtype."""
+        return self._strategy.tensor_init_context()
+
+    def init_module(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Context in which new modules are made on this device, in this precision's dtype.
+
+        Args:
+            empty_init: True leaves weights uninitialised, for models that load a checkpoint right after.
+        """
+        self._require_launch("init_module()")
+        return self._strategy.module_init_context(empty_init)
+
+    def sharded_model(self) -> AbstractContextManager[Any]:
+        """The older name of `init_module()` for sharded strategies."""
+        self._require_launch("sharded_model()")
+        return self._strategy.module_sharded_context()
+
+    def seed_everything(
+        self,
+        seed: int | None = None,
+        workers: bool | None = None,
+        verbose: bool = True,
+        *,
+        per_rank: bool = False,
+    ) -> int:
+        """Seed Python, numpy and torch; loaders and workers derive their streams from it.
+
+        Args:
+            seed: 0 to 2**32 - 1; None: FABRIC_GLOBAL_SEED, or 0.
+            workers: Kept for compatibility: workers of set-up loaders always have streams of their own.
+            verbose: Whether to log the seed.
+            per_rank: Give each rank a stream of its own (dropout masks), after models are initialised alike.
+
+        Returns:
+            The seed.
+        """
+        used = seed_everything(seed, workers=True if workers is None else workers, verbose=verbose)
+        if per_rank:
+            seed_rank(used, self.global_rank)
+        return used
+
+    # -- saving and loading -------------------------------------------------------------------------------------
+
+    def save(self, path: PathLike, state: dict[str, Any], filter: Filter | None = None) -> None:
+        """Write `state` to one file, which plain `torch.load(path, weights_only=True)` reads. All ranks.
+
+        Args:
+            path: A file; written aside, flushed and renamed, so that it is complete or untouched.
+            state: Models, optimizers, anything with `state_dict`, and plain data, by name.
+            filter: For a name of `state`: which of its entries to keep, (key, value) -> bool.
+
+        Raises:
+            ArgumentTypeError: A value that loading would not read back; the message names its place.
+            KeyError: `filter` names something that is not in `state`.
+        """
+        self._require_launch("save()")
+        self._strategy.save_checkpoint(path, state, filter=filter)
+
+    def load(
+        self,
+        path: PathLike,
+        state: dict[str, Any] | None = None,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a file of `save` into the objects of `state`. All ranks.
+
+        Args:
+            path: The file.
+            state: As for `save`; objects are loaded in place, plain data are replaced. None: everything is returned.
+            strict: Whether the file must hold every name of `state`, and every key of its models.
+            weights_only: False trusts the file and unpickles arbitrary objects.
+
+        Returns:
+            What the file holds beyond `state`.
+
+        Raises:
+            FileNotFoundError: There is no file.
+            KeyError: With `strict`, the file lacks a name of `state`.
+        """
+        self._require_launch("load()")
+        return self._strategy.load_checkpoint(path, state, strict, weights_only)
+
+    def load_raw(
+        self,
+        path: PathLike,
+        obj: Module | Optimizer,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Read a bare state dict (`torch.save(model.state_dict(), path)`) into a model or optimizer. All ranks."""
+        self._require_launch("load_raw()")
+        if isinstance(obj, dict):
+            raise ArgumentTypeError(
+                "load_raw(path, obj) takes one model or optimizer. Use fabric.load for dictionaries."
+            )
+        self._strategy.load_checkpoint(path, obj, strict, weights_only)
+
+    # -- callbacks and loggers ----------------------------------------------------------------------------------
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call `hook_name` on every callback that has it."""
+        for callback in self._callbacks:
+            method = getattr(callback, hook_name, None)
+            if method is None:
+                continue
+            if not callable(method):
+                rank_zero_warn(
+                    f"{type(callback).__name__}.{hook_name} is not a method, so fabric.call skips it."
+                )
+                continue
+            method(*args, **kwargs)
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """One value to every logger."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Values by name to every logger; one-element tensors become numbers."""
+        values = convert_tensors_to_scalars(metrics)
+        for logger in self._loggers:
+            logger.log_metrics(metrics=values, step=step)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,93 @@
+"""`RankFacts`: what a loop asks about its process. The base of `Fabric`; reads the strategy, changes nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from fabric.accelerators.accelerator import Accelerator
+    from fabric.loggers.logger import Logger
+    from fabric.strategies.strategy import Strategy
+
+
+class RankFacts:
+    """Who and where this process is, for loops that ask."""
+
+    _strategy: Strategy
+    _accelerator: Accelerator
+    _loggers: list[Logger]
+    _ready: bool
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """Where tensors live."""
+        return self._accelerator
+
+    @property
+    def strategy(self) -> Strategy:
+        """How models, optimizers and data meet devices and ranks."""
+        return self._strategy
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._strategy.root_device
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all, from 0."""
+        return self._strategy.topology.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine, from 0."""
+        return self._strategy.topology.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This machine among all, from 0."""
+        return self._strategy.topology.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return self._strategy.topology.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process is rank zero."""
+        return self._strategy.is_global_zero
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All loggers."""
+        return self._loggers
+
+    @property
+    def logger(self) -> Logger:
+        """The first logger.
+
+        Raises:
+            UsageError: There is none.
+        """
+        if not self._loggers:
+            raise UsageError(
+                "fabric.logger: this Fabric has no logger. Write Fabric(loggers=CSVLogger('logs'))."
+            )
+        return self._loggers[0]
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print`, on rank zero of each machine only."""
+        if self.local_rank == 0:
+            print(*args, **kwargs)
+
+    def _require_launch(self, verb: str) -> None:
+        if not self._ready:
+            raise UsageError(
+                f"fabric.{verb} came before fabric.launch(): the other ranks are not there yet. "
+                f"Write fabric.launch() right after Fabric(...)."
+            )

@@ -1,0 +1,133 @@
+"""Forward plans: what runs between `model(x)` and the user's `forward`. Composed once, at setup.
+
+A plan is the module's own `__call__` where nothing is added, else an object with `__call__` (never a closure, so that
+deepcopy, pickle and torch.compile work). Each stage adds one frame; stages that are the identity are not built.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import UsageError
+from fabric.core.tree import flatten
+from fabric.utilities.dtypes import CastTo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_Tensor = torch.Tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class AutocastForward:
+    """The plan of "16-mixed" and "bf16-mixed": autocast around the call, float inputs and outputs in `output`."""
+
+    __slots__ = ("_cast_input", "_cast_output", "call", "device_type", "dtype", "output")
+
+    def __init__(
+        self, call: Callable[..., Any], device_type: str, dtype: torch.dtype, output: torch.dtype | None
+    ) -> None:
+        self.call = call
+        self.device_type = device_type
+        self.dtype = dtype
+        self.output = output
+        self._cast_input = CastTo(torch.float32)
+        self._cast_output = CastTo(output)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the call; `output` None means "as computed"."""
+        # One plain float32 (or integer) tensor is the common case and must not walk a tree.
+        if kwargs or len(args) != 1 or args[0].__class__ not in _PLAIN or args[0].dtype is not torch.float32:
+            args, kwargs = self._cast_input((args, kwargs))
+        with torch.autocast(self.device_type, self.dtype):
+            out = self.call(*args, **kwargs)
+        if self.output is None:
+            return out
+        return (
+            out.to(self.output)
+            if out.__class__ is _Tensor and out.is_floating_point()
+            else self._cast_output(out)
+        )
+
+
+class CastForward:
+    """The plan of "64-true", "16-true", "bf16-true": inputs cast to `dtype`, which is also the default inside."""
+
+    __slots__ = ("_cast_input", "_cast_output", "call", "dtype")
+
+    def __init__(self, call: Callable[..., Any], dtype: torch.dtype, output: torch.dtype | None) -> None:
+        self.call = call
+        self.dtype = dtype
+        self._cast_input = CastTo(dtype)
+        self._cast_output = CastTo(output)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the call with `dtype` as torch's default dtype, restored whatever happens."""
+        args, kwargs = self._cast_input((args, kwargs))
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            out = self.call(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(previous)
+        return self._cast_output(out)
+
+
+class PluginForward:
+    """The plan for a precision plugin that overrides `convert_input`, `convert_output` or `forward_context`."""
+
+    __slots__ = ("call", "precision")
+
+    def __init__(self, call: Callable[..., Any], precision: Any) -> None:
+        self.call = call
+        self.precision = precision
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the call between the plugin's own conversions."""
+        precision = self.precision
+        args, kwargs = precision.convert_input((args, kwargs))
+        with precision.forward_context():
+            out = self.call(*args, **kwargs)
+        return precision.convert_output(out)
+
+
+class BackwardGate:
+    """Open while `fabric.backward` runs. Guarded outputs refuse a backward that comes past it."""
+
+    __slots__ = ("open",)
+
+    def __init__(self) -> None:
+        self.open = False
+
+    def check(self, grad: torch.Tensor) -> None:
+        """The hook on guarded outputs: raises unless the gate is open."""
+        if not self.open:
+            raise UsageError(
+                "loss.backward() was called where it gives wrong gradients: this strategy or precision has to scale, "
+                "move or synchronise them. Write fabric.backward(loss) instead."
+            )
+
+
+class GuardedForward:
+    """The plan where a plain `loss.backward()` would be wrong: hooks the outputs so that it raises instead."""
+
+    __slots__ = ("call", "gate")
+
+    def __init__(self, call: Callable[..., Any], gate: BackwardGate) -> None:
+        self.call = call
+        self.gate = gate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the call and hook every output tensor that requires a gradient."""
+        out = self.call(*args, **kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for leaf in differentiable(out):
+                leaf.register_hook(self.gate.check)
+        return out
+
+
+def differentiable(tree: Any) -> list[torch.Tensor]:
+    """The tensors of `tree` that a backward pass starts from or passes through."""
+    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, _Tensor) and leaf.requires_grad]

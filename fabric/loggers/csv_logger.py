@@ -1,0 +1,147 @@
+"""`CSVLogger`: metrics as rows of `metrics.csv`, on local or remote storage. Called by `Fabric.log_dict`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import ConfigurationError
+from fabric.loggers.logger import DirectoryLogger, rank_zero_experiment, scalar
+from fabric.utilities.cloud_io import append_text, is_url, join_path, read_text, write_text
+from fabric.utilities.rank_zero import rank_zero_only
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fabric.core.types import PathLike
+
+
+class CSVLogger(DirectoryLogger):
+    """Writes `root_dir/name/version_N/metrics.csv`: a row per `log_metrics`, a column per name, and `step`.
+
+    New names may come at any time; earlier rows have empty fields there. A run with an explicit `version`
+    whose file exists goes on at its end. Rows in memory are written at `save` and `finalize`, and when the
+    logger or the interpreter ends.
+
+    Args:
+        root_dir: Directory of all experiments; any path that fsspec knows.
+        name: Directory of the experiment; None or "": none.
+        version: An int N for `version_N`, or a directory name. None: one more than the highest there is.
+        prefix: Put before every name, with a "-".
+        flush_logs_every_n_steps: Rows that are kept in memory at most, before they are written.
+
+    Raises:
+        ConfigurationError: `flush_logs_every_n_steps` is below 1.
+    """
+
+    def __init__(
+        self,
+        root_dir: PathLike,
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(root_dir, name, version, prefix)
+        if flush_logs_every_n_steps < 1:
+            raise ConfigurationError(f"flush_logs_every_n_steps={flush_logs_every_n_steps} is below 1.")
+        self._flush_every = flush_logs_every_n_steps
+        self._experiment: _Rows | None = None
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> _Rows:
+        """The writer of the file; on ranks above zero, an object that does nothing."""
+        if self._experiment is None:
+            self._experiment = _Rows(join_path(self.log_dir, "metrics.csv"))
+            # A loop that forgets `finalize` keeps its last rows: they are written when logger or interpreter end.
+            weakref.finalize(self, self._experiment.save_in_process, os.getpid())
+        return self._experiment
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Add a row.
+
+        Args:
+            metrics: Numbers, or tensors of one element, by name.
+            step: Value of the `step` column; None counts the rows of this run.
+
+        Raises:
+            ConfigurationError: A tensor has more than one element.
+        """
+        row = {self._prefixed(name): scalar(name, value) for name, value in metrics.items()}
+        self.experiment.log_metrics(row, step)
+        if len(self.experiment.metrics) >= self._flush_every:
+            self.save()
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Not possible in a table of metrics; raises NotImplementedError."""
+        raise NotImplementedError(
+            "CSVLogger does not log hyperparameters. Save them yourself, for example with json.dump."
+        )
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write the rows that are still in memory."""
+        if self._experiment is not None:
+            self._experiment.save()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Write the rows that are still in memory."""
+        self.save()
+
+
+class _Rows:
+    """Rows on their way to one file. `metrics` are those not yet written."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.metrics: list[dict[str, Any]] = []
+        self._count = 0
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None) -> None:
+        """Add a row; a `step` of None counts."""
+        self.metrics.append({"step": self._count if step is None else step, **metrics})
+        self._count += 1
+
+    def save(self) -> None:
+        """Append the rows; where they bring new columns, write the file anew with its old rows."""
+        if not self.metrics:
+            return
+        old = read_text(self.path) if is_url(self.path) else _first_line(self.path)
+        columns = next(csv.reader(io.StringIO(old)), []) if old else []
+        grown = list(dict.fromkeys([*columns, *(name for row in self.metrics for name in row)]))
+        if columns == grown:
+            append_text(self.path, _table(grown, self.metrics))
+        else:
+            before = list(csv.DictReader(io.StringIO(read_text(self.path) or "", newline="")))
+            write_text(self.path, _table(grown, [*before, *self.metrics], header=True))
+        self.metrics = []
+
+    def save_in_process(self, pid: int) -> None:
+        """Save, unless this is a forked child of the process that logged."""
+        if os.getpid() == pid:
+            self.save()
+
+
+def _table(columns: list[str], rows: list[dict[str, Any]], header: bool = False) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _first_line(path: str) -> str:
+    try:
+        with Path(path).open(newline="") as file:
+            return file.readline()
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,172 @@
+"""`Logger`: the base of loggers, called by `Fabric.log_dict` on every rank. Only rank zero writes."""
+
+from __future__ import annotations
+
+import functools
+import os
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import ConfigurationError
+from fabric.utilities.cloud_io import join_path, list_directory
+from fabric.utilities.rank_zero import rank_zero_only
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from torch.nn import Module
+
+    from fabric.core.types import PathLike
+
+
+class Logger(ABC):
+    """Where metrics go. Subclasses decorate what writes with `rank_zero_only`."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str | None:
+        """Name of the experiment."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int | str | None:
+        """Which run of the experiment this is."""
+
+    @property
+    def root_dir(self) -> str | None:
+        """Directory of all experiments; None where nothing is saved locally."""
+        return None
+
+    @property
+    def log_dir(self) -> str | None:
+        """Directory of this run; None where nothing is saved locally."""
+        return None
+
+    @property
+    def group_separator(self) -> str:
+        """What separates the parts of a metric's name, as in `train/loss`."""
+        return "/"
+
+    @abstractmethod
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Record numbers by name at a step."""
+
+    @abstractmethod
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Record the settings of the run."""
+
+    def log_graph(self, model: Module, input_array: Tensor | None = None) -> None:
+        """Record the graph of a model, where the logger can."""
+        return
+
+    def save(self) -> None:
+        """Make everything that was logged so far durable."""
+        return
+
+    def finalize(self, status: str) -> None:
+        """End the run. `status` says how: "success", "failed"."""
+        self.save()
+
+
+class DirectoryLogger(Logger):
+    """A logger whose files lie in `root_dir/name/version_N`; subclasses keep their writer in `_experiment`.
+
+    Args:
+        root_dir: Directory of all experiments.
+        name: Directory of the experiment; None or "": none.
+        version: An int N for `version_N`, or a directory name. None: one more than the highest there is.
+        prefix: Put before every metric's name.
+    """
+
+    LOGGER_JOIN_CHAR = "-"
+
+    def __init__(self, root_dir: PathLike, name: str | None, version: int | str | None, prefix: str) -> None:
+        self._root_dir = os.fspath(root_dir)
+        self._name = name or ""
+        self._version = version
+        self._prefix = prefix
+        self._experiment: Any = None
+
+    @property
+    def name(self) -> str:
+        """Directory of the experiment under `root_dir`."""
+        return self._name
+
+    @property
+    def version(self) -> int | str:
+        """Which run this is; chosen when first asked for."""
+        if self._version is None:
+            self._version = _next_version(join_path(self._root_dir, *filter(None, [self._name])))
+        return self._version
+
+    @property
+    def root_dir(self) -> str:
+        """Directory of all experiments."""
+        return self._root_dir
+
+    @property
+    def log_dir(self) -> str:
+        """Directory of this run."""
+        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
+        return join_path(self._root_dir, *filter(None, [self._name, version]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Writers own rows, threads and open files: a copy opens its own, in the same directory.
+        return {**self.__dict__, "_version": self.version, "_experiment": None}
+
+    def _prefixed(self, name: str) -> str:
+        return f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name
+
+
+class _DummyExperiment:
+    """Stands for the experiment on ranks above zero: every method may be called and does nothing."""
+
+    def nop(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # copy and pickle ask for hooks that must not seem to exist
+        return self.nop
+
+    def __getitem__(self, index: int) -> _DummyExperiment:
+        return self
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        return
+
+
+def rank_zero_experiment(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The getter of an `experiment` property, such that ranks above zero get an object that does nothing."""
+
+    @functools.wraps(fn)
+    def experiment(self: Any) -> Any:
+        return fn(self) if rank_zero_only.rank == 0 else _DummyExperiment()
+
+    return experiment
+
+
+def scalar(name: str, value: Any) -> Any:
+    """A metric's value as a plain number; what has no `item` method stays as it is.
+
+    Raises:
+        ConfigurationError: A tensor or array has more or less than one element.
+    """
+    if not callable(getattr(value, "item", None)):
+        return value
+    try:
+        return value.item()
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            f"The metric {name!r} has shape {tuple(value.shape)} and is no scalar. "
+            f"Log value.mean(), or one name per element."
+        ) from error
+
+
+def _next_version(directory: str) -> int:
+    """One more than the highest `version_N` in `directory`."""
+    runs = [entry for entry in list_directory(directory) if entry.startswith("version_")]
+    numbers = [run.removeprefix("version_") for run in runs]
+    return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1

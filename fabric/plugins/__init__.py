@@ -1,0 +1,37 @@
+"""What may be passed as `Fabric(plugins=...)`: precision, environments, collectives, checkpoint IO."""
+
+from typing import TYPE_CHECKING
+
+from fabric.core.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from fabric.plugins.io.checkpoint_io import CheckpointIO
+    from fabric.plugins.io.torch_io import TorchCheckpointIO
+    from fabric.plugins.precision.double import DoublePrecision
+    from fabric.plugins.precision.half import HalfPrecision
+    from fabric.plugins.precision.mixed import MixedPrecision
+    from fabric.plugins.precision.precision import Precision
+
+__all__ = [
+    "CheckpointIO",
+    "ClusterEnvironment",
+    "DoublePrecision",
+    "HalfPrecision",
+    "MixedPrecision",
+    "Precision",
+    "TorchCheckpointIO",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "CheckpointIO": "fabric.plugins.io.checkpoint_io",
+        "ClusterEnvironment": "fabric.plugins.environments.cluster_environment",
+        "DoublePrecision": "fabric.plugins.precision.double",
+        "HalfPrecision": "fabric.plugins.precision.half",
+        "MixedPrecision": "fabric.plugins.precision.mixed",
+        "Precision": "fabric.plugins.precision.precision",
+        "TorchCheckpointIO": "fabric.plugins.io.torch_io",
+    },
+)

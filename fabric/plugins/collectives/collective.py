@@ -1,0 +1,144 @@
+"""`Collective`: the operations of one group of ranks, tensor by tensor. Trees and packing stand in packed.py."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Self
+
+
+class Collective(ABC):
+    """Operations on tensors across one group of ranks. All ranks of the group must make each call, in one order.
+
+    Ranks in `src` and `dst` are global ranks, as in torch.distributed. Reductions are named "sum", "mean" ("avg"),
+    "min", "max", "product".
+    """
+
+    def __init__(self) -> None:
+        self._group: Any | None = None
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """The global rank of this process."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+
+    @property
+    def group(self) -> Any:
+        """The engine's group object.
+
+        Raises:
+            UsageError: Neither `setup` nor `create_group` was called.
+        """
+        if self._group is None:
+            raise UsageError(
+                f"{type(self).__name__} has no group yet. Call .setup() or .create_group() first."
+            )
+        return self._group
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, src: int) -> Tensor:
+        """`src`'s tensor on every rank, written into `tensor`."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """The reduction over ranks, written into `tensor` on every rank."""
+
+    @abstractmethod
+    def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
+        """The reduction over ranks, written into `tensor` on `dst`."""
+
+    @abstractmethod
+    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, written into `tensor_list` in rank order."""
+
+    @abstractmethod
+    def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
+        """Every rank's tensor, written into `gather_list` on `dst`."""
+
+    @abstractmethod
+    def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
+        """This rank's part of `src`'s `scatter_list`, written into `tensor`."""
+
+    @abstractmethod
+    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
+        """This rank's part of the reduced `input_list`, written into `output`."""
+
+    @abstractmethod
+    def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
+        """The tensor that each rank has for this one, written into `output_tensor_list`."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send to `dst`, which must call `recv`."""
+
+    @abstractmethod
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
+        """Receive into `tensor` from `src` (None: from any rank)."""
+
+    @abstractmethod
+    def barrier(self, device_ids: list[int] | None = None) -> None:
+        """Wait until every rank of the group is here."""
+
+    @classmethod
+    @abstractmethod
+    def is_available(cls) -> bool:
+        """Whether the engine is there."""
+
+    @classmethod
+    @abstractmethod
+    def is_initialized(cls) -> bool:
+        """Whether the engine's default group stands."""
+
+    @classmethod
+    @abstractmethod
+    def init_group(cls, **kwargs: Any) -> None:
+        """Make the engine's default group."""
+
+    @classmethod
+    @abstractmethod
+    def new_group(cls, **kwargs: Any) -> Any:
+        """Make a further group; all ranks of the default group must call this."""
+
+    @classmethod
+    @abstractmethod
+    def destroy_group(cls, group: Any) -> None:
+        """Take a group down."""
+
+    def setup(self, **kwargs: Any) -> Self:
+        """Make the default group if there is none, and use it."""
+        if not self.is_initialized():
+            self.init_group(**kwargs)
+        return self
+
+    def create_group(self, **kwargs: Any) -> Self:
+        """Make a further group and use it. All ranks must call this.
+
+        Raises:
+            UsageError: This collective has a group already.
+        """
+        if self._group is not None:
+            raise UsageError(
+                f"{type(self).__name__} has a group already. Make a second {type(self).__name__}() for another group."
+            )
+        self._group = self.new_group(**kwargs)
+        return self
+
+    def teardown(self) -> Self:
+        """Take the group down.
+
+        Raises:
+            UsageError: There is no group.
+        """
+        self.destroy_group(self.group)
+        self._group = None
+        return self

@@ -1,0 +1,227 @@
+"""`TorchCollective`: a group of torch.distributed. Usable without a Fabric."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fabric.core.errors import ConfigurationError, UsageError
+from fabric.plugins.collectives.collective import Collective
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch import Tensor
+    from typing_extensions import Self
+
+_OPS = {
+    "sum": "SUM",
+    "mean": "AVG",
+    "avg": "AVG",
+    "min": "MIN",
+    "max": "MAX",
+    "product": "PRODUCT",
+    "prod": "PRODUCT",
+    "band": "BAND",
+    "bor": "BOR",
+    "bxor": "BXOR",
+}
+
+# torch 2.13 renamed the flat gather; older releases only have the old name.
+gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def torch_op(op: Any) -> Any:
+    """torch's ReduceOp for a name ("mean", "SUM", ...) or a ReduceOp.
+
+    Raises:
+        ConfigurationError: The name means no reduction.
+    """
+    if not isinstance(op, str):
+        return op
+    name = _OPS.get(op.lower())
+    if name is None:
+        raise ConfigurationError(
+            f"reduce_op={op!r} is not a reduction. Write one of 'mean', 'sum', 'min', 'max', 'product'."
+        )
+    return getattr(dist.ReduceOp, name)
+
+
+class TorchCollective(Collective):
+    """The operations of a torch.distributed group; without `create_group`, of the default group.
+
+    Args:
+        group: An existing torch.distributed process group to use.
+    """
+
+    manages_default_group = False
+
+    def __init__(self, group: Any | None = None) -> None:
+        if not dist.is_available():
+            raise UsageError("This torch was built without torch.distributed. Install a build that has it.")
+        super().__init__()
+        self._group = group
+
+    @property
+    def group(self) -> Any:
+        """The process group."""
+        if self._group is not None:
+            return self._group
+        if not dist.is_initialized():
+            raise UsageError(
+                f"{type(self).__name__} has no group yet. Call .setup() or .create_group() first, or fabric.launch()."
+            )
+        return dist.group.WORLD
+
+    @property
+    def rank(self) -> int:
+        """The global rank of this process."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank_in_group(self) -> int:
+        """The rank of this process within the group."""
+        return dist.get_rank(self.group)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Tensor:
+        """`src`'s tensor on every rank, written into `tensor`."""
+        dist.broadcast(tensor, src, group=self._group)
+        return tensor
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """The reduction over ranks, written into `tensor` on every rank."""
+        dist.all_reduce(tensor, torch_op(op), group=self._group)
+        return tensor
+
+    def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
+        """The reduction over ranks, written into `tensor` on `dst`."""
+        dist.reduce(tensor, dst, torch_op(op), group=self._group)
+        return tensor
+
+    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, written into `tensor_list` in rank order."""
+        dist.all_gather(tensor_list, tensor, group=self._group)
+        return tensor_list
+
+    def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Tensor:
+        """Every rank's 1-D tensor, one after the other in `output` of shape (world_size * numel,)."""
+        gather_flat(output, tensor, group=self._group)
+        return output
+
+    def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
+        """Every rank's tensor, written into `gather_list` on `dst`."""
+        dist.gather(tensor, gather_list if self.rank == dst else None, dst, group=self._group)
+        return gather_list
+
+    def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
+        """This rank's part of `src`'s `scatter_list`, written into `tensor`."""
+        dist.scatter(tensor, scatter_list if self.rank == src else None, src, group=self._group)
+        return tensor
+
+    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
+        """This rank's part of the reduced `input_list`, written into `output`."""
+        dist.reduce_scatter(output, input_list, torch_op(op), group=self._group)
+        return output
+
+    def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
+        """The tensor that each rank has for this one, written into `output_tensor_list`."""
+        dist.all_to_all(output_tensor_list, input_tensor_list, group=self._group)
+        return output_tensor_list
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send to `dst`, which must call `recv`."""
+        dist.send(tensor, dst, tag=tag, group=self._group)
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
+        """Receive into `tensor` from `src` (None: from any rank)."""
+        dist.recv(tensor, src, tag=tag, group=self._group)
+        return tensor
+
+    def all_gather_object(self, object_list: list[Any], obj: Any) -> list[Any]:
+        """Every rank's picklable object, written into `object_list` in rank order."""
+        dist.all_gather_object(object_list, obj, group=self._group)
+        return object_list
+
+    def broadcast_object_list(
+        self, object_list: list[Any], src: int, device: torch.device | None = None
+    ) -> list[Any]:
+        """`src`'s picklable objects, written into `object_list`."""
+        dist.broadcast_object_list(object_list, src, group=self._group, device=device)
+        return object_list
+
+    def gather_object(self, obj: Any, object_gather_list: list[Any], dst: int = 0) -> list[Any]:
+        """Every rank's picklable object, written into `object_gather_list` on `dst`."""
+        dist.gather_object(obj, object_gather_list if self.rank == dst else None, dst, group=self._group)
+        return object_gather_list
+
+    def scatter_object_list(
+        self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any], src: int = 0
+    ) -> list[Any]:
+        """This rank's part of `src`'s objects, written into `scatter_object_output_list[0]`."""
+        dist.scatter_object_list(
+            scatter_object_output_list, scatter_object_input_list, src, group=self._group
+        )
+        return scatter_object_output_list
+
+    def barrier(self, device_ids: list[int] | None = None) -> None:
+        """Wait until every rank of the group is here."""
+        dist.barrier(group=self._group, device_ids=device_ids)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier (gloo only) whose error names the ranks that did not come within `timeout`."""
+        dist.monitored_barrier(group=self._group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+
+    def setup(self, main_address: str | None = None, main_port: str | None = None, **kwargs: Any) -> Self:
+        """Make torch's default group if there is none. Address and port are used for this call only."""
+        if self.is_initialized():
+            return self
+        address = main_address or os.environ.get("MASTER_ADDR", "127.0.0.1")
+        port = main_port or os.environ.get("MASTER_PORT")
+        if port is not None and "init_method" not in kwargs and "store" not in kwargs:
+            kwargs["init_method"] = f"tcp://{address}:{port}"
+        super().setup(**kwargs)
+        TorchCollective.manages_default_group = True
+        return self
+
+    def teardown(self) -> Self:
+        """Take down the group that this object (or `setup`) made."""
+        if self._group is not None:
+            return super().teardown()
+        if TorchCollective.manages_default_group and self.is_initialized():
+            self.destroy_group(dist.group.WORLD)
+            TorchCollective.manages_default_group = False
+        return self
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether torch has torch.distributed."""
+        return dist.is_available()
+
+    @classmethod
+    def is_initialized(cls) -> bool:
+        """Whether torch's default group stands."""
+        return dist.is_available() and dist.is_initialized()
+
+    @classmethod
+    def init_group(cls, **kwargs: Any) -> None:
+        """torch.distributed.init_process_group."""
+        dist.init_process_group(**kwargs)
+
+    @classmethod
+    def new_group(cls, **kwargs: Any) -> Any:
+        """torch.distributed.new_group; all ranks of the default group must call this."""
+        return dist.new_group(**kwargs)
+
+    @classmethod
+    def destroy_group(cls, group: Any) -> None:
+        """torch.distributed.destroy_process_group."""
+        if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)

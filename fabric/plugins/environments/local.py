@@ -1,0 +1,233 @@
+"""This machine, or several started by hand: ranks that `python train.py`, spawn/fork or `fabric run` started.
+
+Knows its place from the variables of our own launchers or from `become`. Never sets os.environ.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import ConfigurationError, LaunchError
+from fabric.plugins.environments.cluster_environment import ClusterEnvironment, open_store, port_taken
+from fabric.utilities.lifeline import tie_to_parent
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+LAUNCHED = "FABRIC_LAUNCHED"
+"""Set in ranks that we started: "script" or "cli"."""
+STORE_FD = "FABRIC_STORE_FD"
+"""Set in rank zero under `fabric run`: the file descriptor of a socket that already listens."""
+
+# Ranks of one job open stores in the same order, so equal numbers meet and stale keys of an earlier group do not.
+_openings = itertools.count()
+# A forked child must not destroy the store it inherits: the destructor joins a thread that only the parent has.
+_inherited: list[Any] = []
+
+
+class LocalEnvironment(ClusterEnvironment):
+    """Processes on this machine, started by us; several machines with `fabric run --num-nodes` or NODE_RANK."""
+
+    def __init__(self) -> None:
+        self._place: dict[str, int] = {}
+        self._address: str | None = None
+        self._port: int | None = None
+        self._child = False
+        self._store: Store | None = None
+        self._owner = os.getpid()
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether this process is one of the ranks already, so that nothing is left to start."""
+        return self._child or LAUNCHED in os.environ or "LOCAL_RANK" in os.environ
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR, else this machine."""
+        return self._address or os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        """The port of the store; a process that nobody launched opens one (raises like `host_store`)."""
+        if self._port is not None:
+            return self._port
+        if (port := _int_variable("MASTER_PORT")) is not None:
+            return port
+        return self.host_store(timedelta(minutes=5))
+
+    @staticmethod
+    def detect() -> bool:
+        """Always: this is what remains when no cluster is found."""
+        return True
+
+    def world_size(self) -> int:
+        """Number of processes of the job."""
+        return self._read("WORLD_SIZE", 1)
+
+    def set_world_size(self, size: int) -> None:
+        """Take the number of processes of the job."""
+        self._place["WORLD_SIZE"] = size
+
+    def global_rank(self) -> int:
+        """Index of this process in the job."""
+        return self._read("RANK", 0)
+
+    def set_global_rank(self, rank: int) -> None:
+        """Take the index of this process in the job."""
+        self._place["RANK"] = rank
+
+    def local_rank(self) -> int:
+        """Index of this process on its machine."""
+        return self._read("LOCAL_RANK", 0)
+
+    def node_rank(self) -> int:
+        """Index of this machine: NODE_RANK or GROUP_RANK."""
+        return self._read("NODE_RANK", _int_variable("GROUP_RANK") or 0)
+
+    def local_world_size(self) -> int | None:
+        """Number of processes on this machine, once launched."""
+        return self._read("LOCAL_WORLD_SIZE", 0) or None
+
+    def num_nodes(self) -> int | None:
+        """Number of machines, once launched."""
+        local = self.local_world_size()
+        return self.world_size() // local if local else None
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare what `fabric run` started with what the script asks for.
+
+        Raises:
+            ConfigurationError: The numbers of processes differ.
+        """
+        started = _int_variable("WORLD_SIZE")
+        asked = num_devices * num_nodes
+        if LAUNCHED in os.environ and started is not None and started != asked:
+            raise ConfigurationError(
+                f"devices={num_devices} x num_nodes={num_nodes} asks for {asked} processes, but the launcher started "
+                f'WORLD_SIZE={started}. Write devices="auto" and num_nodes=1 in the script, or start it with '
+                f"`fabric run --devices {num_devices} --num-nodes {num_nodes}`."
+            )
+
+    def become(
+        self,
+        local_rank: int,
+        world_size: int,
+        local_world_size: int,
+        main_address: str,
+        main_port: int,
+        node_rank: int = 0,
+        child: bool = True,
+    ) -> None:
+        """Take a place that a launcher assigned; `child` says that this process is not the one that started others."""
+        self._place = {
+            "RANK": node_rank * local_world_size + local_rank,
+            "LOCAL_RANK": local_rank,
+            "NODE_RANK": node_rank,
+            "WORLD_SIZE": world_size,
+            "LOCAL_WORLD_SIZE": local_world_size,
+        }
+        self._address, self._port, self._child = main_address, main_port, child
+
+    def follow(self, other: LocalEnvironment) -> None:
+        """Take the place and the hosted store of `other`, which was launched before in this process."""
+        self._place, self._address, self._port = dict(other._place), other._address, other._port
+        self._child, self._store, self._owner = other._child, other._store, other._owner
+
+    def host_store(self, timeout: timedelta, num_nodes: int = 1) -> int:
+        """Host the store of the job in this process and return its port; a second call returns the same port.
+
+        Args:
+            timeout: Default of each later wait on the store.
+            num_nodes: With more than one the store listens on all interfaces, else on the loopback only.
+
+        Raises:
+            LaunchError: The user's MASTER_PORT is taken.
+            ConfigurationError: MASTER_PORT is no port number.
+        """
+        if self._store is None or self._port is None:
+            wanted = _int_variable("MASTER_PORT") or 0
+            listener = listen(self.main_address, wanted, everywhere=num_nodes > 1)
+            self._port = int(listener.getsockname()[1])
+            # The store takes the descriptor over: the port is ours before anyone hears of it.
+            self._store = open_store(
+                self.main_address, self._port, True, 1, timeout, listen_fd=listener.detach()
+            )
+        return self._port
+
+    def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
+        """The hosted store in the hosting process, else a connection to it (see `ClusterEnvironment.make_store`)."""
+        from torch.distributed import PrefixStore
+
+        tie_to_parent()
+        if self._store is None and rank == 0 and not self._child:
+            self._host_as_rank_zero(world_size, timeout)
+        store = self._store
+        if store is None:
+            store = open_store(self.main_address, self.main_port, False, world_size, timeout)
+        store.set_timeout(timeout)
+        return PrefixStore(f"fabric{next(_openings)}", store)
+
+    def teardown(self) -> None:
+        """Close the store, if this process hosts it."""
+        self._forget_store()
+
+    def _host_as_rank_zero(self, world_size: int, timeout: timedelta) -> None:
+        handed = _int_variable(STORE_FD)
+        if handed is not None and handed not in _handed_over:
+            self._store = open_store(self.main_address, self.main_port, True, world_size, timeout, handed)
+            _handed_over[handed] = self._store
+        elif handed is not None:
+            self._store = _handed_over[handed]
+        else:
+            self.host_store(timeout, num_nodes=self.num_nodes() or 1)
+
+    def _forget_store(self) -> None:
+        if self._store is not None and self._owner != os.getpid():
+            _inherited.append(self._store)
+        self._store = None
+
+    def _read(self, name: str, default: int) -> int:
+        if name in self._place:
+            return self._place[name]
+        value = _int_variable(name) if self.creates_processes_externally or name == "NODE_RANK" else None
+        return default if value is None else value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_store": None}
+
+
+# Rank zero under `fabric run` opens the socket it was handed once; later groups of the process share that store.
+_handed_over: dict[int, Any] = {}
+
+
+def listen(address: str, port: int, everywhere: bool = False) -> socket.socket:
+    """A socket that listens on `port` (0: the kernel chooses) of `address`, or of all interfaces.
+
+    Raises:
+        LaunchError: The port is taken.
+    """
+    where = "" if everywhere or address not in ("127.0.0.1", "localhost") else "127.0.0.1"
+    try:
+        return socket.create_server((where, port), backlog=4096)
+    except OverflowError:
+        raise ConfigurationError(f"port {port} is not in 0..65535. Write 0 for a free one.") from None
+    except OSError as error:
+        if port:
+            raise port_taken(address, port) from error
+        raise LaunchError(f"This machine gives no port to listen on: {error}.") from error
+
+
+def _int_variable(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None or not text.strip():
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(
+            f"The environment variable {name}={text!r} must be a whole number. Unset it or correct it."
+        ) from None

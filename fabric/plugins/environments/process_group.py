@@ -1,0 +1,97 @@
+"""A process group that the user (or a test) has initialised already: ranks and sizes are read from it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from fabric.core.errors import ConfigurationError, UsageError
+from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch.distributed import Store
+
+
+class ProcessGroupEnvironment(ClusterEnvironment):
+    """The place of this process in torch.distributed's default group, whoever made it."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Always: the group exists, so its ranks do."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR, else this machine; nothing of ours connects to it."""
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        """MASTER_PORT, else 0; nothing of ours connects to it."""
+        return int(os.environ.get("MASTER_PORT", "0"))
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether `torch.distributed.init_process_group` has been called in this process."""
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+    def world_size(self) -> int:
+        """Size of the default group."""
+        return torch.distributed.get_world_size()
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the group has its size."""
+
+    def global_rank(self) -> int:
+        """Rank in the default group."""
+        return torch.distributed.get_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the group gave this process its rank."""
+
+    def local_rank(self) -> int:
+        """LOCAL_RANK where it is set; else all ranks are taken to be on one machine."""
+        text = os.environ.get("LOCAL_RANK", "")
+        return int(text) if text.isdigit() else self.global_rank()
+
+    def node_rank(self) -> int:
+        """NODE_RANK or GROUP_RANK where set, else 0."""
+        text = os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", ""))
+        return int(text) if text.isdigit() else 0
+
+    def local_world_size(self) -> int | None:
+        """LOCAL_WORLD_SIZE where it is set; else all ranks are taken to be on one machine."""
+        text = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return int(text) if text.isdigit() else self.world_size()
+
+    def num_nodes(self) -> int | None:
+        """Number of machines, as the local world size implies."""
+        return max(1, self.world_size() // (self.local_world_size() or 1))
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare the group with what the script asks for.
+
+        Raises:
+            ConfigurationError: The group has another size.
+        """
+        asked, exists = num_devices * num_nodes, self.world_size()
+        if asked != exists:
+            raise ConfigurationError(
+                f"devices={num_devices} x num_nodes={num_nodes} asks for {asked} processes, but torch.distributed is "
+                f'initialised already with {exists}. Write devices="auto", or do not call init_process_group '
+                f"before Fabric."
+            )
+
+    def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
+        """Refuse: the group exists, nobody needs to meet.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            "torch.distributed is initialised already, so there is nothing to rendezvous. Use the existing group."
+        )

@@ -1,0 +1,61 @@
+"""All ranks meet: the store of the job, once every rank has reached it. Called by strategies before the process group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fabric.core.errors import LaunchError
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch.distributed import Store
+
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+
+_ALL = "fabric/arrived"
+
+
+def rendezvous(environment: ClusterEnvironment, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """The store of the job, after all ranks have reached it. All ranks must call this.
+
+    Args:
+        environment: Where this process stands.
+        rank: Global rank of this process.
+        world_size: Number of processes of the job.
+        timeout: How long to wait for the last rank. It does not limit later collectives.
+
+    Raises:
+        LaunchError: The store cannot be opened, or some ranks did not arrive; the message names them.
+    """
+    store = environment.make_store(rank, world_size, timeout)
+    await_ranks(store, rank, world_size, timeout)
+    return store
+
+
+def await_ranks(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    """Return once all ranks have called this on a fresh `store` (raises like `rendezvous`)."""
+    from torch.distributed import DistError
+
+    try:
+        store.set(f"{_ALL}/{rank}", "1")
+        # A counter, not a wait on every key: the host answers each rank once, whatever the world size.
+        if store.add(_ALL, 1) == world_size:
+            store.set(f"{_ALL}/all", "1")
+        store.wait([f"{_ALL}/all"], timeout)
+    except (DistError, RuntimeError) as error:
+        raise LaunchError(_absent(store, rank, world_size, timeout)) from error
+
+
+def _absent(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    seconds = f"{timeout.total_seconds():g} s"
+    try:
+        missing = [other for other in range(world_size) if not store.check([f"{_ALL}/{other}"])]
+    except RuntimeError:
+        return f"Rank {rank} lost rank zero's store while it waited for the other ranks; rank zero's output says why."
+    names = ", ".join(str(other) for other in missing[:16]) + (", ..." if len(missing) > 16 else "")
+    return (
+        f"{world_size - len(missing)} of {world_size} ranks arrived within {seconds}; missing: "
+        f"rank{'s' if len(missing) > 1 else ''} {names}. Look at the output of the missing ones; if they only start "
+        f"slowly, give them time: DDPStrategy(startup_timeout=timedelta(minutes=...))."
+    )

@@ -1,0 +1,32 @@
+"""`CheckpointIO`: how a checkpoint dictionary becomes bytes in storage and back. Users may pass their own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fabric.core.types import PathLike
+
+
+class CheckpointIO(ABC):
+    """Storage of checkpoints. Called on rank zero to save, on every rank to load."""
+
+    @abstractmethod
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None
+    ) -> None:
+        """Write `checkpoint` to `path`; afterwards the file is complete, or the old one is untouched."""
+
+    @abstractmethod
+    def load_checkpoint(
+        self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read what `save_checkpoint` wrote."""
+
+    @abstractmethod
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Delete the checkpoint at `path`, if it is there."""
+
+    def teardown(self) -> None:
+        """Finish what is still under way."""

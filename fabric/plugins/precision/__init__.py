@@ -1,0 +1,25 @@
+"""Dtypes and loss scaling around forward, backward and step."""
+
+from typing import TYPE_CHECKING
+
+from fabric.core.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from fabric.plugins.precision.double import DoublePrecision
+    from fabric.plugins.precision.half import HalfPrecision
+    from fabric.plugins.precision.mixed import MixedPrecision
+    from fabric.plugins.precision.precision import Precision
+    from fabric.plugins.precision.select import PRECISION_REGISTRY
+
+__all__ = ["PRECISION_REGISTRY", "DoublePrecision", "HalfPrecision", "MixedPrecision", "Precision"]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "PRECISION_REGISTRY": "fabric.plugins.precision.select",
+        "DoublePrecision": "fabric.plugins.precision.double",
+        "HalfPrecision": "fabric.plugins.precision.half",
+        "MixedPrecision": "fabric.plugins.precision.mixed",
+        "Precision": "fabric.plugins.precision.precision",
+    },
+)

@@ -1,0 +1,151 @@
+"""`MixedPrecision`: the plugin behind precision="16-mixed" and "bf16-mixed". Only "16-mixed" has a GradScaler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from fabric.core.errors import ConfigurationError, UsageError
+from fabric.plugins.precision.precision import Precision
+from fabric.utilities.dtypes import CastTo
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from fabric.core.types import Optimizable
+
+_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+
+class MixedPrecision(Precision):
+    """Parameters stay as they are; matrix products and convolutions run in half precision through autocast.
+
+    Invariant of the scaler: `update()`, which may change the scale, runs at the start of the next backward (or when the
+    state is saved), not after each step. All optimizers that step after one backward so see the scale that their
+    gradients carry; with an update after every step the second optimizer of a GAN would unscale by a wrong factor.
+
+    Args:
+        precision: "16-mixed" or "bf16-mixed".
+        device: Device type that autocast runs on ("cuda", "cpu").
+        scaler: A GradScaler for "16-mixed"; None makes one.
+        output_dtype: Dtype of floating-point outputs; None leaves them as computed.
+
+    Raises:
+        ConfigurationError: An unknown `precision`, or a scaler for "bf16-mixed".
+    """
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"],
+        device: str,
+        scaler: torch.amp.GradScaler | None = None,
+        *,
+        output_dtype: torch.dtype | None = torch.float32,
+    ) -> None:
+        if precision not in _DTYPES:
+            raise ConfigurationError(
+                f"MixedPrecision(precision={precision!r}) is not one of {', '.join(map(repr, _DTYPES))}. "
+                f"Write Fabric(precision={precision!r}) to get the plugin that fits."
+            )
+        if scaler is not None and precision != "16-mixed":
+            raise ConfigurationError(
+                f"A scaler was given with precision={precision!r}, which needs none: bfloat16 has float32's range. "
+                f'Leave scaler out, or write precision="16-mixed".'
+            )
+        if scaler is None and precision == "16-mixed":
+            scaler = torch.amp.GradScaler(device=torch.device(device).type)
+        self.precision = precision
+        self.device = torch.device(device).type
+        self.dtype = _DTYPES[precision]
+        self.scaler = scaler
+        self.output_dtype = output_dtype
+        self._update_due = False
+        self._backwards = 0
+        self._unscaled_at: dict[int, int] = {}
+
+    @property
+    def needs_backward(self) -> bool:
+        """True with a scaler, or where a subclass changes the backward pass."""
+        kind = type(self)
+        return (
+            self.scaler is not None
+            or kind.backward is not MixedPrecision.backward
+            or kind.pre_backward is not Precision.pre_backward
+            or kind.post_backward is not Precision.post_backward
+        )
+
+    @property
+    def needs_step(self) -> bool:
+        """True with a scaler, or where a subclass changes the step."""
+        return self.scaler is not None or type(self).optimizer_step is not MixedPrecision.optimizer_step
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Autocast on the device; also what `fabric.autocast()` gives."""
+        return torch.autocast(self.device, self.dtype)
+
+    def convert_input(self, data: Any) -> Any:
+        """Floating-point tensors in float32, which autocast then handles per operation."""
+        return CastTo(torch.float32)(data)
+
+    def convert_output(self, data: Any) -> Any:
+        """Floating-point tensors in `output_dtype`."""
+        return data if self.output_dtype is None else CastTo(self.output_dtype)(data)
+
+    def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass, from the scaled loss where there is a scaler."""
+        if self.scaler is not None:
+            self._update_scale()
+            self._backwards += 1
+            tensor = self.scaler.scale(tensor)
+        tensor.backward(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
+        """Step the optimizer; with a scaler, the step is skipped on all ranks where a gradient is not finite.
+
+        Raises:
+            UsageError: A closure with a scaler (the closure would have to unscale in the middle of the step).
+        """
+        if self.scaler is None:
+            return optimizer.step(**kwargs)
+        if kwargs.get("closure") is not None or isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step(closure) cannot be combined with the gradient scaler of "
+                f'precision="16-mixed". Write precision="bf16-mixed" or "32-true", or use an optimizer without closure.'
+            )
+        if self._backwards == 0:
+            raise UsageError(
+                'optimizer.step() under precision="16-mixed" came before any fabric.backward(loss). '
+                "Write fabric.backward(loss) instead of loss.backward(), so that the loss is scaled."
+            )
+        kwargs.pop("closure", None)
+        self._unscaled_at.pop(id(optimizer), None)
+        self._update_due = True
+        return self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale, once between a backward and its step, however often it is called."""
+        if self.scaler is None or self._unscaled_at.get(id(optimizer)) == self._backwards:
+            return
+        self.scaler.unscale_(optimizer)
+        self._unscaled_at[id(optimizer)] = self._backwards
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state."""
+        self._update_scale()
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the scaler's state back."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
+
+    def _update_scale(self) -> None:
+        if self._update_due and self.scaler is not None:
+            self.scaler.update()
+            self._update_due = False
+            self._unscaled_at.clear()

@@ -1,0 +1,119 @@
+"""`Precision`: the base of precision plugins. It leaves everything as it is; users subclass it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.policy import POLICIES, DtypePolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
+
+    from fabric.core.types import Optimizable
+
+
+class Precision:
+    """Dtypes and loss scaling around forward, backward and step. This base is "32-true": nothing is changed.
+
+    A subclass may override any method; which ones it overrides is looked at once, at setup.
+    """
+
+    precision: str = "32-true"
+
+    @property
+    def policy(self) -> DtypePolicy:
+        """What the precision's name means, as a value."""
+        return POLICIES.get(self.precision, POLICIES["32-true"])
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether this plugin takes part in the backward pass, so that a plain `loss.backward()` would be wrong."""
+        kind = type(self)
+        return (
+            kind.backward is not Precision.backward
+            or kind.pre_backward is not Precision.pre_backward
+            or kind.post_backward is not Precision.post_backward
+        )
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether this plugin takes part in the optimizer step."""
+        return type(self).optimizer_step is not Precision.optimizer_step
+
+    def convert_module(self, module: Module) -> Module:
+        """The module in the dtypes of this precision, changed in place; called once, by `fabric.setup`."""
+        return module
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Context in which new floating-point tensors get the dtype of this precision."""
+        return nullcontext()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Context in which new modules get the parameter dtype of this precision."""
+        return nullcontext()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Context around the user's forward; also what `fabric.autocast()` gives."""
+        return nullcontext()
+
+    def convert_input(self, data: Any) -> Any:
+        """The forward's inputs (a tree) in the dtype that the module expects."""
+        return data
+
+    def convert_output(self, data: Any) -> Any:
+        """The forward's outputs (a tree) in the dtype that the user's loop expects."""
+        return data
+
+    def pre_backward(self, tensor: Tensor, module: Module | None) -> Any:
+        """Called before the backward pass; a returned tensor replaces the loss."""
+
+    def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass from `tensor`."""
+        tensor.backward(*args, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: Module | None) -> Any:
+        """Called after the backward pass."""
+
+    def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
+        """Step the optimizer; `kwargs` are the user's (a `closure`, if any)."""
+        return optimizer.step(**kwargs)
+
+    def main_params(self, optimizer: Optimizer) -> Iterator[Parameter]:
+        """The parameters whose gradients `clip_gradients` clips."""
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Bring the gradients back to their true size, if the loss was scaled."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep of this plugin."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+    def teardown(self) -> None:
+        """Undo what the plugin changed in the process."""
+
+
+class DefaultDtype:
+    """Context that sets torch's default dtype and restores it. Re-usable, re-entrant."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._previous: list[torch.dtype] = []
+
+    def __enter__(self) -> None:
+        self._previous.append(torch.get_default_dtype())
+        torch.set_default_dtype(self._dtype)
+
+    def __exit__(self, *exc: object) -> None:
+        torch.set_default_dtype(self._previous.pop())

@@ -1,0 +1,53 @@
+"""The common body of "64-true", "16-true" and "bf16-true": the module itself is cast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.plugins.precision.precision import DefaultDtype, Precision
+from fabric.utilities.dtypes import CastTo
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch.nn import Module
+
+
+class TruePrecision(Precision):
+    """Parameters, buffers and floating-point inputs are cast to one dtype; outputs come back in the default dtype.
+
+    Args:
+        dtype: The dtype of parameters and compute.
+        output_dtype: Dtype of floating-point outputs; None gives `torch.get_default_dtype()` at call time, as
+            Lightning Fabric does.
+    """
+
+    def __init__(self, dtype: torch.dtype, output_dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        self.output_dtype = output_dtype
+
+    def convert_module(self, module: Module) -> Module:
+        """The module with floating-point parameters and buffers cast in place."""
+        return module.to(dtype=self.dtype)
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """New floating-point tensors get the dtype."""
+        return DefaultDtype(self.dtype)
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """New modules get the dtype."""
+        return DefaultDtype(self.dtype)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """The dtype is torch's default inside."""
+        return DefaultDtype(self.dtype)
+
+    def convert_input(self, data: Any) -> Any:
+        """Floating-point tensors in the dtype."""
+        return CastTo(self.dtype)(data)
+
+    def convert_output(self, data: Any) -> Any:
+        """Floating-point tensors in `output_dtype`."""
+        return CastTo(self.output_dtype)(data)

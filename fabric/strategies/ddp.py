@@ -1,0 +1,63 @@
+"""`DDPStrategy`: all parameters on every rank, gradients averaged."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from fabric.core.errors import ConfigurationError
+from fabric.strategies.layouts.replicate import Replicate
+from fabric.strategies.parallel import START_METHODS, ParallelStrategy
+
+if TYPE_CHECKING:
+    import torch
+
+    from fabric.accelerators.accelerator import Accelerator
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from fabric.plugins.io.checkpoint_io import CheckpointIO
+    from fabric.plugins.precision.precision import Precision
+
+
+class DDPStrategy(ParallelStrategy):
+    """Data parallel training by torch's DistributedDataParallel, one process per device.
+
+    Args:
+        accelerator: As in `Strategy`.
+        parallel_devices: As in `ParallelStrategy`.
+        cluster_environment: As in `ParallelStrategy`.
+        checkpoint_io: As in `Strategy`.
+        precision: As in `Strategy`.
+        process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
+        timeout: How long a collective waits for the other ranks.
+        start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
+        startup_timeout: How long ranks wait for each other at the start.
+        kwargs: Keywords of DistributedDataParallel (find_unused_parameters, static_graph, bucket_cap_mb, ...).
+
+    Raises:
+        ConfigurationError: Unknown `start_method`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(seconds=1800),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        *,
+        startup_timeout: timedelta = timedelta(minutes=10),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        if start_method not in START_METHODS:
+            raise ConfigurationError(
+                f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
+            )
+        self.layout = Replicate(kwargs)
+        self._backend = process_group_backend
+        self.process_group_timeout = timeout or timedelta(seconds=1800)
+        self.startup_timeout = startup_timeout
+        self.start_method = start_method

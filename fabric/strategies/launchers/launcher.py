@@ -1,0 +1,29 @@
+"""The base of launchers: start the ranks, run a function in them, supervise them to the end."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Launcher(ABC):
+    """Starts the processes of a job and runs a function in them."""
+
+    start_method: str
+    """"popen", "spawn", "fork" or "forkserver"."""
+
+    @property
+    @abstractmethod
+    def is_interactive_compatible(self) -> bool:
+        """Whether it works in notebooks and at the Python prompt."""
+
+    @abstractmethod
+    def launch(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+        """Start the ranks and return what `function(*args, **kwargs)` returns on rank zero.
+
+        Raises:
+            LaunchError: The ranks cannot be started, or one of them failed.
+        """

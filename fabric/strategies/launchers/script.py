@@ -1,0 +1,249 @@
+"""Runs the user's own command once more for every further rank: `python train.py` becomes all ranks.
+
+This process is local rank 0 and goes on; a thread watches the others until the end. Used where no function is given.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import LaunchError
+from fabric.strategies.launchers.failure import SETTLE_S, Failure, root_cause
+from fabric.strategies.launchers.launcher import Launcher
+from fabric.strategies.launchers.place import LAUNCHED, Place
+from fabric.strategies.launchers.supervisor import Command, Supervisor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from fabric.plugins.environments.local import LocalEnvironment
+
+MAIN_GRACE_S = 3.0
+"""Seconds that this process gets to fail by itself (usually at once, in a collective) after another rank failed."""
+EXIT_NOTE_S = 10.0
+"""Seconds after this process's normal end until it says which ranks it still waits for."""
+EXIT_GRACE_S = 300.0
+"""Seconds that the other ranks get to finish after this process's normal end."""
+
+
+class ScriptLauncher(Launcher):
+    """Starts the other ranks of this machine by running the original command again.
+
+    Args:
+        environment: Learns this process's place; hosts the store.
+        num_processes: Ranks on this machine, this process included.
+        num_nodes: Machines; with more than one the same command is run by hand on each, with MASTER_ADDR,
+            MASTER_PORT and NODE_RANK set.
+    """
+
+    start_method = "popen"
+
+    def __init__(self, environment: LocalEnvironment, num_processes: int, num_nodes: int = 1) -> None:
+        self.environment = environment
+        self.num_processes = num_processes
+        self.num_nodes = num_nodes
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """No: there is no command to run again."""
+        return False
+
+    def launch(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+        """Start the other ranks unless that has been done, then call `function` in this process.
+
+        Raises:
+            LaunchError: There is no command to run again (a notebook, a prompt, a script from standard input), or
+                this process has started another number of ranks before.
+        """
+        if not self.environment.creates_processes_externally:
+            self._start()
+        return function(*args, **kwargs) if function is not None else None
+
+    def _start(self) -> None:
+        global _job
+        if _job is not None:
+            _job.check(self.num_processes, self.num_nodes)
+            self.environment.follow(_job.environment)
+        elif self.num_processes * self.num_nodes > 1:
+            argv, directory = original_command()
+            _job = _Job(self.environment, self.num_processes, self.num_nodes, argv, directory)
+        else:
+            self.environment.become(
+                0, 1, 1, "127.0.0.1", self.environment.host_store(_STORE_TIMEOUT), child=False
+            )
+
+
+_STORE_TIMEOUT = timedelta(minutes=5)  # replaced by the strategy's own when it opens the store
+
+
+class _Job:
+    """The other ranks that this process has started, tied to its life from both sides."""
+
+    def __init__(
+        self,
+        environment: LocalEnvironment,
+        processes: int,
+        nodes: int,
+        argv: list[str],
+        directory: str | None,
+    ) -> None:
+        self.environment, self.processes, self.nodes = environment, processes, nodes
+        self.rank = environment.node_rank() * processes
+        place = self._take_place()
+        self.supervisor = Supervisor(_commands(place, argv, directory))
+        self.supervisor.start()
+        self._main_over = threading.Event()
+        self._verdict = threading.Event()
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._on_exception
+        atexit.register(self._on_exit)
+        threading.Thread(target=self._watch, daemon=True, name="fabric-supervisor").start()
+
+    def check(self, processes: int, nodes: int) -> None:
+        if (processes, nodes) != (self.processes, self.nodes):
+            raise LaunchError(
+                f"devices={processes}, num_nodes={nodes} was asked for, but this script runs on "
+                f"devices={self.processes}, num_nodes={self.nodes} since its first launch, and a script has one set "
+                f'of ranks. Use the same numbers, or strategy="ddp_spawn" with a function for each.'
+            )
+
+    def _take_place(self) -> Place:
+        environment = self.environment
+        node_rank, world_size = environment.node_rank(), self.processes * self.nodes
+        if self.nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+            raise LaunchError(
+                f"num_nodes={self.nodes} needs MASTER_ADDR and MASTER_PORT (of the first machine) and NODE_RANK in "
+                f"the environment of each machine. Set them, or use `fabric run --num-nodes {self.nodes} "
+                f"--node-rank N --main-address HOST`, or torchrun."
+            )
+        port = environment.host_store(_STORE_TIMEOUT, self.nodes) if node_rank == 0 else environment.main_port
+        environment.become(
+            0, world_size, self.processes, environment.main_address, port, node_rank, child=node_rank > 0
+        )
+        return Place(0, world_size, self.processes, environment.main_address, port, node_rank)
+
+    def _watch(self) -> None:
+        failure = self.supervisor.wait()
+        self._verdict.set()
+        if failure is None or self.supervisor.stopping or self._main_over.wait(MAIN_GRACE_S):
+            return
+        # This process is busy elsewhere, perhaps for ever: nothing but its end makes it notice.
+        self._exit(self._finish(failure))
+
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, tb: TracebackType | None
+    ) -> None:
+        when = time.monotonic()
+        self._main_over.set()
+        self._previous_hook(kind, error, tb)
+        if issubclass(kind, KeyboardInterrupt):  # the terminal has interrupted the other ranks as well
+            self.supervisor.stop()
+            return
+        from fabric.utilities.lifeline import describe
+
+        mine = Failure(self.rank, when, describe(error, tb))
+        if mine.is_consequence:
+            self._verdict.wait(SETTLE_S)
+        theirs = self.supervisor.first_failure()
+        cause = root_cause([mine, *([theirs] if theirs else [])])
+        code = self._finish(cause)
+        if cause is not mine:
+            raise SystemExit(code)  # from an excepthook this sets the exit code and still runs atexit
+
+    def _on_exit(self) -> None:
+        """At this process's normal end: the other ranks finish, too, but not for ever."""
+        self._main_over.set()
+        if self.supervisor.stopping:
+            return
+        failure = self.supervisor.wait(EXIT_NOTE_S)
+        if failure is None and (late := self.supervisor.running()):
+            names = ", ".join(map(str, late))
+            _say(f"rank {self.rank} has finished; waiting for rank {names} (at most {EXIT_GRACE_S:g} s)")
+            failure = self.supervisor.wait(EXIT_GRACE_S)
+        late = self.supervisor.running()
+        if failure is None and late:
+            failure = Failure(
+                late[0], time.monotonic(), f"still running {EXIT_GRACE_S:g} s after rank {self.rank}'s end"
+            )
+        if failure is not None:
+            self._exit(self._finish(failure))
+
+    def _finish(self, failure: Failure) -> int:
+        """Stop the ranks, print the cause last; returns the exit code."""
+        told = self.supervisor.stop(spare=failure.rank)
+        _flush()
+        _say(failure.summary([rank for rank in told if rank != failure.rank]))
+        return self.supervisor.exit_code(failure)
+
+    def _exit(self, code: int) -> None:
+        _flush()
+        os._exit(code)  # the main thread may be deep in a collective: no exception reaches it
+
+
+_job: _Job | None = None
+
+
+def original_command() -> tuple[list[str], str | None]:
+    """The command line of this process with the interpreter's own path, and the directory it was started in.
+
+    Raises:
+        LaunchError: There is none that can be run again.
+    """
+    main, original = sys.modules["__main__"], list(sys.orig_argv)
+    interactive = hasattr(sys, "ps1") or hasattr(builtins, "__IPYTHON__")
+    if interactive or sys.argv[:1] in ([""], ["-"]):
+        where = "a notebook or prompt" if interactive else "a script on standard input"
+        raise LaunchError(
+            f"This is {where}: there is no command that the other ranks could run. Put the loop into a function and "
+            f'use strategy="ddp_notebook" (or "ddp_fork") with fabric.launch(function), or save it as a file.'
+        )
+    argv, directory = [sys.executable, *original[1:]], None
+    file = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is not None:  # python -m: found from the directory of the start
+        directory = sys.path[0] if sys.path and Path(sys.path[0]).is_dir() else None
+    elif file and sys.argv[0] in argv:
+        # The script may have left its directory; the other ranks start where this one did.
+        given, absolute = (
+            sys.argv[0],
+            str(Path(file).resolve() if not Path(file).is_absolute() else Path(file)),
+        )
+        argv[argv.index(given)] = absolute
+        if not Path(given).is_absolute() and absolute.endswith(given.removeprefix("./")):
+            directory = absolute[: -len(given.removeprefix("./"))] or None
+    return argv, directory
+
+
+def _commands(first: Place, argv: list[str], directory: str | None) -> list[Command]:
+    commands = []
+    for local_rank in range(1, first.local_world_size):
+        place = Place(
+            local_rank,
+            first.world_size,
+            first.local_world_size,
+            first.main_address,
+            first.main_port,
+            first.node_rank,
+        )
+        env = {**os.environ, **place.variables(os.environ), LAUNCHED: "script"}
+        commands.append(Command(place.rank, argv, env, cwd=directory))
+    return commands
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _say(text: str) -> None:
+    print(f"fabric: {text}", file=sys.stderr, flush=True)

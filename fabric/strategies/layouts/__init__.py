@@ -1,0 +1,1 @@
+"""How parameters sit on ranks: whole, replicated, and (in time) sharded, split and staged."""

@@ -1,0 +1,88 @@
+"""`Whole`: every parameter on this rank, nothing shared. The base of all layouts: its defaults are plain torch."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.traits import Traits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from fabric.core.topology import Topology
+
+
+class Whole:
+    """How parameters sit on ranks, and all that follows: wrapping, gradient sync, clipping, state.
+
+    A layout is the only thing in which strategies differ. It belongs to one strategy and is never copied with a model.
+    """
+
+    traits = Traits()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
+        return self
+
+    def wrap(self, module: Module, topology: Topology) -> Module:
+        """The module that the forward goes through; `module` itself where nothing is added."""
+        return module
+
+    def unwrap(self, wrapped: Module) -> Module:
+        """The module that `wrap` was given."""
+        return wrapped
+
+    def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
+        """What a forward of the wrapped module calls."""
+        return wrapped.__call__
+
+    def method_plan(self, wrapped: Module, method: Callable[..., Any]) -> Callable[..., Any]:
+        """What a call of another method of the module runs, so that its gradients are synchronised too."""
+        return method
+
+    def no_sync(self, wrapped: Module) -> AbstractContextManager[Any]:
+        """Context in which backward passes keep their gradients local."""
+        return nullcontext()
+
+    def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass (`run(tensor, *args, **kwargs)`) with what the layout needs before and after it."""
+        run(tensor, *args, **kwargs)
+
+    def clip_norm(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Scale the gradients to a total norm of at most `max_norm`; gives the norm before, of the whole model."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element to [-clip_value, clip_value]."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Context around the construction of modules for this layout."""
+        return nullcontext()
+
+    def module_state(self, module: Module) -> dict[str, Any]:
+        """The full state dict of the user's module."""
+        return module.state_dict()
+
+    def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
+        """Load a full state dict into the user's module."""
+        return module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The full state of an optimizer."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a full state into an optimizer."""
+        optimizer.load_state_dict(state)
+
+    def teardown(self) -> None:
+        """Let go of what the layout holds."""

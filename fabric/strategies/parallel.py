@@ -1,0 +1,227 @@
+"""`ParallelStrategy`: several ranks. Places this process among them and holds their process group."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fabric.core.errors import ConfigurationError
+from fabric.core.topology import Topology
+from fabric.plugins.collectives.packed import Wire
+from fabric.plugins.collectives.torch_collective import TorchCollective
+from fabric.plugins.environments.local import LocalEnvironment
+from fabric.plugins.environments.rendezvous import rendezvous
+from fabric.strategies.strategy import Strategy
+from fabric.utilities.rank_zero import rank_zero_only
+from fabric.utilities.threads import share_cores
+
+if TYPE_CHECKING:
+    from fabric.accelerators.accelerator import Accelerator
+    from fabric.plugins.collectives.collective import Collective
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from fabric.plugins.io.checkpoint_io import CheckpointIO
+    from fabric.plugins.precision.precision import Precision
+    from fabric.strategies.launchers.launcher import Launcher
+
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
+
+
+class ParallelStrategy(Strategy):
+    """Several ranks, each a process with one device.
+
+    Args:
+        accelerator: As in `Strategy`.
+        parallel_devices: One device per rank of this machine; None: chosen by `Fabric`.
+        cluster_environment: Who this process is; None: detected.
+        checkpoint_io: As in `Strategy`.
+        precision: As in `Strategy`.
+    """
+
+    process_group_timeout = timedelta(minutes=30)
+    startup_timeout = timedelta(minutes=10)
+    start_method = "popen"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, checkpoint_io, precision)
+        self.parallel_devices = parallel_devices
+        self.cluster_environment = cluster_environment
+        self._num_nodes = 1
+        self._backend: str | None = None
+        self._launcher: Launcher | None = None
+        self._made_group = False
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self.topology.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine."""
+        return self.topology.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This machine among all."""
+        return self.topology.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return self.topology.world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """How many machines there are."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are on this machine."""
+        return len(self.parallel_devices or [])
+
+    @property
+    def process_group_backend(self) -> str:
+        """torch's backend: the one given, FABRIC_PROCESS_GROUP_BACKEND, or what fits the device (gloo beside nccl)."""
+        chosen = self._backend or os.environ.get("FABRIC_PROCESS_GROUP_BACKEND")
+        if chosen or self._accelerator is None:
+            return chosen or "gloo"
+        own = self._accelerator.backend()
+        return own if own == "gloo" else f"cpu:gloo,{self.root_device.type}:{own}"
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """`num_replicas` and `rank` by which loaders are sharded."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """What starts the other processes; None where something else started them."""
+        return self._launcher
+
+    def bind(
+        self,
+        accelerator: Accelerator,
+        devices: list[torch.device],
+        num_nodes: int,
+        precision: Precision,
+        environment: ClusterEnvironment,
+        checkpoint_io: CheckpointIO | None,
+    ) -> None:
+        """Complete the composition; called once, by `Fabric`."""
+        super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)
+        self.parallel_devices = devices
+        self.cluster_environment = environment
+        self._num_nodes = num_nodes
+        self._launcher = self._make_launcher(environment)
+        self._take_place()
+
+    def setup_environment(self) -> None:
+        """Find this rank's place, set its device and threads, and join the process group. All ranks call this."""
+        self._take_place()
+        super().setup_environment()
+        share_cores(self.topology.local_world_size)
+        if not dist.is_initialized():
+            self._join_group()
+        self.collective: Collective = TorchCollective()
+
+    def teardown(self) -> None:
+        """Let go of the process group, if this strategy made it."""
+        super().teardown()
+        if self._made_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._made_group = False
+        atexit.unregister(self.teardown)
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+
+    @property
+    def wire(self) -> Wire:
+        """What collectives can send from here."""
+        device, backend = self.root_device, self.process_group_backend
+        if backend == "gloo":
+            return Wire(device, ("cpu",), torch.device("cpu"))
+        return Wire(device, ("cpu", device.type) if "cpu:" in backend else (device.type,), device)
+
+    def group_collective(self, group: Any | None) -> Collective:
+        """The collective of a user's process group; None: of all ranks."""
+        return self.collective if group is None or group is dist.group.WORLD else TorchCollective(group)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all ranks are here. All ranks must call this; `name` is for reports."""
+        nccl = "nccl" in self.process_group_backend and self.root_device.index is not None
+        self.collective.barrier(device_ids=[self.root_device.index] if nccl else None)
+
+    def _take_place(self) -> None:
+        environment, devices = self.cluster_environment, self.parallel_devices
+        if environment is None or not devices:
+            raise ConfigurationError(
+                f"{type(self).__name__} is not bound yet. Pass it as Fabric(strategy=...)."
+            )
+        environment.set_global_rank(environment.node_rank() * len(devices) + environment.local_rank())
+        environment.set_world_size(self._num_nodes * len(devices))
+        if environment.local_rank() >= len(devices):
+            raise ConfigurationError(
+                f"This process has local rank {environment.local_rank()}, but devices= gives {len(devices)} per machine. "
+                f"Start {len(devices)} processes per machine, or give as many devices as processes."
+            )
+        self.topology = Topology(
+            rank=environment.global_rank(),
+            local_rank=environment.local_rank(),
+            node_rank=environment.node_rank(),
+            world_size=environment.world_size(),
+            local_world_size=len(devices),
+            num_nodes=self._num_nodes,
+            device=devices[environment.local_rank()],
+        )
+        rank_zero_only.rank = self.topology.rank
+
+    def _join_group(self) -> None:
+        here, environment = self.topology, self.cluster_environment
+        store = rendezvous(environment, here.rank, here.world_size, self.startup_timeout)  # type: ignore[arg-type]
+        dist.init_process_group(
+            self.process_group_backend,
+            store=store,
+            rank=here.rank,
+            world_size=here.world_size,
+            timeout=self.process_group_timeout,
+        )
+        self._made_group = True
+        # Groups that stand at exit make torch print a warning.
+        atexit.register(self.teardown)
+
+    def _make_launcher(self, environment: ClusterEnvironment) -> Launcher | None:
+        if environment.creates_processes_externally:
+            return None
+        if not isinstance(environment, LocalEnvironment):
+            raise ConfigurationError(
+                f"{type(environment).__name__} says that nobody started the processes, and only LocalEnvironment can be "
+                f"launched from. Let creates_processes_externally be True, or leave the environment out."
+            )
+        if self.start_method == "popen":
+            from fabric.strategies.launchers.script import ScriptLauncher
+
+            return ScriptLauncher(environment, self.num_processes, self._num_nodes)
+        from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
+
+        return MultiprocessLauncher(environment, self.num_processes, self.start_method)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A group belongs to its process; a spawned rank joins anew.
+        return {**self.__dict__, "_made_group": False, "collective": TorchCollective()}

@@ -1,0 +1,36 @@
+"""`SingleDeviceStrategy`: one process, one device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fabric.core.topology import Topology
+from fabric.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from fabric.accelerators.accelerator import Accelerator
+    from fabric.plugins.io.checkpoint_io import CheckpointIO
+    from fabric.plugins.precision.precision import Precision
+
+
+class SingleDeviceStrategy(Strategy):
+    """Everything on one device, nothing shared.
+
+    Args:
+        device: The device ("cpu", "cuda:1", a torch.device).
+        accelerator: As in `Strategy`.
+        checkpoint_io: As in `Strategy`.
+        precision: As in `Strategy`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int = "cpu",
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, checkpoint_io, precision)
+        self.topology = Topology(device=torch.device(device))

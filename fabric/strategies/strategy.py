@@ -1,0 +1,368 @@
+"""`Strategy`: the composition of parts, and what each verb of Fabric does with them. Complete for one device.
+
+Recipes choose parts; users override methods. An override of a method that a plan would skip is noticed at setup.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import UsageError
+from fabric.core.topology import Topology
+from fabric.forward import BackwardGate, GuardedForward
+from fabric.plugins.collectives import packed
+from fabric.plugins.collectives.single_device import SingleDeviceCollective
+from fabric.plugins.io.torch_io import TorchCheckpointIO
+from fabric.plugins.precision.precision import Precision
+from fabric.strategies import state as states
+from fabric.strategies.layouts.whole import Whole
+from fabric.strategies.plans import overridden, precision_plan
+from fabric.utilities.apply_func import move_data_to_device
+from fabric.utilities.init import EmptyInit
+from fabric.wrappers import unwrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+    from fabric.accelerators.accelerator import Accelerator
+    from fabric.core.traits import Traits
+    from fabric.core.types import Filter, Optimizable, PathLike
+    from fabric.plugins.collectives.collective import Collective
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from fabric.plugins.io.checkpoint_io import CheckpointIO
+    from fabric.strategies.launchers.launcher import Launcher
+
+
+class Strategy:
+    """How models, optimizers and data meet devices and ranks: a composition of parts.
+
+    Args:
+        accelerator: Where tensors live; None: chosen by `Fabric`.
+        checkpoint_io: How checkpoints reach storage; None: one file by torch.save.
+        precision: Dtypes and loss scaling; None: chosen by `Fabric`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        self.layout: Whole = Whole()
+        self.topology = Topology()
+        self.collective: Collective = SingleDeviceCollective()
+        self.given = (accelerator, checkpoint_io, precision)
+        self._accelerator = accelerator
+        self._checkpoint_io: CheckpointIO = checkpoint_io or TorchCheckpointIO()
+        self._precision = precision or Precision()
+        self._gate = BackwardGate()
+        self._plain_backward = not self._precision.needs_backward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        # Models and optimizers refer to their strategy; a copy of a model shares it.
+        return self
+
+    # -- parts ----------------------------------------------------------------------------------------------
+
+    @property
+    def traits(self) -> Traits:
+        """What this strategy asks of its callers."""
+        return self.layout.traits
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self.topology.device
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this process is rank zero of the job."""
+        return self.topology.is_global_zero
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """Where tensors live."""
+        return self._accelerator
+
+    @property
+    def precision(self) -> Precision:
+        """Dtypes and loss scaling."""
+        return self._precision
+
+    @precision.setter
+    def precision(self, precision: Precision) -> None:
+        self._precision = precision
+        self._plain_backward = not precision.needs_backward
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """How checkpoints reach storage."""
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """What starts the other processes; None where there are none to start."""
+        return None
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """`num_replicas` and `rank` by which loaders are sharded; None where all ranks see all data."""
+        return None
+
+    def bind(
+        self,
+        accelerator: Accelerator,
+        devices: list[torch.device],
+        num_nodes: int,
+        precision: Precision,
+        environment: ClusterEnvironment,
+        checkpoint_io: CheckpointIO | None,
+    ) -> None:
+        """Complete the composition; called once, by `Fabric`. Parts given to the constructor are already in place."""
+        self._accelerator = accelerator
+        self.precision = precision
+        if checkpoint_io is not None:
+            self._checkpoint_io = checkpoint_io
+        self.topology = Topology(device=devices[0])
+
+    def setup_environment(self) -> None:
+        """Bring this process in place: its device, and its group where there are several ranks."""
+        if self._accelerator is not None:
+            self._accelerator.setup_device(self.root_device)
+
+    def teardown(self) -> None:
+        """Let go of groups, files and settings that this strategy took."""
+        self.layout.teardown()
+        self._precision.teardown()
+        self._checkpoint_io.teardown()
+        if self._accelerator is not None:
+            self._accelerator.teardown()
+
+    # -- models, optimizers, data -------------------------------------------------------------------------------
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """New tensors on the root device in the dtype of the precision."""
+        stack = ExitStack()
+        stack.enter_context(self.root_device)
+        stack.enter_context(self._precision.tensor_init_context())
+        return stack
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """New modules on the root device in the dtype of the precision; `empty_init` leaves weights uninitialised."""
+        stack = ExitStack()
+        stack.enter_context(self.root_device)
+        stack.enter_context(self._precision.module_init_context())
+        stack.enter_context(self.layout.init_context())
+        stack.enter_context(EmptyInit() if empty_init else nullcontext())
+        return stack
+
+    def module_sharded_context(self) -> AbstractContextManager[Any]:
+        """Context in which `run()` builds its modules."""
+        return self.layout.init_context()
+
+    def setup_module(self, module: Module) -> Module:
+        """The module that forwards go through. All ranks must call this."""
+        return self.layout.wrap(module, self.topology)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer that steps."""
+        return optimizer
+
+    def setup_module_and_optimizers(
+        self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
+    ) -> tuple[Module, list[Optimizer], Any | None]:
+        """Module and optimizers together. All ranks must call this."""
+        return self.setup_module(module), [self.setup_optimizer(o) for o in optimizers], scheduler
+
+    def module_to_device(self, module: Module) -> None:
+        """Move parameters and buffers to the root device, in place."""
+        module.to(self.root_device)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
+        """The batch (a tree) on `device`, or on the root device."""
+        return move_data_to_device(batch, device or self.root_device)
+
+    def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
+        """The loader with what the engine needs done to it."""
+        return dataloader
+
+    # -- forward, backward, step ----------------------------------------------------------------------------
+
+    def forward_plan(self, module: Module, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """What `model(x)` runs: the wrapped module's own call with only the stages that add something."""
+        plan = precision_plan(self._precision, call or self.layout.forward_plan(module))
+        return GuardedForward(plan, self._gate) if self._needs_gate() else plan
+
+    def method_plan(self, module: Module, method: Callable[..., Any], marked: bool) -> Callable[..., Any]:
+        """What another method of the user's module runs; a marked one gets the precision of forward too."""
+        synced = self.layout.method_plan(module, method)
+        return self.forward_plan(module, synced) if marked else synced
+
+    def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
+        """What `optimizer.step(closure)` runs; None means the optimizer's own step."""
+        if overridden(type(self), Strategy, "optimizer_step"):
+            return self.optimizer_step
+        if self._precision.needs_step:
+            return self._precision.optimizer_step
+        return None
+
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass from `tensor`."""
+        if self._plain_backward:
+            self.layout.backward(tensor.__class__.backward, tensor, *args, **kwargs)
+            return
+        precision = self._precision
+        replaced = precision.pre_backward(tensor, module)
+        tensor = tensor if replaced is None else replaced
+        self._gate.open = True
+        try:
+            self.layout.backward(
+                lambda t, *a, **k: precision.backward(t, module, *a, **k), tensor, *args, **kwargs
+            )
+        finally:
+            self._gate.open = False
+        precision.post_backward(tensor, module)
+
+    def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
+        """Step the optimizer."""
+        return self._precision.optimizer_step(optimizer, **kwargs)
+
+    def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Context in which the wrapped module's gradients stay local."""
+        return self.layout.no_sync(module) if enabled else nullcontext()
+
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Scale the optimizer's gradients to a total norm of at most `max_norm`; gives the norm before."""
+        self._precision.unscale_gradients(optimizer)
+        # With a loss scaler a gradient that is not finite is no error: the scaler skips that step.
+        check = error_if_nonfinite and not self._precision.policy.loss_scale
+        return self.layout.clip_norm(self._precision.main_params(optimizer), max_norm, norm_type, check)
+
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        """Clamp the optimizer's gradients to [-clip_val, clip_val]."""
+        self._precision.unscale_gradients(optimizer)
+        self.layout.clip_value(self._precision.main_params(optimizer), clip_val)
+
+    def _needs_gate(self) -> bool:
+        changed = overridden(type(self), Strategy, "backward") or self._precision.needs_backward
+        return self.traits.owns_backward or changed
+
+    # -- collectives ------------------------------------------------------------------------------------------
+
+    @property
+    def wire(self) -> packed.Wire:
+        """What collectives can send from here."""
+        return packed.Wire(self.root_device, ("cpu", self.root_device.type), self.root_device)
+
+    def group_collective(self, group: Any | None) -> Collective:
+        """The collective of a user's group; None: of all ranks."""
+        if group is not None and self.collective.world_size == 1:
+            return self.collective
+        if group is not None:
+            raise UsageError(f"{type(self).__name__} has no groups of ranks. Leave group= out.")
+        return self.collective
+
+    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """The tree reduced over ranks, in place, and returned. All ranks of the group must call this."""
+        collective = self.group_collective(group)
+        return packed.reduce_tree(tensor, reduce_op, collective, self.wire)
+
+    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
+        """The tree with leaves of shape (world_size, *shape). All ranks of the group must call this."""
+        collective = self.group_collective(group)
+        return packed.gather_tree(tensor, collective, self.wire, sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank `src`'s object on every rank. All ranks must call this."""
+        return packed.broadcast_tree(obj, src, self.collective, self.wire)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all ranks are here. All ranks must call this."""
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks (or any rank) decided True. All ranks must call this."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        self.all_reduce(votes, reduce_op="sum")
+        return bool(votes == self.collective.world_size) if all else bool(votes > 0)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        path: PathLike,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: Filter | None = None,
+    ) -> None:
+        """Write `state` to one file, on rank zero. All ranks must call this; a failure is raised on all of them."""
+        failure: Exception | None = None
+        try:
+            # Every rank walks the state: gathering may be collective, and a bad key must raise everywhere.
+            checkpoint = states.gather(self, state, filter)
+            if self.is_global_zero:
+                if storage_options is None:
+                    self._checkpoint_io.save_checkpoint(checkpoint, path)
+                else:
+                    self._checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+        except Exception as error:
+            failure = error
+        states.raise_together(self, failure, f"saving {path}")
+
+    def load_checkpoint(
+        self,
+        path: PathLike,
+        state: Any | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read the file at `path` into `state`; gives what was left over. All ranks must call this."""
+        failure: Exception | None = None
+        rest: dict[str, Any] = {}
+        try:
+            checkpoint = self._checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            rest = states.restore(self, checkpoint, state, strict)
+        except Exception as error:
+            failure = error
+        states.raise_together(self, failure, f"loading {path}")
+        return rest
+
+    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
+        """The full state dict under the user's own keys."""
+        return states.clean_keys(self.layout.module_state(unwrap(module)))
+
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load a state dict saved under any wrapping."""
+        plain = unwrap(module)
+        self.layout.load_module_state(plain, states.fit_keys(state_dict, plain), strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The full state of an optimizer."""
+        return self.layout.optimizer_state(unwrap(optimizer))
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a full state into an optimizer."""
+        self.layout.load_optimizer_state(unwrap(optimizer), state)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Add this class's names to a registry."""

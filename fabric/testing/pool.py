@@ -1,0 +1,368 @@
+"""`RankPool`: a function on N warm ranks. The parent's side: it owns the timeout and names who failed.
+
+No ports and no environment variables: ranks meet at a file. `fabric.testing.worker` is the ranks' side.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, LaunchError, UsageError
+from fabric.testing.failures import call_name, death, failure, silence
+from fabric.testing.worker import FINISH, STACKS_SIGNAL, Answer, Job, RankInfo, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.context import ForkServerContext, ForkServerProcess
+
+    from typing_extensions import Self
+
+_START_LIMIT = 120.0  # seconds; the first start imports torch, which takes long on a busy machine
+_FINISH_LIMIT = 30.0  # seconds to leave the process group
+_SETTLE = 0.5  # seconds after the first failure in which the other ranks may fail by themselves
+_RELEASE = 5.0  # seconds in which ranks must notice that the failed ones are gone
+_QUIET = 0.3  # seconds of silence after which a dump of stacks is complete
+_PRELOAD = ("torch.distributed", "fabric.testing.worker", "fabric.fabric")
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """One warm process and the parent's ends of its pipes."""
+
+    process: ForkServerProcess
+    calls: Connection
+    stacks: Connection
+
+    def send(self, message: bytes) -> None:
+        """Hand over a message, or notice nothing."""
+        with contextlib.suppress(OSError):  # a dead worker is reported when its answer is read
+            self.calls.send_bytes(message)
+
+    def is_ready(self) -> bool:
+        """Waits for the first sign of life."""
+        with contextlib.suppress(EOFError, OSError):
+            return self.calls.poll(_START_LIMIT) and bool(self.calls.recv_bytes())
+        return False
+
+    def receive(self) -> Answer:
+        """The next answer; a dead process answers with its death."""
+        try:
+            answer: Answer = pickle.loads(self.calls.recv_bytes())
+        except (EOFError, OSError):
+            when = time.monotonic()
+            self.process.join(_RELEASE)
+            return death(self.process.pid, self.process.exitcode, when)
+        return answer
+
+    def read_stacks(self) -> str:
+        """Where every thread of this process stands now; works while it waits in native code."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid or 0, STACKS_SIGNAL)
+        dump = b""
+        while wait([self.stacks], _QUIET if dump else _RELEASE):
+            read = os.read(self.stacks.fileno(), 65536)
+            if not read:
+                break
+            dump += read
+        return (
+            dump.decode(errors="replace").rstrip() or "(no stacks: the process is stopped or in the kernel)"
+        )
+
+    def kill(self) -> None:
+        """End the process and everything that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()
+
+    def close(self) -> None:
+        """Wait for the end of a killed process and free its pipes."""
+        self.process.join()
+        self.process.close()
+        self.calls.close()
+        self.stacks.close()
+
+
+class RankPool:
+    """Runs functions on warm processes, each call in a fresh gloo group of up to `world_size` ranks.
+
+    Processes start at the first call that needs them, from a fork server that has torch loaded, and serve one
+    call after another with one torch thread each. Every call begins with the caller's environment variables,
+    working directory and `sys.path`, and with random generators seeded alike on all ranks. A call fails if it
+    leaves traces in a process: environment, default dtype, threads, signal handlers, children, a group. After
+    any failure the processes are replaced.
+
+    Args:
+        world_size: Largest number of ranks, and the number that `run` uses unless told otherwise.
+        timeout: Seconds that a call may take, unless told otherwise.
+        warnings_as_errors: Whether a warning inside a call fails it.
+        ignored_warnings: Regular expressions for the beginning of warnings that are let through silently.
+        preload: Further modules that the fork server imports once. Works for the first pool of a program.
+    """
+
+    def __init__(
+        self,
+        world_size: int = 2,
+        timeout: float = 60.0,
+        *,
+        warnings_as_errors: bool = False,
+        ignored_warnings: Sequence[str] = (),
+        preload: Sequence[str] = (),
+    ) -> None:
+        if world_size < 1:
+            raise ConfigurationError(f"RankPool(world_size={world_size}) has no rank. Write 1 or more.")
+        self.world_size = world_size
+        self.timeout = timeout
+        self._warnings = warnings_as_errors, tuple(ignored_warnings)
+        self._preload = [*_PRELOAD, *preload]
+        self._workers: list[_Worker] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._calls = 0
+        self._closed = False
+        self._owner = os.getpid()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that run now, in rank order."""
+        return [worker.process.pid or 0 for worker in self._workers]
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int | None = None,
+        timeout: float | None = None,
+        group: bool = True,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """`function(*args, **kwargs)` on every rank; the list of what each returned, in rank order.
+
+        The function is sent by name, arguments and results by value. It learns who it is from
+        `torch.distributed.get_rank()`, or from `fabric.testing.rank_info()` when there is no group.
+
+        Args:
+            function: A function at the top level of an importable module.
+            *args: Plain data or tensors.
+            world_size: Number of ranks; None for the pool's.
+            timeout: Seconds for this call; None for the pool's.
+            group: Whether a gloo process group of these ranks is the default group during the call.
+            **kwargs: Plain data or tensors.
+
+        Raises:
+            RankFailure: Some ranks raised, died, or left traces behind.
+            RankTimeout: Some ranks gave no answer in time.
+        """
+        limit = self.timeout if timeout is None else timeout
+        answers = self._run(function, args, kwargs, world_size, limit, group)
+        if any(answer.failed for answer in answers):
+            raise failure(call_name(function), dict(enumerate(answers)))
+        return [pickle.loads(answer.value) for answer in answers]
+
+    def run_expecting_errors(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int | None = None,
+        timeout: float | None = None,
+        group: bool = True,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Like `run`, but the exception of a rank takes the place of its value, and nothing is raised.
+
+        A rank that died has a RankError. Processes are replaced if any rank failed.
+
+        Raises:
+            RankFailure: Some ranks hang (RankTimeout), or left traces behind.
+        """
+        limit = self.timeout if timeout is None else timeout
+        answers = self._run(function, args, kwargs, world_size, limit, group)
+        return [answer.error if answer.failed else pickle.loads(answer.value) for answer in answers]
+
+    def close(self) -> None:
+        """End all processes. The pool cannot be used afterwards."""
+        if os.getpid() != self._owner:
+            return  # a forked copy: the processes belong to the original
+        self._closed = True
+        self._stop()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+        atexit.unregister(self.close)
+
+    def _run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        world_size: int | None,
+        timeout: float,
+        group: bool,
+    ) -> list[Answer]:
+        workers = self._ensure_workers(self.world_size if world_size is None else world_size)
+        call = _pickled_call(function, args, kwargs)
+        try:
+            for worker, job in zip(workers, self._jobs(call, len(workers), timeout, group), strict=True):
+                worker.send(pickle.dumps(job))
+            answers = _gather(workers, timeout, function)
+            if not any(answer.failed for answer in answers):
+                answers = _finish(workers, answers, function)
+        except BaseException:  # Ctrl-C too: no rank outlives its call
+            self._stop()
+            raise
+        if any(answer.failed for answer in answers):
+            self._stop()
+        return answers
+
+    def _jobs(self, call: bytes, world_size: int, timeout: float, group: bool) -> list[Job]:
+        self._calls += 1
+        store = Path(self._directory(), f"store-{self._calls}")
+        environ, path, cwd = dict(os.environ), _importable_path(), str(Path.cwd())
+        as_errors, ignored = self._warnings
+        return [
+            Job(
+                info=RankInfo(rank, world_size, str(store)),
+                call=call,
+                group=group,
+                group_timeout=2 * timeout + _RELEASE,  # the parent must be the first to lose patience
+                warnings_as_errors=as_errors,
+                ignored_warnings=ignored,
+                environ=environ,
+                path=path,
+                cwd=cwd,
+            )
+            for rank in range(world_size)
+        ]
+
+    def _directory(self) -> str:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="rank-pool-")
+        return self._folder.name
+
+    def _ensure_workers(self, count: int) -> list[_Worker]:
+        if self._closed:
+            raise UsageError(
+                "This RankPool is closed. Make a new one, or call run() inside its `with` block."
+            )
+        if not 1 <= count <= self.world_size:
+            raise ConfigurationError(
+                f"world_size={count} does not fit into this pool. Write 1 to {self.world_size}, "
+                f"or make RankPool(world_size={count})."
+            )
+        if any(not worker.process.is_alive() for worker in self._workers):
+            self._stop()  # one died between two calls
+        missing = count - len(self._workers)
+        if missing > 0:
+            self._start(missing)
+        return self._workers[:count]
+
+    def _start(self, count: int) -> None:
+        # The last registered runs first: multiprocessing's own exit handler would wait for the workers.
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(self._preload)
+        self._workers += [_start_worker(context) for _ in range(count)]
+        for worker in self._workers[-count:]:
+            if not worker.is_ready():
+                self._stop()
+                raise LaunchError(
+                    f"A rank did not start within {_START_LIMIT:.0f} s, or died while starting. See its output; "
+                    f"without any, try python -c 'import {', '.join(self._preload)}'."
+                )
+
+    def _stop(self) -> None:
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.close()
+
+
+def _start_worker(context: ForkServerContext) -> _Worker:
+    calls, rank_calls = context.Pipe()
+    stacks, rank_stacks = context.Pipe(duplex=False)
+    process = context.Process(target=serve, args=(rank_calls, rank_stacks), name="rank-pool-worker")
+    process.start()
+    rank_calls.close()
+    rank_stacks.close()
+    return _Worker(process, calls, stacks)
+
+
+def _importable_path() -> list[str]:
+    """`sys.path` with the empty entry spelled out: a rank may change its directory before it imports."""
+    return [entry or str(Path.cwd()) for entry in sys.path]
+
+
+def _pickled_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps((function, args, kwargs))
+    except Exception as error:
+        raise ArgumentTypeError(
+            f"{call_name(function)} and its arguments cannot be sent to the ranks ({error}). Define the "
+            f"function with `def` at the top level of a module, and pass plain data or tensors."
+        ) from error
+
+
+def _gather(workers: list[_Worker], timeout: float, function: Callable[..., Any]) -> list[Answer]:
+    """The answer of every rank. After a first failure the others have a bounded time to finish."""
+    answers: dict[int, Answer] = {}
+    deadline = time.monotonic() + timeout
+    _listen(workers, answers, deadline, until_failure=True)
+    if any(answer.failed for answer in answers.values()):
+        _listen(workers, answers, time.monotonic() + _SETTLE)
+        for rank, answer in answers.items():
+            if answer.failed:
+                workers[rank].kill()  # closes its sockets, which wakes the ranks that wait for it
+        _listen(workers, answers, time.monotonic() + _RELEASE)
+    _raise_if_silent(workers, answers, function, f"no answer within {timeout:g} s")
+    return [answers[rank] for rank in range(len(workers))]
+
+
+def _finish(workers: list[_Worker], answers: list[Answer], function: Callable[..., Any]) -> list[Answer]:
+    """Leave the group together, and replace the answers of ranks that left traces behind."""
+    for worker in workers:
+        worker.send(FINISH)
+    finals: dict[int, Answer] = {}
+    _listen(workers, finals, time.monotonic() + _FINISH_LIMIT)
+    _raise_if_silent(workers, finals, function, f"not out of the process group after {_FINISH_LIMIT:g} s")
+    return [finals[rank] if finals[rank].failed else answer for rank, answer in enumerate(answers)]
+
+
+def _listen(
+    workers: list[_Worker], answers: dict[int, Answer], deadline: float, until_failure: bool = False
+) -> None:
+    """Add answers to `answers` until all are there, the deadline has passed, or one has failed."""
+    pending = {worker.calls: rank for rank, worker in enumerate(workers) if rank not in answers}
+    while pending:
+        arrived = wait(list(pending), max(0.0, deadline - time.monotonic()))
+        for pipe in arrived:
+            rank = pending.pop(pipe)  # type: ignore[call-overload]
+            answers[rank] = workers[rank].receive()
+        if not arrived or (until_failure and any(answer.failed for answer in answers.values())):
+            return
+
+
+def _raise_if_silent(
+    workers: list[_Worker], answers: dict[int, Answer], function: Callable[..., Any], patience: str
+) -> None:
+    silent = [rank for rank in range(len(workers)) if rank not in answers]
+    if silent:
+        stacks = {rank: workers[rank].read_stacks() for rank in silent}
+        raise silence(call_name(function), answers, stacks, patience)

@@ -1,0 +1,54 @@
+"""Helpers by topic, one module each; the names that users import from here load on first use."""
+
+from typing import TYPE_CHECKING
+
+from fabric.core.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from fabric.utilities.apply_func import move_data_to_device
+    from fabric.utilities.data import AttributeDict, suggested_max_num_workers
+    from fabric.utilities.distributed import is_shared_filesystem
+    from fabric.utilities.enums import LightningEnum
+    from fabric.utilities.rank_zero import (
+        rank_zero_deprecation,
+        rank_zero_info,
+        rank_zero_only,
+        rank_zero_warn,
+    )
+    from fabric.utilities.throughput import Throughput, ThroughputMonitor, measure_flops
+    from fabric.utilities.warnings import disable_possible_user_warnings
+
+__all__ = [
+    "AttributeDict",
+    "LightningEnum",
+    "Throughput",
+    "ThroughputMonitor",
+    "disable_possible_user_warnings",
+    "is_shared_filesystem",
+    "measure_flops",
+    "move_data_to_device",
+    "rank_zero_deprecation",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+    "suggested_max_num_workers",
+]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "AttributeDict": "fabric.utilities.data",
+        "LightningEnum": "fabric.utilities.enums",
+        "Throughput": "fabric.utilities.throughput",
+        "ThroughputMonitor": "fabric.utilities.throughput",
+        "disable_possible_user_warnings": "fabric.utilities.warnings",
+        "is_shared_filesystem": "fabric.utilities.distributed",
+        "measure_flops": "fabric.utilities.throughput",
+        "move_data_to_device": "fabric.utilities.apply_func",
+        "rank_zero_deprecation": "fabric.utilities.rank_zero",
+        "rank_zero_info": "fabric.utilities.rank_zero",
+        "rank_zero_only": "fabric.utilities.rank_zero",
+        "rank_zero_warn": "fabric.utilities.rank_zero",
+        "suggested_max_num_workers": "fabric.utilities.data",
+    },
+)

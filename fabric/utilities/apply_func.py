@@ -1,0 +1,115 @@
+"""Conversions of nested data, leaf by leaf: to a device, to tensors, to numbers.
+
+Called per batch by the data loader and by `Fabric`. Never changes the containers that it was given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabric.core.errors import ConfigurationError
+from fabric.core.tree import LEAF, Spec, is_node, map_tree, unflatten
+
+_BLOCKING = ("cpu", "mps")  # an asynchronous copy to these may be read before it is complete
+
+
+def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
+    """`batch` with every tensor, and everything else that has a `to` method, on `device`.
+
+    Args:
+        batch: Any nesting of dict, list, tuple, namedtuple, dataclass; containers keep their type. Tensors
+            that are on the device already are returned as such. A container with its own `to` method uses it.
+        device: Copies to an accelerator do not block the host (they overlap if the source is pinned).
+    """
+    target = torch.device(device)
+    return _move(batch, target, target.type not in _BLOCKING)
+
+
+def convert_to_tensors(data: Any, device: torch.device | str | int) -> Any:
+    """`data` with numbers, numpy arrays and numpy scalars as new tensors on `device`; tensors are moved.
+
+    Dtypes are torch's own choice (bool: bool, int: int64, float: the default dtype); numpy's are kept. Other
+    leaves stay as they are.
+    """
+    target = torch.device(device)
+    return map_tree(lambda leaf: _to_tensor(leaf, target), data)
+
+
+def convert_tensors_to_scalars(data: Any) -> Any:
+    """`data` with every one-element tensor as a Python number.
+
+    Raises:
+        ConfigurationError: A tensor has more or less than one element.
+    """
+    return map_tree(_to_scalar, data)
+
+
+def _move(data: Any, device: torch.device, non_blocking: bool) -> Any:
+    kind = type(data)
+    if kind is Tensor:
+        return data.to(device, non_blocking=non_blocking)
+    if kind is dict:
+        return {key: _move(value, device, non_blocking) for key, value in data.items()}
+    if kind is list:
+        return [_move(value, device, non_blocking) for value in data]
+    if kind is tuple:
+        return tuple([_move(value, device, non_blocking) for value in data])
+    return _move_rare(data, device, non_blocking)
+
+
+def _move_rare(data: Any, device: torch.device, non_blocking: bool) -> Any:
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=non_blocking)
+    # Before looking inside: torch's PackedSequence is a namedtuple, and one of its tensors must stay on CPU.
+    if callable(getattr(type(data), "to", None)):
+        moved = data.to(device)
+        return data if moved is None else moved  # a `to` that forgot to return self
+    if is_node(data):
+        values, spec = _children(data)
+        return unflatten([_move(value, device, non_blocking) for value in values], spec, data)
+    if isinstance(data, Mapping):
+        mapping: Any = type(data)
+        return mapping({key: _move(value, device, non_blocking) for key, value in data.items()})
+    return data
+
+
+def _children(node: Any) -> tuple[list[Any], Spec]:
+    # `flatten`, one level deep: deeper, a node's own `to` must be asked first.
+    keys: tuple[Any, ...] = ()
+    if isinstance(node, list | tuple):
+        values = list(node)
+    elif isinstance(node, dict):
+        keys, values = tuple(node), list(node.values())
+    else:
+        keys = tuple([field.name for field in dataclasses.fields(node)])
+        values = [getattr(node, key) for key in keys]
+    return values, Spec(type(node), keys, (LEAF,) * len(values))
+
+
+def _to_tensor(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.to(device)
+    if isinstance(leaf, bool | int | float | complex) and type(leaf).__module__ == "builtins":
+        return torch.tensor(leaf, device=device)
+    numpy = sys.modules.get("numpy")  # an array cannot be there without it
+    if numpy is None or not isinstance(leaf, numpy.ndarray | numpy.generic) or leaf.dtype.kind not in "biufc":
+        return leaf
+    # A copy in native byte order: torch takes no other, and in-place results must not reach the user.
+    native = numpy.array(leaf, dtype=leaf.dtype.newbyteorder("="), order="C", copy=True)
+    return torch.from_numpy(native).to(device)
+
+
+def _to_scalar(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.numel() != 1:
+        raise ConfigurationError(
+            f"A tensor of shape {tuple(leaf.shape)} is no scalar. Reduce it first, for example value.mean()."
+        )
+    return leaf.item()

@@ -1,0 +1,96 @@
+"""Files under paths of any kind: local ones by pathlib, `s3://` and the like by fsspec, loaded on first need.
+
+Called by loggers and checkpoint IO. Never caches a remote file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+    from fabric.core.types import PathLike
+
+
+def get_filesystem(path: PathLike, **kwargs: Any) -> AbstractFileSystem:
+    """The fsspec file system that `path` names by its scheme; `kwargs` (credentials, ...) go to it.
+
+    Raises:
+        MissingExtraError: fsspec, or its driver for this scheme, is not installed.
+    """
+    try:
+        from fsspec.core import url_to_fs
+
+        return url_to_fs(os.fspath(path), **kwargs)[0]
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{str(path)!r} needs a package that is not installed: {error}. "
+            f"Run `pip install fsspec` and the driver for its scheme, for example `pip install s3fs`."
+        ) from error
+
+
+def is_url(path: PathLike) -> bool:
+    """Whether `path` names a scheme: `s3://...`, `memory://...`, `file://...`."""
+    return "://" in os.fspath(path)
+
+
+def is_local_path(path: PathLike) -> bool:
+    """Whether `path` is on this machine's file systems, with or without `file://`."""
+    return not is_url(path) or os.fspath(path).startswith(("file://", "local://"))
+
+
+def join_path(root: PathLike, *parts: str) -> str:
+    """`root` extended by `parts`; a URL keeps its slashes."""
+    if is_url(root):
+        return "/".join([os.fspath(root).rstrip("/"), *parts])
+    return str(Path(root).joinpath(*parts))
+
+
+def list_directory(path: PathLike) -> list[str]:
+    """The names in a directory; none if it does not exist."""
+    try:
+        if is_url(path):
+            return [
+                entry.rstrip("/").rsplit("/", 1)[-1] for entry in get_filesystem(path).ls(path, detail=False)
+            ]
+        return [entry.name for entry in Path(path).iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def read_text(path: PathLike) -> str | None:
+    """The text of a file with its line ends unchanged; None if it does not exist."""
+    try:
+        if is_url(path):
+            return str(get_filesystem(path).cat_file(os.fspath(path)).decode())
+        return Path(path).read_bytes().decode()
+    except FileNotFoundError:
+        return None
+
+
+def write_text(path: PathLike, text: str) -> None:
+    """Write a whole file, making its directory. A local one is replaced at once: nobody reads half of it."""
+    if is_url(path):
+        system = get_filesystem(path)
+        system.makedirs(os.fspath(path).rsplit("/", 1)[0], exist_ok=True)
+        system.pipe_file(os.fspath(path), text.encode())
+        return
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    aside.write_bytes(text.encode())
+    aside.replace(target)
+
+
+def append_text(path: PathLike, text: str) -> None:
+    """Add to the end of a file. Object stores cannot: there the file is read and written anew."""
+    if is_url(path):
+        write_text(path, (read_text(path) or "") + text)
+        return
+    with Path(path).open("ab") as file:
+        file.write(text.encode())

@@ -1,0 +1,135 @@
+"""Splitting any sampler over ranks, and whether nodes share a directory. Never starts a process group."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sized
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.utils.data import Dataset, DistributedSampler
+
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.utilities.seed import derive_seed, isolate_rng, seed_streams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from fabric.core.types import PathLike
+
+
+class DistributedSamplerWrapper(DistributedSampler[Any]):
+    """Each rank's share of what `sampler` yields, in place of the indices of a dataset.
+
+    All ranks draw from `sampler` with equal generators, made from `seed`, the epoch, and how often it was
+    iterated since `set_epoch`: shares never overlap, also where the ranks' own generators differ. A sampler
+    with a generator of its own must have equal ones on all ranks.
+
+    Args:
+        sampler: Yields indices, or lists of them; has a length.
+        args: As for `torch.utils.data.DistributedSampler`, without its dataset.
+        kwargs: Likewise (`num_replicas`, `rank`, `shuffle`, `seed`, `drop_last`).
+
+    Raises:
+        ArgumentTypeError: `sampler` has no length.
+    """
+
+    def __init__(self, sampler: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        if not isinstance(sampler, Sized):
+            raise ArgumentTypeError(
+                f"{type(sampler).__name__} has no `__len__`, so its indices cannot be shared out evenly. "
+                f"Give it one, or pass use_distributed_sampler=False and split the data yourself."
+            )
+        self._drawn = _Drawn(sampler)
+        super().__init__(self._drawn, *args, **kwargs)
+        self._passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        with isolate_rng():
+            seed_streams(derive_seed(self.seed, self.epoch, self._passes))
+            self._drawn.draw()
+        self._passes += 1
+        order = super().__iter__()
+        return (self._drawn[index] for index in order)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of this epoch; call it on all ranks before iterating."""
+        super().set_epoch(epoch)
+        self._passes = 0
+        if callable(inner := getattr(self._drawn.sampler, "set_epoch", None)):
+            inner(epoch)
+
+
+class _Drawn(Dataset[Any]):
+    """What a sampler yielded in one pass, indexable as a dataset."""
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler = sampler
+        self._items: list[Any] = []
+
+    def draw(self) -> None:
+        self._items = list(self.sampler)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._items[index]
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+
+class _Strategy(Protocol):
+    """What `is_shared_filesystem` needs of a strategy."""
+
+    @property
+    def is_global_zero(self) -> bool: ...
+    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool: ...
+
+
+def is_shared_filesystem(strategy: _Strategy, path: PathLike | None = None, timeout: int = 3) -> bool:
+    """Whether all ranks see the same directory. All ranks must call this.
+
+    Args:
+        strategy: A launched strategy.
+        path: An existing directory or file; None: the working directory. Remote ones are shared.
+        timeout: Seconds that a rank waits for rank zero's file to appear.
+
+    Raises:
+        FileNotFoundError: On all ranks, if the path is missing on one of them.
+        ConfigurationError: On all ranks, if rank zero may not write there.
+    """
+    if path is not None and "://" in str(path):
+        return True
+    if getattr(strategy, "world_size", None) == 1:
+        return True
+    place = Path.cwd() if path is None else Path(path).absolute()
+    if not strategy.reduce_boolean_decision(strategy.broadcast(str(place)) == str(place), all=True):
+        return False  # different paths cannot be told to be one place
+    if not strategy.reduce_boolean_decision(place.exists(), all=True):
+        raise FileNotFoundError(f"{place} does not exist on every rank. Create it on all nodes first.")
+    if getattr(strategy, "num_nodes", None) == 1:
+        return True
+    return _all_see_file(strategy, place if place.is_dir() else place.parent, timeout)
+
+
+def _all_see_file(strategy: _Strategy, directory: Path, timeout: int) -> bool:
+    written = ""
+    if strategy.is_global_zero:
+        try:
+            with tempfile.NamedTemporaryFile(dir=directory, prefix=".fabric-shared-", delete=False) as file:
+                written = file.name
+        except OSError as error:
+            written = f"!{error}"
+    written = strategy.broadcast(written)
+    if written.startswith("!"):  # raised on all ranks: the others would wait for rank zero
+        raise ConfigurationError(
+            f"Rank zero cannot write into {directory}: {written[1:]}. Name another path."
+        )
+    deadline = time.monotonic() + timeout
+    while not (seen := Path(written).exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    shared = strategy.reduce_boolean_decision(seen, all=True)
+    if strategy.is_global_zero:
+        Path(written).unlink(missing_ok=True)
+    return shared

@@ -1,0 +1,52 @@
+"""A string enum that compares without regard to case, for users' code. The package itself uses Literals."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Literal
+
+from typing_extensions import Self
+
+from fabric.core.errors import ConfigurationError
+
+Source = Literal["key", "value", "any"]
+
+
+class LightningEnum(str, Enum):
+    """A string enum whose members equal their value in any case: `Color.RED == "Red"`."""
+
+    @classmethod
+    def from_str(cls, value: str, source: Source = "key") -> Self:
+        """The member that `value` names; case is ignored, and "-" counts as "_" in keys.
+
+        Raises:
+            ConfigurationError: Nothing matches.
+        """
+        found = cls.try_from_str(value, source)
+        if found is None:
+            raise ConfigurationError(
+                f"{value!r} is no {source if source != 'any' else 'key or value'} of {cls.__name__}. "
+                f"Write one of {', '.join(repr(m.value if source == 'value' else m.name) for m in cls)}."
+            )
+        return found
+
+    @classmethod
+    def try_from_str(cls, value: str, source: Source = "key") -> Self | None:
+        """Like `from_str`, but None where nothing matches."""
+        wanted = value.lower()
+        for member in cls:
+            by_key = source in ("key", "any") and member.name.lower() == wanted.replace("-", "_")
+            if by_key or (source in ("value", "any") and member.value.lower() == wanted):
+                return member
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Enum):
+            other = other.value
+        return isinstance(other, str) and self.value.lower() == other.lower()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # str has a __ne__ of its own, which minds the case
+
+    def __hash__(self) -> int:
+        return hash(self.value.lower())

@@ -1,0 +1,54 @@
+"""Modules without initial values: skip torch.nn.init, and find parameters on the meta device.
+
+Called by strategies around the user's module construction. Never changes a tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+# Bodies, of one operation, of nn.init functions that do not announce themselves (xavier_*, ones_). Others
+# must not be cut short inside: trunc_normal_ draws until its values fit, and uninitialised memory may never
+# fit.
+_FILLS = frozenset({"_no_grad_uniform_", "_no_grad_normal_", "_no_grad_fill_", "_no_grad_zero_"})
+
+
+class EmptyInit(TorchFunctionMode):
+    """A context in which `torch.nn.init` functions leave their tensor as it is, for weights that are loaded.
+
+    `trunc_normal_`, `orthogonal_`, `sparse_`, `eye_` and `dirac_` still run. The values are arbitrary.
+
+    Args:
+        enabled: False makes it do nothing, so that a caller needs no second path.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        super().__init__()
+        self.enabled = enabled
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.enabled and (getattr(func, "__module__", None) == "torch.nn.init" or _called_from_fill()):
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+def has_meta_parameters(module: nn.Module) -> bool:
+    """Whether a parameter or buffer of `module` is on the meta device: it has a shape and no values."""
+    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+
+
+def _called_from_fill() -> bool:
+    caller = sys._getframe(2)
+    return caller.f_code.co_name in _FILLS and caller.f_globals.get("__name__") == "torch.nn.init"

@@ -1,0 +1,184 @@
+"""Seeds and states of the random generators: python, numpy, torch on every device.
+
+Called by users, `Fabric` and data workers. Never touches generator objects of the user's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import ConfigurationError
+from fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SEED_VARIABLE = "FABRIC_GLOBAL_SEED"
+WORKERS_VARIABLE = "FABRIC_SEED_WORKERS"
+
+_MAX_SEED = 2**32 - 1  # numpy's legacy generator takes no more
+_PYTHON, _NUMPY, _TORCH = 1, 2, 3  # one salt per library, so that no two libraries see related streams
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """Seed python, numpy and torch (all devices) in this process; children inherit the seed by environment.
+
+    Args:
+        seed: 0 to 2**32 - 1. None: `FABRIC_GLOBAL_SEED`, else 0.
+        workers: Whether dataloader workers get `pl_worker_init_function` (kept in `FABRIC_SEED_WORKERS`).
+        verbose: Log the seed on rank zero.
+
+    Returns:
+        The seed that was used.
+
+    Raises:
+        ConfigurationError: The seed, or the one in the environment, is no integer in range.
+    """
+    if seed is None:
+        value = _checked_seed(os.environ.get(SEED_VARIABLE, "0"), SEED_VARIABLE)
+    else:
+        value = _checked_seed(seed, "seed")
+    os.environ[SEED_VARIABLE] = str(value)
+    os.environ[WORKERS_VARIABLE] = str(int(workers))
+    if verbose:
+        rank_zero_info("Seed set to %d", value)
+    _seed_libraries(value, value, value)
+    return value
+
+
+def reset_seed() -> None:
+    """Seed again as the last `seed_everything` in this process or its parent did; without one, do nothing."""
+    if SEED_VARIABLE in os.environ:
+        seed_everything(workers=os.environ.get(WORKERS_VARIABLE, "0") == "1", verbose=False)
+
+
+def seed_rank(seed: int, rank: int) -> int:
+    """Give this rank its own streams, derived from the common `seed`. The environment keeps the common seed.
+
+    Returns:
+        The 64-bit seed of this rank.
+    """
+    base = derive_seed(seed, rank)
+    seed_streams(base)
+    return base
+
+
+def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
+    """Seed a dataloader worker: streams are unique over rank, worker, epoch and library.
+
+    Pass `functools.partial(pl_worker_init_function, rank=rank)` as `worker_init_fn`: a spawned worker may not
+    know its rank otherwise. The epoch enters through torch, which draws a new base seed for every pass.
+    """
+    rank = rank_zero_only.rank if rank is None else rank
+    # torch seeds worker k with base + k: unsubtracted, worker 1 of one pass could equal worker 0 of another.
+    base = torch.initial_seed() - worker_id
+    seed_streams(derive_seed(base, worker_id, rank))
+
+
+def derive_seed(base: int, *salts: int) -> int:
+    """A 64-bit seed that is a fixed function of `base` and `salts` on every machine and version of Python."""
+    text = ",".join(str(int(number)) for number in (base, *salts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def collect_rng_states() -> dict[str, Any]:
+    """The states of all generators of this process, in types that `torch.load(weights_only=True)` accepts.
+
+    numpy counts once it is imported, CUDA once it is initialised: asking must not create a context.
+    """
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        kind, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (kind, keys.tolist(), int(position), int(has_gauss), float(gauss))
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["torch.cuda"] = torch.cuda.get_rng_state_all()
+    for name in ("mps", "xpu"):
+        backend = getattr(torch, name)
+        if backend.is_available():
+            states[f"torch.{name}"] = backend.get_rng_state()
+    return states
+
+
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Put back what `collect_rng_states` returned, perhaps in another process, perhaps saved in between."""
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(states["torch"].cpu())
+    if "numpy" in states and (numpy := _numpy()) is not None:
+        numpy.random.set_state(tuple(states["numpy"]))
+    if "torch.cuda" in states:
+        _set_cuda_states(states["torch.cuda"])
+    for name in ("mps", "xpu"):
+        if f"torch.{name}" in states and getattr(torch, name).is_available():
+            getattr(torch, name).set_rng_state(states[f"torch.{name}"].cpu())
+
+
+@contextmanager
+def isolate_rng() -> Iterator[None]:
+    """Whatever the block draws or seeds, the generators go on afterwards as if it had not run."""
+    states = collect_rng_states()
+    first_cuda = "torch.cuda" not in states and torch.cuda.is_available()
+    seed = torch.initial_seed()
+    try:
+        yield
+    finally:
+        set_rng_states(states)
+        if (
+            first_cuda
+        ):  # untouched CUDA generators are those of the seed; also undoes a seed that waits for CUDA
+            torch.cuda.manual_seed_all(seed)
+
+
+def _checked_seed(given: Any, source: str) -> int:
+    try:
+        value = int(given)
+        valid = (isinstance(given, str) or value == given) and 0 <= value <= _MAX_SEED
+    except (TypeError, ValueError, OverflowError):
+        valid = False
+    if not valid:
+        raise ConfigurationError(
+            f"{source}={given!r} is no seed. Write an integer from 0 to {_MAX_SEED}, "
+            f"for example seed_everything(42)."
+        )
+    return value
+
+
+def seed_streams(base: int) -> None:
+    """Seed each library of this process with a stream of its own; equal `base`, equal streams."""
+    _seed_libraries(
+        derive_seed(base, _PYTHON), derive_seed(base, _NUMPY) & _MAX_SEED, derive_seed(base, _TORCH)
+    )
+
+
+def _seed_libraries(python: int, numpy: int, torch_: int) -> None:
+    random.seed(python)
+    if (module := _numpy()) is not None:
+        module.random.seed(numpy)
+    torch.manual_seed(torch_)  # all devices; those not yet initialised take it when they are
+
+
+def _numpy() -> Any:
+    # Imported even if nobody did yet: a later `import numpy` of the user would find it unseeded.
+    if "numpy" not in sys.modules and find_spec("numpy") is None:
+        return None
+    return import_module("numpy")
+
+
+def _set_cuda_states(states: list[torch.Tensor]) -> None:
+    count = torch.cuda.device_count()
+    if count < len(states):
+        rank_zero_warn(
+            f"The saved CUDA random states are of {len(states)} devices, and this process sees {count}: "
+            f"draws on the missing ones will not continue."
+        )
+    for index, state in enumerate(states[:count]):
+        torch.cuda.set_rng_state(state.cpu(), index)

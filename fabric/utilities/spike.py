@@ -1,0 +1,124 @@
+"""Stops a run when the loss jumps, and remembers which batches did it. Called from users' loops."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from fabric.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fabric.core.types import PathLike
+
+
+class TrainingSpikeException(RuntimeError):
+    """The loss of a batch jumped. `batch_idx` names the batch."""
+
+    def __init__(self, batch_idx: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(f"Training spike detected in batch {batch_idx}!", *args, **kwargs)
+        self.batch_idx = batch_idx
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.batch_idx, *self.args[1:])
+
+
+class SpikeDetection:
+    """Compares each loss with the mean of those before; raises on all ranks if it is out of bounds on any.
+
+    A loss is a spike if it is worse than the mean by at least `atol` and by at least `rtol` times the mean
+    (each where it is not None), or not finite where `finite_only`.
+
+    Args:
+        mode: "min": larger is worse; "max": smaller is worse.
+        window: How many losses the mean is of.
+        warmup: Batches before the first check.
+        atol: Absolute bound, in units of the loss.
+        rtol: Bound relative to the mean.
+        exclude_batches_path: JSON file (or the directory for `skip_batches.json`) to which rank zero writes
+            the indices of spiking batches; None: the working directory.
+        finite_only: NaN and infinity are spikes; otherwise they are passed over.
+
+    Raises:
+        ConfigurationError: The mode is unknown, or both bounds are None and nothing could ever be found.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["min", "max"] = "min",
+        window: int = 10,
+        warmup: int = 1,
+        atol: float | None = None,
+        rtol: float | None = 2.0,
+        exclude_batches_path: PathLike | None = None,
+        finite_only: bool = True,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ConfigurationError(f'mode={mode!r} is not known. Pass "min" or "max".')
+        if atol is None and rtol is None and not finite_only:
+            raise ConfigurationError(
+                "Without atol, rtol and finite_only nothing is a spike. Pass one of them."
+            )
+        self.mode = mode
+        self.warmup = warmup
+        self.atol = atol
+        self.rtol = rtol
+        self.finite_only = finite_only
+        self.exclude_batches_path = exclude_batches_path
+        self.bad_batches: list[int] = []
+        self._losses: deque[float] = deque(maxlen=window)
+
+    def on_train_batch_end(self, fabric: Any, loss: Tensor, batch: Any, batch_idx: int) -> None:
+        """Check the loss of a batch. All ranks must call this.
+
+        Args:
+            fabric: The `Fabric` of the loop.
+            loss: One element; the loss of this rank.
+            batch: Not looked at.
+            batch_idx: Number of the batch, from 0; the same on all ranks.
+
+        Raises:
+            TrainingSpikeException: On all ranks.
+        """
+        value = float(loss.detach())
+        spiked = batch_idx >= self.warmup and self._is_spike(value)
+        if fabric.strategy.reduce_boolean_decision(spiked, all=False):
+            self.bad_batches.append(batch_idx)
+            if fabric.is_global_zero:
+                self._write_bad_batches()
+            raise TrainingSpikeException(batch_idx)
+        if math.isfinite(value):
+            self._losses.append(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The losses in the window and the batches found so far, as plain data."""
+        return {"losses": list(self._losses), "bad_batches": list(self.bad_batches)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+        self._losses.clear()
+        self._losses.extend(state_dict["losses"])
+        self.bad_batches = list(state_dict["bad_batches"])
+
+    def _is_spike(self, loss: float) -> bool:
+        if not math.isfinite(loss):
+            return self.finite_only
+        if not self._losses or (self.atol is None and self.rtol is None):
+            return False
+        mean = sum(self._losses) / len(self._losses)
+        worse_by = loss - mean if self.mode == "min" else mean - loss
+        if worse_by <= 0:
+            return False
+        bounds = (self.atol, None if self.rtol is None else self.rtol * abs(mean))
+        return all(worse_by >= bound for bound in bounds if bound is not None)
+
+    def _write_bad_batches(self) -> None:
+        path = Path.cwd() if self.exclude_batches_path is None else Path(self.exclude_batches_path)
+        if path.suffix != ".json":
+            path = path / "skip_batches.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.bad_batches))

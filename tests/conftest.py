@@ -1,0 +1,88 @@
+"""What every test gets: `ranks` (a warm pool of 4 processes), and a check that it left nothing behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabric.testing import RankPool
+from fabric.testing.worker import changes, child_processes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parent.parent
+CACHES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "__pycache__"}
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)  # as on the ranks: results and timings do not depend on the machine's cores
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(
+                pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
+            )
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four warm processes; `ranks.run(function, *args, world_size=2)`. Costs nothing until the first run."""
+    with RankPool(world_size=4, timeout=60.0, warnings_as_errors=True, preload=["pytest"]) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    before = _traces()
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    yield
+    random.setstate(python_state)
+    torch.set_rng_state(torch_state)
+    after = _traces()
+    left = [f"{kind}{change}" for kind in before for change in changes(before[kind], after[kind])]
+    if left:
+        _clean_up(before)
+        pytest.fail("The test left traces:\n" + "\n".join(f"  {trace}" for trace in left), pytrace=False)
+
+
+def _traces() -> dict[str, dict]:
+    environ = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+    return {
+        "environment variable": environ,
+        "child process": child_processes(),
+        "default process group initialised": {"": dist.is_initialized()},
+        "default dtype": {"": torch.get_default_dtype()},
+        "number of torch threads": {"": torch.get_num_threads()},
+        "signal handler": {
+            number.name: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+        },
+        "file in the repository root": dict.fromkeys(
+            {entry.name for entry in ROOT.iterdir()} - CACHES, "there"
+        ),
+    }
+
+
+def _clean_up(before: dict[str, dict]) -> None:
+    """One test's traces must not fail the next."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch.set_default_dtype(before["default dtype"][""])
+    torch.set_num_threads(before["number of torch threads"][""])
+    environ = before["environment variable"]
+    for key in os.environ.keys() - environ.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[key]
+    os.environ.update(environ)
+    for pid in child_processes().keys() - before["child process"].keys():
+        os.kill(pid, signal.SIGKILL)
