@@ -1,6 +1,8 @@
 """Tools for authors of strategies and loops: functions on N warm ranks, the contract of a strategy. Lazy."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fabric.testing.contract import check_strategy
@@ -10,26 +12,13 @@ if TYPE_CHECKING:
 
 __all__ = ["RankFailure", "RankPool", "RankTimeout", "check_strategy", "rank_info"]
 
-_HOMES = {
-    "RankFailure": "fabric.testing.failures",
-    "RankPool": "fabric.testing.pool",
-    "RankTimeout": "fabric.testing.failures",
-    "check_strategy": "fabric.testing.contract",
-    "rank_info": "fabric.testing.worker",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(
-            f"module 'fabric.testing' has no attribute {name!r}; it offers {', '.join(__all__)}"
-        )
-    from importlib import import_module
-
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "RankFailure": "fabric.testing.failures",
+        "RankPool": "fabric.testing.pool",
+        "RankTimeout": "fabric.testing.failures",
+        "check_strategy": "fabric.testing.contract",
+        "rank_info": "fabric.testing.worker",
+    },
+)

@@ -283,8 +283,8 @@ class RankPool:
             if not worker.is_ready():
                 self._stop()
                 raise LaunchError(
-                    f"A rank did not start within {_START_LIMIT:.0f} s, or died while starting. See its output; "
-                    f"without any, try python -c 'import {', '.join(self._preload)}'."
+                    f"A rank did not start within {_START_LIMIT:.0f} s, or died while starting. See its "
+                    f"output; without any, try python -c 'import {', '.join(self._preload)}'."
                 )
 
     def _stop(self) -> None:

@@ -215,9 +215,6 @@ def test_a_world_size_that_does_not_fit_is_refused(pool, world_size):
 def hang(rank: int, how: str):
     if dist.get_rank() == rank:
         sleep_here() if how == "sleep" else os.kill(os.getpid(), signal.SIGSTOP)
-    if how == "collective":
-        return dist.get_rank() or total()
-    return "fine"
 
 
 def sleep_here():
@@ -395,6 +392,7 @@ def sleep_with_child(parent):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["idle", "busy", "forgotten"])
 def test_workers_end_with_the_parent(tmp_path, how):
     (tmp_path / "parent.py").write_text(PARENT)

@@ -7,6 +7,7 @@ method other than forward silently leave gradients unsynchronised (measured: tes
 
 from __future__ import annotations
 
+import inspect
 import re
 import weakref
 from contextlib import AbstractContextManager
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from fabric.core.topology import Topology
+
+_BUFFER_KEYWORDS = ("broadcast_buffers", "forward_sync_buffers")
+"""DDP's switch for buffers; torch 2.13 renamed it."""
 
 
 class Replicate(Whole):
@@ -60,8 +64,11 @@ class Replicate(Whole):
         from torch.nn.parallel import DistributedDataParallel
 
         settings = {"gradient_as_bucket_view": True, **self.settings}
+        for name in _BUFFER_KEYWORDS:
+            settings.pop(name, None)
         # Buffers are kept alike by BufferSync, after training forwards only, so that evaluation makes no collective.
-        settings["broadcast_buffers"] = False
+        renamed = _BUFFER_KEYWORDS[1] in inspect.signature(DistributedDataParallel).parameters
+        settings[_BUFFER_KEYWORDS[renamed]] = False
         if topology.device.type != "cpu" and "device_ids" not in settings:
             settings["device_ids"] = [topology.device.index]
         _broadcast_from_zero(list(module.buffers()))
@@ -84,7 +91,8 @@ class Replicate(Whole):
         return ArmedMethod(self, wrapped, method) if wrapped in self._replicas else method
 
     def _syncs_buffers(self, wrapped: Module) -> bool:
-        return self.settings.get("broadcast_buffers", True) and next(wrapped.buffers(), None) is not None
+        wanted = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
+        return wanted and next(wrapped.buffers(), None) is not None
 
     def no_sync(self, wrapped: Module) -> AbstractContextManager[Any]:
         """DDP's no_sync."""

@@ -1,0 +1,320 @@
+"""The shape of the package as DESIGN.md states it, computed from the source: imports, sizes, side effects."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "fabric"
+
+# Level by level, lowest first. A name stands for a module or for all modules below it; the longest counts.
+# Modules may import lower levels, and modules that stand under the same name.
+ORDER = [
+    ["fabric.core"],
+    ["fabric.utilities"],
+    [
+        "fabric.accelerators",
+        "fabric.data",
+        "fabric.forward",
+        "fabric.loggers",
+        "fabric.metrics",
+        "fabric.plugins.collectives",
+        "fabric.plugins.environments",
+        "fabric.plugins.io",
+        "fabric.plugins.precision",
+        "fabric.wrappers",
+    ],
+    ["fabric.strategies.launchers", "fabric.strategies.layouts", "fabric.watch"],
+    ["fabric.strategies"],
+    ["fabric.integrations"],
+    ["fabric.resolve"],
+    ["fabric.facts", "fabric.launching"],
+    ["fabric.verbs"],
+    ["fabric.fabric"],
+    ["fabric.__main__", "fabric.cli", "fabric.testing"],
+]
+LEVELS = {name: level for level, names in enumerate(ORDER) for name in names}
+HEAVY = {
+    "fsspec",
+    "lightning_utilities",
+    "numpy",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "tensorboard",
+    "torchmetrics",
+}
+MAX_MODULES = 60  # that `from fabric import Fabric` loads beyond torch, our own included
+MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 450, 50, 10
+FRONT_DESK = ("fabric.facts", "fabric.fabric", "fabric.launching", "fabric.verbs")
+BACKENDS = ("ddp", "fsdp", "nccl", "gloo", "deepspeed", "horovod", "xla")
+
+
+# the source
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Module name to syntax tree, for every file of the package. Packages have the name of their folder."""
+    return {
+        module_name(path): ast.parse(path.read_text(), str(path)) for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@cache
+def packages() -> frozenset[str]:
+    return frozenset(module_name(path) for path in PACKAGE.rglob("__init__.py"))
+
+
+def modules() -> list[str]:
+    return [name for name in sources() if name not in packages()]
+
+
+def imports(name: str) -> Iterator[tuple[str, str, int]]:
+    """(imported module, name or "", line) for every import of this package, however deep it is nested."""
+    for node in ast.walk(sources()[name]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "", node.lineno) for alias in node.names if in_fabric(alias.name))
+        elif isinstance(node, ast.ImportFrom) and in_fabric(node.module or ""):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield (
+                    (whole, "", node.lineno) if whole in sources() else (node.module, alias.name, node.lineno)
+                )
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            literals = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            yield from ((text, "", node.lineno) for text in literals if in_fabric(str(text)))
+
+
+def in_fabric(name: str) -> bool:
+    return name == "fabric" or name.startswith("fabric.")
+
+
+def place(name: str) -> str | None:
+    """The name in ORDER under which a module stands."""
+    fitting = [known for known in LEVELS if name == known or name.startswith(known + ".")]
+    return max(fitting, key=len, default=None)
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for name, tree in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{name}:{node.lineno} {node.name}", node
+
+
+def docstrings(tree: ast.AST) -> set[ast.AST]:
+    """Every string that stands alone as a statement: docstrings, also those below attributes."""
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    return {node.value for node in statements if isinstance(node.value, ast.Constant)}
+
+
+# imports
+
+
+def test_no_cycle():
+    graph = {name: {imported for imported, _, _ in imports(name)} - {name} for name in modules()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports\n  ".join(reversed(error.args[1])), pytrace=False)
+
+
+@pytest.mark.parametrize("name", modules())
+def test_every_module_has_a_level(name):
+    assert place(name) is not None, f"{name} has no place in ORDER (DESIGN.md, Order of imports)"
+
+
+@pytest.mark.parametrize("name", modules())
+def test_imports_go_downwards(name):
+    wrong = []
+    for imported, _, line in imports(name):
+        here, there = place(name), place(imported)
+        if here and there and here != there and LEVELS[there] >= LEVELS[here]:
+            wrong.append(f"line {line}: {imported} (level {LEVELS[there]}) into level {LEVELS[here]}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", modules())
+def test_names_come_from_the_module_that_defines_them(name):
+    """Inside the package nobody uses a lazy table, and nobody takes a private name of another module."""
+    facade = [f"line {line}: {imported}" for imported, _, line in imports(name) if imported in packages()]
+    private = [f"line {line}: {taken}" for _, taken, line in imports(name) if is_private(taken)]
+    assert (facade, private) == ([], [])
+
+
+def is_private(name: str) -> bool:
+    # The names of the wrappers are part of the compatible surface, their underscore included.
+    return name.startswith("_") and not name.startswith(("__", "_Fabric"))
+
+
+@pytest.mark.parametrize("name", sorted(sources()))
+def test_nobody_imports_integrations(name):
+    if place(name) == "fabric.integrations":
+        return
+    assert [imported for imported, _, _ in imports(name) if place(imported) == "fabric.integrations"] == []
+
+
+@pytest.mark.parametrize("name", sorted(packages()))
+def test_packages_load_nothing_when_imported(name):
+    """What a package re-exports loads on first use: importing one module of it must not load the others."""
+    tree = sources()[name]
+    at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    loaded = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in at_import}
+    assert {module for module in loaded if in_fabric(module)} <= {"fabric.core.lazy"}
+    assert "torch" not in loaded
+
+
+# sizes
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=module_name)
+def test_files_are_short(path):
+    assert len(path.read_text().splitlines()) <= MAX_FILE
+
+
+def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_functions_are_short():
+    lines = {where: body_lines(node) for where, node in functions()}
+    assert {where: count for where, count in lines.items() if count > MAX_FUNCTION} == {}
+    assert median(lines.values()) < MAX_MEDIAN
+
+
+# habits
+
+
+def test_no_assert_stands_for_an_error():
+    found = [
+        f"{name}:{node.lineno}"
+        for name, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert)
+    ]
+    assert found == [], "raise an error of core.errors: an assert has no remedy, and vanishes under python -O"
+
+
+def identifiers_and_strings(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    documentation = docstrings(tree)
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "module", "asname"):
+            text = getattr(node, field, None)
+            if isinstance(text, str):
+                yield text, getattr(node, "lineno", 0)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in documentation:
+            yield node.value, node.lineno
+
+
+@pytest.mark.parametrize("name", [name for name in FRONT_DESK if name in sources()])
+def test_the_front_desk_names_no_backend(name):
+    found = [
+        f"line {line}: {text!r}"
+        for text, line in identifiers_and_strings(sources()[name])
+        if any(backend in text.lower() for backend in BACKENDS)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("name", [name for name in FRONT_DESK if name in sources()])
+def test_the_front_desk_asks_for_no_strategy_class(name):
+    calls = [node for node in ast.walk(sources()[name]) if isinstance(node, ast.Call) and len(node.args) == 2]
+    checks = [node for node in calls if ast.unparse(node.func) in ("isinstance", "issubclass")]
+    asked = [ast.unparse(node) for node in checks if "Strategy" in ast.unparse(node.args[1])]
+    assert asked == [], "read strategy.traits, or call a method"
+
+
+# what importing does
+
+
+def fresh(code: str) -> dict:
+    """What `code` puts into `result`, in a new interpreter."""
+    code = f"import json, sys\nresult = {{}}\n{code}\nprint(json.dumps(result))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_import_fabric_loads_no_torch():
+    loaded = fresh("import fabric\nresult['modules'] = sorted(sys.modules)")["modules"]
+    assert [name for name in loaded if name.partition(".")[0] in ("torch", "numpy")] == []
+
+
+def test_fabric_costs_few_modules_beyond_torch():
+    added = fresh(
+        "import torch\n"
+        "before = set(sys.modules)\n"
+        "from fabric import Fabric\n"
+        "result['modules'] = sorted(set(sys.modules) - before)"
+    )["modules"]
+    assert HEAVY & {name.partition(".")[0] for name in added} == set()
+    assert len(added) < MAX_MODULES, added
+
+
+SIDE_EFFECTS = """
+import importlib, os, signal, threading, warnings
+import torch, torch.distributed
+
+def facts():
+    return {
+        "environ": dict(os.environ),
+        "signals": {str(number): str(signal.getsignal(number)) for number in signal.valid_signals()},
+        "threads": threading.active_count(),
+        "filters": [str(filter) for filter in warnings.filters],
+        "dtype": str(torch.get_default_dtype()),
+        "num_threads": torch.get_num_threads(),
+        "group": torch.distributed.is_initialized(),
+        "path": sys.path[:],
+        "hooks": [str(sys.excepthook), str(sys.meta_path)],
+        "patches": [str(getattr(owner, name)) for owner, name in (
+            (torch, "compile"), (torch, "load"), (torch, "save"), (torch.nn.Module, "__call__"),
+            (torch.Tensor, "backward"), (torch.utils.data.DataLoader, "__init__"),
+        )],
+    }
+
+for module in THIRD_PARTY:
+    importlib.import_module(module)
+before = facts()
+for module in MODULES:
+    importlib.import_module(module)
+after = facts()
+result["changed"] = {key: [before[key], after[key]] for key in before if before[key] != after[key]}
+"""
+
+
+def test_importing_has_no_side_effects():
+    names = [name for name in sources() if place(name) != "fabric.integrations" and "__main__" not in name]
+    third_party = sorted(third_party_imports(names))
+    code = SIDE_EFFECTS.replace("THIRD_PARTY", repr(third_party)).replace("MODULES", repr(names))
+    assert fresh(code)["changed"] == {}
+
+
+def third_party_imports(names: list[str]) -> set[str]:
+    """What these modules import at their top level from elsewhere: torch's own side effects are not ours."""
+    found = set()
+    for name in names:
+        for node in sources()[name].body:
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module)
+    return {name for name in found if not in_fabric(name)}
