@@ -10,31 +10,15 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.data.sharding import shard_loader
-from fabric.data.streams import Share
 from fabric.launching import check_function, do_nothing, launching
 from fabric.resolve import Machine, Request, resolve
+from fabric.setup import SetupVerbs
 from fabric.utilities.apply_func import convert_tensors_to_scalars
-from fabric.utilities.init import has_meta_parameters
-from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.seed import seed_everything, seed_rank
 from fabric.verbs import CollectiveVerbs
-from fabric.wrappers import (
-    _FabricDataLoader,
-    _FabricModule,
-    _FabricOptimizer,
-    check_forward_module,
-    check_module,
-    check_optimizers,
-    check_owned,
-    is_compiled,
-    is_wrapped,
-    recompile,
-    unwrap,
-)
+from fabric.wrappers import check_forward_module, unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,9 +31,10 @@ if TYPE_CHECKING:
     from fabric.core.types import Filter, PathLike
     from fabric.loggers.logger import Logger
     from fabric.strategies.strategy import Strategy
+    from fabric.wrappers import _FabricModule
 
 
-class Fabric(CollectiveVerbs):
+class Fabric(SetupVerbs, CollectiveVerbs):
     """Your own training loop on one or many processes, with the same numbers.
 
     Args:
@@ -104,8 +89,6 @@ class Fabric(CollectiveVerbs):
         if "run" in cls.__dict__:
             cls.run = launching(cls.__dict__["run"])  # type: ignore[method-assign]
 
-    # -- launching ----------------------------------------------------------------------------------------------
-
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """For subclasses: a loop in this method runs on every rank, launched by calling it.
 
@@ -113,14 +96,17 @@ class Fabric(CollectiveVerbs):
             UsageError: The subclass has no `run`.
         """
         raise UsageError(
-            f"{type(self).__name__} has no run(). Subclass Fabric and write `def run(self, ...)`, or use fabric.launch()."
+            f"{type(self).__name__} has no run(). Subclass Fabric and write `def run(self, ...)`, or use "
+            f"fabric.launch()."
         )
 
     def launch(self, function: Callable[..., Any] = do_nothing, *args: Any, **kwargs: Any) -> Any:
-        """Start the other ranks and give them the same work. All later calls of it do nothing but call `function`.
+        """Start the other ranks and give them the same work. All later calls of it do nothing but call
+        `function`.
 
         Args:
-            function: Called in every rank as function(fabric, *args, **kwargs). Needed where processes are started by
+            function: Called in every rank as function(fabric, *args, **kwargs). Needed where processes are
+                started by
                 spawn, fork or forkserver; elsewhere the code after `launch()` is the work.
             args: Passed on; under spawn and forkserver they must pickle.
             kwargs: Passed on.
@@ -148,154 +134,6 @@ class Fabric(CollectiveVerbs):
         if not self._launched:
             self._strategy.setup_environment()
         self._launched = self._ready = True
-
-    # -- setting up ---------------------------------------------------------------------------------------------
-
-    def setup(
-        self,
-        module: Module,
-        *optimizers: Optimizer,
-        scheduler: Any | None = None,
-        move_to_device: bool = True,
-        _reapply_compile: bool = True,
-    ) -> Any:
-        """Make a model and its optimizers ready. All ranks.
-
-        Args:
-            module: Your model, compiled or not; changed in place (device, dtype).
-            optimizers: Optimizers of this model's parameters.
-            scheduler: Given back as it is; schedulers are never touched.
-            move_to_device: False leaves device placement to you.
-
-        Returns:
-            The model, or (model, *optimizers), or (model, *optimizers, scheduler).
-
-        Raises:
-            ConfigurationError: Something is set up already, or an optimizer holds parameters of other models.
-            ArgumentTypeError: Not a module, not an optimizer.
-        """
-        self._require_launch("setup()")
-        check_optimizers(optimizers, "fabric.setup")
-        check_module(module, "fabric.setup")
-        if optimizers:
-            check_owned(optimizers, [*self._modules, unwrap(module)], "fabric.setup")
-        wrapped, stepped, scheduler = self._wrap(
-            module, list(optimizers), scheduler, move_to_device, _reapply_compile
-        )
-        views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
-        self.call("on_after_setup", fabric=self, module=wrapped)
-        rest = [] if scheduler is None else [scheduler]
-        return (wrapped, *views, *rest) if views or rest else wrapped
-
-    def setup_module(
-        self, module: Module, move_to_device: bool = True, _reapply_compile: bool = True
-    ) -> _FabricModule:
-        """Make a model ready, without optimizers. All ranks. See `setup`."""
-        self._require_launch("setup_module()")
-        check_module(module, "fabric.setup_module")
-        wrapped, _, _ = self._wrap(module, [], None, move_to_device, _reapply_compile)
-        self.call("on_after_setup", fabric=self, module=wrapped)
-        return wrapped
-
-    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Make optimizers ready whose models are set up by calls of their own. All ranks.
-
-        Returns:
-            The optimizer, or a tuple where several were given.
-        """
-        self._require_launch("setup_optimizers()")
-        if self._strategy.traits.joint_setup:
-            raise UsageError(
-                f"{type(self._strategy).__name__} needs model and optimizer in one call. "
-                f"Write model, optimizer = fabric.setup(model, optimizer)."
-            )
-        if not optimizers:
-            raise ConfigurationError("fabric.setup_optimizers() needs at least one optimizer.")
-        check_optimizers(optimizers, "fabric.setup_optimizers")
-        if self._modules:
-            check_owned(optimizers, self._modules, "fabric.setup_optimizers")
-        views = [
-            _FabricOptimizer(self._strategy.setup_optimizer(o), self._strategy, self._callbacks)
-            for o in optimizers
-        ]
-        return views[0] if len(views) == 1 else tuple(views)
-
-    def setup_dataloaders(
-        self,
-        *dataloaders: DataLoader[Any],
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        uneven: str | None = None,
-    ) -> Any:
-        """Give each rank its part of the data, on its device. All ranks.
-
-        Args:
-            dataloaders: Your loaders; left as they are, shallow copies are made.
-            use_distributed_sampler: False leaves the order and the sharding to you.
-            move_to_device: False leaves batches where the loader puts them.
-            uneven: What happens when samples do not divide by ranks: "pad", "exact", "drop", "error". None: "exact" for
-                loaders in dataset order (evaluation), "pad" for all others.
-
-        Returns:
-            The loader, or a list where several were given.
-
-        Raises:
-            ConfigurationError: No loader, one set up already, or unknown `uneven`.
-            ArgumentTypeError: Not a DataLoader.
-        """
-        self._require_launch("setup_dataloaders()")
-        if not dataloaders:
-            raise ConfigurationError("fabric.setup_dataloaders() needs at least one DataLoader.")
-        for loader in dataloaders:
-            if is_wrapped(loader):
-                raise ConfigurationError(
-                    "fabric.setup_dataloaders: this loader is set up already. Set each up once."
-                )
-            if not isinstance(loader, DataLoader):
-                raise ArgumentTypeError(
-                    f"fabric.setup_dataloaders needs torch.utils.data.DataLoader objects, got {type(loader).__name__}."
-                )
-        ready = [
-            self._ready_loader(loader, use_distributed_sampler, move_to_device, uneven)
-            for loader in dataloaders
-        ]
-        return ready[0] if len(ready) == 1 else ready
-
-    def _wrap(
-        self, module: Any, optimizers: list[Any], scheduler: Any, move_to_device: bool, reapply_compile: bool
-    ) -> tuple[_FabricModule, list[Any], Any]:
-        original = unwrap(module)
-        if move_to_device and has_meta_parameters(original):
-            raise UsageError(
-                f"{type(original).__name__} has parameters on the meta device, which hold no values. Build it under "
-                f"`with fabric.init_module():`, or give it values with model.to_empty(device=fabric.device) and load them."
-            )
-        inner = self._strategy.precision.convert_module(original)
-        if move_to_device:
-            self._strategy.module_to_device(inner)
-        if optimizers:
-            joined, optimizers, scheduler = self._strategy.setup_module_and_optimizers(
-                inner, optimizers, scheduler
-            )
-        else:
-            joined = self._strategy.setup_module(inner)
-        if is_compiled(module) and reapply_compile:
-            joined = recompile(joined, like=module)
-        self._modules.append(inner)
-        return _FabricModule(joined, self._strategy, inner), optimizers, scheduler
-
-    def _ready_loader(
-        self, loader: DataLoader[Any], shard: bool, move_to_device: bool, uneven: str | None
-    ) -> _FabricDataLoader:
-        if shard:
-            part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-            seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
-            loader = shard_loader(loader, Share(part["rank"], part["num_replicas"]), seed, uneven)
-        loader = self._strategy.process_dataloader(loader)
-        moves = move_to_device and not self._strategy.traits.owns_transfer
-        return _FabricDataLoader(loader, self.device if moves else None, self._strategy.batch_to_device)
-
-    # -- the loop -----------------------------------------------------------------------------------------------
 
     def backward(
         self, tensor: torch.Tensor, *args: Any, model: _FabricModule | None = None, **kwargs: Any
@@ -362,8 +200,6 @@ class Fabric(CollectiveVerbs):
             return obj
         return self._strategy.batch_to_device(obj)
 
-    # -- initialisation -----------------------------------------------------------------------------------------
-
     def init_tensor(self) -> AbstractContextManager[Any]:
         """Context in which new tensors are made on this device, in this precision's dtype."""
         return self._strategy.tensor_init_context()
@@ -406,8 +242,6 @@ class Fabric(CollectiveVerbs):
             seed_rank(used, self.global_rank)
         return used
 
-    # -- saving and loading -------------------------------------------------------------------------------------
-
     def save(self, path: PathLike, state: dict[str, Any], filter: Filter | None = None) -> None:
         """Write `state` to one file, which plain `torch.load(path, weights_only=True)` reads. All ranks.
 
@@ -435,7 +269,8 @@ class Fabric(CollectiveVerbs):
 
         Args:
             path: The file.
-            state: As for `save`; objects are loaded in place, plain data are replaced. None: everything is returned.
+            state: As for `save`; objects are loaded in place, plain data are replaced. None: everything is
+                returned.
             strict: Whether the file must hold every name of `state`, and every key of its models.
             weights_only: False trusts the file and unpickles arbitrary objects.
 
@@ -457,28 +292,15 @@ class Fabric(CollectiveVerbs):
         *,
         weights_only: bool | None = None,
     ) -> None:
-        """Read a bare state dict (`torch.save(model.state_dict(), path)`) into a model or optimizer. All ranks."""
+        """Read a bare state dict (`torch.save(model.state_dict(), path)`) into a model or optimizer. All
+        ranks.
+        """
         self._require_launch("load_raw()")
         if isinstance(obj, dict):
             raise ArgumentTypeError(
                 "load_raw(path, obj) takes one model or optimizer. Use fabric.load for dictionaries."
             )
         self._strategy.load_checkpoint(path, obj, strict, weights_only)
-
-    # -- callbacks and loggers ----------------------------------------------------------------------------------
-
-    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call `hook_name` on every callback that has it."""
-        for callback in self._callbacks:
-            method = getattr(callback, hook_name, None)
-            if method is None:
-                continue
-            if not callable(method):
-                rank_zero_warn(
-                    f"{type(callback).__name__}.{hook_name} is not a method, so fabric.call skips it."
-                )
-                continue
-            method(*args, **kwargs)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """One value to every logger."""

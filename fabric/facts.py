@@ -1,10 +1,13 @@
-"""`RankFacts`: what a loop asks about its process. The base of `Fabric`; reads the strategy, changes nothing."""
+"""`RankFacts`: what a loop asks about its process. The base of `Fabric`; reads the strategy, changes
+nothing.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import UsageError
+from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     import torch
@@ -15,11 +18,12 @@ if TYPE_CHECKING:
 
 
 class RankFacts:
-    """Who and where this process is, for loops that ask."""
+    """Who and where this process is, for loops that ask; and its callbacks."""
 
     _strategy: Strategy
     _accelerator: Accelerator
     _loggers: list[Logger]
+    _callbacks: list[Any]
     _ready: bool
 
     @property
@@ -91,3 +95,16 @@ class RankFacts:
                 f"fabric.{verb} came before fabric.launch(): the other ranks are not there yet. "
                 f"Write fabric.launch() right after Fabric(...)."
             )
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call `hook_name` on every callback that has it."""
+        for callback in self._callbacks:
+            method = getattr(callback, hook_name, None)
+            if method is None:
+                continue
+            if not callable(method):
+                rank_zero_warn(
+                    f"{type(callback).__name__}.{hook_name} is not a method, so fabric.call skips it."
+                )
+                continue
+            method(*args, **kwargs)

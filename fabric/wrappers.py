@@ -374,3 +374,18 @@ def check_forward_module(module: Any, verb: str) -> Module:
     while is_compiled(forward_module):
         forward_module = forward_module._orig_mod  # type: ignore[assignment]
     return forward_module
+
+
+def check_loaders(loaders: tuple[Any, ...]) -> None:
+    """Raise unless all can be set up: at least one, all DataLoaders, none wrapped yet."""
+    if not loaders:
+        raise ConfigurationError("fabric.setup_dataloaders() needs at least one DataLoader.")
+    for loader in loaders:
+        if is_wrapped(loader):
+            raise ConfigurationError(
+                "fabric.setup_dataloaders: this loader is set up already. Set each up once."
+            )
+        if not isinstance(loader, torch.utils.data.DataLoader):
+            raise ArgumentTypeError(
+                f"fabric.setup_dataloaders needs torch.utils.data.DataLoader objects, got {type(loader).__name__}."
+            )

@@ -31,7 +31,8 @@ class DDPStrategy(ParallelStrategy):
         timeout: How long a collective waits for the other ranks.
         start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
         startup_timeout: How long ranks wait for each other at the start.
-        kwargs: Keywords of DistributedDataParallel (find_unused_parameters, static_graph, bucket_cap_mb, ...).
+        kwargs: Keywords of DistributedDataParallel (find_unused_parameters, static_graph, bucket_cap_mb,
+            ...).
 
     Raises:
         ConfigurationError: Unknown `start_method`.

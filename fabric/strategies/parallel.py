@@ -98,7 +98,9 @@ class ParallelStrategy(Strategy):
 
     @property
     def process_group_backend(self) -> str:
-        """torch's backend: the one given, FABRIC_PROCESS_GROUP_BACKEND, or what fits the device (gloo beside nccl)."""
+        """torch's backend: the one given, FABRIC_PROCESS_GROUP_BACKEND, or what fits the device (gloo
+        beside nccl).
+        """
         chosen = self._backend or os.environ.get("FABRIC_PROCESS_GROUP_BACKEND")
         if chosen or self._accelerator is None:
             return chosen or "gloo"
@@ -133,7 +135,9 @@ class ParallelStrategy(Strategy):
         self._take_place()
 
     def setup_environment(self) -> None:
-        """Find this rank's place, set its device and threads, and join the process group. All ranks call this."""
+        """Find this rank's place, set its device and threads, and join the process group. All ranks call
+        this.
+        """
         self._take_place()
         super().setup_environment()
         share_cores(self.topology.local_world_size)
@@ -178,7 +182,8 @@ class ParallelStrategy(Strategy):
         environment.set_world_size(self._num_nodes * len(devices))
         if environment.local_rank() >= len(devices):
             raise ConfigurationError(
-                f"This process has local rank {environment.local_rank()}, but devices= gives {len(devices)} per machine. "
+                f"This process has local rank {environment.local_rank()}, but devices= gives "
+                f"{len(devices)} per machine. "
                 f"Start {len(devices)} processes per machine, or give as many devices as processes."
             )
         self.topology = Topology(
@@ -211,7 +216,8 @@ class ParallelStrategy(Strategy):
             return None
         if not isinstance(environment, LocalEnvironment):
             raise ConfigurationError(
-                f"{type(environment).__name__} says that nobody started the processes, and only LocalEnvironment can be "
+                f"{type(environment).__name__} says that nobody started the processes, and only "
+                f"LocalEnvironment can be "
                 f"launched from. Let creates_processes_externally be True, or leave the environment out."
             )
         if self.start_method == "popen":

@@ -1,6 +1,7 @@
 """`Strategy`: the composition of parts, and what each verb of Fabric does with them. Complete for one device.
 
-Recipes choose parts; users override methods. An override of a method that a plan would skip is noticed at setup.
+Recipes choose parts; users override methods. An override of a method that a plan would skip is noticed at
+setup.
 """
 
 from __future__ import annotations
@@ -71,8 +72,6 @@ class Strategy:
         # Models and optimizers refer to their strategy; a copy of a model shares it.
         return self
 
-    # -- parts ----------------------------------------------------------------------------------------------
-
     @property
     def traits(self) -> Traits:
         """What this strategy asks of its callers."""
@@ -131,7 +130,9 @@ class Strategy:
         environment: ClusterEnvironment,
         checkpoint_io: CheckpointIO | None,
     ) -> None:
-        """Complete the composition; called once, by `Fabric`. Parts given to the constructor are already in place."""
+        """Complete the composition; called once, by `Fabric`. Parts given to the constructor are already
+        in place.
+        """
         self._accelerator = accelerator
         self.precision = precision
         if checkpoint_io is not None:
@@ -151,8 +152,6 @@ class Strategy:
         if self._accelerator is not None:
             self._accelerator.teardown()
 
-    # -- models, optimizers, data -------------------------------------------------------------------------------
-
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """New tensors on the root device in the dtype of the precision."""
         stack = ExitStack()
@@ -161,7 +160,9 @@ class Strategy:
         return stack
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """New modules on the root device in the dtype of the precision; `empty_init` leaves weights uninitialised."""
+        """New modules on the root device in the dtype of the precision; `empty_init` leaves weights
+        uninitialised.
+        """
         stack = ExitStack()
         stack.enter_context(self.root_device)
         stack.enter_context(self._precision.module_init_context())
@@ -198,8 +199,6 @@ class Strategy:
     def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
         """The loader with what the engine needs done to it."""
         return dataloader
-
-    # -- forward, backward, step ----------------------------------------------------------------------------
 
     def forward_plan(self, module: Module, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """What `model(x)` runs: the wrapped module's own call with only the stages that add something."""
@@ -267,8 +266,6 @@ class Strategy:
         changed = overridden(type(self), Strategy, "backward") or self._precision.needs_backward
         return self.traits.owns_backward or changed
 
-    # -- collectives ------------------------------------------------------------------------------------------
-
     @property
     def wire(self) -> packed.Wire:
         """What collectives can send from here."""
@@ -305,8 +302,6 @@ class Strategy:
         self.all_reduce(votes, reduce_op="sum")
         return bool(votes == self.collective.world_size) if all else bool(votes > 0)
 
-    # -- checkpoints --------------------------------------------------------------------------------------------
-
     def save_checkpoint(
         self,
         path: PathLike,
@@ -314,7 +309,9 @@ class Strategy:
         storage_options: Any | None = None,
         filter: Filter | None = None,
     ) -> None:
-        """Write `state` to one file, on rank zero. All ranks must call this; a failure is raised on all of them."""
+        """Write `state` to one file, on rank zero. All ranks must call this; a failure is raised on all of
+        them.
+        """
         failure: Exception | None = None
         try:
             # Every rank walks the state: gathering may be collective, and a bad key must raise everywhere.

@@ -1,8 +1,11 @@
 """`Replicate`: every rank holds all parameters; gradients are averaged (torch's DistributedDataParallel).
 
-Invariant: the reducer is armed at the start of every `fabric.backward`, and checked at its end. torch arms it in
-`DDP.forward` only, so that two forwards with two backwards, a backward outside `no_sync` of a forward inside it, and any
-method other than forward silently leave gradients unsynchronised (measured: tests/equivalence/test_gradient_sync.py).
+Invariant: the reducer is armed at the start of every `fabric.backward`, and checked at its end. torch arms
+it in
+`DDP.forward` only, so that two forwards with two backwards, a backward outside `no_sync` of a forward inside
+it, and any
+method other than forward silently leave gradients unsynchronised (measured:
+tests/equivalence/test_gradient_sync.py).
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,7 @@ from fabric.strategies.layouts.whole import Whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.nn import Module
@@ -35,7 +38,8 @@ _BUFFER_KEYWORDS = ("broadcast_buffers", "forward_sync_buffers")
 
 
 class Replicate(Whole):
-    """DDP with bucket views by default (gradients live in the communication buckets: no copy, 4 bytes less a parameter).
+    """DDP with bucket views by default (gradients live in the communication buckets: no copy, 4 bytes less a
+    parameter).
 
     Args:
         settings: Keywords of `torch.nn.parallel.DistributedDataParallel`; they win over our defaults.
@@ -57,7 +61,9 @@ class Replicate(Whole):
         self.__init__(state["settings"])  # type: ignore[misc]
 
     def wrap(self, module: Module, topology: Topology) -> Module:
-        """DDP around the module. All ranks must call this; a module without trainable parameters is not wrapped."""
+        """DDP around the module. All ranks must call this; a module without trainable parameters is not
+        wrapped.
+        """
         if not any([p.requires_grad for p in module.parameters()]):
             _broadcast_from_zero([*module.parameters(), *module.buffers()])
             return module
@@ -66,7 +72,8 @@ class Replicate(Whole):
         settings = {"gradient_as_bucket_view": True, **self.settings}
         for name in _BUFFER_KEYWORDS:
             settings.pop(name, None)
-        # Buffers are kept alike by BufferSync, after training forwards only, so that evaluation makes no collective.
+        # Buffers are kept alike by BufferSync, after training forwards only, so that evaluation makes no
+        # collective.
         renamed = _BUFFER_KEYWORDS[1] in inspect.signature(DistributedDataParallel).parameters
         settings[_BUFFER_KEYWORDS[renamed]] = False
         if topology.device.type != "cpu" and "device_ids" not in settings:
@@ -127,13 +134,17 @@ class Replicate(Whole):
             replica._has_rebuilt_buckets |= replica.reducer._rebuild_buckets()
 
     def arm_from_hook(self, replica: DistributedDataParallel, grad: Tensor) -> None:
-        """Arm in the middle of a plain `loss.backward()` that reached the output of a method other than forward."""
+        """Arm in the middle of a plain `loss.backward()` that reached the output of a method other than
+        forward.
+        """
         if self._in_backward or not replica.require_backward_grad_sync:
             return
         if replica.find_unused_parameters or replica.static_graph:
             raise UsageError(
-                "loss.backward() went through a method other than forward under find_unused_parameters or static_graph, "
-                "where gradients would stay unsynchronised. Write fabric.backward(loss), or call model.forward."
+                "loss.backward() went through a method other than forward under find_unused_parameters or "
+                "static_graph, "
+                "where gradients would stay unsynchronised. Write fabric.backward(loss), or call "
+                "model.forward."
             )
         try:
             replica.reducer.prepare_for_backward([])
@@ -144,9 +155,11 @@ class Replicate(Whole):
 
 
 class BufferSync:
-    """The forward plan of a replica with buffers: rank zero's buffers on all ranks after each training forward.
+    """The forward plan of a replica with buffers: rank zero's buffers on all ranks after each training
+    forward.
 
-    DDP sends them before the next forward, evaluation included; sent after it, ranks agree during evaluation too and an
+    DDP sends them before the next forward, evaluation included; sent after it, ranks agree during evaluation
+    too and an
     evaluation forward makes no collective, so ranks may run different numbers of evaluation batches.
     """
 
@@ -166,7 +179,9 @@ class BufferSync:
 
 
 class ArmedMethod:
-    """A bound method of the user's module whose outputs keep the gradient sync under a plain `loss.backward()`."""
+    """A bound method of the user's module whose outputs keep the gradient sync under a plain
+    `loss.backward()`.
+    """
 
     __slots__ = ("layout", "method", "replica")
 
@@ -193,7 +208,8 @@ class ArmedMethod:
 def _broadcast_from_zero(tensors: list[Tensor]) -> None:
     """Rank zero's values in `tensors` on all ranks, one message per dtype. All ranks must call this.
 
-    Writes through `.data`: batch norm saves its running statistics for backward, and a counted in-place change between
+    Writes through `.data`: batch norm saves its running statistics for backward, and a counted in-place
+    change between
     two forwards and their backward (a GAN's discriminator) would make autograd refuse the backward.
     """
     by_dtype: dict[Any, list[Tensor]] = {}
@@ -213,7 +229,9 @@ def _unused_parameters(replica: DistributedDataParallel, error: RuntimeError) ->
     names = [name for name, p in replica.module.named_parameters() if p.requires_grad]
     unused = [names[int(i)] for i in found.group(1).split() if int(i) < len(names)]
     return UsageError(
-        f"Rank {dist.get_rank()}: these parameters of {type(replica.module).__name__} got no gradient in this backward, so "
-        f"the gradients of the ranks cannot be averaged: {', '.join(unused)}. If they are unused on purpose, write "
+        f"Rank {dist.get_rank()}: these parameters of {type(replica.module).__name__} got no gradient in "
+        f"this backward, so "
+        f"the gradients of the ranks cannot be averaged: {', '.join(unused)}. If they are unused on "
+        f"purpose, write "
         f'Fabric(strategy="ddp_find_unused_parameters_true"), or freeze them with requires_grad_(False).'
     )

@@ -1,4 +1,6 @@
-"""`Whole`: every parameter on this rank, nothing shared. The base of all layouts: its defaults are plain torch."""
+"""`Whole`: every parameter on this rank, nothing shared. The base of all layouts: its defaults are plain
+torch.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 class Whole:
     """How parameters sit on ranks, and all that follows: wrapping, gradient sync, clipping, state.
 
-    A layout is the only thing in which strategies differ. It belongs to one strategy and is never copied with a model.
+    A layout is the only thing in which strategies differ. It belongs to one strategy and is never copied
+    with a model.
     """
 
     traits = Traits()
@@ -51,13 +54,17 @@ class Whole:
         return nullcontext()
 
     def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass (`run(tensor, *args, **kwargs)`) with what the layout needs before and after it."""
+        """Run a backward pass (`run(tensor, *args, **kwargs)`) with what the layout needs before and after
+        it.
+        """
         run(tensor, *args, **kwargs)
 
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
-        """Scale the gradients to a total norm of at most `max_norm`; gives the norm before, of the whole model."""
+        """Scale the gradients to a total norm of at most `max_norm`; gives the norm before, of the whole
+        model.
+        """
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:

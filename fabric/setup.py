@@ -1,0 +1,174 @@
+"""`SetupVerbs`: models, optimizers and loaders made ready for ranks and devices. All ranks call every verb
+here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import ConfigurationError, UsageError
+from fabric.data.sharding import shard_loader
+from fabric.data.streams import Share
+from fabric.facts import RankFacts
+from fabric.utilities.init import has_meta_parameters
+from fabric.wrappers import (
+    _FabricDataLoader,
+    _FabricModule,
+    _FabricOptimizer,
+    check_loaders,
+    check_module,
+    check_optimizers,
+    check_owned,
+    is_compiled,
+    recompile,
+    unwrap,
+)
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+
+class SetupVerbs(RankFacts):
+    """setup, setup_module, setup_optimizers, setup_dataloaders."""
+
+    _modules: list[Module]
+
+    def setup(
+        self,
+        module: Module,
+        *optimizers: Optimizer,
+        scheduler: Any | None = None,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> Any:
+        """Make a model and its optimizers ready. All ranks.
+
+        Args:
+            module: Your model, compiled or not; changed in place (device, dtype).
+            optimizers: Optimizers of this model's parameters.
+            scheduler: Given back as it is; schedulers are never touched.
+            move_to_device: False leaves device placement to you.
+
+        Returns:
+            The model, or (model, *optimizers), or (model, *optimizers, scheduler).
+
+        Raises:
+            ConfigurationError: Something is set up already, or an optimizer holds parameters of other models.
+            ArgumentTypeError: Not a module, not an optimizer.
+        """
+        self._require_launch("setup()")
+        check_optimizers(optimizers, "fabric.setup")
+        check_module(module, "fabric.setup")
+        if optimizers:
+            check_owned(optimizers, [*self._modules, unwrap(module)], "fabric.setup")
+        wrapped, stepped, scheduler = self._wrap(
+            module, list(optimizers), scheduler, move_to_device, _reapply_compile
+        )
+        views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
+        self.call("on_after_setup", fabric=self, module=wrapped)
+        rest = [] if scheduler is None else [scheduler]
+        return (wrapped, *views, *rest) if views or rest else wrapped
+
+    def setup_module(
+        self, module: Module, move_to_device: bool = True, _reapply_compile: bool = True
+    ) -> _FabricModule:
+        """Make a model ready, without optimizers. All ranks. See `setup`."""
+        self._require_launch("setup_module()")
+        check_module(module, "fabric.setup_module")
+        wrapped, _, _ = self._wrap(module, [], None, move_to_device, _reapply_compile)
+        self.call("on_after_setup", fabric=self, module=wrapped)
+        return wrapped
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Make optimizers ready whose models are set up by calls of their own. All ranks.
+
+        Returns:
+            The optimizer, or a tuple where several were given.
+        """
+        self._require_launch("setup_optimizers()")
+        if self._strategy.traits.joint_setup:
+            raise UsageError(
+                f"{type(self._strategy).__name__} needs model and optimizer in one call. "
+                f"Write model, optimizer = fabric.setup(model, optimizer)."
+            )
+        if not optimizers:
+            raise ConfigurationError("fabric.setup_optimizers() needs at least one optimizer.")
+        check_optimizers(optimizers, "fabric.setup_optimizers")
+        if self._modules:
+            check_owned(optimizers, self._modules, "fabric.setup_optimizers")
+        views = [
+            _FabricOptimizer(self._strategy.setup_optimizer(o), self._strategy, self._callbacks)
+            for o in optimizers
+        ]
+        return views[0] if len(views) == 1 else tuple(views)
+
+    def setup_dataloaders(
+        self,
+        *dataloaders: DataLoader[Any],
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        uneven: str | None = None,
+    ) -> Any:
+        """Give each rank its part of the data, on its device. All ranks.
+
+        Args:
+            dataloaders: Your loaders; left as they are, shallow copies are made.
+            use_distributed_sampler: False leaves the order and the sharding to you.
+            move_to_device: False leaves batches where the loader puts them.
+            uneven: What happens when samples do not divide by ranks: "pad", "exact", "drop", "error". None:
+                "exact" for
+                loaders in dataset order (evaluation), "pad" for all others.
+
+        Returns:
+            The loader, or a list where several were given.
+
+        Raises:
+            ConfigurationError: No loader, one set up already, or unknown `uneven`.
+            ArgumentTypeError: Not a DataLoader.
+        """
+        self._require_launch("setup_dataloaders()")
+        check_loaders(dataloaders)
+        ready = [
+            self._ready_loader(loader, use_distributed_sampler, move_to_device, uneven)
+            for loader in dataloaders
+        ]
+        return ready[0] if len(ready) == 1 else ready
+
+    def _wrap(
+        self, module: Any, optimizers: list[Any], scheduler: Any, move_to_device: bool, reapply_compile: bool
+    ) -> tuple[_FabricModule, list[Any], Any]:
+        original = unwrap(module)
+        if move_to_device and has_meta_parameters(original):
+            raise UsageError(
+                f"{type(original).__name__} has parameters on the meta device, which hold no values. Build "
+                f"it under "
+                f"`with fabric.init_module():`, or give it values with "
+                f"model.to_empty(device=fabric.device) and load them."
+            )
+        inner = self._strategy.precision.convert_module(original)
+        if move_to_device:
+            self._strategy.module_to_device(inner)
+        if optimizers:
+            joined, optimizers, scheduler = self._strategy.setup_module_and_optimizers(
+                inner, optimizers, scheduler
+            )
+        else:
+            joined = self._strategy.setup_module(inner)
+        if is_compiled(module) and reapply_compile:
+            joined = recompile(joined, like=module)
+        self._modules.append(inner)
+        return _FabricModule(joined, self._strategy, inner), optimizers, scheduler
+
+    def _ready_loader(
+        self, loader: DataLoader[Any], shard: bool, move_to_device: bool, uneven: str | None
+    ) -> _FabricDataLoader:
+        if shard:
+            part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+            seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
+            loader = shard_loader(loader, Share(part["rank"], part["num_replicas"]), seed, uneven)
+        loader = self._strategy.process_dataloader(loader)
+        moves = move_to_device and not self._strategy.traits.owns_transfer
+        return _FabricDataLoader(loader, self.device if moves else None, self._strategy.batch_to_device)
