@@ -6,6 +6,7 @@ deepcopy, pickle and torch.compile work). Each stage adds one frame; stages that
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _Tensor = torch.Tensor
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class AutocastForward:
@@ -38,9 +38,9 @@ class AutocastForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call; `output` None means "as computed"."""
-        # One plain float32 (or integer) tensor is the common case and must not walk a tree.
-        if kwargs or len(args) != 1 or args[0].__class__ not in _PLAIN or args[0].dtype is not torch.float32:
-            args, kwargs = self._cast_input((args, kwargs))
+        # One plain float32 tensor is the common case, and costs no frame.
+        if kwargs or len(args) != 1 or args[0].__class__ is not _Tensor or args[0].dtype is not torch.float32:
+            args, kwargs = self._cast_input.arguments(args, kwargs)
         with torch.autocast(self.device_type, self.dtype):
             out = self.call(*args, **kwargs)
         if self.output is None:
@@ -65,7 +65,7 @@ class CastForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call with `dtype` as torch's default dtype, restored whatever happens."""
-        args, kwargs = self._cast_input((args, kwargs))
+        args, kwargs = self._cast_input.arguments(args, kwargs)
         previous = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
@@ -92,6 +92,10 @@ class PluginForward:
             out = self.call(*args, **kwargs)
         return precision.convert_output(out)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PluginForward:
+        # A copied model runs in the same precision: what the plugin holds (a loss scale) is of the job, not of a model.
+        return PluginForward(deepcopy(self.call, memo), self.precision)
+
 
 class BackwardGate:
     """Open while `fabric.backward` runs. Guarded outputs refuse a backward that comes past it."""
@@ -101,13 +105,8 @@ class BackwardGate:
     def __init__(self) -> None:
         self.open = False
 
-    def check(self, grad: torch.Tensor) -> None:
-        """The hook on guarded outputs: raises unless the gate is open."""
-        if not self.open:
-            raise UsageError(
-                "loss.backward() was called where it gives wrong gradients: this strategy or precision has to scale, "
-                "move or synchronise them. Write fabric.backward(loss) instead."
-            )
+    def __deepcopy__(self, memo: dict[int, Any]) -> BackwardGate:
+        return self  # `fabric.backward` opens one gate for a model and its copies
 
 
 class GuardedForward:
@@ -123,11 +122,41 @@ class GuardedForward:
         """Run the call and hook every output tensor that requires a gradient."""
         out = self.call(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            for leaf in differentiable(out):
-                leaf.register_hook(self.gate.check)
+            for leaf in (out,) if out.__class__ is _Tensor and out.requires_grad else differentiable(out):
+                leaf.register_hook(self.check)
         return out
+
+    def check(self, grad: torch.Tensor) -> None:
+        """The hook on guarded outputs.
+
+        Raises:
+            UsageError: A plain `loss.backward()` is running.
+        """
+        if self.gate.open or not _accumulates(self.call):
+            return
+        raise UsageError(
+            "loss.backward() was called where it gives wrong gradients: this strategy or precision has to scale, "
+            "move or synchronise them. Write fabric.backward(loss) instead."
+        )
 
 
 def differentiable(tree: Any) -> list[torch.Tensor]:
     """The tensors of `tree` that a backward pass starts from or passes through."""
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, _Tensor) and leaf.requires_grad]
+
+
+def _accumulates(plan: Any) -> bool:
+    """Whether the backward pass that runs now writes `.grad` of the module behind `plan`.
+
+    `torch.autograd.grad` (a gradient penalty) writes none, gives true gradients, and is left alone.
+    """
+    while hasattr(plan, "call"):
+        plan = plan.call
+    module = getattr(plan, "__self__", None) or getattr(plan, "replica", None)
+    if not isinstance(module, torch.nn.Module):
+        return True
+    edges = [torch.autograd.graph.get_gradient_edge(p) for p in module.parameters() if p.requires_grad]
+    try:
+        return any([torch._C._will_engine_execute_node(edge.node) for edge in edges])
+    except RuntimeError:  # torch's answer where these very parameters are what autograd.grad was asked for
+        return False

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.testing import RankPool
-from fabric.testing.worker import changes, child_processes
+from fabric.testing.worker import changes, child_processes, user_environ
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,9 +58,8 @@ def _leaves_nothing_behind() -> Iterator[None]:
 
 
 def _traces() -> dict[str, dict]:
-    environ = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
     return {
-        "environment variable": environ,
+        "environment variable": user_environ(),
         "child process": child_processes(),
         "default process group initialised": {"": dist.is_initialized()},
         "default dtype": {"": torch.get_default_dtype()},
@@ -81,7 +80,7 @@ def _clean_up(before: dict[str, dict]) -> None:
     torch.set_default_dtype(before["default dtype"][""])
     torch.set_num_threads(before["number of torch threads"][""])
     environ = before["environment variable"]
-    for key in os.environ.keys() - environ.keys() - {"PYTEST_CURRENT_TEST"}:
+    for key in user_environ().keys() - environ.keys():
         del os.environ[key]
     os.environ.update(environ)
     for pid in child_processes().keys() - before["child process"].keys():

@@ -39,7 +39,7 @@ ORDER = [
     ["fabric.integrations"],
     ["fabric.resolve"],
     ["fabric.facts", "fabric.launching"],
-    ["fabric.verbs"],
+    ["fabric.setup", "fabric.verbs"],
     ["fabric.fabric"],
     ["fabric.__main__", "fabric.cli", "fabric.testing"],
 ]
@@ -56,7 +56,7 @@ HEAVY = {
 }
 MAX_MODULES = 60  # that `from fabric import Fabric` loads beyond torch, our own included
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 450, 50, 10
-FRONT_DESK = ("fabric.facts", "fabric.fabric", "fabric.launching", "fabric.verbs")
+FRONT_DESK = ("fabric.facts", "fabric.fabric", "fabric.launching", "fabric.setup", "fabric.verbs")
 BACKENDS = ("ddp", "fsdp", "nccl", "gloo", "deepspeed", "horovod", "xla")
 
 

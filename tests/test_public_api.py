@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-# Per module one symbol a line, `name(parameters) < base`, its members below. A member without parentheses is read
+# Per module one symbol a line, `name(parameters) < base`, its members below; one without parentheses is read
 # without a call. `...` is any default. A line that ends inside parentheses goes on in the next.
 PUBLIC = {
     "fabric": """

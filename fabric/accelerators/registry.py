@@ -1,13 +1,10 @@
 """The table of accelerators that users choose from by name."""
 
-from fabric.accelerators.cpu import CPUAccelerator
-from fabric.accelerators.cuda import CUDAAccelerator
-from fabric.accelerators.mps import MPSAccelerator
 from fabric.core.registry import Registry
 
 ACCELERATOR_REGISTRY = Registry("accelerator", "fabric.accelerators")
 """Third parties add theirs with `register`, or with an entry point of the group "fabric.accelerators"."""
 
-CPUAccelerator.register_accelerators(ACCELERATOR_REGISTRY)
-CUDAAccelerator.register_accelerators(ACCELERATOR_REGISTRY)
-MPSAccelerator.register_accelerators(ACCELERATOR_REGISTRY)
+ACCELERATOR_REGISTRY.register("cpu", "fabric.accelerators.cpu:CPUAccelerator", "the host")
+ACCELERATOR_REGISTRY.register("cuda", "fabric.accelerators.cuda:CUDAAccelerator", "NVIDIA and AMD GPUs")
+ACCELERATOR_REGISTRY.register("mps", "fabric.accelerators.mps:MPSAccelerator", "GPUs of Apple silicon")

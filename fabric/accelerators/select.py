@@ -7,10 +7,6 @@ from typing import Any
 import torch
 
 from fabric.accelerators.accelerator import Accelerator
-from fabric.accelerators.cpu import CPUAccelerator
-from fabric.accelerators.cuda import CUDAAccelerator
-from fabric.accelerators.generic import TorchAccelerator
-from fabric.accelerators.mps import MPSAccelerator
 from fabric.accelerators.registry import ACCELERATOR_REGISTRY
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.registry import unknown_name_message
@@ -35,11 +31,12 @@ def select_accelerator(choice: str | Accelerator) -> Accelerator:
             f"{', '.join(map(repr, _known()))}, or an object such as CUDAAccelerator()."
         )
     if choice == "auto":
-        return _gpu() or _other() or CPUAccelerator()
+        return _gpu() or _other() or _by_name("cpu")
     accelerator = _gpu() if choice == "gpu" else _by_name(choice)
     if accelerator is None:
         fact = "torch sees neither a CUDA nor an MPS device"
-        raise ConfigurationError(_unavailable(choice, fact, CUDAAccelerator.explain_unavailable()[1]))
+        remedy = _by_name("cuda").explain_unavailable()[1]
+        raise ConfigurationError(_unavailable(choice, fact, remedy))
     if not accelerator.is_available():
         raise ConfigurationError(_unavailable(choice, *accelerator.explain_unavailable()))
     return accelerator
@@ -60,7 +57,8 @@ def select_devices(accelerator: Accelerator, devices: Any) -> list[torch.device]
 
 
 def _gpu() -> Accelerator | None:
-    for accelerator in (CUDAAccelerator(), MPSAccelerator()):
+    for name in ("cuda", "mps"):
+        accelerator = _by_name(name)
         if accelerator.is_available():
             return accelerator
     return None
@@ -69,6 +67,8 @@ def _gpu() -> Accelerator | None:
 def _other() -> Accelerator | None:
     # The type comes before availability: on a CUDA build, torch.accelerator.is_available() would initialise
     # the driver, and forked children could not use it any more.
+    from fabric.accelerators.generic import TorchAccelerator
+
     other = TorchAccelerator()
     if other.name() in ("accelerator", "cuda", "mps", "cpu") or not other.is_available():
         return None

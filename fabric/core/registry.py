@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,17 @@ if TYPE_CHECKING:
 class Entry:
     """One registered name: what makes the object, with which keywords, and a line for people."""
 
-    factory: Callable[..., Any]
+    factory: Callable[..., Any] | str
     description: str = ""
     defaults: dict[str, Any] = field(default_factory=dict)
+
+    def load(self) -> Callable[..., Any]:
+        """The factory itself, imported now where it was registered as "module:name"."""
+        if not isinstance(self.factory, str):
+            return self.factory
+        module, _, name = self.factory.partition(":")
+        factory: Callable[..., Any] = getattr(import_module(module), name)
+        return factory
 
 
 class Registry:
@@ -40,12 +49,12 @@ class Registry:
     def register(
         self,
         name: str,
-        factory: Callable[..., Any],
+        factory: Callable[..., Any] | str,
         description: str = "",
         override: bool = False,
         **defaults: Any,
     ) -> None:
-        """Add a name. `defaults` are keywords for the factory.
+        """Add a name. `factory` makes the object, or is "module:name" of what does; `defaults` are its keywords.
 
         Raises:
             ConfigurationError: The name is taken and `override` is False.
@@ -64,7 +73,7 @@ class Registry:
             ConfigurationError: Nothing is registered under `name`; the message shows close names.
         """
         entry = self.entry(name)
-        return entry.factory(**{**entry.defaults, **overrides})
+        return entry.load()(**{**entry.defaults, **overrides})
 
     def entry(self, name: str) -> Entry:
         """What is registered under `name` (raises like `get`)."""

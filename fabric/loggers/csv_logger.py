@@ -58,7 +58,7 @@ class CSVLogger(DirectoryLogger):
         """The writer of the file; on ranks above zero, an object that does nothing."""
         if self._experiment is None:
             self._experiment = _Rows(join_path(self.log_dir, "metrics.csv"))
-            # A loop that forgets `finalize` keeps its last rows: they are written when logger or interpreter end.
+            # A loop that forgets `finalize` keeps its last rows: they are written when the logger goes.
             weakref.finalize(self, self._experiment.save_in_process, os.getpid())
         return self._experiment
 

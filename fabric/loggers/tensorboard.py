@@ -97,13 +97,12 @@ class TensorBoardLogger(DirectoryLogger):
                 self.experiment.add_scalars(full_name, lines, step)
                 continue
             number = scalar(name, value)
-            try:
-                self.experiment.add_scalar(full_name, number, step)
-            except Exception as error:
+            if not hasattr(number, "__float__"):
                 raise ConfigurationError(
                     f"The metric {name!r} is a {type(value).__name__}, which TensorBoard cannot chart. "
                     f"Log a number, or call logger.experiment's own methods."
-                ) from error
+                )
+            self.experiment.add_scalar(full_name, number, step)
 
     @rank_zero_only
     def log_hyperparams(
@@ -130,7 +129,7 @@ class TensorBoardLogger(DirectoryLogger):
         named = {self._prefixed(name): scalar(name, value) for name, value in metrics.items()}
         from torch.utils.tensorboard.summary import hparams
 
-        for summary in hparams(_flat(params), named):  # type: ignore[no-untyped-call]
+        for summary in hparams(_flat(params), named):
             self.experiment._get_file_writer().add_summary(summary)
 
     @rank_zero_only

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabric.forward import AutocastForward, CastForward, PluginForward
-from fabric.plugins.precision.mixed import MixedPrecision
 from fabric.plugins.precision.precision import Precision
-from fabric.plugins.precision.true import TruePrecision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +17,9 @@ def precision_plan(precision: Precision, call: Callable[..., Any]) -> Callable[.
     kind = type(precision)
     if not overridden(kind, Precision, *conversions):
         return call
+    from fabric.plugins.precision.mixed import MixedPrecision
+    from fabric.plugins.precision.true import TruePrecision
+
     if isinstance(precision, MixedPrecision) and not overridden(kind, MixedPrecision, *conversions):
         return AutocastForward(call, precision.device, precision.dtype, precision.output_dtype)
     if isinstance(precision, TruePrecision) and not overridden(kind, TruePrecision, *conversions):

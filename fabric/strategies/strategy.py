@@ -16,7 +16,6 @@ from fabric.core.topology import Topology
 from fabric.forward import BackwardGate, GuardedForward
 from fabric.plugins.collectives import packed
 from fabric.plugins.collectives.single_device import SingleDeviceCollective
-from fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabric.plugins.precision.precision import Precision
 from fabric.strategies import state as states
 from fabric.strategies.layouts.whole import Whole
@@ -63,7 +62,7 @@ class Strategy:
         self.collective: Collective = SingleDeviceCollective()
         self.given = (accelerator, checkpoint_io, precision)
         self._accelerator = accelerator
-        self._checkpoint_io: CheckpointIO = checkpoint_io or TorchCheckpointIO()
+        self._checkpoint_io = checkpoint_io
         self._precision = precision or Precision()
         self._gate = BackwardGate()
         self._plain_backward = not self._precision.needs_backward
@@ -105,6 +104,10 @@ class Strategy:
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """How checkpoints reach storage."""
+        if self._checkpoint_io is None:
+            from fabric.plugins.io.torch_io import TorchCheckpointIO
+
+            self._checkpoint_io = TorchCheckpointIO()
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -148,7 +151,8 @@ class Strategy:
         """Let go of groups, files and settings that this strategy took."""
         self.layout.teardown()
         self._precision.teardown()
-        self._checkpoint_io.teardown()
+        if self._checkpoint_io is not None:
+            self._checkpoint_io.teardown()
         if self._accelerator is not None:
             self._accelerator.teardown()
 
@@ -318,9 +322,9 @@ class Strategy:
             checkpoint = states.gather(self, state, filter)
             if self.is_global_zero:
                 if storage_options is None:
-                    self._checkpoint_io.save_checkpoint(checkpoint, path)
+                    self.checkpoint_io.save_checkpoint(checkpoint, path)
                 else:
-                    self._checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+                    self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
         except Exception as error:
             failure = error
         states.raise_together(self, failure, f"saving {path}")
@@ -336,7 +340,7 @@ class Strategy:
         failure: Exception | None = None
         rest: dict[str, Any] = {}
         try:
-            checkpoint = self._checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
             rest = states.restore(self, checkpoint, state, strict)
         except Exception as error:
             failure = error

@@ -227,7 +227,7 @@ def _sendable(error: BaseException) -> BaseException:
 
 def _snapshot() -> dict[str, Any]:
     return {
-        "environment variable": dict(os.environ),
+        "environment variable": user_environ(),
         "default dtype": {"": torch.get_default_dtype()},
         "number of torch threads": {"": torch.get_num_threads()},
         "signal handler": {number.name: signal.getsignal(number) for number in _WATCHED_SIGNALS},
@@ -242,6 +242,12 @@ def _left_behind(before: dict[str, Any]) -> list[str]:
         gc.collect()  # an abandoned iterator in a reference cycle still holds its processes and threads
         after = _snapshot()
     return [f"{kind}{change}" for kind in after for change in changes(before[kind], after[kind])]
+
+
+def user_environ() -> dict[str, str]:
+    """The environment less what torch itself sets when it loads its compiler, and pytest before each test."""
+    own = ("TORCHINDUCTOR_", "TRITON_", "PYTEST_CURRENT_TEST")
+    return {key: value for key, value in os.environ.items() if not key.startswith(own)}
 
 
 def changes(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from fabric.core.tree import map_tree
+from fabric.core.tree import flatten, unflatten
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class CastTo:
@@ -18,10 +20,24 @@ class CastTo:
         self.dtype = dtype
 
     def __call__(self, tree: Any) -> Any:
-        """`tree` with its floating-point tensors in the dtype; tensors that have it already are not copied."""
-        return map_tree(self._leaf, tree)
+        """`tree` with its floating-point tensors in the dtype; `tree` itself where all of them have it already."""
+        dtype = self.dtype or torch.get_default_dtype()
+        if isinstance(tree, torch.Tensor):
+            return tree.to(dtype) if tree.is_floating_point() else tree
+        leaves, spec = flatten(tree)
+        cast = [
+            leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+            for leaf in leaves
+        ]
+        # A container that needs no cast is not rebuilt: a forward may write into a cache that it was given.
+        if all([new is old for new, old in zip(cast, leaves, strict=True)]):
+            return tree
+        return unflatten(cast, spec, tree)
 
-    def _leaf(self, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            return leaf.to(self.dtype or torch.get_default_dtype())
-        return leaf
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments, cast. Plain tensors, the common case, are not walked as trees."""
+        dtype = self.dtype or torch.get_default_dtype()
+        cast = [
+            (a.to(dtype) if a.is_floating_point() else a) if a.__class__ in _PLAIN else self(a) for a in args
+        ]
+        return tuple(cast), {name: self(value) for name, value in kwargs.items()} if kwargs else kwargs

@@ -79,7 +79,7 @@ def measure_flops(
         if loss_fn is not None:
             for parameter in model.parameters():
                 parameter.grad = None
-            loss_fn(output).backward()  # type: ignore[no-untyped-call]
+            loss_fn(output).backward()
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient
     return int(counter.get_total_flops())

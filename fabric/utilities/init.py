@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 # Bodies, of one operation, of nn.init functions that do not announce themselves (xavier_*, ones_). Others
 # must not be cut short inside: trunc_normal_ draws until its values fit, and uninitialised memory may never
 # fit.
-_FILLS = frozenset({"_no_grad_uniform_", "_no_grad_normal_", "_no_grad_fill_", "_no_grad_zero_"})
+_FILLS = frozenset(
+    {"_no_grad_uniform_", "_no_grad_normal_", "_no_grad_fill_", "_no_grad_zero_", "kaiming_normal_"}
+)
 
 
 class EmptyInit(TorchFunctionMode):

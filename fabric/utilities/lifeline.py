@@ -33,8 +33,8 @@ _tied = False
 def tie_to_parent() -> None:
     """Keep what a rank owes its supervisor: die with it, report the exception that ends this process.
 
-    Does nothing in a process that no supervisor of ours started, nor in a subprocess of a rank. Call it from the
-    main thread; a second call does nothing.
+    Does nothing in a process that no supervisor of ours started, nor in a subprocess of a rank. Call it from
+    the main thread; a second call does nothing.
     """
     global _tied
     parent = os.environ.get(PARENT_PID, "")
@@ -89,7 +89,7 @@ def _report_exceptions(descriptor: str) -> None:
 
 
 def read_reports(descriptor: int, rest: bytes) -> tuple[list[dict[str, Any]], bytes]:
-    """All whole lines that wait in a non-blocking pipe, and the unfinished rest; `rest` is that of the call before."""
+    """All whole lines that wait in a non-blocking pipe, and the unfinished rest (pass it next time)."""
     with contextlib.suppress(BlockingIOError):
         while chunk := os.read(descriptor, 65536):
             rest += chunk

@@ -99,7 +99,7 @@ def collect_rng_states() -> dict[str, Any]:
     if "numpy" in sys.modules:
         kind, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
         states["numpy"] = (kind, keys.tolist(), int(position), int(has_gauss), float(gauss))
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         states["torch.cuda"] = torch.cuda.get_rng_state_all()
     for name in ("mps", "xpu"):
         backend = getattr(torch, name)

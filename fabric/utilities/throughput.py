@@ -93,8 +93,8 @@ class Throughput:
             time: Seconds.
             batches: Batches seen by this rank.
             samples: Samples seen by this rank; at least `batches`.
-            lengths: Items (tokens, frames) seen by this rank; at least `samples`. In every update, or in
-            none.
+            lengths: Items (tokens, frames) seen by this rank; at least `samples`. In every update or
+                in none.
             flops: Floating-point operations of this rank since the update before.
 
         Raises:

@@ -1,6 +1,6 @@
 """The base of every environment: the place of this process and the store through which ranks meet.
 
-Method names are Lightning's, so users' subclasses carry over. An environment only reads; it never sets os.environ.
+Method names are Lightning's, so users' subclasses carry over. It reads os.environ and never sets it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ClusterEnvironment(ABC):
         """Number of machines; None where the environment does not know."""
         return None
 
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:  # noqa: B027  optional
         """Compare the processes that exist with what the user asked for.
 
         Args:
@@ -83,7 +83,7 @@ class ClusterEnvironment(ABC):
         """
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
-        """The key-value store of the job: rank zero hosts it, the others connect. Does not wait for other ranks.
+        """The key-value store of the job: rank zero hosts it, the others connect; nobody waits.
 
         Args:
             rank: Global rank of this process.
@@ -95,7 +95,7 @@ class ClusterEnvironment(ABC):
         """
         return open_store(self.main_address, self.main_port, rank == 0, world_size, timeout)
 
-    def teardown(self) -> None:
+    def teardown(self) -> None:  # noqa: B027  optional
         """Release what the environment holds."""
 
 
@@ -124,15 +124,16 @@ def open_store(
             raise port_taken(address, port) from error
         who = "could not listen on" if host else f"found no rank zero within {timeout.total_seconds():g} s at"
         raise LaunchError(
-            f"This process {who} {address}:{port} (MASTER_ADDR and MASTER_PORT, or the scheduler, said so): {error} "
-            f"Check that rank zero was started, that the name resolves here, and that no firewall is between; "
-            f"a slow start gets more time with startup_timeout=timedelta(minutes=...)."
+            f"This process {who} {address}:{port} (MASTER_ADDR and MASTER_PORT, or the scheduler, said so): "
+            f"{error} Check that rank zero was started, that the name resolves here, and that no firewall "
+            "is between; a slow start gets more time with startup_timeout=timedelta(minutes=...)."
         ) from error
 
 
 def port_taken(address: str, port: int) -> LaunchError:
     """The error for a port that somebody else holds."""
     return LaunchError(
-        f"Rank zero cannot listen on {address}:{port}: another process on this machine holds the port. On one machine "
-        f"leave MASTER_PORT (--main-port) out and the kernel gives a free one; on several choose another number."
+        f"Rank zero cannot listen on {address}:{port}: another process on this machine holds the port. On "
+        "one machine leave MASTER_PORT (--main-port) out and the kernel gives a free one; on several choose "
+        "another number."
     )

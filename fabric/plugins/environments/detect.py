@@ -1,4 +1,4 @@
-"""Which environment this process is in: one documented order of precedence, one variable that overrules it."""
+"""Which environment this process is in: one order of precedence, one variable that overrules it."""
 
 from __future__ import annotations
 

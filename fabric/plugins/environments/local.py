@@ -23,14 +23,14 @@ LAUNCHED = "FABRIC_LAUNCHED"
 STORE_FD = "FABRIC_STORE_FD"
 """Set in rank zero under `fabric run`: the file descriptor of a socket that already listens."""
 
-# Ranks of one job open stores in the same order, so equal numbers meet and stale keys of an earlier group do not.
+# Ranks of a job open stores in the same order: equal numbers meet, stale keys of earlier groups do not.
 _openings = itertools.count()
-# A forked child must not destroy the store it inherits: the destructor joins a thread that only the parent has.
+# A forked child must not destroy the store it inherits: that joins a thread which only the parent has.
 _inherited: list[Any] = []
 
 
 class LocalEnvironment(ClusterEnvironment):
-    """Processes on this machine, started by us; several machines with `fabric run --num-nodes` or NODE_RANK."""
+    """Processes on this machine, started by us, or on several with `fabric run --num-nodes`."""
 
     def __init__(self) -> None:
         self._place: dict[str, int] = {}
@@ -107,8 +107,8 @@ class LocalEnvironment(ClusterEnvironment):
         asked = num_devices * num_nodes
         if LAUNCHED in os.environ and started is not None and started != asked:
             raise ConfigurationError(
-                f"devices={num_devices} x num_nodes={num_nodes} asks for {asked} processes, but the launcher started "
-                f'WORLD_SIZE={started}. Write devices="auto" and num_nodes=1 in the script, or start it with '
+                f"devices={num_devices} x num_nodes={num_nodes} asks for {asked} processes, but the launcher "
+                f'started WORLD_SIZE={started}. Write devices="auto" in the script, or start it with '
                 f"`fabric run --devices {num_devices} --num-nodes {num_nodes}`."
             )
 
@@ -122,7 +122,7 @@ class LocalEnvironment(ClusterEnvironment):
         node_rank: int = 0,
         child: bool = True,
     ) -> None:
-        """Take a place that a launcher assigned; `child` says that this process is not the one that started others."""
+        """Take the place that a launcher assigned; `child`: this process did not start the others."""
         self._place = {
             "RANK": node_rank * local_world_size + local_rank,
             "LOCAL_RANK": local_rank,
@@ -131,6 +131,8 @@ class LocalEnvironment(ClusterEnvironment):
             "LOCAL_WORLD_SIZE": local_world_size,
         }
         self._address, self._port, self._child = main_address, main_port, child
+        if child:
+            self._forget_store()
 
     def follow(self, other: LocalEnvironment) -> None:
         """Take the place and the hosted store of `other`, which was launched before in this process."""
@@ -159,7 +161,7 @@ class LocalEnvironment(ClusterEnvironment):
         return self._port
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
-        """The hosted store in the hosting process, else a connection to it (see `ClusterEnvironment.make_store`)."""
+        """The hosted store in the hosting process, else a connection to it (raises as the base does)."""
         from torch.distributed import PrefixStore
 
         tie_to_parent()
@@ -172,7 +174,7 @@ class LocalEnvironment(ClusterEnvironment):
         return PrefixStore(f"fabric{next(_openings)}", store)
 
     def teardown(self) -> None:
-        """Close the store, if this process hosts it."""
+        """Close the store, if this process hosts it and no other environment shares it."""
         self._forget_store()
 
     def _host_as_rank_zero(self, world_size: int, timeout: timedelta) -> None:
@@ -200,7 +202,7 @@ class LocalEnvironment(ClusterEnvironment):
         return {**self.__dict__, "_store": None}
 
 
-# Rank zero under `fabric run` opens the socket it was handed once; later groups of the process share that store.
+# Rank zero under `fabric run` opens the socket it was handed once; its later groups share that store.
 _handed_over: dict[int, Any] = {}
 
 

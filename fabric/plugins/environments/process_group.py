@@ -81,9 +81,9 @@ class ProcessGroupEnvironment(ClusterEnvironment):
         asked, exists = num_devices * num_nodes, self.world_size()
         if asked != exists:
             raise ConfigurationError(
-                f"devices={num_devices} x num_nodes={num_nodes} asks for {asked} processes, but torch.distributed is "
-                f'initialised already with {exists}. Write devices="auto", or do not call init_process_group '
-                f"before Fabric."
+                f"devices={num_devices} x num_nodes={num_nodes} asks for {asked} processes, but "
+                f'torch.distributed is initialised already with {exists}. Write devices="auto", or do '
+                f"not call init_process_group before Fabric."
             )
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -93,5 +93,5 @@ class ProcessGroupEnvironment(ClusterEnvironment):
             UsageError: Always.
         """
         raise UsageError(
-            "torch.distributed is initialised already, so there is nothing to rendezvous. Use the existing group."
+            "torch.distributed is initialised already: its ranks have met. Use the existing group."
         )

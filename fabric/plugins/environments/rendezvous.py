@@ -1,4 +1,4 @@
-"""All ranks meet: the store of the job, once every rank has reached it. Called by strategies before the process group."""
+"""All ranks meet: the store of the job, once every rank has reached it. Strategies call it at start."""
 
 from __future__ import annotations
 
@@ -52,10 +52,12 @@ def _absent(store: Store, rank: int, world_size: int, timeout: timedelta) -> str
     try:
         missing = [other for other in range(world_size) if not store.check([f"{_ALL}/{other}"])]
     except RuntimeError:
-        return f"Rank {rank} lost rank zero's store while it waited for the other ranks; rank zero's output says why."
+        missing = []
+    if not missing:
+        return f"Rank {rank} lost rank zero's store while it waited for the others; its output says why."
     names = ", ".join(str(other) for other in missing[:16]) + (", ..." if len(missing) > 16 else "")
     return (
         f"{world_size - len(missing)} of {world_size} ranks arrived within {seconds}; missing: "
-        f"rank{'s' if len(missing) > 1 else ''} {names}. Look at the output of the missing ones; if they only start "
-        f"slowly, give them time: DDPStrategy(startup_timeout=timedelta(minutes=...))."
+        f"rank{'s' if len(missing) > 1 else ''} {names}. Look at the output of the missing ones; if they "
+        "only start slowly, give them time: DDPStrategy(startup_timeout=timedelta(minutes=...))."
     )

@@ -77,9 +77,9 @@ class TorchElasticEnvironment(ClusterEnvironment):
         if asked != started:
             nodes = f" --nnodes {num_nodes}" if num_nodes > 1 else ""
             raise ConfigurationError(
-                f"devices={num_devices} x num_nodes={num_nodes} asks for {asked} processes, but torchrun started "
-                f'WORLD_SIZE={started}. Write devices="auto" and num_nodes={self.num_nodes() or 1} in the script, '
-                f"or start torchrun with{nodes} --nproc-per-node {num_devices}."
+                f"devices={num_devices} x num_nodes={num_nodes} asks for {asked} processes, but torchrun "
+                f'started WORLD_SIZE={started}. Write devices="auto" and num_nodes={self.num_nodes() or 1} '
+                f"in the script, or start torchrun with{nodes} --nproc-per-node {num_devices}."
             )
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -94,8 +94,9 @@ class TorchElasticEnvironment(ClusterEnvironment):
             store: Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
         except (DistError, ValueError) as error:
             raise LaunchError(
-                f"torchrun's store at {self.main_address}:{os.environ.get('MASTER_PORT')} did not answer within "
-                f"{timeout.total_seconds():g} s: {error} Check that the agent of the first node still runs."
+                f"torchrun's store at {self.main_address}:{os.environ.get('MASTER_PORT')} did not answer "
+                f"within {timeout.total_seconds():g} s: {error} Check that the agent of the first node "
+                "still runs."
             ) from error
         store.set_timeout(timeout)
         return store
@@ -109,6 +110,6 @@ def _variable(name: str, default: int | None = None) -> int:
         return int(text or "")
     except ValueError:
         raise ConfigurationError(
-            f"torchrun should have set {name} to a number, but it is {text!r}. Start the script with torchrun, or "
-            f"unset TORCHELASTIC_RUN_ID to leave torchrun's environment."
+            f"torchrun should have set {name} to a number, but it is {text!r}. Start the script with "
+            "torchrun, or unset TORCHELASTIC_RUN_ID to leave torchrun's environment."
         ) from None

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import TYPE_CHECKING
+
 from fabric.core.errors import ConfigurationError
 from fabric.core.policy import parse_precision
 from fabric.core.registry import Registry
-from fabric.plugins.precision.double import DoublePrecision
-from fabric.plugins.precision.half import HalfPrecision
-from fabric.plugins.precision.mixed import MixedPrecision
-from fabric.plugins.precision.precision import Precision
+
+if TYPE_CHECKING:
+    from fabric.plugins.precision.precision import Precision
 
 PRECISION_REGISTRY = Registry("precision", "fabric.precisions")
-"""Factories of precision plugins by name; each is called with the accelerator's device type as `device=`."""
+"""Precision plugins by name; a factory with a parameter `device` gets the accelerator's device type."""
 
-PRECISION_REGISTRY.register("64-true", lambda device: DoublePrecision(), "all float64")
-PRECISION_REGISTRY.register("32-true", lambda device: Precision(), "as the model is")
+_HOME = "fabric.plugins.precision."
+PRECISION_REGISTRY.register("64-true", f"{_HOME}double:DoublePrecision", "all float64")
+PRECISION_REGISTRY.register("32-true", f"{_HOME}precision:Precision", "as the model is")
 for _name in ("16-true", "bf16-true"):
-    PRECISION_REGISTRY.register(
-        _name, lambda device, precision: HalfPrecision(precision), "all half", precision=_name
-    )
+    PRECISION_REGISTRY.register(_name, f"{_HOME}half:HalfPrecision", "all half", precision=_name)
 for _name in ("16-mixed", "bf16-mixed"):
-    PRECISION_REGISTRY.register(
-        _name, lambda device, precision: MixedPrecision(precision, device), "autocast", precision=_name
-    )
+    PRECISION_REGISTRY.register(_name, f"{_HOME}mixed:MixedPrecision", "autocast", precision=_name)
 
 
 def make_precision(value: object, device_type: str) -> Precision:
@@ -37,5 +36,7 @@ def make_precision(value: object, device_type: str) -> Precision:
         if value not in PRECISION_REGISTRY:  # looks at third parties' entry points, so it comes last
             raise
         name = value  # type: ignore[assignment]
-    plugin: Precision = PRECISION_REGISTRY.get(name, device=device_type)
+    factory = PRECISION_REGISTRY.entry(name).load()
+    takes_device = "device" in inspect.signature(factory).parameters
+    plugin: Precision = PRECISION_REGISTRY.get(name, **({"device": device_type} if takes_device else {}))
     return plugin

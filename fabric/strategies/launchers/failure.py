@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 # How a rank fails because another one is gone: gloo, NCCL and the TCPStore, as their messages read.
 _CONSEQUENCE = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|pair closure|remote process exited|recv(value)?.*failed"
-    r"|failed to recv|socket (was )?closed|lost rank zero's store|ncclRemoteError|DistNetworkError|NCCL communicator was abort",
+    r"connection (was )?(closed|reset|refused)|broken pipe|pair closure|remote process exited"
+    r"|recv(value)?.*failed|failed to recv|socket (was )?closed|lost rank zero's store|ncclRemoteError"
+    r"|DistNetworkError|NCCL communicator was abort",
     re.IGNORECASE,
 )
 SETTLE_S = 1.0
-"""How long (seconds) to look for the cause when the first failure seen reads like a consequence of another one."""
+"""Seconds to look for the cause when the first failure seen reads like a consequence of another."""
 
 
 @dataclass(frozen=True, slots=True)

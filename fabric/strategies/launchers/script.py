@@ -1,6 +1,6 @@
 """Runs the user's own command once more for every further rank: `python train.py` becomes all ranks.
 
-This process is local rank 0 and goes on; a thread watches the others until the end. Used where no function is given.
+This process is local rank 0 and goes on; a thread watches the others until the end.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import LaunchError
+from fabric.plugins.environments.local import LocalEnvironment
 from fabric.strategies.launchers.failure import SETTLE_S, Failure, root_cause
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.place import LAUNCHED, Place
 from fabric.strategies.launchers.supervisor import Command, Supervisor
+from fabric.utilities.lifeline import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from fabric.plugins.environments.local import LocalEnvironment
 
 MAIN_GRACE_S = 3.0
-"""Seconds that this process gets to fail by itself (usually at once, in a collective) after another rank failed."""
+"""Seconds that this process gets to fail by itself, usually in a collective, after another rank failed."""
 EXIT_NOTE_S = 10.0
 """Seconds after this process's normal end until it says which ranks it still waits for."""
 EXIT_GRACE_S = 300.0
@@ -62,7 +63,7 @@ class ScriptLauncher(Launcher):
         """Start the other ranks unless that has been done, then call `function` in this process.
 
         Raises:
-            LaunchError: There is no command to run again (a notebook, a prompt, a script from standard input), or
+            LaunchError: There is no command to run again (notebook, prompt, script on standard input), or
                 this process has started another number of ranks before.
         """
         if not self.environment.creates_processes_externally:
@@ -73,7 +74,7 @@ class ScriptLauncher(Launcher):
         global _job
         if _job is not None:
             _job.check(self.num_processes, self.num_nodes)
-            self.environment.follow(_job.environment)
+            self.environment.follow(_job.host)
         elif self.num_processes * self.num_nodes > 1:
             argv, directory = original_command()
             _job = _Job(self.environment, self.num_processes, self.num_nodes, argv, directory)
@@ -97,9 +98,12 @@ class _Job:
         argv: list[str],
         directory: str | None,
     ) -> None:
-        self.environment, self.processes, self.nodes = environment, processes, nodes
+        self.processes, self.nodes = processes, nodes
         self.rank = environment.node_rank() * processes
-        place = self._take_place()
+        place = self._take_place(environment)
+        # The store lives as long as this process, whatever a strategy tears down in between.
+        self.host = LocalEnvironment()
+        self.host.follow(environment)
         self.supervisor = Supervisor(_commands(place, argv, directory))
         self.supervisor.start()
         self._main_over = threading.Event()
@@ -113,18 +117,17 @@ class _Job:
         if (processes, nodes) != (self.processes, self.nodes):
             raise LaunchError(
                 f"devices={processes}, num_nodes={nodes} was asked for, but this script runs on "
-                f"devices={self.processes}, num_nodes={self.nodes} since its first launch, and a script has one set "
-                f'of ranks. Use the same numbers, or strategy="ddp_spawn" with a function for each.'
+                f"devices={self.processes}, num_nodes={self.nodes} since its first launch, and a script has "
+                f'one set of ranks. Use the same numbers, or strategy="ddp_spawn" with a function for each.'
             )
 
-    def _take_place(self) -> Place:
-        environment = self.environment
+    def _take_place(self, environment: LocalEnvironment) -> Place:
         node_rank, world_size = environment.node_rank(), self.processes * self.nodes
         if self.nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
             raise LaunchError(
-                f"num_nodes={self.nodes} needs MASTER_ADDR and MASTER_PORT (of the first machine) and NODE_RANK in "
-                f"the environment of each machine. Set them, or use `fabric run --num-nodes {self.nodes} "
-                f"--node-rank N --main-address HOST`, or torchrun."
+                f"num_nodes={self.nodes} needs MASTER_ADDR and MASTER_PORT (of the first machine) and "
+                "NODE_RANK in the environment of each machine. Set them, or use `fabric run --num-nodes "
+                f"{self.nodes} --node-rank N --main-address HOST`, or torchrun."
             )
         port = environment.host_store(_STORE_TIMEOUT, self.nodes) if node_rank == 0 else environment.main_port
         environment.become(
@@ -145,12 +148,11 @@ class _Job:
     ) -> None:
         when = time.monotonic()
         self._main_over.set()
+        sys.excepthook = self._previous_hook
         self._previous_hook(kind, error, tb)
         if issubclass(kind, KeyboardInterrupt):  # the terminal has interrupted the other ranks as well
             self.supervisor.stop()
             return
-        from fabric.utilities.lifeline import describe
-
         mine = Failure(self.rank, when, describe(error, tb))
         if mine.is_consequence:
             self._verdict.wait(SETTLE_S)
@@ -204,8 +206,9 @@ def original_command() -> tuple[list[str], str | None]:
     if interactive or sys.argv[:1] in ([""], ["-"]):
         where = "a notebook or prompt" if interactive else "a script on standard input"
         raise LaunchError(
-            f"This is {where}: there is no command that the other ranks could run. Put the loop into a function and "
-            f'use strategy="ddp_notebook" (or "ddp_fork") with fabric.launch(function), or save it as a file.'
+            f"This is {where}: there is no command that the other ranks could run. Put the loop into a "
+            f'function and use strategy="ddp_notebook" (or "ddp_fork") with fabric.launch(function), or save '
+            f"it as a file."
         )
     argv, directory = [sys.executable, *original[1:]], None
     file = getattr(main, "__file__", None)

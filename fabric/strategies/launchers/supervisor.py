@@ -1,4 +1,4 @@
-"""Starts commands as ranks, watches them, ends them all when one fails. Imports no torch: `fabric run` uses it."""
+"""Starts commands as ranks, watches them, ends them all when one fails. Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Supervisor:
 
     Args:
         commands: What to start.
-        own_sessions: Ranks get their own session, so that the terminal's Ctrl-C reaches only the supervisor, and are
-            tied to this process before their first instruction; for a process without other threads. Otherwise they
-            stay in the process group and tie themselves when they join the job.
+        own_sessions: Ranks get their own session, so that the terminal's Ctrl-C reaches only the supervisor,
+            and are tied to this process before their first instruction; for a process without other threads.
+            Otherwise they stay in the process group and tie themselves when they join the job.
     """
 
     def __init__(self, commands: list[Command], own_sessions: bool = False) -> None:
@@ -101,7 +101,7 @@ class Supervisor:
         """End every rank: SIGTERM, `grace` seconds, SIGKILL. Returns the ranks that had to be told.
 
         Args:
-            spare: A rank that is failing by itself and gets the grace to finish its traceback without SIGTERM.
+            spare: A rank that is failing by itself and gets the grace to finish its traceback.
             grace: Seconds between the two signals.
         """
         self.stopping = True
@@ -184,7 +184,7 @@ class Supervisor:
 
 
 def _process_descriptors(pids: Iterable[int]) -> list[int] | None:
-    """A descriptor per process that becomes readable when it ends; None where the system has no such thing."""
+    """A descriptor per process that becomes readable when it ends; None where there is no such thing."""
     if not hasattr(os, "pidfd_open"):
         return None
     descriptors: list[int] = []

@@ -18,7 +18,7 @@ class Mode(LightningEnum):
 
 def test_members_compare_in_any_case():
     assert Mode.FULL_SHARD == "FULL"
-    assert not Mode.FULL_SHARD != "Full"
+    assert (Mode.FULL_SHARD != "Full") is False
     assert Mode.FULL_SHARD != "off"
     assert Mode.FULL_SHARD != 3
     assert Mode.FULL_SHARD == Mode.FULL_SHARD

@@ -168,10 +168,15 @@ def test_isolated_block_leaves_no_trace_even_if_it_raises():
     expected = draw(), draw()
     seed_everything(11)
     first = draw()
-    with pytest.raises(KeyError), isolate_rng():
-        seed_everything(12)
-        draw()
-        raise KeyError
+
+    def disturb():
+        with isolate_rng():
+            seed_everything(12)
+            draw()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        disturb()
     assert (first, draw()) == expected
 
 

@@ -1,0 +1,151 @@
+"""What runs in a process that spawn, fork or forkserver made: take the place, run the function, report the
+end.
+
+Imports no torch, so that the number of threads is set before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable
+from fabric.utilities.lifeline import describe, die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+    from fabric.strategies.launchers.place import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a rank is to do. `call` is pickled bytes, or the objects themselves under fork."""
+
+    place: Place
+    call: bytes | tuple[Any, ...]
+    variables: dict[str, str] | None
+    """The parent's environment, where the process does not inherit it (forkserver)."""
+    parent: int
+    direct: bool
+    """Whether the parent is the process that made this one (not so under forkserver)."""
+
+
+class Ending(NamedTuple):
+    """What a rank says at its end, by plain pickle over a pipe."""
+
+    when: float
+    result: bytes | None = None
+    reason: str | None = None
+    trace: str = ""
+    error: bytes | None = None
+    code: int = 1
+
+
+def run_rank(task: Task, link: Connection) -> None:
+    """Run one rank to its end and send exactly one `Ending`."""
+    _tie(task)
+    _set_variables(task)
+    try:
+        ending = Ending(time.monotonic(), result=_call(task))
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        ending = Ending(time.monotonic(), reason=f"exit code {code}" if code else None, code=code)
+    except KeyboardInterrupt:
+        ending = Ending(time.monotonic(), reason="KeyboardInterrupt", code=128 + signal.SIGINT)
+    except BaseException as error:
+        ending = _ending_of(error)
+    with contextlib.suppress(BrokenPipeError):
+        link.send_bytes(pickle.dumps(tuple(ending)))
+        link.close()
+    if ending.reason is not None:
+        sys.exit(ending.code)
+
+
+def _call(task: Task) -> bytes | None:
+    environment, function, args, kwargs = (
+        pickle.loads(task.call) if isinstance(task.call, bytes) else task.call
+    )
+    _share_cores(task)
+    place = task.place
+    environment.become(
+        place.local_rank,
+        place.world_size,
+        place.local_world_size,
+        place.main_address,
+        place.main_port,
+        place.node_rank,
+    )
+    result = _checked(function, args, kwargs)
+    if place.local_rank != 0:
+        return None
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise TypeError(
+            "The function's result cannot be sent back to the launching process, because it cannot be "
+            f"pickled: {explain_unpicklable(result, 'result')}. Return plain data and tensors (for a model "
+            "its state_dict())."
+        ) from error
+
+
+def _checked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _tie(task: Task) -> None:
+    if task.direct:
+        die_with_parent(task.parent)
+        return
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(
+            target=_end_with, args=(parent.sentinel,), daemon=True, name="fabric-lifeline"
+        ).start()
+
+
+def _end_with(sentinel: int) -> None:
+    # The parent's end of this pipe closes when it dies, however it dies.
+    connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _set_variables(task: Task) -> None:
+    """This process is the rank's own, so its variables are: libraries read LOCAL_RANK and OMP_NUM_THREADS."""
+    if task.variables is not None:
+        os.environ.clear()
+        os.environ.update(task.variables)
+    os.environ.update(task.place.variables(os.environ))
+
+
+def _share_cores(task: Task) -> None:
+    """Set torch's threads where torch was loaded before OMP_NUM_THREADS was known (fork, forkserver, main
+    module).
+    """
+    torch = sys.modules.get("torch")
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and wanted.isdigit() and torch.get_num_threads() != int(wanted):
+        torch.set_num_threads(int(wanted))
+
+
+def _ending_of(error: BaseException) -> Ending:
+    when = time.monotonic()
+    # The frames of this module say nothing to the user: the traceback starts at the user's function.
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    shown = error.with_traceback(tb) if tb is not None else error
+    trace = "".join(traceback.format_exception(shown))
+    whole = pickle.dumps(error) if can_pickle(error) else None
+    return Ending(when, reason=describe(error), trace=trace, error=whole)
