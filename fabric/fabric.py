@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.checks import check_forward_module
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.launching import check_function, do_nothing, launching
 from fabric.resolve import Machine, Request, resolve
@@ -18,7 +19,7 @@ from fabric.setup import SetupVerbs
 from fabric.utilities.apply_func import convert_tensors_to_scalars
 from fabric.utilities.seed import seed_everything, seed_rank
 from fabric.verbs import CollectiveVerbs
-from fabric.wrappers import check_forward_module, unwrap
+from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -1,7 +1,7 @@
 """Forward plans: what runs between `model(x)` and the user's `forward`. Composed once, at setup.
 
-A plan is the module's own `__call__` where nothing is added, else an object with `__call__` (never a closure, so that
-deepcopy, pickle and torch.compile work). Each stage adds one frame; stages that are the identity are not built.
+A plan is the module's own `__call__` where nothing is added, else an object with `__call__` (never a closure, so
+that deepcopy, pickle and torch.compile work). Each stage adds one frame; those that add nothing are not built.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Tensor = torch.Tensor
 
 
 class AutocastForward:
-    """The plan of "16-mixed" and "bf16-mixed": autocast around the call, float inputs and outputs in `output`."""
+    """The plan of "16-mixed" and "bf16-mixed": autocast around the call, float outputs in `output`."""
 
     __slots__ = ("_cast_input", "_cast_output", "call", "device_type", "dtype", "output")
 
@@ -53,7 +53,7 @@ class AutocastForward:
 
 
 class CastForward:
-    """The plan of "64-true", "16-true", "bf16-true": inputs cast to `dtype`, which is also the default inside."""
+    """The plan of "64-true", "16-true", "bf16-true": inputs in `dtype`, which is the default inside."""
 
     __slots__ = ("_cast_input", "_cast_output", "call", "dtype")
 
@@ -76,7 +76,7 @@ class CastForward:
 
 
 class PluginForward:
-    """The plan for a precision plugin that overrides `convert_input`, `convert_output` or `forward_context`."""
+    """The plan for a precision plugin with its own `convert_input`, `convert_output` or `forward_context`."""
 
     __slots__ = ("call", "precision")
 
@@ -93,7 +93,7 @@ class PluginForward:
         return precision.convert_output(out)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PluginForward:
-        # A copied model runs in the same precision: what the plugin holds (a loss scale) is of the job, not of a model.
+        # A copied model shares the plugin: what it holds (a loss scale) is of the job, not of a model.
         return PluginForward(deepcopy(self.call, memo), self.precision)
 
 
@@ -110,7 +110,7 @@ class BackwardGate:
 
 
 class GuardedForward:
-    """The plan where a plain `loss.backward()` would be wrong: hooks the outputs so that it raises instead."""
+    """The plan where a plain `loss.backward()` would be wrong: hooks the outputs so that it raises."""
 
     __slots__ = ("call", "gate")
 
@@ -135,8 +135,8 @@ class GuardedForward:
         if self.gate.open or not _accumulates(self.call):
             return
         raise UsageError(
-            "loss.backward() was called where it gives wrong gradients: this strategy or precision has to scale, "
-            "move or synchronise them. Write fabric.backward(loss) instead."
+            "loss.backward() was called where it gives wrong gradients: this strategy or precision has to "
+            "scale, move or synchronise them. Write fabric.backward(loss) instead."
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from fabric.checks import check_loaders, check_module, check_optimizers, check_owned
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.data.sharding import shard_loader
 from fabric.data.streams import Share
@@ -16,10 +17,6 @@ from fabric.wrappers import (
     _FabricDataLoader,
     _FabricModule,
     _FabricOptimizer,
-    check_loaders,
-    check_module,
-    check_optimizers,
-    check_owned,
     is_compiled,
     recompile,
     unwrap,
@@ -171,4 +168,4 @@ class SetupVerbs(RankFacts):
             loader = shard_loader(loader, Share(part["rank"], part["num_replicas"]), seed, uneven)
         loader = self._strategy.process_dataloader(loader)
         moves = move_to_device and not self._strategy.traits.owns_transfer
-        return _FabricDataLoader(loader, self.device if moves else None, self._strategy.batch_to_device)
+        return _FabricDataLoader(loader, self.device if moves else None, move=self._strategy.batch_to_device)

@@ -1,11 +1,12 @@
-"""What `fabric.setup` gives back: the user's module, optimizer and loader with a plan in place, and nothing else.
+"""What `fabric.setup` gives back: the user's module, optimizer and loader with a plan in place, nothing else.
 
-Invariants. A module wrapper holds the wrapped module as its one child and the forward plan as its instance's `forward`.
-An optimizer wrapper is a view: its class derives from the user's class, its data are properties onto the real one.
+Invariants. A module wrapper holds the wrapped module as its one child and the plan as its instance's `forward`.
+An optimizer wrapper is a view: its class derives from the user's class, all it has is the real one's.
 """
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,25 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.nn import Parameter
+    from typing_extensions import Self
 
 _COMPILED = "_orig_mod."
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 class _FabricModule(Module):
-    """The user's module behind a forward plan. Attributes, methods and state dict keys are the user's module's own.
+    """The user's module behind a forward plan. Attributes, methods and names are the user's module's own.
+
+    The wrapper and the user's module share the dictionaries of `_SHARED`, so that what torch reads or writes
+    on the wrapper directly (`register_buffer`, `functional_call`, state dict hooks) happens to the user's module.
 
     Args:
         forward_module: What forwards go through (the user's module, or DDP around it, compiled or not).
@@ -35,19 +49,22 @@ class _FabricModule(Module):
     """
 
     def __init__(self, forward_module: Module, strategy: Any, original_module: Module | None = None) -> None:
+        original = original_module or forward_module
+        own = self.__dict__
         super().__init__()
         self._forward_module = forward_module
-        own = self.__dict__
         own["_strategy"] = strategy
-        own["_marked"] = set(getattr(original_module or forward_module, "_fabric_forward_methods", ()))
-        # Not registered as a child: it is inside forward_module already.
-        own["_original"] = original_module or forward_module
+        own["_fabric_marked"] = set(getattr(original, "_fabric_forward_methods", ()))
         own["forward"] = strategy.forward_plan(forward_module)
+        own.update({name: original.__dict__[name] for name in _SHARED if name in original.__dict__})
+        own["training"] = original.training
+        # Not registered as a child: it is inside forward_module already.
+        own["_fabric_original"] = original
 
     @property
     def module(self) -> Module:
         """The user's module."""
-        original: Module = self.__dict__["_original"]
+        original: Module = self.__dict__["_fabric_original"]
         return original
 
     def mark_forward_method(self, method: MethodType | str) -> None:
@@ -55,9 +72,15 @@ class _FabricModule(Module):
 
         Raises:
             ConfigurationError: The method is `forward` itself.
+            ArgumentTypeError: Neither a name nor a method.
             AttributeError: The module has no such method.
         """
-        name = method if isinstance(method, str) else method.__name__
+        name = method if isinstance(method, str) else getattr(method, "__name__", None)
+        if name is None:
+            raise ArgumentTypeError(
+                f"mark_forward_method takes a method or its name, but got {type(method).__name__}. "
+                f'Write model.mark_forward_method("generate").'
+            )
         if name == "forward":
             raise ConfigurationError(
                 "mark_forward_method('forward'): forward needs no mark. Mark other methods."
@@ -66,15 +89,15 @@ class _FabricModule(Module):
             raise AttributeError(
                 f"mark_forward_method({name!r}): {type(self.module).__name__} has no method {name!r}."
             )
-        self._marked.add(name)
+        self._fabric_marked.add(name)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's state dict under the user's own keys."""
-        state = self.module.state_dict(*args, prefix=prefix, **kwargs)
-        if not any([_COMPILED in key for key in state]):
-            return state
-        for key in list(state):  # in place: torch returns the caller's destination
-            state[key.replace(_COMPILED, "")] = state.pop(key)
+        state: dict[str, Any] = self.module.state_dict(*args, prefix=prefix, **kwargs)
+        if any([_COMPILED in key for key in state]):
+            entries = list(state.items())
+            state.clear()  # in place: torch returns the caller's destination
+            state.update({key.replace(_COMPILED, ""): value for key, value in entries})
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -82,6 +105,47 @@ class _FabricModule(Module):
         own = {key.replace(_COMPILED, ""): key for key in self.module.state_dict()}
         fitted = {own.get(key.replace(_COMPILED, ""), key): value for key, value in state_dict.items()}
         return self.module.load_state_dict(fitted, strict=strict, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # A module around this wrapper is being loaded. The keys are the user's; torch goes on into our child.
+        path = next(name for name, m in Module.named_modules(self) if m is self.module)
+        compiled = {key.replace(_COMPILED, ""): key for key in self.module.state_dict()}
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            name = key.removeprefix(prefix)
+            state_dict[f"{prefix}{path}.{compiled.get(name, name)}"] = state_dict.pop(key)
+
+    def train(self, mode: bool = True) -> Self:
+        """Training or evaluation mode, for the user's module and what is around it."""
+        self.__dict__["training"] = mode
+        self._forward_module.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[Module], None]) -> Self:
+        """`fn` on every module of the user's module."""
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        self._forward_module._apply(fn, recurse)
+        return self
+
+    def register_module(self, name: str, module: Module | None) -> None:
+        """Add a child to the user's module."""
+        self.module.register_module(name, module)
+
+    add_module = register_module
+
+    def named_children(self) -> Iterator[tuple[str, Module]]:
+        """The user's module's own children."""
+        return self.module.named_children()
+
+    def named_modules(
+        self, memo: set[Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Module]]:
+        """The user's module and the modules in it, under the user's own names."""
+        for name, module in self.module.named_modules(memo, prefix, remove_duplicate):
+            if not is_compiled(module):
+                yield f"{name}.".replace(_COMPILED, "").removesuffix("."), module
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -101,25 +165,32 @@ class _FabricModule(Module):
         own = self.__dict__
         if name in own.get("_modules", ()):
             return own["_modules"][name]
-        if "_original" not in own:  # while copying or unpickling
+        if "_fabric_original" not in own:  # while copying or unpickling
             raise AttributeError(name)
-        original = own["_original"]
+        original = own["_fabric_original"]
         value = getattr(original, name)
-        if isinstance(value, MethodType) and value.__self__ is original and not hasattr(Module, name):
+        if isinstance(value, MethodType) and value.__self__ is original:
             return own["_strategy"].method_plan(
-                own["_modules"]["_forward_module"], value, name in own["_marked"]
+                own["_modules"]["_forward_module"], value, name in own["_fabric_marked"]
             )
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
-        if "_original" not in own or name in own or name in own["_modules"] or hasattr(type(self), name):
+        if name == "module":
+            raise UsageError(
+                f"model.module is your own {type(self.module).__name__}. "
+                f"Write model.module.module = ... to set its attribute 'module'."
+            )
+        # A forward put in place of the class's is the user's: the plan stays around it.
+        mine = name in own or name in own.get("_modules", ()) or hasattr(type(self), name)
+        if "_fabric_original" not in own or (mine and name != "forward"):
             super().__setattr__(name, value)
         else:
-            setattr(own["_original"], name, value)
+            setattr(own["_fabric_original"], name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in self.__dict__ or name in self._modules:
+        if name != "forward" and (name in self.__dict__ or name in self._modules):
             super().__delattr__(name)
         else:
             delattr(self.module, name)
@@ -128,11 +199,10 @@ class _FabricModule(Module):
         return sorted({*super().__dir__(), *dir(self.module)})
 
 
-_OWN_SLOTS = frozenset({"_fabric_inner", "_fabric_plan", "_fabric_strategy", "_fabric_callbacks", "step"})
-
-
 class _FabricOptimizer:
-    """A view of the user's optimizer: of the same class, with the same data, whose step goes through the strategy.
+    """A view of the user's optimizer, of the same class, whose step goes through the strategy.
+
+    Every other attribute and method is the real optimizer's, called on the real one.
 
     Args:
         optimizer: The real one.
@@ -143,17 +213,22 @@ class _FabricOptimizer:
     def __new__(
         cls, optimizer: Optimizer, strategy: Any, callbacks: list[Any] | None = None
     ) -> _FabricOptimizer:
-        return object.__new__(_view_type(type(optimizer)))
+        view: _FabricOptimizer = object.__new__(_view_type(type(optimizer)))
+        return view
 
     def __init__(self, optimizer: Optimizer, strategy: Any, callbacks: list[Any] | None = None) -> None:
-        hooks = [getattr(c, "on_after_optimizer_step", None) for c in callbacks or []]
         own = self.__dict__
         own["_fabric_inner"] = optimizer
         own["_fabric_strategy"] = strategy
         own["_fabric_plan"] = strategy.step_plan(optimizer)
         own["_fabric_callbacks"] = [
-            c for c, hook in zip(callbacks or [], hooks, strict=True) if callable(hook)
+            callback
+            for callback in callbacks or []
+            if callable(getattr(callback, "on_after_optimizer_step", None))
         ]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Nothing: a registry in the `__init_subclass__` of the user's optimizer must not see views."""
 
     @property
     def optimizer(self) -> Optimizer:
@@ -162,15 +237,16 @@ class _FabricOptimizer:
         return inner
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """One step, with what precision and strategy add to it (loss scaling); gives what the optimizer gives."""
+        """One step, with what precision and strategy add to it (loss scaling); what the optimizer returns."""
         own = self.__dict__
-        # The real step is looked up each time: a scheduler may have put a counting one on the instance.
-        step = own["_fabric_plan"]
-        if closure is not None:
-            kwargs["closure"] = closure
-        result = own["_fabric_inner"].step(**kwargs) if step is None else step(own["_fabric_inner"], **kwargs)
+        inner, plan = own["_fabric_inner"], own["_fabric_plan"]
+        if plan is not None:
+            result = plan(inner, **kwargs) if closure is None else plan(inner, closure=closure, **kwargs)
+        else:
+            # Looked up each time: a scheduler may have put a counting step on the instance.
+            result = inner.step(**kwargs) if closure is None else inner.step(closure, **kwargs)
         for callback in own["_fabric_callbacks"]:
-            callback.on_after_optimizer_step(strategy=own["_fabric_strategy"], optimizer=own["_fabric_inner"])
+            callback.on_after_optimizer_step(strategy=own["_fabric_strategy"], optimizer=inner)
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,7 +265,8 @@ class _FabricOptimizer:
         return getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN_SLOTS:
+        # Schedulers put a counting `step` on the instance that they are given.
+        if name == "step":
             object.__setattr__(self, name, value)
         else:
             setattr(self.optimizer, name, value)
@@ -200,31 +277,34 @@ class _FabricOptimizer:
         else:
             delattr(self.optimizer, name)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FabricOptimizer:
         own = self.__dict__
-        return _FabricOptimizer, (own["_fabric_inner"], own["_fabric_strategy"], own["_fabric_callbacks"])
+        inner = deepcopy(own["_fabric_inner"], memo)
+        return _FabricOptimizer(inner, own["_fabric_strategy"], own["_fabric_callbacks"])
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return self.__reduce__()
+        own = self.__dict__
+        return _FabricOptimizer, (own["_fabric_inner"], own["_fabric_strategy"], own["_fabric_callbacks"])
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.optimizer)})
+
 
 def _onto_inner(name: str) -> property:
-    def get(self: _FabricOptimizer) -> Any:
-        return getattr(self.optimizer, name)
-
-    def put(self: _FabricOptimizer, value: Any) -> None:
-        setattr(self.optimizer, name, value)
-
-    return property(get, put)
+    return property(lambda view: getattr(view.__dict__["_fabric_inner"], name))
 
 
 @cache
 def _view_type(kind: type) -> type:
-    """The class of views onto optimizers of class `kind`; one per class, so that comparisons of types hold."""
-    members = {name: _onto_inner(name) for name in ("param_groups", "state", "defaults")}
+    """The class of views onto optimizers of class `kind`; one per class, so that types compare equal."""
+    names = {*dir(kind), "param_groups", "state", "defaults"}
+    # All of the class's names, so that what an instance has in place of its class's is found too.
+    members = {name: _onto_inner(name) for name in names if not name.startswith("__")}
+    for name in set(members) & set(vars(_FabricOptimizer)):
+        del members[name]
     return type(f"Fabric{kind.__name__}", (_FabricOptimizer, kind), {"__module__": __name__, **members})
 
 
@@ -241,6 +321,7 @@ class _FabricDataLoader:
         self,
         dataloader: Any,
         device: torch.device | None = None,
+        *,
         move: Callable[[Any, torch.device], Any] | None = None,
     ) -> None:
         self._dataloader = dataloader
@@ -273,9 +354,9 @@ class _FabricDataLoader:
         return self._moved()
 
     def _moved(self) -> Iterator[Any]:
-        move, device = self._move, self._device
+        move: Any = self._move
         for batch in self._dataloader:
-            yield move(batch, device)  # type: ignore[arg-type]
+            yield move(batch, self._device)
 
     def __len__(self) -> int:
         return len(self._dataloader)
@@ -318,74 +399,3 @@ def is_wrapped(obj: object) -> bool:
     while is_compiled(obj):
         obj = obj._orig_mod  # type: ignore[attr-defined]
     return isinstance(obj, _FabricModule | _FabricOptimizer | _FabricDataLoader)
-
-
-def check_module(module: Any, verb: str) -> None:
-    """Raise unless `module` can be set up: a module, not yet wrapped."""
-    if is_wrapped(module):
-        raise ConfigurationError(
-            f"{verb}: this {type(unwrap(module)).__name__} is set up already. Set each model up once and keep the result."
-        )
-    if not isinstance(module, Module):
-        raise ArgumentTypeError(f"{verb} needs a torch.nn.Module first, but got {type(module).__name__}.")
-
-
-def check_optimizers(optimizers: tuple[Any, ...], verb: str) -> None:
-    """Raise unless all can be set up: optimizers, each once, not yet wrapped."""
-    for optimizer in optimizers:
-        if is_wrapped(optimizer):
-            raise ConfigurationError(
-                f"{verb}: this {type(unwrap(optimizer)).__name__} is set up already. Set each optimizer up once."
-            )
-        if not isinstance(optimizer, Optimizer):
-            scheduler = hasattr(optimizer, "get_last_lr")
-            hint = " Schedulers need no setup: keep using yours as it is." if scheduler else ""
-            raise ArgumentTypeError(
-                f"{verb} needs torch optimizers, but got {type(optimizer).__name__}.{hint}"
-            )
-    if len({id(o) for o in optimizers}) != len(optimizers):
-        raise ConfigurationError(f"{verb}: the same optimizer was passed twice. Pass each once.")
-
-
-def check_owned(optimizers: tuple[Optimizer, ...], modules: list[Module], verb: str) -> None:
-    """Raise if an optimizer holds parameters of no module that is set up: they would not be synchronised."""
-    owned = {id(p) for module in modules for p in module.parameters()}
-    for optimizer in optimizers:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        foreign = [tuple(p.shape) for p in held if id(p) not in owned]
-        if foreign:
-            raise ConfigurationError(
-                f"{verb}: {len(foreign)} of {len(held)} parameters of {type(optimizer).__name__} (shapes "
-                f"{', '.join(map(str, foreign[:3]))}) belong to no model that is set up. Make the optimizer from this "
-                f"model's .parameters(), or set all its models up with setup_module first, then setup_optimizers."
-            )
-
-
-def check_forward_module(module: Any, verb: str) -> Module:
-    """The wrapped module behind a model that is set up; raises for one that is not."""
-    while is_compiled(module):
-        module = module._orig_mod
-    if not isinstance(module, _FabricModule):
-        raise UsageError(
-            f"{verb} needs a model that is set up, but got {type(module).__name__}. "
-            f"Write model = fabric.setup(model) first and pass that."
-        )
-    forward_module: Module = module._forward_module
-    while is_compiled(forward_module):
-        forward_module = forward_module._orig_mod  # type: ignore[assignment]
-    return forward_module
-
-
-def check_loaders(loaders: tuple[Any, ...]) -> None:
-    """Raise unless all can be set up: at least one, all DataLoaders, none wrapped yet."""
-    if not loaders:
-        raise ConfigurationError("fabric.setup_dataloaders() needs at least one DataLoader.")
-    for loader in loaders:
-        if is_wrapped(loader):
-            raise ConfigurationError(
-                "fabric.setup_dataloaders: this loader is set up already. Set each up once."
-            )
-        if not isinstance(loader, torch.utils.data.DataLoader):
-            raise ArgumentTypeError(
-                f"fabric.setup_dataloaders needs torch.utils.data.DataLoader objects, got {type(loader).__name__}."
-            )

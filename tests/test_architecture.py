@@ -34,7 +34,7 @@ ORDER = [
         "fabric.plugins.precision",
         "fabric.wrappers",
     ],
-    ["fabric.strategies.launchers", "fabric.strategies.layouts", "fabric.watch"],
+    ["fabric.checks", "fabric.strategies.launchers", "fabric.strategies.layouts", "fabric.watch"],
     ["fabric.strategies"],
     ["fabric.integrations"],
     ["fabric.resolve"],

@@ -127,7 +127,7 @@ def _check_count(num_devices: object) -> None:
 
 def _try_devices(count: int, enough: int) -> dict[int, str]:
     """Devices in order, until `enough` are usable: "" for a usable one, else the reason why it is not."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():
         return _try_in_child(count, enough)
     # This process may itself hold a device in exclusive mode; a child would be refused there.
     tried: dict[int, str] = {}

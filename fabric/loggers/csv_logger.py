@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import weakref
 from pathlib import Path
@@ -80,10 +81,9 @@ class CSVLogger(DirectoryLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Not possible in a table of metrics; raises NotImplementedError."""
-        raise NotImplementedError(
-            "CSVLogger does not log hyperparameters. Save them yourself, for example with json.dump."
-        )
+        """Write `hparams.json` beside the table; values that JSON does not know are written as text."""
+        plain = dict(params) if isinstance(params, dict) else vars(params)
+        write_text(join_path(self.log_dir, "hparams.json"), json.dumps(plain, indent=2, default=str) + "\n")
 
     @rank_zero_only
     def save(self) -> None:

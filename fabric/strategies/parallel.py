@@ -165,7 +165,7 @@ class ParallelStrategy(Strategy):
 
     def group_collective(self, group: Any | None) -> Collective:
         """The collective of a user's process group; None: of all ranks."""
-        return self.collective if group is None or group is dist.group.WORLD else TorchCollective(group)
+        return self.collective if group is None or group is dist.group.WORLD else TorchCollective(group=group)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks are here. All ranks must call this; `name` is for reports."""

@@ -1,4 +1,4 @@
-"""Composition of forward plans from a precision plugin. The only place that knows which plan a plugin gets."""
+"""Composition of forward plans: the only place that knows which plan a precision plugin gets."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class CastTo:
         self.dtype = dtype
 
     def __call__(self, tree: Any) -> Any:
-        """`tree` with its floating-point tensors in the dtype; `tree` itself where all of them have it already."""
+        """`tree` with its floating-point tensors in the dtype; `tree` itself where all have it already."""
         dtype = self.dtype or torch.get_default_dtype()
         if isinstance(tree, torch.Tensor):
             return tree.to(dtype) if tree.is_floating_point() else tree
@@ -34,7 +34,9 @@ class CastTo:
             return tree
         return unflatten(cast, spec, tree)
 
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call's arguments, cast. Plain tensors, the common case, are not walked as trees."""
         dtype = self.dtype or torch.get_default_dtype()
         cast = [

@@ -65,7 +65,7 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> str:
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     frames = traceback.extract_tb(tb or error.__traceback__)
     foreign = ("site-packages", f"{os.sep}lib{os.sep}python", _PACKAGE, "<frozen")
-    own = [frame for frame in frames if not any(part in frame.filename for part in foreign)] or frames
+    own = [frame for frame in frames if not any(part in frame.filename for part in foreign)]
     return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else text
 
 

@@ -59,7 +59,7 @@ class TorchCollective(Collective):
 
     manages_default_group = False
 
-    def __init__(self, group: Any | None = None) -> None:
+    def __init__(self, *, group: Any | None = None) -> None:
         if not dist.is_available():
             raise UsageError("This torch was built without torch.distributed. Install a build that has it.")
         super().__init__()

@@ -1,4 +1,4 @@
-"""`MixedPrecision`: the plugin behind precision="16-mixed" and "bf16-mixed". Only "16-mixed" has a GradScaler."""
+"""`MixedPrecision`: the plugin behind "16-mixed" and "bf16-mixed". Only "16-mixed" has a GradScaler."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 class MixedPrecision(Precision):
     """Parameters stay as they are; matrix products and convolutions run in half precision through autocast.
 
-    Invariant of the scaler: `update()`, which may change the scale, runs at the start of the next backward (or when the
-    state is saved), not after each step. All optimizers that step after one backward so see the scale that their
-    gradients carry; with an update after every step the second optimizer of a GAN would unscale by a wrong factor.
+    Invariant of the scaler: `update()`, which may change the scale, runs at the start of the next backward (or
+    when the state is saved or loaded), not after each step. All optimizers that step after one backward so see
+    the scale that their gradients carry; with an update after every step the second one would unscale wrongly.
 
     Args:
         precision: "16-mixed" or "bf16-mixed".
@@ -54,7 +54,8 @@ class MixedPrecision(Precision):
             )
         if scaler is not None and precision != "16-mixed":
             raise ConfigurationError(
-                f"A scaler was given with precision={precision!r}, which needs none: bfloat16 has float32's range. "
+                f"A scaler was given with precision={precision!r}, which needs none: bfloat16 has float32's "
+                f"range. "
                 f'Leave scaler out, or write precision="16-mixed".'
             )
         if scaler is None and precision == "16-mixed":
@@ -115,7 +116,8 @@ class MixedPrecision(Precision):
         if kwargs.get("closure") is not None or isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
                 f"{type(optimizer).__name__}.step(closure) cannot be combined with the gradient scaler of "
-                f'precision="16-mixed". Write precision="bf16-mixed" or "32-true", or use an optimizer without closure.'
+                f'precision="16-mixed". Write precision="bf16-mixed" or "32-true", or use an optimizer without '
+                f"closure."
             )
         if self._backwards == 0:
             raise UsageError(
@@ -128,7 +130,7 @@ class MixedPrecision(Precision):
         return self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, once between a backward and its step, however often it is called."""
+        """Divide the gradients by the scale: once between a backward and its step, however often called."""
         if self.scaler is None or self._unscaled_at.get(id(optimizer)) == self._backwards:
             return
         self.scaler.unscale_(optimizer)
@@ -141,6 +143,7 @@ class MixedPrecision(Precision):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the scaler's state back."""
+        self._update_scale()  # what was due belongs to the state that is left
         if self.scaler is not None:
             self.scaler.load_state_dict(state_dict)
 

@@ -34,7 +34,7 @@ class Precision:
 
     @property
     def needs_backward(self) -> bool:
-        """Whether this plugin takes part in the backward pass, so that a plain `loss.backward()` would be wrong."""
+        """Whether this plugin takes part in the backward pass: a plain `loss.backward()` would be wrong."""
         kind = type(self)
         return (
             kind.backward is not Precision.backward

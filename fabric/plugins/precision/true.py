@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fabric.plugins.precision.precision import DefaultDtype, Precision
 from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    import torch
     from torch.nn import Module
 
 
 class TruePrecision(Precision):
-    """Parameters, buffers and floating-point inputs are cast to one dtype; outputs come back in the default dtype.
+    """Parameters, buffers and float inputs are cast to one dtype; outputs come back in the default dtype.
 
     Args:
         dtype: The dtype of parameters and compute.

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fabric.core.errors import ArgumentTypeError
 from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable
 from fabric.utilities.lifeline import describe, die_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
     from fabric.strategies.launchers.place import Place
@@ -87,21 +87,17 @@ def _call(task: Task) -> bytes | None:
         place.main_port,
         place.node_rank,
     )
-    result = _checked(function, args, kwargs)
+    result = function(*args, **kwargs)
     if place.local_rank != 0:
         return None
     try:
         return pickle.dumps(result)
     except Exception as error:
-        raise TypeError(
+        raise ArgumentTypeError(
             "The function's result cannot be sent back to the launching process, because it cannot be "
             f"pickled: {explain_unpicklable(result, 'result')}. Return plain data and tensors (for a model "
             "its state_dict())."
         ) from error
-
-
-def _checked(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
 
 
 def _tie(task: Task) -> None:
@@ -145,7 +141,6 @@ def _ending_of(error: BaseException) -> Ending:
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next
-    shown = error.with_traceback(tb) if tb is not None else error
-    trace = "".join(traceback.format_exception(shown))
+    trace = "".join(traceback.format_exception(error.with_traceback(tb))) if tb is not None else ""
     whole = pickle.dumps(error) if can_pickle(error) else None
     return Ending(when, reason=describe(error), trace=trace, error=whole)

@@ -178,6 +178,9 @@ class _Job:
                 late[0], time.monotonic(), f"still running {EXIT_GRACE_S:g} s after rank {self.rank}'s end"
             )
         if failure is not None:
+            if failure.is_consequence:
+                reason = f"ended while rank {failure.rank} still needed it ({failure.reason})"
+                failure = Failure(self.rank, failure.when, reason, failure.code)
             self._exit(self._finish(failure))
 
     def _finish(self, failure: Failure) -> int:

@@ -1,10 +1,13 @@
+import argparse
 import copy
 import csv
 import io
+import json
 import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,8 +146,6 @@ def test_values_that_are_no_numbers(tmp_path):
     logger = CSVLogger(tmp_path)
     with pytest.raises(ConfigurationError, match=r"'loss' has shape \(2,\)"):
         logger.log_metrics({"loss": torch.ones(2)}, 0)
-    with pytest.raises(NotImplementedError, match="hyperparameters"):
-        logger.log_hyperparams({"lr": 1})
     with pytest.raises(ConfigurationError, match="flush_logs_every_n_steps=0"):
         CSVLogger(tmp_path, flush_logs_every_n_steps=0)
 
@@ -160,3 +161,11 @@ with tempfile.TemporaryDirectory() as root:
     assert "fsspec" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONWARNINGS": ""})
+
+
+def test_hyperparameters_stand_beside_the_table(tmp_path):
+    logger = CSVLogger(tmp_path, version=0)
+    logger.log_hyperparams({"lr": 1, "path": tmp_path, "deep": {"a": [1]}})
+    logger.log_hyperparams(argparse.Namespace(lr=2, deep={"a": [1]}))
+    written = json.loads((Path(logger.log_dir) / "hparams.json").read_text())
+    assert written == {"lr": 2, "deep": {"a": [1]}}

@@ -1,0 +1,160 @@
+"""One script under every way to start it: the same numbers, clean stderr, no port to choose."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+PYTHON = sys.executable
+pytestmark = pytest.mark.slow
+
+WAYS = {
+    "alone": [PYTHON, str(SCRIPT)],
+    "script": [PYTHON, str(SCRIPT), "--devices=2", "--strategy=ddp"],
+    "script, launch() without a function": [PYTHON, str(SCRIPT), "--devices=2", "--style=script"],
+    "spawn": [PYTHON, str(SCRIPT), "--devices=2", "--strategy=ddp_spawn"],
+    "fork": [PYTHON, str(SCRIPT), "--devices=2", "--strategy=ddp_fork"],
+    "notebook": [PYTHON, str(SCRIPT), "--devices=2", "--strategy=ddp_notebook"],
+    "forkserver": [PYTHON, str(SCRIPT), "--devices=2", "--start-method=forkserver"],
+    "torchrun": [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", str(SCRIPT)],
+    "torchrun, launch() without a function": [
+        *[PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", str(SCRIPT), "--style=script"]
+    ],
+    "fabric run": [PYTHON, "-m", "fabric", "run", "--devices=2", "--accelerator=cpu", str(SCRIPT)],
+    "fabric run, launch() without a function": [
+        *[PYTHON, "-m", "fabric", "run", "--devices=2", "--accelerator=cpu", str(SCRIPT), "--style=script"]
+    ],
+}
+
+
+def start(command: list[str], **settings) -> subprocess.Popen:
+    environ = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environ.update(settings.pop("env", {}))
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, **settings
+    )
+
+
+def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[list[dict], str]:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode == 0, err
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return sorted(lines, key=lambda line: line["rank"]), err
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict:
+    lines, _ = finish(start(WAYS["alone"]))
+    return lines[0]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "alone"])
+def test_the_same_script_gives_the_same_numbers(way, alone):
+    lines, err = finish(start(WAYS[way]))
+    assert [line["rank"] for line in lines] == [0, 1]
+    cores = len(os.sched_getaffinity(0))
+    for line in lines:
+        assert line["world_size"] == 2
+        assert line["loss"] == pytest.approx(alone["loss"], abs=2e-5)
+        assert line["weights"] == pytest.approx(alone["weights"], abs=2e-5)
+        assert line["threads"] <= max(1, cores // 2)
+    assert lines[0]["weights"] == lines[1]["weights"]
+    if "torchrun" not in way:  # torchrun itself prints a banner about threads
+        assert err == ""
+
+
+def test_four_jobs_at_once(alone):
+    jobs = [start(WAYS["script"]) for _ in range(4)]
+    for job in jobs:
+        lines, _ = finish(job, timeout=240)
+        assert [line["rank"] for line in lines] == [0, 1]
+
+
+def test_the_users_own_thread_count_is_kept():
+    lines, _ = finish(start(WAYS["script"], env={"OMP_NUM_THREADS": "2"}))
+    assert [line["threads"] for line in lines] == [2, 2]
+
+
+def test_a_script_that_changes_its_directory_before_launch(tmp_path):
+    (tmp_path / "train.py").write_text(f"import os; os.chdir('/')\n{SCRIPT.read_text()}")
+    lines, err = finish(start([PYTHON, "train.py", "--devices=2"], cwd=tmp_path))
+    assert len(lines) == 2
+    assert err == ""
+
+
+def test_a_module_started_with_m(tmp_path):
+    (tmp_path / "job.py").write_text(SCRIPT.read_text())
+    lines, _ = finish(start([PYTHON, "-m", "job", "--devices=2"], cwd=tmp_path))
+    assert len(lines) == 2
+
+
+ERRORS = """
+import torch
+from fabric import Fabric
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Module()
+        self.head.act = lambda x: x
+def train(fabric, model=None):
+    return model
+"""
+
+
+def failing(tmp_path: Path, body: str) -> str:
+    script = tmp_path / "job.py"
+    script.write_text(ERRORS + "if __name__ == '__main__':\n" + body)
+    process = start([PYTHON, str(script)])
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    return err
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "    Fabric(accelerator='cpu', devices=2, strategy='ddp_spawn').launch(train, Net())",
+            ["model.head.act", "<lambda>"],
+        ),
+        (
+            "    Fabric(accelerator='cpu', devices=2, strategy='ddp_spawn').launch()",
+            ["function", "fabric.launch("],
+        ),
+        (
+            "    Fabric(accelerator='cpu', devices=2, strategy='ddp').setup(torch.nn.Linear(1, 1))",
+            ["fabric.setup() came before fabric.launch()"],
+        ),
+    ],
+    ids=["unpicklable", "no function", "before launch"],
+)
+def test_bad_input(tmp_path, body, words):
+    err = failing(tmp_path, body)
+    for word in words:
+        assert word in err
+
+
+def test_cuda_initialised_before_fork_names_the_remedy(tmp_path):
+    body = (
+        "    torch.cuda.is_initialized = lambda: True\n"
+        "    Fabric(accelerator='cpu', devices=2, strategy='ddp_fork').launch(train)"
+    )
+    err = failing(tmp_path, body)
+    assert "CUDA" in err
+    assert "ddp_spawn" in err or "spawn" in err
+
+
+def test_torchrun_with_another_world_size(tmp_path):
+    command = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", str(SCRIPT), "--devices=4"]
+    process = start(command)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "devices=4 x num_nodes=1 asks for 4 processes, but torchrun started WORLD_SIZE=2" in err
