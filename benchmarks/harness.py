@@ -31,7 +31,13 @@ Samples = dict[str, list[float]]
 Table = dict[str, Any]
 
 
-def interleave(cases: dict[str, Callable[[], Any]], rounds: int, inner: int = 1, warmup: int = 2) -> Samples:
+def interleave(
+    cases: dict[str, Callable[[], Any]],
+    rounds: int,
+    inner: int = 1,
+    warmup: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Samples:
     """Seconds per call of each case, one sample a round; the order rotates, the first rounds are thrown away.
 
     Args:
@@ -39,8 +45,9 @@ def interleave(cases: dict[str, Callable[[], Any]], rounds: int, inner: int = 1,
         rounds: Samples per case.
         inner: Calls per sample.
         warmup: Rounds before the first sample.
+        clock: `time.thread_time` leaves out the time in which other processes held the core.
     """
-    clock, names = time.perf_counter, list(cases)
+    names = list(cases)
     samples: Samples = {name: [] for name in names}
     for number in range(-warmup, rounds):
         shift = number % len(names)
@@ -49,9 +56,9 @@ def interleave(cases: dict[str, Callable[[], Any]], rounds: int, inner: int = 1,
             begin = clock()
             for _ in range(inner):
                 call()
+            seconds = (clock() - begin) / inner
             if number >= 0:
-                samples[name].append((clock() - begin) / inner)
-                continue
+                samples[name].append(seconds)
     return samples
 
 

@@ -50,8 +50,8 @@ def check_owned(optimizers: tuple[Optimizer, ...], modules: list[Module], verb: 
         if foreign:
             raise ConfigurationError(
                 f"{verb}: {len(foreign)} of {len(held)} parameters of {type(optimizer).__name__} (shapes "
-                f"{', '.join(map(str, foreign[:3]))}) belong to no model that is set up. Make the optimizer from "
-                f"this model's .parameters(), or set all its models up with setup_module first, then "
+                f"{', '.join(map(str, foreign[:3]))}) belong to no model that is set up. Make the optimizer "
+                f"from this model's .parameters(), or set all its models up with setup_module first, then "
                 f"setup_optimizers."
             )
 
@@ -65,10 +65,8 @@ def check_forward_module(module: Any, verb: str) -> Module:
             f"{verb} needs a model that is set up, but got {type(module).__name__}. "
             f"Write model = fabric.setup(model) first and pass that."
         )
-    forward_module: Module = module._forward_module
-    while is_compiled(forward_module):
-        forward_module = forward_module._orig_mod  # type: ignore[assignment]
-    return forward_module
+    joined: Module = module._fabric_joined
+    return joined
 
 
 def check_loaders(loaders: tuple[Any, ...]) -> None:

@@ -147,7 +147,15 @@ class Fabric(SetupVerbs, CollectiveVerbs):
             model: The model that the loss came from, for engines that need it.
             kwargs: Passed on.
         """
-        self._strategy.backward(tensor, None if model is None else model._forward_module, *args, **kwargs)
+        strategy = self._strategy
+        if strategy.plain_backward:
+            tensor.backward(*args, **kwargs)
+            return
+        strategy.gate.open = True
+        try:
+            strategy.backward(tensor, None if model is None else model._forward_module, *args, **kwargs)
+        finally:
+            strategy.gate.open = False
 
     def clip_gradients(
         self,

@@ -1,7 +1,7 @@
 """Forward plans: what runs between `model(x)` and the user's `forward`. Composed once, at setup.
 
-A plan is the module's own `__call__` where nothing is added, else an object with `__call__` (never a closure, so
-that deepcopy, pickle and torch.compile work). Each stage adds one frame; those that add nothing are not built.
+A plan is the module's own `__call__` where nothing is added, else an object with `__call__` (never a closure,
+so that deepcopy, pickle and torch.compile work). Each stage adds one frame; the identity is not built.
 """
 
 from __future__ import annotations

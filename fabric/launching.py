@@ -17,42 +17,42 @@ def do_nothing(*_: Any) -> None:
 
 
 def launching(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A subclass's `run` that launches when it is called before `launch()`."""
+    """A subclass's `run` that launches if `launch()` was not called, inside the strategy's module context."""
 
     @functools.wraps(run)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._launched:
+        if not self._launched:
+            return self.launch(_call_run, *args, **kwargs)
+        if type(self).run is not wrapper:  # called by super().run(), inside the outermost one
             return run(self, *args, **kwargs)
-        return self.launch(_RunInContext(run), *args, **kwargs)
+        with self.strategy.module_sharded_context():
+            return run(self, *args, **kwargs)
 
     return wrapper
 
 
-class _RunInContext:
-    """A subclass's `run` as the function of `launch`. Pickles by the name of the method."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self.name = run.__name__
-
-    def __call__(self, fabric: Any, *args: Any, **kwargs: Any) -> Any:
-        with fabric.strategy.module_sharded_context():
-            return getattr(fabric, self.name)(*args, **kwargs)
+def _call_run(fabric: Any, *args: Any, **kwargs: Any) -> Any:
+    return fabric.run(*args, **kwargs)
 
 
 def check_function(function: Any) -> None:
+    """Raise unless `function` can be called with a Fabric.
+
+    Raises:
+        ArgumentTypeError: Not callable, or without a parameter for it.
+    """
     if not callable(function):
         raise ArgumentTypeError(
             f"fabric.launch(function) needs a function, but got {function!r}. "
             f"Write fabric.launch(train), not fabric.launch(train()): launch calls it, on every rank."
         )
-    if function is do_nothing or isinstance(function, _RunInContext):
-        return
     try:
         parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # builtins without a signature
+    except (TypeError, ValueError):  # builtins without a signature
         return
     if not [p for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]:
         name = getattr(function, "__name__", repr(function))
         raise ArgumentTypeError(
-            f"fabric.launch calls {name}(fabric, ...), but {name} takes no argument. Write def {name}(fabric)."
+            f"fabric.launch calls {name}(fabric, ...), but {name} takes no argument. Write def "
+            f"{name}(fabric)."
         )

@@ -1,4 +1,4 @@
-"""Request (the user's flags) + Machine (facts) -> Plan. Each rule is one short function and a row of a table test."""
+"""Request (the user's flags) + Machine (facts) -> Plan. Each rule is a short function and a row of a test."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.accelerators.select import select_accelerator, select_devices
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.policy import find_policy
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from fabric.plugins.environments.detect import detect_environment
 from fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -54,7 +55,7 @@ class Machine:
         given = {name: os.environ.get(f"FABRIC_{name.upper()}") for name in _FLAGS}
         return cls(
             environment=detect_environment(),
-            flags={name: value for name, value in given.items() if value is not None},
+            flags={name: value for name, value in given.items() if value},
             interactive=hasattr(sys, "ps1"),
         )
 
@@ -80,18 +81,19 @@ def resolve(request: Request, machine: Machine) -> Plan:
         ArgumentTypeError: An argument of the wrong kind.
     """
     request = merge_flags(request, machine.flags)
-    precision_plugin, environment, checkpoint_io = sort_plugins(request.plugins)
-    given = request.strategy if isinstance(request.strategy, Strategy) else None
-    environment = choose_environment(environment, given, machine)
-    accelerator = choose_accelerator(request.accelerator, given)
-    devices, num_nodes = choose_devices(request, accelerator, environment, given)
-    strategy = given or choose_strategy(request.strategy, len(devices) * num_nodes, environment, machine)
+    precision_plugin, environment_plugin, io_plugin = sort_plugins(request.plugins)
+    named = name_strategy(request.strategy)
+    environment = choose_environment(environment_plugin, named, machine)
+    accelerator = choose_accelerator(request.accelerator, named)
+    nodes = choose_nodes(request, environment, named)
+    devices = choose_devices(request, accelerator, environment, named)
+    check_started(environment, named, len(devices), nodes)
+    strategy = named or auto_strategy(len(devices) * nodes, environment, machine)
     check_accelerator(strategy, accelerator, request)
-    precision = choose_precision(request.precision, precision_plugin, strategy, devices[0].type)
-    checkpoint_io = choose_io(checkpoint_io, strategy)
-    check_size(strategy, devices, num_nodes, request)
+    check_size(strategy, devices, nodes, request)
     check_interactive(strategy, environment, machine, len(devices))
-    return Plan(strategy, accelerator, devices, num_nodes, precision, environment, checkpoint_io)
+    precision = choose_precision(request.precision, precision_plugin, strategy, devices[0].type)
+    return Plan(strategy, accelerator, devices, nodes, precision, environment, choose_io(io_plugin, strategy))
 
 
 def merge_flags(request: Request, flags: dict[str, str]) -> Request:
@@ -99,12 +101,16 @@ def merge_flags(request: Request, flags: dict[str, str]) -> Request:
     defaults = Request()
     for name, value in flags.items():
         written = getattr(request, name)
-        if written != getattr(defaults, name) and str(written) != value:
+        if value == "auto" or _spelled(name, written) == _spelled(name, value):
+            continue
+        if written != getattr(defaults, name):
             raise ConfigurationError(
-                f"Fabric({name}={written!r}) contradicts {name}={value!r} from `fabric run` (FABRIC_{name.upper()}). "
+                f"Fabric({name}={written!r}) contradicts {name}={value!r} from `fabric run` "
+                f"(FABRIC_{name.upper()}). "
                 f"Remove {name}= from the code, or leave --{name.replace('_', '-')} out."
             )
-        request = replace(request, **{name: int(value) if name == "num_nodes" else value})
+        read: Any = _read_nodes(value) if name == "num_nodes" else value
+        request = replace(request, **{name: read})
     return request
 
 
@@ -112,19 +118,37 @@ def sort_plugins(
     plugins: Any,
 ) -> tuple[Precision | None, ClusterEnvironment | None, CheckpointIO | None]:
     """Precision, environment and checkpoint IO from `plugins=`, each at most once."""
-    kinds = (Precision, ClusterEnvironment, CheckpointIO)
-    found: list[Any] = [None, None, None]
+    found: dict[type, Any] = dict.fromkeys((Precision, ClusterEnvironment, CheckpointIO))
     listed = [] if plugins is None else plugins if isinstance(plugins, list | tuple) else [plugins]
     for plugin in listed:
-        position = next((i for i, kind in enumerate(kinds) if isinstance(plugin, kind)), None)
-        if position is None:
+        kind = next((kind for kind in found if isinstance(plugin, kind)), None)
+        if kind is None:
             raise ArgumentTypeError(
                 f"plugins= takes Precision, ClusterEnvironment and CheckpointIO objects, but got {plugin!r}."
             )
-        if found[position] is not None:
-            raise ConfigurationError(f"plugins= has two of {kinds[position].__name__}: keep one of them.")
-        found[position] = plugin
-    return found[0], found[1], found[2]
+        if found[kind] is not None:
+            raise ConfigurationError(f"plugins= has two of {kind.__name__}: keep one of them.")
+        found[kind] = plugin
+    return found[Precision], found[ClusterEnvironment], found[CheckpointIO]
+
+
+def name_strategy(choice: Any) -> Strategy | None:
+    """The strategy that was passed or that the name means; None for "auto", which needs the devices."""
+    if isinstance(choice, Strategy):
+        return choice
+    if not isinstance(choice, str):
+        raise ArgumentTypeError(
+            f"strategy={choice!r} must be a name or a Strategy object, but is a {type(choice).__name__}. "
+            f'Write strategy="ddp", or an object such as DDPStrategy().'
+        )
+    made = None if choice == "auto" else STRATEGY_REGISTRY.get(choice)
+    if made is not None and not isinstance(made, Strategy):
+        raise ArgumentTypeError(
+            f"strategy={choice!r} is registered, but its factory made {made!r}. Register a Strategy "
+            "subclass, "
+            f"or a function that returns an object of one."
+        )
+    return made
 
 
 def choose_environment(
@@ -138,56 +162,62 @@ def choose_environment(
 
 
 def choose_accelerator(choice: Any, strategy: Strategy | None) -> Accelerator:
-    """The accelerator that was passed, once, or the one that the name means here."""
-    of_strategy = strategy.given[0] if strategy is not None else None
-    if of_strategy is not None and choice != "auto":
-        raise _twice("accelerator", f"accelerator={choice!r}", f"{type(strategy).__name__}(accelerator=...)")
-    if (
-        of_strategy is None
-        and choice == "auto"
-        and strategy is not None
-        and "cpu" in strategy.traits.accelerators[:1]
-    ):
-        choice = "cpu"
-    return select_accelerator(of_strategy or choice)
+    """The accelerator that was passed, once, or that the name means here; "auto" heeds the strategy."""
+    if strategy is None:
+        return select_accelerator(choice)
+    of_strategy, automatic = strategy.given[0], isinstance(choice, str) and choice == "auto"
+    if of_strategy is not None:
+        if not automatic:
+            raise _twice(
+                "accelerator", f"accelerator={choice!r}", f"{type(strategy).__name__}(accelerator=...)"
+            )
+        return select_accelerator(of_strategy)
+    own = _own_device(strategy)
+    chosen = select_accelerator(own.type if automatic and own is not None else choice)
+    allowed = strategy.traits.accelerators
+    fallback = automatic and "cpu" in allowed and chosen.name() not in allowed
+    return select_accelerator("cpu") if fallback else chosen
+
+
+def choose_nodes(request: Request, environment: ClusterEnvironment, strategy: Strategy | None) -> int:
+    """The number of machines; devices="auto" follows who started the processes in this too."""
+    nodes = request.num_nodes
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        raise ConfigurationError(f"num_nodes={nodes!r} must be a whole number of machines, 1 or more.")
+    if _is_auto(request.devices) and environment.creates_processes_externally and _needs_launch(strategy):
+        return max(nodes, environment.num_nodes() or 1)
+    return nodes
 
 
 def choose_devices(
     request: Request, accelerator: Accelerator, environment: ClusterEnvironment, strategy: Strategy | None
-) -> tuple[list[torch.device], int]:
-    """One device per process of this machine, and the number of machines; "auto" follows who started the processes."""
-    nodes = _checked_nodes(request.num_nodes)
-    listed = getattr(strategy, "parallel_devices", None)
-    if listed:
-        return list(listed), nodes
-    own = strategy.topology.device if strategy is not None and not strategy.traits.needs_launch else None
-    if own is not None and own.type != "cpu" and request.devices == "auto":
-        return [own], nodes
+) -> list[torch.device]:
+    """One device per process of this machine: the strategy's own, or what `devices=` means here."""
+    wanted, own = request.devices, _own_devices(strategy)
+    if own and not _is_auto(wanted):
+        _check_same_devices(own, request, accelerator, strategy)
+    if own:
+        return own
+    if _is_auto(wanted) and not _needs_launch(strategy):
+        wanted = "auto" if strategy is not None and strategy.traits.data_parallel else 1
+    elif _is_auto(wanted) and environment.creates_processes_externally:
+        wanted = environment.local_world_size() or "auto"
+    return select_devices(accelerator, wanted)
+
+
+def check_started(
+    environment: ClusterEnvironment, strategy: Strategy | None, processes: int, num_nodes: int
+) -> None:
+    """Raise if the processes that exist are not those that were asked for."""
+    if environment.creates_processes_externally and _needs_launch(strategy):
+        environment.validate_settings(num_devices=processes, num_nodes=num_nodes)
+
+
+def auto_strategy(world_size: int, environment: ClusterEnvironment, machine: Machine) -> Strategy:
+    """One device for one process, else DDP as it can start here."""
     started = environment.creates_processes_externally
-    wanted = request.devices
-    if isinstance(wanted, str) and wanted.strip() == "auto" and started:
-        wanted = environment.local_world_size() or wanted
-        nodes = max(nodes, environment.num_nodes() or 1)
-    devices = select_devices(accelerator, wanted)
-    if started and request.strategy != "single_device":
-        environment.validate_settings(num_devices=len(devices), num_nodes=nodes)
-    return devices, nodes
-
-
-def choose_strategy(
-    choice: Any, world_size: int, environment: ClusterEnvironment, machine: Machine
-) -> Strategy:
-    """The strategy that the name means; "auto" is one device for one process, else DDP as it can start here."""
-    if not isinstance(choice, str):
-        raise ArgumentTypeError(
-            f"strategy={choice!r} must be a name or a Strategy object, but is a {type(choice).__name__}. "
-            f'Write strategy="ddp", or an object such as DDPStrategy().'
-        )
-    if choice == "auto":
-        started = environment.creates_processes_externally
-        several = "ddp_notebook" if machine.interactive and not started else "ddp"
-        choice = several if world_size > 1 else "single_device"
-    strategy: Strategy = STRATEGY_REGISTRY.get(choice)
+    several = "ddp_notebook" if machine.interactive and not started else "ddp"
+    strategy: Strategy = STRATEGY_REGISTRY.get(several if world_size > 1 else "single_device")
     return strategy
 
 
@@ -203,12 +233,7 @@ def choose_precision(value: Any, plugin: Precision | None, strategy: Strategy, d
     if len(named) > 1:
         raise _twice("precision", named[0], named[1])
     precision = plugin or of_strategy or make_precision(32 if value is None else value, device_type)
-    allowed = strategy.traits.precisions
-    if allowed and precision.precision not in allowed:
-        raise ConfigurationError(
-            f"{type(strategy).__name__} does not run with precision={precision.precision!r}. "
-            f"Write one of {', '.join(map(repr, allowed))}, or another strategy."
-        )
+    _check_precision(precision, strategy)
     return precision
 
 
@@ -228,21 +253,20 @@ def check_accelerator(strategy: Strategy, accelerator: Accelerator, request: Req
     allowed = strategy.traits.accelerators
     if allowed and accelerator.name() not in allowed:
         raise ConfigurationError(
-            f"strategy={_name(request.strategy)} runs on {', '.join(allowed)} only, but accelerator={_name(request.accelerator)} "
-            f'is {accelerator.name()} here. Write another strategy ("ddp" runs on every device), or run where there is one.'
+            f"strategy={_name(request.strategy)} runs on {', '.join(allowed)} only, but "
+            f"accelerator={_name(request.accelerator)} is {accelerator.name()} here. "
+            f'Write another strategy ("ddp" runs on every device), or run where there is one.'
         )
 
 
 def check_size(strategy: Strategy, devices: list[torch.device], num_nodes: int, request: Request) -> None:
     """Raise if one process was asked to hold several devices."""
-    if (
-        not strategy.traits.needs_launch
-        and not strategy.traits.data_parallel
-        and len(devices) * num_nodes > 1
-    ):
+    traits, asked = strategy.traits, len(devices) * num_nodes
+    if not traits.needs_launch and not traits.data_parallel and asked > 1:
         raise ConfigurationError(
-            f"strategy={_name(request.strategy)} runs one process on one device, but devices={request.devices!r} and "
-            f'num_nodes={num_nodes} ask for {len(devices) * num_nodes}. Write devices=1, or strategy="ddp".'
+            f"strategy={_name(request.strategy)} runs one process on one device, but "
+            f"devices={request.devices!r} "
+            f'and num_nodes={num_nodes} ask for {asked}. Write devices=1, or strategy="ddp".'
         )
 
 
@@ -250,23 +274,76 @@ def check_interactive(
     strategy: Strategy, environment: ClusterEnvironment, machine: Machine, processes: int
 ) -> None:
     """Raise if processes would have to be started by running a notebook again."""
-    method = getattr(strategy, "start_method", None)
+    reruns_script = getattr(strategy, "start_method", None) == "popen"
     if (
         machine.interactive
-        and method == "popen"
+        and reruns_script
         and processes > 1
         and not environment.creates_processes_externally
     ):
         raise ConfigurationError(
-            'This is a notebook or a prompt: there is no script that strategy="ddp" could run again for the other ranks. '
-            'Write strategy="ddp_notebook" and fabric.launch(function), or put the code into a script.'
+            'This is a notebook or a prompt: there is no script that strategy="ddp" could run again for the '
+            "other "
+            'ranks. Write strategy="ddp_notebook" and fabric.launch(function), or put the code into a script.'
         )
 
 
-def _checked_nodes(num_nodes: Any) -> int:
-    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
-        raise ConfigurationError(f"num_nodes={num_nodes!r} must be a whole number of machines, 1 or more.")
-    return num_nodes
+def _check_precision(precision: Precision, strategy: Strategy) -> None:
+    allowed = strategy.traits.precisions
+    if allowed and precision.precision not in allowed:
+        raise ConfigurationError(
+            f"{type(strategy).__name__} does not run with precision={precision.precision!r}. "
+            f"Write one of {', '.join(map(repr, allowed))}, or another strategy."
+        )
+
+
+def _own_devices(strategy: Strategy | None) -> list[torch.device]:
+    own = _own_device(strategy)
+    return list(getattr(strategy, "parallel_devices", None) or ([] if own is None else [own]))
+
+
+def _own_device(strategy: Strategy | None) -> torch.device | None:
+    """The device that a strategy of one process was made with; "cpu" is also what it has if none was said."""
+    if strategy is None or strategy.traits.needs_launch or strategy.topology.device.type == "cpu":
+        return None
+    return strategy.topology.device
+
+
+def _check_same_devices(
+    own: list[torch.device], request: Request, accelerator: Accelerator, strategy: Strategy | None
+) -> None:
+    asked = select_devices(accelerator, request.devices)
+    count_only = isinstance(request.devices, int)
+    if len(asked) != len(own) or not (count_only or asked == own):
+        raise _twice(
+            "choice of devices",
+            f"devices={request.devices!r}",
+            f"{type(strategy).__name__} with {', '.join(map(str, own))}",
+        )
+
+
+def _needs_launch(strategy: Strategy | None) -> bool:
+    return strategy is None or strategy.traits.needs_launch
+
+
+def _is_auto(devices: Any) -> bool:
+    return isinstance(devices, str) and devices.strip() == "auto"
+
+
+def _spelled(name: str, value: Any) -> str:
+    """One spelling for what means the same: [0, 1] and "0,1", 16 and "16-mixed"."""
+    if name == "precision" and value is not None:
+        policy = find_policy(value)
+        return str(value) if policy is None else policy.name
+    if name == "devices" and isinstance(value, list | tuple):
+        return ",".join(map(str, value)) + ("," if len(value) == 1 else "")
+    return str(value).replace(" ", "")
+
+
+def _read_nodes(value: str) -> int:
+    if not value.strip().isdecimal():
+        raise ConfigurationError(f"FABRIC_NUM_NODES={value!r} must be a whole number of machines, 1 or more.")
+    return int(value)
 
 
 def _twice(what: str, first: str, second: str) -> ConfigurationError:

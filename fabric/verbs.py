@@ -1,4 +1,4 @@
-"""`CollectiveVerbs`: data across ranks, for the user's own loop. Every verb here must be called by all ranks."""
+"""`CollectiveVerbs`: data across ranks, for the user's own loop. All ranks must call every verb here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import ConfigurationError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import map_tree
 from fabric.facts import RankFacts
 from fabric.strategies.first import first_failure
@@ -27,15 +27,20 @@ class CollectiveVerbs(RankFacts):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Rank `src`'s object on every rank. All ranks. Tensors travel as tensors, never pickled."""
         self._require_launch("broadcast()")
+        if not isinstance(src, int):
+            raise ArgumentTypeError(
+                f"broadcast(src={src!r}): src is a rank, from 0 to {self.world_size - 1}."
+            )
         if not 0 <= src < self.world_size:
             raise ConfigurationError(f"broadcast(src={src}): ranks go from 0 to {self.world_size - 1}.")
         return self._strategy.broadcast(obj, src)
 
     def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """Every rank's data, each leaf of shape (world_size, *shape), on one process too. All ranks of the group.
+        """Every rank's data, each leaf of shape (world_size, *shape), on one process too. All ranks.
 
         Args:
-            data: A tensor, number, or nesting of dict, list, tuple, namedtuple, dataclass; shapes equal on all ranks.
+            data: A tensor, number, or nesting of dict, list, tuple, namedtuple, dataclass; shapes equal on
+                all ranks.
             group: A process group; None: all ranks.
             sync_grads: Whether gradients flow back (summed over ranks) to the rank that a part came from.
         """
@@ -65,7 +70,8 @@ class CollectiveVerbs(RankFacts):
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
         """The block on rank zero first (a download), then on the others. All ranks.
 
-        If rank zero raises in the block, all ranks raise and no other rank enters it.
+        If rank zero (of any machine) raises in the block, all ranks raise, and those that come later do not
+        enter it.
 
         Args:
             local: Rank zero of each machine first, instead of rank zero of the job.
@@ -74,18 +80,18 @@ class CollectiveVerbs(RankFacts):
             yield
             return
         self._require_launch("rank_zero_first()")
-        if (self.local_rank if local else self.global_rank) != 0:
-            failure = first_failure(self._strategy, local, None)
-            if failure is not None:
-                raise failure
+        first = (self.local_rank if local else self.global_rank) == 0
+        if first:
+            try:
+                yield
+            except BaseException as error:
+                first_failure(self._strategy, local, error)
+                raise
+        failure = first_failure(self._strategy, local, None)
+        if failure is not None:
+            raise failure
+        if not first:
             yield
-            return
-        try:
-            yield
-        except BaseException as error:
-            first_failure(self._strategy, local, error)
-            raise
-        first_failure(self._strategy, local, None)
 
 
 def _copy_tensors(data: Any) -> Any:

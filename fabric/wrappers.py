@@ -1,6 +1,6 @@
 """What `fabric.setup` gives back: the user's module, optimizer and loader with a plan in place, nothing else.
 
-Invariants. A module wrapper holds the wrapped module as its one child and the plan as its instance's `forward`.
+Invariants. A module wrapper holds the wrapped module as its one child and the plan as its own `forward`.
 An optimizer wrapper is a view: its class derives from the user's class, all it has is the real one's.
 """
 
@@ -11,17 +11,17 @@ from functools import cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    import torch
     from torch import Tensor
     from torch.nn import Parameter
+    from torch.optim import Optimizer
     from typing_extensions import Self
 
 _COMPILED = "_orig_mod."
@@ -39,8 +39,8 @@ _SHARED = (
 class _FabricModule(Module):
     """The user's module behind a forward plan. Attributes, methods and names are the user's module's own.
 
-    The wrapper and the user's module share the dictionaries of `_SHARED`, so that what torch reads or writes
-    on the wrapper directly (`register_buffer`, `functional_call`, state dict hooks) happens to the user's module.
+    The wrapper and the user's module share the dictionaries of `_SHARED`: what torch reads or writes on the
+    wrapper directly (`register_buffer`, `functional_call`, state dict hooks) happens to the user's module.
 
     Args:
         forward_module: What forwards go through (the user's module, or DDP around it, compiled or not).
@@ -50,10 +50,12 @@ class _FabricModule(Module):
 
     def __init__(self, forward_module: Module, strategy: Any, original_module: Module | None = None) -> None:
         original = original_module or forward_module
-        own = self.__dict__
         super().__init__()
-        self._forward_module = forward_module
+        own = self.__dict__
+        own["_modules"]["_forward_module"] = forward_module
         own["_strategy"] = strategy
+        # What the layout wrapped: methods other than forward run uncompiled, and are synchronised through it.
+        own["_fabric_joined"] = forward_module._orig_mod if is_compiled(forward_module) else forward_module
         own["_fabric_marked"] = set(getattr(original, "_fabric_forward_methods", ()))
         own["forward"] = strategy.forward_plan(forward_module)
         own.update({name: original.__dict__[name] for name in _SHARED if name in original.__dict__})
@@ -170,9 +172,7 @@ class _FabricModule(Module):
         original = own["_fabric_original"]
         value = getattr(original, name)
         if isinstance(value, MethodType) and value.__self__ is original:
-            return own["_strategy"].method_plan(
-                own["_modules"]["_forward_module"], value, name in own["_fabric_marked"]
-            )
+            return own["_strategy"].method_plan(own["_fabric_joined"], value, name in own["_fabric_marked"])
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -196,7 +196,7 @@ class _FabricModule(Module):
             delattr(self.module, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.module)})
+        return sorted({*object.__dir__(self), *dir(self.module)})
 
 
 class _FabricOptimizer:
@@ -213,7 +213,7 @@ class _FabricOptimizer:
     def __new__(
         cls, optimizer: Optimizer, strategy: Any, callbacks: list[Any] | None = None
     ) -> _FabricOptimizer:
-        view: _FabricOptimizer = object.__new__(_view_type(type(optimizer)))
+        view: _FabricOptimizer = object.__new__(_view_type(type(optimizer)))  # type: ignore[arg-type]
         return view
 
     def __init__(self, optimizer: Optimizer, strategy: Any, callbacks: list[Any] | None = None) -> None:
@@ -290,7 +290,7 @@ class _FabricOptimizer:
         return repr(self.optimizer)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.optimizer)})
+        return sorted({*object.__dir__(self), *dir(self.optimizer)})
 
 
 def _onto_inner(name: str) -> property:
@@ -376,7 +376,7 @@ def unwrap(obj: Any) -> Any:
             obj = obj.optimizer
         elif isinstance(obj, _FabricDataLoader):
             obj = obj._dataloader
-        elif is_compiled(obj):
+        elif type(obj).__name__ == "OptimizedModule":  # as in is_compiled, without its frame
             obj = obj._orig_mod
         else:
             return obj
@@ -396,6 +396,6 @@ def recompile(module: Module, like: Any) -> Module:
 
 def is_wrapped(obj: object) -> bool:
     """Whether `obj` came out of `fabric.setup`, `setup_module`, `setup_optimizers` or `setup_dataloaders`."""
-    while is_compiled(obj):
+    while type(obj).__name__ == "OptimizedModule":
         obj = obj._orig_mod  # type: ignore[attr-defined]
     return isinstance(obj, _FabricModule | _FabricOptimizer | _FabricDataLoader)

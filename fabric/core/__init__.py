@@ -1,1 +1,1 @@
-"""Values that every layer may import: errors, topology, traits, policy, tree, registry. Imports only torch."""
+"""Values that every layer may import: errors, topology, traits, policy, tree, registry. Needs only torch."""

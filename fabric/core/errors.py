@@ -6,7 +6,8 @@ FabricError
 ├── UsageError (RuntimeError)          a call at the wrong time or on the wrong object
 ├── LaunchError (RuntimeError)         processes that could not be started or joined
 ├── RankError (RuntimeError)           another rank failed inside a call that all ranks make
-└── MissingExtraError (ImportError)    an optional package is not installed
+├── MissingExtraError (ImportError)    an optional package is not installed
+└── ContractError (AssertionError)     a strategy does not keep what every strategy promises
 """
 
 
@@ -36,3 +37,7 @@ class RankError(FabricError, RuntimeError):
 
 class MissingExtraError(FabricError, ImportError):
     """An optional package is needed and not installed."""
+
+
+class ContractError(FabricError, AssertionError):
+    """A strategy does not keep what every strategy promises; raised by `fabric.testing.check_strategy`."""

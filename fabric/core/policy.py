@@ -6,6 +6,7 @@ from typing import Literal, get_args
 import torch
 
 from fabric.core.errors import ConfigurationError
+from fabric.core.registry import did_you_mean
 
 PrecisionName = Literal["64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
 PrecisionInput = (
@@ -44,21 +45,27 @@ POLICIES: dict[str, DtypePolicy] = {
     "16-mixed": DtypePolicy("16-mixed", None, _F16, _F32, _F32, autocast=True, loss_scale=True),
     "bf16-mixed": DtypePolicy("bf16-mixed", None, _BF16, _F32, _F32, autocast=True),
 }
-"""Every precision by name. `output` follows `torch.get_default_dtype()` at call time where it says float32."""
+"""Every precision by name. Where `output` says float32, it is `torch.get_default_dtype()` at call time."""
+
+
+def find_policy(value: object) -> DtypePolicy | None:
+    """The policy behind what a user wrote as `precision=`; None: it names none."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        return None
+    name = str(value)
+    return POLICIES.get(_ALIASES.get(name, name))
 
 
 def parse_precision(value: object) -> DtypePolicy:
     """The policy behind what a user wrote as `precision=`.
 
     Raises:
-        ConfigurationError: The value names no precision.
+        ConfigurationError: The value names no precision; the message shows close names.
     """
-    if not isinstance(value, bool) and isinstance(value, int | str):
-        name = str(value)
-        policy = POLICIES.get(_ALIASES.get(name, name))
-        if policy is not None:
-            return policy
+    policy = find_policy(value)
+    if policy is not None:
+        return policy
     raise ConfigurationError(
-        f"precision={value!r} names no precision. Write one of "
+        f"precision={value!r} names no precision.{did_you_mean(value, (*POLICIES, *_ALIASES))} Write one of "
         f"{', '.join(repr(name) for name in get_args(PrecisionName))}, or 64, 32, 16, 'bf16' for short."
     )

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Entry:
         if not isinstance(self.factory, str):
             return self.factory
         module, _, name = self.factory.partition(":")
-        factory: Callable[..., Any] = getattr(import_module(module), name)
+        factory: Callable[..., Any] = attrgetter(name)(import_module(module))
         return factory
 
 
@@ -36,8 +37,8 @@ class Registry:
 
     Args:
         kind: What is registered, as error messages call it ("strategy").
-        group: Entry-point group that other distributions use, for example "fabric.strategies". An entry point loads to
-            a factory (a class or function); its name is the registered name.
+        group: Entry-point group that other distributions use, for example "fabric.strategies". An entry point
+            loads to a factory (a class or function); its name is the registered name.
     """
 
     def __init__(self, kind: str, group: str) -> None:
@@ -54,7 +55,7 @@ class Registry:
         override: bool = False,
         **defaults: Any,
     ) -> None:
-        """Add a name. `factory` makes the object, or is "module:name" of what does; `defaults` are its keywords.
+        """Add a name. `factory` makes the object, or is "module:name" of it; `defaults` are its keywords.
 
         Raises:
             ConfigurationError: The name is taken and `override` is False.
@@ -96,6 +97,8 @@ class Registry:
     available_strategies = available_accelerators = names
 
     def __contains__(self, name: object) -> bool:
+        if not isinstance(name, str):
+            return False
         if name in self._entries:
             return True
         self._load_entry_points()
@@ -113,11 +116,16 @@ class Registry:
         self._loaded = True
         for point in entry_points(group=self.group):
             if point.name not in self._entries:
-                self.register(point.name, point.load(), f"from {point.value}")
+                # Imported when it is asked for by name: one broken distribution must not break all others.
+                self.register(point.name, f"{point.module}:{point.attr}", f"from {point.value}")
 
 
 def unknown_name_message(kind: str, given: object, known: list[str]) -> str:
     """The error text for an unknown name: the close ones first, then all of them."""
-    close = get_close_matches(str(given), known, n=3, cutoff=0.6)
-    hint = f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""
-    return f"{kind}={given!r} is not known.{hint} Known: {', '.join(known)}."
+    return f"{kind}={given!r} is not known.{did_you_mean(given, known)} Known: {', '.join(known)}."
+
+
+def did_you_mean(given: object, known: Iterable[str]) -> str:
+    """A further sentence that asks about up to three names of `known` close to `given`; else ""."""
+    close = get_close_matches(str(given).lower(), known, n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""

@@ -15,7 +15,7 @@ class Topology:
     world_size: int = 1
     local_world_size: int = 1
     num_nodes: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  # immutable
 
     @property
     def is_global_zero(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a strategy asks of its callers, as a value: `Fabric` and `resolve` read it instead of asking for a class."""
+"""What a strategy asks of its callers, as a value: `Fabric` and `resolve` never ask for a class."""
 
 from dataclasses import dataclass
 

@@ -1,12 +1,12 @@
 """Nested data as a flat list of leaves and a spec: dict, list, tuple, namedtuple, dataclass.
 
-Used by collectives, data transfer and dtype conversion. Sets, strings, tensors and all other objects are leaves.
+Used by collectives, data transfer and dtype conversion. Sets, strings, tensors and other objects are leaves.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, defaultdict
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def flatten(tree: Any) -> tuple[list[Any], Spec]:
 
 
 def unflatten(leaves: list[Any], spec: Spec, like: Any = None) -> Any:
-    """A new tree of the same types with `leaves` in place. `like` (the original) lends a dataclass its other fields."""
+    """A new tree of the same types with `leaves` in place; `like`, the original, lends their attributes."""
     return _build(iter(leaves), spec, like)
 
 
@@ -52,7 +52,7 @@ def is_node(tree: Any) -> bool:
 
 
 def iter_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with the path that a person would write to reach it: `model.blocks[3].weight`, `['a'][0]`."""
+    """Every leaf with the path that a person would write to reach it: `.blocks[3].weight`, `['a'][0]`."""
     if not is_node(tree):
         yield path, tree
         return
@@ -69,17 +69,17 @@ def _items(tree: Any) -> list[tuple[Any, Any]]:
         return list(tree.items())
     if isinstance(tree, list | tuple):
         return list(enumerate(tree))
-    return [(f.name, getattr(tree, f.name)) for f in dataclasses.fields(tree)]
+    return [(f.name, getattr(tree, f.name)) for f in dataclasses.fields(tree) if hasattr(tree, f.name)]
 
 
 def _flatten_into(tree: Any, leaves: list[Any]) -> Spec:
     # One call per container, none per leaf: verbs must not cost frames for every tensor of a large tree.
     if isinstance(tree, dict):
-        keys, children = tuple(tree), tree.values()
+        keys, children = tuple(tree), list(tree.values())
     elif isinstance(tree, list | tuple):
-        keys, children = (), tree
+        keys, children = (), list(tree)
     elif hasattr(type(tree), "__dataclass_fields__") and not isinstance(tree, type):
-        keys = tuple([f.name for f in dataclasses.fields(tree)])
+        keys = tuple([f.name for f in dataclasses.fields(tree) if hasattr(tree, f.name)])
         children = [getattr(tree, key) for key in keys]
     else:
         leaves.append(tree)
@@ -103,13 +103,13 @@ def _build(leaves: Iterator[Any], spec: Spec, like: Any) -> Any:
         next(leaves) if child.kind is None else _build(leaves, child, old)
         for child, old in zip(spec.children, olds, strict=True)
     ]
-    if issubclass(kind, list | tuple):
-        return kind(*values) if hasattr(kind, "_fields") else kind(values)
+    if issubclass(kind, tuple):
+        return _build_tuple(kind, values, like)
+    if issubclass(kind, list):
+        return values if kind is list else _refill(kind, list(enumerate(values)), like)
     items = list(zip(spec.keys, values, strict=True))
-    if issubclass(kind, defaultdict):
-        return kind(like.default_factory if isinstance(like, defaultdict) else None, items)
     if issubclass(kind, dict):
-        return kind(items) if kind in (dict, OrderedDict) else _fill(kind, items)
+        return dict(items) if kind is dict else _refill(kind, items, like)
     return _build_dataclass(kind, dict(items), like)
 
 
@@ -124,18 +124,35 @@ def _old_children(spec: Spec, like: Any) -> Any:
     return [getattr(like, key, None) for key in spec.keys]
 
 
-def _fill(kind: type, items: list[tuple[Any, Any]]) -> Any:
+def _build_tuple(kind: type, values: list[Any], like: Any) -> Any:
+    if kind is tuple:
+        return tuple(values)
+    make = getattr(kind, "_make", kind)  # a namedtuple's __new__ may be the user's own
     try:
-        return kind(items)
-    except TypeError:  # a dict subclass with a constructor of its own
-        filled = kind.__new__(kind)
-        filled.update(items)
-        return filled
+        made = make(values)
+    except TypeError:
+        made = tuple.__new__(kind, values)
+    if hasattr(like, "__dict__") and hasattr(made, "__dict__"):
+        vars(made).update(vars(like))
+    return made
+
+
+def _refill(kind: Any, items: list[tuple[Any, Any]], like: Any) -> Any:
+    """A container of a user's class. Its constructor is not called: only the user knows what it takes."""
+    if type(like) is kind and len(like) == len(items):  # flattened from it, so its keys are these keys
+        made = copy(like)  # keeps attributes, default_factory and the like
+    else:
+        made = kind.__new__(kind)
+        if issubclass(kind, list):
+            made.extend([None] * len(items))
+    for key, value in items:
+        made[key] = value
+    return made
 
 
 def _build_dataclass(kind: type, values: dict[str, Any], like: Any) -> Any:
-    # Fields are set without __init__: a user's __post_init__ may check or change them, and init=False fields exist.
-    made = object.__new__(kind)
+    # Without __init__: a user's __post_init__ may check or change fields, and init=False fields exist.
+    made: Any = object.__new__(kind)
     for name, value in {**getattr(like, "__dict__", {}), **values}.items():
         object.__setattr__(made, name, value)
     return made

@@ -1,1 +1,1 @@
-"""Index streams: how a loader's samples are dealt out to ranks, without running anyone's constructor again."""
+"""Index streams: how a loader's samples are dealt out to ranks. Nobody's constructor runs again."""

@@ -1,4 +1,4 @@
-"""`SeededOrder`: a sampler whose draws are the same on every rank and leave the training loop's generators alone."""
+"""`SeededOrder`: a sampler whose draws are equal on all ranks and leave the training loop's streams alone."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ _WORKERS = 1  # salt: the workers' streams are not the order's
 
 
 class SeededOrder:
-    """A user's sampler (or batch sampler) whose random draws are a function of (seed, epoch), on every rank alike.
+    """A user's sampler (or batch sampler) whose draws are a function of (seed, epoch), equal on all ranks.
 
-    The sampler draws from torch's, Python's and numpy's global generators; while it is asked for its next items these
-    hold a private state, so the training loop's own random stream is untouched. A sampler with a generator of its own
-    keeps using that; it must start equal on all ranks.
+    The sampler draws from torch's, Python's and numpy's global generators; while it is asked for its next
+    items these hold a private state, so the training loop's own random stream is untouched. A sampler with a
+    generator of its own keeps using that; it must start equal on all ranks.
 
     Args:
         sampler: The user's object; never copied, its constructor never run.
         seed: The base of the order.
-        chunk: How many items to draw at a time, at first. Changing over the generators costs some 0.3 ms, so chunks
-            grow with what has been used, up to 256-fold.
-        workers: The loader's generator, from which its workers are seeded; follows the epoch. None: it is the user's.
+        chunk: How many items to draw at a time, at first. Changing over the generators costs some 0.3 ms, so
+            chunks grow with what has been used, up to 256-fold.
+        workers: The loader's generator, from which its workers are seeded; follows the epoch. None: it is the
+            user's.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class SeededOrder:
         return type(self.sampler) in _ORDERED
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next iteration; told to the user's sampler, and to the one inside a batch sampler."""
+        """The epoch of the next iteration; told to the user's sampler, and to one inside a batch sampler."""
         self.epoch = epoch
         if self.workers is not None:
             seed_worker_generator(self.workers, self.seed, epoch)
@@ -62,7 +63,8 @@ class SeededOrder:
                 set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        # No generator function: the epoch is that of this moment, also if the first item is asked for much later.
+        # No generator function: the epoch is that of this moment, also if the first item is asked for much
+        # later.
         if self.is_sequential:
             return iter(self.sampler)
         return self._drawn(_PrivateRandomness(derive_seed(self.seed, self.epoch)))
@@ -92,7 +94,7 @@ def seed_worker_generator(generator: torch.Generator, seed: int, epoch: int) -> 
 
 
 class _PrivateRandomness:
-    """Context in which the global generators hold a private state, which lasts from one `with` to the next."""
+    """Context in which the global generators hold a private state, kept from one `with` to the next."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -1,4 +1,4 @@
-"""From a user's DataLoader to one rank's: a shallow copy with another stream of indices. No constructor is run."""
+"""From a user's DataLoader to one rank's: a shallow copy with another stream of indices."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ if TYPE_CHECKING:
 def shard_loader(loader: DataLoader[Any], share: Share, seed: int, uneven: str | None) -> DataLoader[Any]:
     """A copy of `loader` that yields this rank's part; the user's loader and sampler are left as they are.
 
-    Iterable datasets and loaders that the user has sharded (DistributedSampler, or any sampler with `num_replicas` and
-    `rank`) keep their stream.
+    Iterable datasets and loaders that the user has sharded (DistributedSampler, or any sampler with
+    `num_replicas` and `rank`) keep their stream.
 
     Args:
         loader: Any DataLoader, subclasses with foreign constructors included.
         share: This rank's part.
         seed: The base of the sample order, the same on all ranks.
-        uneven: "pad", "exact", "drop", "error"; None: "exact" for batches in dataset order, else "pad". Whole batches
-            (a batch sampler of the user's own, or batch_size=None) cannot be split, so there "pad" keeps steps equal.
+        uneven: "pad", "exact", "drop", "error"; None: "exact" for batches in dataset order, else "pad". Whole
+            batches (a batch sampler of the user's own, or batch_size=None) cannot be split, so there "pad"
+            keeps steps equal.
 
     Raises:
-        ConfigurationError: Unknown `uneven`; samples left over under "error"; a loader that cannot be sharded.
+        ConfigurationError: Unknown `uneven`; samples left over under "error"; a loader that cannot be
+            sharded.
     """
     if uneven is not None and uneven not in UNEVEN:
         raise ConfigurationError(f"uneven={uneven!r} is not one of {', '.join(map(repr, UNEVEN))}.")
@@ -54,10 +56,10 @@ def shard_loader(loader: DataLoader[Any], share: Share, seed: int, uneven: str |
 
 
 def own_loader(loader: DataLoader[Any], rank: int, seed: int) -> DataLoader[Any]:
-    """A shallow copy with workers of its own, seeded apart by rank, worker and epoch. Order and batches are unchanged.
+    """A shallow copy with workers of its own, seeded apart by rank, worker and epoch; the order is unchanged.
 
-    A generator that the user gave stays in use. Without one, torch draws the workers' seed from the training loop's
-    global stream whenever an iteration starts; here it comes from a generator of the copy.
+    A generator that the user gave stays in use. Without one, torch draws the workers' seed from the training
+    loop's global stream whenever an iteration starts; here it comes from a generator of the copy.
     """
     copied = copy.copy(loader)
     fields = copied.__dict__
@@ -104,27 +106,29 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
 
 
 def _knows_its_rank(part: Any) -> bool:
-    """Whether the user's sampler or dataset already takes one rank's part, as torch's DistributedSampler does."""
+    """Whether a user's sampler or dataset takes one rank's part already, like torch's DistributedSampler."""
     sizes = ("num_replicas", "world_size")
     return hasattr(part, "rank") and any([hasattr(part, name) for name in sizes])
 
 
 def _warn_of_repeats(dataset: Any, world: int) -> None:
     rank_zero_warn(
-        f"Each of the {world} ranks will see all of {type(dataset).__name__}, because an iterable dataset has no "
-        f"indices to share out. Take a part in its __iter__, for example `yield from itertools.islice(items, "
-        f"fabric.global_rank, None, fabric.world_size)`, and pass use_distributed_sampler=False to say so.",
+        f"Each of the {world} ranks will see all of {type(dataset).__name__}: an iterable dataset has "
+        f"no indices to share out. Take a part in its __iter__, for example `yield from itertools.islice("
+        f"items, fabric.global_rank, None, fabric.world_size)`, and pass use_distributed_sampler=False to "
+        f"say so.",
         category=PossibleUserWarning,
     )
 
 
 def _refuse_running(loader: DataLoader[Any]) -> None:
-    """Raise if a DataLoader subclass yields from an iterator that it made before: it would ignore the shard."""
+    """Raise if a DataLoader subclass yields from an iterator made before: it would ignore the shard."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     for name, value in vars(loader).items():
         if name != "_iterator" and isinstance(value, _BaseDataLoaderIter):
             raise ConfigurationError(
-                f"{type(loader).__name__} keeps a running iterator in .{name}, so every rank would see all data. Pass "
-                f"a plain DataLoader, or shard it with a DistributedSampler and pass use_distributed_sampler=False."
+                f"{type(loader).__name__} keeps a running iterator in .{name}, so every rank would see all "
+                f"data. Pass a plain DataLoader, or shard it with a DistributedSampler and pass "
+                f"use_distributed_sampler=False."
             )

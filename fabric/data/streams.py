@@ -1,8 +1,9 @@
 """Streams of indices and of batches, and the part of each that one rank takes. Knows samplers, not loaders.
 
-The order of samples is a function of (seed, epoch) and the user's sampler alone. With `world` ranks and `batch` samples
-per rank, global batch k holds positions [k*world*batch, (k+1)*world*batch) of that order, and rank r takes every
-world-th position of it, starting at r: one rank with the joined batch size sees the same global batches.
+The order of samples is a function of (seed, epoch) and the user's sampler alone. With `world` ranks and
+`batch` samples per rank, global batch k holds positions [k*world*batch, (k+1)*world*batch) of that order, and
+rank r takes every world-th position of it, starting at r: one rank with the joined batch size sees the same
+global batches.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ class Share(NamedTuple):
 
 
 class ShardedStream:
-    """This rank's items of a stream that is dealt out as it is: whole batches, or indices under batch_size=None.
+    """This rank's items of a stream dealt out as it is: whole batches, or indices under batch_size=None.
 
     What it does not have itself is read from and written to the user's sampler, which is never copied.
 
     Args:
         order: The items of one epoch.
         share: This rank's part: every world-th item.
-        uneven: What happens to items left over after the last full round: "pad" repeats the first ones until ranks
-            are equal, "exact" gives one more to the first ranks, "drop" leaves them out, "error" raises.
+        uneven: What happens to items left over after the last full round: "pad" repeats the first ones until
+            ranks are equal, "exact" gives one more to the first ranks, "drop" leaves them out, "error"
+            raises.
     """
 
     _OWN = frozenset({"order", "share", "uneven"})
@@ -100,7 +102,8 @@ class ShardedStream:
         return full + (tail > 0 and self.uneven == "pad")
 
     def __getattr__(self, name: str) -> Any:
-        # Dunder names belong to protocols (pickle, copy) that must not reach the user's object through this one.
+        # Dunder names belong to protocols (pickle, copy) that must not reach the user's object through this
+        # one.
         if name in self._OWN or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.order.sampler, name)
@@ -120,9 +123,9 @@ class ShardedBatches(ShardedStream):
         batch_size: Samples per rank.
         drop_last: Leave out the last, incomplete global batch.
         share: This rank's part.
-        uneven: What happens to the last, incomplete global batch where it does not divide by ranks: "pad" repeats the
-            first samples, "exact" spreads it as evenly as can be (fewer than ranks join the batches before), "drop"
-            leaves out what is over, "error" raises.
+        uneven: What happens to the last, incomplete global batch where it does not divide by ranks: "pad"
+            repeats the first samples, "exact" spreads it as evenly as can be (fewer than ranks join the
+            batches before), "drop" leaves out what is over, "error" raises.
     """
 
     _OWN = ShardedStream._OWN | {"batch_size", "drop_last"}

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def first_failure(strategy: Strategy, local: bool, error: BaseException | None) -> BaseException | None:
-    """The error of this rank's first rank, None if it succeeded. All ranks must call this.
+    """The error of the rank that went first, of this machine or else of another; None: all went well.
+
+    All ranks must call this.
 
     Args:
         strategy: Carries the news.
@@ -24,8 +26,8 @@ def first_failure(strategy: Strategy, local: bool, error: BaseException | None) 
     mine = here.rank - here.local_rank if local else 0
     # Every rank takes part in every machine's news: a broadcast is a call of all ranks.
     news = {source: strategy.broadcast(_portable(error, source), source) for source in sources}
-    failure: BaseException | None = news[mine]
-    return failure
+    failures = [news[mine], *news.values()]
+    return next((failure for failure in failures if failure is not None), None)
 
 
 def _portable(error: BaseException | None, rank: int) -> BaseException | None:

@@ -139,6 +139,7 @@ class ParallelStrategy(Strategy):
         this.
         """
         self._take_place()
+        self.wire = self.make_wire()
         super().setup_environment()
         share_cores(self.topology.local_world_size)
         if not dist.is_initialized():
@@ -155,9 +156,8 @@ class ParallelStrategy(Strategy):
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
 
-    @property
-    def wire(self) -> Wire:
-        """What collectives can send from here."""
+    def make_wire(self) -> Wire:
+        """What collectives can send from here, by the process group's backend."""
         device, backend = self.root_device, self.process_group_backend
         if backend == "gloo":
             return Wire(device, ("cpu",), torch.device("cpu"))

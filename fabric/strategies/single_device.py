@@ -34,3 +34,4 @@ class SingleDeviceStrategy(Strategy):
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision)
         self.topology = Topology(device=torch.device(device))
+        self.wire = self.make_wire()

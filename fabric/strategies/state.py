@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError
-from fabric.core.types import Stateful
-from fabric.plugins.io.portable import detach_from_file, from_portable, to_portable
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError, UsageError
+from fabric.plugins.io.portable import from_portable, like, module_entries, to_portable
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from fabric.core.types import Filter
 
-_PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "model.")
+_PREFIXES = ("module.", "_forward_module.", "model.")
 _COMPILED = "_orig_mod."
 
 
@@ -39,55 +41,56 @@ def gather(strategy: Any, state: dict[str, Any], filter: Filter | None) -> dict[
     filter = _checked_filter(filter, state)
     plain = {key: _state_of(strategy, value) for key, value in state.items()}
     for key, keep in filter.items():
-        plain[key] = {name: value for name, value in plain[key].items() if keep(name, value)}
-    return {key: to_portable(value, f"state[{key!r}]") for key, value in plain.items()}
+        entries = {name: value for name, value in plain[key].items() if keep(name, value)}
+        plain[key] = like(plain[key], entries)
+    portable: dict[str, Any] = to_portable(plain, "state")
+    return portable
 
 
 def restore(strategy: Any, checkpoint: dict[str, Any], state: Any | None, strict: bool) -> dict[str, Any]:
-    """Load `checkpoint` into the objects of `state` (a dictionary, or one module or optimizer); gives the rest.
+    """Load `checkpoint` into the objects of `state` (a dictionary, or one object); gives the rest.
 
     Raises:
         MissingKeysError: With `strict`, `state` has keys that the checkpoint lacks.
+        UsageError: What the checkpoint holds does not fit the objects of `state`.
     """
-    if not state and not isinstance(state, torch.nn.Module):
-        rest: dict[str, Any] = from_portable(detach_from_file(checkpoint))
-        return rest
-    if not isinstance(state, dict):
-        _load_into(strategy, state, checkpoint, strict)
+    if state is not None and not isinstance(state, dict):
+        _load_into(strategy, state, checkpoint, strict, "the object to load")
         return {}
-    missing = [key for key in state if key not in checkpoint]
-    if strict and missing:
-        raise MissingKeysError(
-            f"The checkpoint has no {', '.join(map(repr, missing))}; it has {', '.join(map(repr, checkpoint))}. "
-            f"Remove the missing keys from state, or pass strict=False."
-        )
-    for key in state:
-        if key in checkpoint:
-            state[key] = _load_value(strategy, state[key], checkpoint.pop(key), strict)
-    rest = from_portable(detach_from_file(checkpoint))
-    return rest
+    rest = checkpoint
+    if state:
+        _load_entries(strategy, state, checkpoint, strict, "state", asked_only=True)
+        rest = {key: value for key, value in checkpoint.items() if key not in state}
+    plain: dict[str, Any] = from_portable(rest)
+    return plain
 
 
 def clean_keys(state: dict[str, Any]) -> dict[str, Any]:
     """The state dict under the user's own keys: what torch.compile adds is taken out."""
     if not any([_COMPILED in key for key in state]):
         return state
-    return {key.replace(_COMPILED, ""): value for key, value in state.items()}
+    return _renamed(state, _clean)
 
 
 def fit_keys(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """The state dict under the keys of `module`, whatever wrapped or compiled the module that it was saved from."""
-    own = {key.replace(_COMPILED, ""): key for key in module.state_dict()}
-    if all([key in own and own[key] == key for key in state]):
+    """The state dict under the keys of `module`, whatever wrapped the module that it was saved from."""
+    target = module.state_dict()
+    own = {_clean(key): key for key in target}
+    if all([own.get(key) == key for key in state]):
         return state
-    cleaned = clean_keys(state)
-    for prefix in _PREFIXES:
-        strangers = [key for key in cleaned if key not in own]
-        if not strangers or not all([key.startswith(prefix) for key in cleaned]):
-            continue
-        if any([key.removeprefix(prefix) in own for key in cleaned]):
-            cleaned = {key.removeprefix(prefix): value for key, value in cleaned.items()}
-    return {own.get(key, key): value for key, value in cleaned.items()}
+    state = clean_keys(state)
+    pairs = itertools.product(_shared_prefixes(state), _shared_prefixes(own))
+    out, into = max(pairs, key=lambda pair: sum([pair[1] + key[len(pair[0]) :] in own for key in state]))
+    if out or into:
+        state = _renamed(state, lambda key: into + key.removeprefix(out))
+    fitted = like(state, {own.get(key, key): value for key, value in state.items()})
+    versions = getattr(fitted, "_metadata", None)
+    if versions is not None:
+        paths = getattr(target, "_metadata", {})
+        cleaned = {path: _on_path(_clean, path) for path in paths}
+        found = {path: versions[own] for path, own in cleaned.items() if own in versions}
+        fitted._metadata = found  # type: ignore[attr-defined]
+    return fitted
 
 
 def raise_together(strategy: Any, failure: Exception | None, doing: str) -> None:
@@ -112,7 +115,40 @@ def raise_together(strategy: Any, failure: Exception | None, doing: str) -> None
     raise RankError("; ".join([n for n in notes if n]))
 
 
+def _clean(key: str) -> str:
+    return key.replace(_COMPILED, "")
+
+
+def _shared_prefixes(keys: Iterable[str]) -> list[str]:
+    """The prefixes of wrappers that all keys have: none, the outermost, the two outermost, ..."""
+    keys = list(keys)
+    found = [""]
+    while keys and (more := [p for p in _PREFIXES if all([key.startswith(found[-1] + p) for key in keys])]):
+        found.append(found[-1] + more[0])
+    return found
+
+
+def _renamed(state: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    renamed = like(state, {rename(key): value for key, value in state.items()})
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        # By module: "encoder.layer". A wrapper comes before what it wraps, whose version is the one that
+        # counts.
+        by_path = {_on_path(rename, path): facts for path, facts in versions.items()}
+        renamed._metadata = by_path  # type: ignore[attr-defined]
+    return renamed
+
+
+def _on_path(rename: Callable[[str], str], path: str) -> str:
+    return rename(f"{path}." if path else "").removesuffix(".")
+
+
 def _checked_filter(filter: Filter | None, state: dict[str, Any]) -> Filter:
+    if filter is not None and not isinstance(filter, dict):
+        raise ArgumentTypeError(
+            f"fabric.save(filter=...) needs a dictionary of functions, but got a {type(filter).__name__}. "
+            f'Write filter={{"model": lambda name, value: "head" in name}}.'
+        )
     for key, keep in (filter or {}).items():
         if key not in state:
             raise MissingKeysError(f"filter has {key!r}, but state has only {', '.join(map(repr, state))}.")
@@ -120,7 +156,7 @@ def _checked_filter(filter: Filter | None, state: dict[str, Any]) -> Filter:
             raise ArgumentTypeError(
                 f"filter[{key!r}] must be a function (name, value) -> bool, but is {type(keep).__name__}."
             )
-        if not isinstance(unwrap(state[key]), Stateful | dict):
+        if not _is_stateful(state[key]) and not isinstance(state[key], dict):
             raise ArgumentTypeError(
                 f"filter[{key!r}] filters names, but state[{key!r}] has none: {type(state[key])}."
             )
@@ -133,44 +169,87 @@ def _state_of(strategy: Any, value: Any) -> Any:
         return strategy.get_module_state_dict(value)
     if isinstance(inner, torch.optim.Optimizer):
         return strategy.get_optimizer_state(value)
-    if isinstance(inner, Stateful) and not isinstance(inner, type):
-        return inner.state_dict()
-    if type(value) is dict:
-        return {key: _state_of(strategy, child) for key, child in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)([_state_of(strategy, child) for child in value])
-    return value
+    if _is_stateful(value):
+        return value.state_dict()
+    if not _holds_stateful(value):
+        return value
+    if isinstance(value, dict):
+        return like(value, {key: _state_of(strategy, child) for key, child in value.items()})
+    return type(value)([_state_of(strategy, child) for child in value])
 
 
-def _load_value(strategy: Any, target: Any, value: Any, strict: bool) -> Any:
+def _load_entries(
+    strategy: Any, state: dict[Any, Any], saved: Any, strict: bool, name: str, asked_only: bool = False
+) -> None:
+    """Load `saved` into the entries of `state`, a dictionary that holds objects, in place."""
+    if not isinstance(saved, dict):
+        raise UsageError(
+            f"The checkpoint holds a {type(saved).__name__} where {name} is a dictionary. Load it with "
+            f"fabric.load(path), or fabric.load_raw(path, model) if it is the state of one object."
+        )
+    missing = [key for key in state if key not in saved]
+    if strict and missing:
+        raise MissingKeysError(
+            f"The checkpoint has no {', '.join(map(repr, missing))} for {name}; it has "
+            f"{', '.join(map(repr, saved))}. Remove the missing keys from state, or pass strict=False."
+        )
+    for key, value in saved.items():
+        if key in state:
+            state[key] = _load_value(strategy, state[key], value, strict, f"{name}[{key!r}]")
+        elif not asked_only:
+            state[key] = from_portable(value)
+
+
+def _load_value(strategy: Any, target: Any, value: Any, strict: bool, name: str) -> Any:
     """`target` with `value` loaded into it; plain data is replaced."""
     if _is_stateful(target):
-        _load_into(strategy, target, value, strict)
+        _load_into(strategy, target, value, strict, name)
         return target
-    if type(target) is dict and isinstance(value, dict) and _holds_stateful(target):
-        return {
-            k: _load_value(strategy, target[k], value[k], strict) if k in target else value[k] for k in value
-        }
-    if type(target) in (list, tuple) and _holds_stateful(target) and len(target) == len(value):
-        return type(target)([_load_value(strategy, t, v, strict) for t, v in zip(target, value, strict=True)])
-    return from_portable(detach_from_file(value))
+    if not _holds_stateful(target):
+        return from_portable(value)
+    if isinstance(target, dict):
+        _load_entries(strategy, target, value, strict, name)
+        return target
+    if not isinstance(value, list | tuple) or len(value) != len(target):
+        held = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+        raise UsageError(f"The checkpoint holds {held} where {name} has {len(target)}. Give as many objects.")
+    loaded = [
+        _load_value(strategy, old, new, strict, f"{name}[{i}]")
+        for i, (old, new) in enumerate(zip(target, value, strict=True))
+    ]
+    if isinstance(target, tuple):
+        return tuple(loaded)
+    target[:] = loaded
+    return target
 
 
-def _load_into(strategy: Any, target: Any, value: Any, strict: bool) -> None:
+def _load_into(strategy: Any, target: Any, value: Any, strict: bool, name: str) -> None:
     inner = unwrap(target)
     if isinstance(inner, torch.nn.Module):
-        strategy.load_module_state_dict(target, from_portable(value), strict=strict)
+        if not isinstance(value, dict):
+            raise UsageError(f"The checkpoint holds a {type(value).__name__} where {name} is a module.")
+        strategy.load_module_state_dict(target, module_entries(value), strict=strict)
     elif isinstance(inner, torch.optim.Optimizer):
-        strategy.load_optimizer_state(target, from_portable(detach_from_file(value)))
+        strategy.load_optimizer_state(target, from_portable(value))
+    elif _is_stateful(target):
+        target.load_state_dict(from_portable(value))
     else:
-        inner.load_state_dict(from_portable(detach_from_file(value)))
+        raise ArgumentTypeError(
+            f"fabric.load_raw(path, obj) needs a model, an optimizer or another object with "
+            f"load_state_dict(), but got {type(target).__name__}. Write data = fabric.load(path) "
+            f"to read plain data."
+        )
 
 
 def _is_stateful(value: Any) -> bool:
-    inner = unwrap(value)
-    return isinstance(inner, Stateful) and not isinstance(inner, type)
+    # Not isinstance(Stateful): from Python 3.12 it does not see what __getattr__ passes on (a wrapped
+    # loader's methods).
+    names = ("state_dict", "load_state_dict")
+    return not isinstance(value, type) and all([callable(getattr(value, name, None)) for name in names])
 
 
 def _holds_stateful(tree: Any) -> bool:
+    if not isinstance(tree, dict) and type(tree) not in (list, tuple):
+        return False
     children = tree.values() if isinstance(tree, dict) else tree
-    return any([_is_stateful(c) or (type(c) in (dict, list, tuple) and _holds_stateful(c)) for c in children])
+    return any([_is_stateful(child) or _holds_stateful(child) for child in children])

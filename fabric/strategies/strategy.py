@@ -59,13 +59,14 @@ class Strategy:
     ) -> None:
         self.layout: Whole = Whole()
         self.topology = Topology()
+        self.wire = Strategy.make_wire(self)
         self.collective: Collective = SingleDeviceCollective()
         self.given = (accelerator, checkpoint_io, precision)
         self._accelerator = accelerator
         self._checkpoint_io = checkpoint_io
         self._precision = precision or Precision()
-        self._gate = BackwardGate()
-        self._plain_backward = not self._precision.needs_backward
+        self.gate = BackwardGate()
+        self.plain_backward = self._precise_backward = False  # decided by bind
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         # Models and optimizers refer to their strategy; a copy of a model shares it.
@@ -99,7 +100,7 @@ class Strategy:
     @precision.setter
     def precision(self, precision: Precision) -> None:
         self._precision = precision
-        self._plain_backward = not precision.needs_backward
+        self._decide_backward()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -141,6 +142,7 @@ class Strategy:
         if checkpoint_io is not None:
             self._checkpoint_io = checkpoint_io
         self.topology = Topology(device=devices[0])
+        self.wire = Strategy.make_wire(self)  # a group's backend is asked when the group stands
 
     def setup_environment(self) -> None:
         """Bring this process in place: its device, and its group where there are several ranks."""
@@ -207,7 +209,7 @@ class Strategy:
     def forward_plan(self, module: Module, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """What `model(x)` runs: the wrapped module's own call with only the stages that add something."""
         plan = precision_plan(self._precision, call or self.layout.forward_plan(module))
-        return GuardedForward(plan, self._gate) if self._needs_gate() else plan
+        return GuardedForward(plan, self.gate) if self._needs_gate() else plan
 
     def method_plan(self, module: Module, method: Callable[..., Any], marked: bool) -> Callable[..., Any]:
         """What another method of the user's module runs; a marked one gets the precision of forward too."""
@@ -224,19 +226,15 @@ class Strategy:
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass from `tensor`."""
-        if self._plain_backward:
+        precision = self._precision
+        if not self._precise_backward:
             self.layout.backward(tensor.__class__.backward, tensor, *args, **kwargs)
             return
-        precision = self._precision
         replaced = precision.pre_backward(tensor, module)
         tensor = tensor if replaced is None else replaced
-        self._gate.open = True
-        try:
-            self.layout.backward(
-                lambda t, *a, **k: precision.backward(t, module, *a, **k), tensor, *args, **kwargs
-            )
-        finally:
-            self._gate.open = False
+        self.layout.backward(
+            lambda t, *a, **k: precision.backward(t, module, *a, **k), tensor, *args, **kwargs
+        )
         precision.post_backward(tensor, module)
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
@@ -266,13 +264,21 @@ class Strategy:
         self._precision.unscale_gradients(optimizer)
         self.layout.clip_value(self._precision.main_params(optimizer), clip_val)
 
+    def _decide_backward(self) -> None:
+        """Whether `fabric.backward` is just `loss.backward()`: nobody adds anything to it."""
+        self._precise_backward = self._precision.needs_backward
+        self.plain_backward = not (
+            self._precise_backward
+            or overridden(type(self), Strategy, "backward")
+            or overridden(type(self.layout), Whole, "backward")
+        )
+
     def _needs_gate(self) -> bool:
         changed = overridden(type(self), Strategy, "backward") or self._precision.needs_backward
         return self.traits.owns_backward or changed
 
-    @property
-    def wire(self) -> packed.Wire:
-        """What collectives can send from here."""
+    def make_wire(self) -> packed.Wire:
+        """What collectives can send from here; asked once, when this process is in place."""
         return packed.Wire(self.root_device, ("cpu", self.root_device.type), self.root_device)
 
     def group_collective(self, group: Any | None) -> Collective:
@@ -295,7 +301,9 @@ class Strategy:
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Rank `src`'s object on every rank. All ranks must call this."""
-        return packed.broadcast_tree(obj, src, self.collective, self.wire)
+        from fabric.plugins.collectives.shipping import broadcast_tree
+
+        return broadcast_tree(obj, src, self.collective, self.wire)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks are here. All ranks must call this."""

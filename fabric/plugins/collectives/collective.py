@@ -1,4 +1,4 @@
-"""`Collective`: the operations of one group of ranks, tensor by tensor. Trees and packing stand in packed.py."""
+"""`Collective`: the operations of one group of ranks, tensor by tensor. For trees see packed.py."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Collective(ABC):
-    """Operations on tensors across one group of ranks. All ranks of the group must make each call, in one order.
+    """Operations on tensors across one group of ranks, which must all make each call, in one order.
 
-    Ranks in `src` and `dst` are global ranks, as in torch.distributed. Reductions are named "sum", "mean" ("avg"),
-    "min", "max", "product".
+    Ranks in `src` and `dst` are global ranks, as in torch.distributed. Reductions are named "sum", "mean"
+    ("avg"), "min", "max", "product".
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,8 @@ class Collective(ABC):
         """
         if self._group is not None:
             raise UsageError(
-                f"{type(self).__name__} has a group already. Make a second {type(self).__name__}() for another group."
+                f"{type(self).__name__} has a group already. Make a second {type(self).__name__}() for "
+                "another group."
             )
         self._group = self.new_group(**kwargs)
         return self

@@ -1,17 +1,20 @@
 """Trees across ranks: small leaves of one dtype travel as one flat tensor, large ones as they are.
 
-Each function makes as few collectives as the data allows and is exact: tensors are never pickled.
+Each function makes as few collectives as the data allows and is exact. What can be refused is refused before
+the first message, on every rank alike.
 """
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._utils import _flatten_dense_tensors as flatten_tensors
+from torch._utils import _unflatten_dense_tensors as unflatten_tensors
+from torch.autograd.function import once_differentiable
 
-from fabric.core.errors import ArgumentTypeError
-from fabric.core.tree import Spec, flatten, unflatten
+from fabric.core.errors import ArgumentTypeError, UsageError
+from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.torch_collective import torch_op
 
 if TYPE_CHECKING:
@@ -22,8 +25,14 @@ if TYPE_CHECKING:
 PACK_LIMIT = 1 << 20
 """Bytes up to which a leaf is copied into a flat tensor; beyond, the copy costs more than a collective."""
 
-FRAME_BYTES = 2048
-"""Size of the first message of `broadcast_tree`: structure and small objects ride in it."""
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+"""Dtypes that backends do not reduce, and those in which they are reduced with the same result."""
+
+_REDUCIBLE = {
+    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32,
+    torch.float64, torch.complex64, torch.complex128, *_WIDER,
+}  # fmt: skip
 
 
 class Wire(NamedTuple):
@@ -38,32 +47,38 @@ class Wire(NamedTuple):
 
 
 def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tensor]:
-    """The leaves as tensors; numbers become 0-dim tensors on `device` (integers int64, floats default dtype).
+    """The leaves as tensors; numbers and numpy arrays become new ones on `device`, in torch's usual dtypes.
 
     Raises:
-        ArgumentTypeError: A leaf is neither tensor nor number.
+        ArgumentTypeError: A leaf is neither a dense tensor nor a number.
     """
     tensors = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided:
+                raise ArgumentTypeError(
+                    f"{verb} takes dense tensors, but a leaf is {leaf.layout}. Write tensor.to_dense()."
+                )
             tensors.append(leaf)
         elif isinstance(leaf, bool | int | float | complex) or type(leaf).__module__ == "numpy":
-            tensors.append(torch.as_tensor(leaf, device=device))
+            tensors.append(torch.tensor(leaf, device=device))
         else:
             raise ArgumentTypeError(
-                f"{verb} takes tensors, numbers, and nestings of them, but a leaf is {type(leaf).__name__}: {leaf!r:.80}. "
-                f"Convert it to a tensor, or use fabric.broadcast / all_gather_object for objects."
+                f"{verb} takes tensors, numbers, and nestings of them, but a leaf is "
+                f"{type(leaf).__name__}: {leaf!r:.80}. Convert it to a tensor, or use fabric.broadcast for "
+                "objects."
             )
     return tensors
 
 
 def buckets(tensors: list[Tensor]) -> list[list[int]]:
-    """Positions of the tensors that travel together: by dtype and device, large ones alone."""
+    """Positions of the tensors that travel together: by dtype and device, large ones alone, empty ones not."""
     groups: dict[Any, list[int]] = {}
     for position, tensor in enumerate(tensors):
-        large = tensor.numel() * tensor.element_size() > PACK_LIMIT
-        key = position if large else (tensor.dtype, tensor.device)
-        groups.setdefault(key, []).append(position)
+        size = tensor.nbytes
+        if size:
+            key = position if size > PACK_LIMIT else (tensor.dtype, tensor.device)
+            groups.setdefault(key, []).append(position)
     return list(groups.values())
 
 
@@ -71,71 +86,124 @@ def reduce_tree(data: Any, op: Any, collective: Collective, wire: Wire) -> Any:
     """`data` reduced over ranks: written into its tensors, and returned (numbers as new tensors).
 
     Args:
-        data: A tensor, number, or nesting of them.
+        data: A tensor, number, or nesting of them; equal structure, shapes and dtypes on all ranks,
+            which must all make the call.
         op: "mean", "sum", "min", "max", "product" or a torch ReduceOp; None is "sum".
         collective: The group.
         wire: Where numbers live and what the group's backend can send.
 
     Raises:
-        ArgumentTypeError: The mean of integers, or a leaf that is no tensor and no number.
+        ArgumentTypeError: The mean of integers, the order of complex numbers, a dtype that has no reduction,
+            a tensor
+            whose elements share memory, or a leaf that is no tensor and no number.
         ConfigurationError: Unknown `op`.
+        UsageError: This rank does not belong to the group.
     """
     leaves, spec = flatten(data)
+    op = torch_op("sum" if op is None else op)
     tensors = to_tensors(leaves, wire.device, "all_reduce")
-    op = "sum" if op is None else op
-    mean = torch_op(op) == torch_op("mean")
-    if mean:
-        _refuse_integer_mean(tensors)
-    if collective.world_size > 1:
-        with torch.no_grad():
+    for dtype in {t.dtype for t in tensors}:
+        _check_dtype(dtype, op)
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            _check_layout(tensor, op)
+    if _size(collective) > 1:
+        # Tensors made under inference_mode (evaluation) can only be written to inside it.
+        inference = any([t.is_inference() for t in tensors])
+        with torch.no_grad() if not inference else torch.inference_mode():
             for bucket in buckets(tensors):
-                _reduce_bucket([tensors[i] for i in bucket], "sum" if mean else op, mean, collective, wire)
+                _reduce_bucket([tensors[i] for i in bucket], op, collective, wire)
     return unflatten(tensors, spec, data)
 
 
-def _refuse_integer_mean(tensors: list[Tensor]) -> None:
-    for tensor in tensors:
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ArgumentTypeError(
-                f"all_reduce(reduce_op='mean') of {tensor.dtype} would round. "
-                f"Write reduce_op='sum', or convert first: data.float()."
-            )
+def _size(collective: Collective) -> int:
+    size = collective.world_size
+    if size < 1:
+        raise UsageError(
+            "This rank is not in the process group that it was called with. "
+            "Let only the members of the group make the call."
+        )
+    return size
 
 
-def _reduce_bucket(tensors: list[Tensor], op: Any, mean: bool, collective: Collective, wire: Wire) -> None:
+def _check_dtype(dtype: torch.dtype, op: Any) -> None:
+    refusal = ""
+    if dtype not in _REDUCIBLE:
+        refusal = "is not defined. Convert first: data.float()"
+    elif op == torch_op("mean") and not (dtype.is_floating_point or dtype.is_complex):
+        refusal = "would round. Write reduce_op='sum', or convert first: data.float()"
+    elif dtype.is_complex and op not in (torch_op("mean"), torch_op("sum")):
+        refusal = "is not defined. Reduce torch.view_as_real(data), or its absolute values"
+    if refusal:
+        raise ArgumentTypeError(f"all_reduce({_op_name(op)}) of a tensor of {dtype} {refusal}.")
+
+
+def _check_layout(tensor: Tensor, op: Any) -> None:
+    if any([stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]):
+        raise ArgumentTypeError(
+            f"all_reduce({_op_name(op)}) of a tensor of {tensor.dtype} cannot be written in place, since its "
+            f"elements share memory. Pass inplace=False, or data.clone()."
+        )
+
+
+def _op_name(op: Any) -> str:
+    name = str(getattr(op, "op", op)).rpartition(".")[2].lower()
+    return "mean" if name == "avg" else name
+
+
+def _reduce_bucket(tensors: list[Tensor], op: Any, collective: Collective, wire: Wire) -> None:
     first = tensors[0]
-    if len(tensors) == 1 and first.is_contiguous() and first.device.type in wire.sendable:
+    travels = _wire_dtype(first.dtype, op)
+    if (
+        len(tensors) == 1
+        and travels is first.dtype
+        and first.device.type in wire.sendable
+        and first.is_contiguous()
+        and not (first.is_conj() or first.is_neg())
+    ):
         collective.all_reduce(first, op)
-        if mean:
-            first.div_(collective.world_size)
         return
-    flat = torch.cat([t.reshape(-1) for t in tensors]) if len(tensors) > 1 else first.contiguous()
+    flat = flatten_tensors(tensors).resolve_conj().resolve_neg().to(travels)
     flat = flat if flat.device.type in wire.sendable else flat.to(wire.via)
     collective.all_reduce(flat, op)
-    if mean:
-        flat.div_(collective.world_size)
-    parts = flat.to(first.device).split([t.numel() for t in tensors])
-    torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+    values = unflatten_tensors(flat.to(first.device, first.dtype), tensors)
+    if any([t.is_neg() or t.is_conj() for t in tensors]):  # views that the fused copy refuses
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+    else:
+        torch._foreach_copy_(tensors, values)
+
+
+def _wire_dtype(dtype: torch.dtype, op: Any) -> torch.dtype:
+    # The mean of float16 numbers is a float16 number, their sum may not be.
+    if dtype is torch.float16 and op == torch_op("mean"):
+        return torch.float32
+    return _WIDER.get(dtype, dtype)
 
 
 def gather_tree(data: Any, collective: Any, wire: Wire, sync_grads: bool) -> Any:
     """Every leaf of every rank: leaves of shape (world_size, *shape), on the device where they were.
 
     Args:
-        data: A tensor, number, or nesting of them; the same structure, shapes and dtypes on every rank.
+        data: A tensor, number, or nesting of them; equal structure, shapes and dtypes on all ranks,
+            which must all make the call.
         collective: The group.
         wire: Where numbers live and what the group's backend can send.
         sync_grads: Whether gradients flow back to the rank that a part came from (summed over ranks).
+
+    Raises:
+        ArgumentTypeError: A leaf that is no tensor and no number.
+        UsageError: This rank does not belong to the group.
     """
     leaves, spec = flatten(data)
     tensors = to_tensors(leaves, wire.device, "all_gather")
-    gathered: list[Any] = [None] * len(tensors)
-    world = collective.world_size
+    world = _size(collective)
+    gathered: list[Any] = [None if t.numel() else t.new_empty(world, *t.shape) for t in tensors]
     with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
         for bucket in buckets(tensors):
             parts = [tensors[i] for i in bucket]
             home = parts[0].device
-            flat = torch.cat([t.reshape(-1) for t in parts]) if len(parts) > 1 else parts[0].reshape(-1)
+            flat = flatten_tensors(parts) if len(parts) > 1 else parts[0].reshape(-1)
             flat = flat if home.type in wire.sendable else flat.to(wire.via)
             rows = gather_rows(flat, collective, world).to(home)
             columns = rows.split([t.numel() for t in parts], dim=1)
@@ -147,17 +215,26 @@ def gather_tree(data: Any, collective: Any, wire: Wire, sync_grads: bool) -> Any
 def gather_rows(flat: Tensor, collective: Any, world: int) -> Tensor:
     """The (world, numel) table of every rank's flat tensor; differentiable where grad mode is on."""
     if flat.requires_grad and torch.is_grad_enabled():
-        rows: Tensor = _GatherWithGrad.apply(flat, collective)
+        rows: Tensor = _GatherWithGrad.apply(flat, collective)  # type: ignore[no-untyped-call]
         return rows
     if world == 1:
         return flat.detach().clone().unsqueeze(0)
-    out = flat.new_empty(world * flat.numel())
-    collective.all_gather_flat(out, flat.detach().contiguous())
-    return out.view(world, -1)
+    # As bytes: a gather computes nothing, and backends do not know every dtype.
+    raw = as_bytes(flat)
+    out = raw.new_empty(world * raw.numel())
+    collective.all_gather_flat(out, raw)
+    return out.view(flat.dtype).view(world, flat.numel())
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of `tensor` as flat bytes, row-major; shares its memory where that is contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous with any stride
+    return plain.view(torch.uint8)
 
 
 class _GatherWithGrad(torch.autograd.Function):
-    """All-gather whose gradient is the sum over ranks of what each rank's loss sends back to this rank's part."""
+    """All-gather whose gradient is the sum of what every rank's loss sends back to this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, collective: Any) -> Tensor:
@@ -165,101 +242,11 @@ class _GatherWithGrad(torch.autograd.Function):
         return gather_rows(flat.detach(), collective, collective.world_size)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        grad = grads[0].contiguous()
         if ctx.collective.world_size == 1:
-            return grad[0], None
-        ctx.collective.all_reduce(grad, "sum")
-        return grad[ctx.collective.rank_in_group], None
-
-
-class _Shipped:
-    """Stands in the pickled structure for a tensor that travels beside it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-        self.on_host = tensor.device.type == "cpu"
-        self.requires_grad = tensor.requires_grad and tensor.is_leaf
-
-
-def broadcast_tree(data: Any, src: int, collective: Collective, wire: Wire) -> Any:
-    """`src`'s `data` on every rank; tensors travel as bytes, everything else pickled, in two messages or more.
-
-    Args:
-        data: Any nesting; what ranks other than `src` pass is ignored.
-        src: Global rank that sends.
-        collective: The group.
-        wire: Where numbers live and what the group's backend can send.
-    """
-    if collective.world_size == 1:
-        return data
-    sender = collective.rank == src
-    control = torch.device("cpu") if "cpu" in wire.sendable else wire.via
-    if not sender:
-        spec, leaves = _receive_structure(src, collective, control)
-        tensors = [
-            torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu" if leaf.on_host else wire.device)
-            for leaf in leaves
-            if isinstance(leaf, _Shipped)
-        ]
-        _ship(tensors, False, src, collective, wire)
-        arrived = iter(tensors)
-        return unflatten([_unpack(leaf, arrived) for leaf in leaves], spec)
-    leaves, spec = flatten(data)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    outline = [_Shipped(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    _send_structure((spec, outline), src, collective, control)
-    _ship([t.detach().contiguous() for t in tensors], True, src, collective, wire)
-    return data
-
-
-def _unpack(leaf: Any, arrived: Any) -> Any:
-    if not isinstance(leaf, _Shipped):
-        return leaf
-    tensor = next(arrived)
-    return tensor.requires_grad_() if leaf.requires_grad else tensor
-
-
-def _send_structure(structure: Any, src: int, collective: Collective, control: torch.device) -> None:
-    payload = pickle.dumps(structure)
-    head = len(payload).to_bytes(8, "little") + payload[: FRAME_BYTES - 8]
-    frame = torch.frombuffer(bytearray(head.ljust(FRAME_BYTES, b"\0")), dtype=torch.uint8)
-    collective.broadcast(frame.to(control), src)
-    if len(payload) > FRAME_BYTES - 8:
-        rest = torch.frombuffer(bytearray(payload[FRAME_BYTES - 8 :]), dtype=torch.uint8)
-        collective.broadcast(rest.to(control), src)
-
-
-def _receive_structure(src: int, collective: Collective, control: torch.device) -> tuple[Spec, list[Any]]:
-    frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device=control)
-    head = bytes(collective.broadcast(frame, src).cpu().numpy())
-    length = int.from_bytes(head[:8], "little")
-    payload = head[8 : 8 + length]
-    if length > FRAME_BYTES - 8:
-        rest = torch.empty(length - (FRAME_BYTES - 8), dtype=torch.uint8, device=control)
-        payload += bytes(collective.broadcast(rest, src).cpu().numpy())
-    structure: tuple[Spec, list[Any]] = pickle.loads(payload)
-    return structure
-
-
-def _ship(
-    tensors: list[Tensor],
-    sender: bool,
-    src: int,
-    collective: Collective,
-    wire: Wire,
-) -> None:
-    """Broadcast the bytes of `tensors` in place. Buckets come out alike on all ranks: they follow sizes and devices."""
-    raw = [t.view(-1).view(torch.uint8) if t.numel() else t.new_empty(0, dtype=torch.uint8) for t in tensors]
-    for bucket in buckets(raw):
-        parts = [raw[i] for i in bucket]
-        home = parts[0].device
-        flat = torch.cat(parts) if len(parts) > 1 else parts[0]
-        sent = flat if home.type in wire.sendable else flat.to(wire.via)
-        if sent.numel():
-            collective.broadcast(sent, src)
-        if sender or (len(parts) == 1 and sent is flat):
-            continue
-        pieces = sent.to(home).split([p.numel() for p in parts])
-        torch._foreach_copy_(parts, list(pieces))
+            return grads[0][0], None
+        # A copy: autograd may have lent the gradient to others too.
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        ctx.collective.all_reduce(total, "sum")
+        return total[ctx.collective.rank_in_group], None

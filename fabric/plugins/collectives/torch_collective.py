@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.collective import Collective
 
 if TYPE_CHECKING:
@@ -39,15 +40,35 @@ def torch_op(op: Any) -> Any:
 
     Raises:
         ConfigurationError: The name means no reduction.
+        ArgumentTypeError: Neither a name nor a ReduceOp.
     """
     if not isinstance(op, str):
-        return op
+        if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
+            return op
+        raise ArgumentTypeError(
+            f"reduce_op={op!r} is a {type(op).__name__}. Write a name such as 'mean', or "
+            "torch.distributed.ReduceOp.SUM."
+        )
     name = _OPS.get(op.lower())
     if name is None:
         raise ConfigurationError(
-            f"reduce_op={op!r} is not a reduction. Write one of 'mean', 'sum', 'min', 'max', 'product'."
+            f"reduce_op={op!r} is not a reduction.{did_you_mean(op, _OPS)} "
+            f"Write one of 'mean', 'sum', 'min', 'max', 'product'."
         )
     return getattr(dist.ReduceOp, name)
+
+
+def _engine_op(tensor: Tensor, op: Any) -> Any:
+    """What the engine is asked for: not every backend knows a mean, and some add bools as bytes."""
+    if op == dist.ReduceOp.AVG:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ArgumentTypeError(
+                f"The mean of {tensor.dtype} would round. Use op='sum', or convert first."
+            )
+        return dist.ReduceOp.SUM
+    if tensor.dtype is torch.bool:
+        return {dist.ReduceOp.SUM: dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT: dist.ReduceOp.MIN}.get(op, op)
+    return op
 
 
 class TorchCollective(Collective):
@@ -72,7 +93,8 @@ class TorchCollective(Collective):
             return self._group
         if not dist.is_initialized():
             raise UsageError(
-                f"{type(self).__name__} has no group yet. Call .setup() or .create_group() first, or fabric.launch()."
+                f"{type(self).__name__} has no group yet. Call .setup() or .create_group() first, or "
+                "fabric.launch()."
             )
         return dist.group.WORLD
 
@@ -98,13 +120,15 @@ class TorchCollective(Collective):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """The reduction over ranks, written into `tensor` on every rank."""
-        dist.all_reduce(tensor, torch_op(op), group=self._group)
-        return tensor
+        wanted = torch_op(op)
+        dist.all_reduce(tensor, _engine_op(tensor, wanted), group=self._group)
+        return self._averaged(tensor, wanted)
 
     def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
         """The reduction over ranks, written into `tensor` on `dst`."""
-        dist.reduce(tensor, dst, torch_op(op), group=self._group)
-        return tensor
+        wanted = torch_op(op)
+        dist.reduce(tensor, dst, _engine_op(tensor, wanted), group=self._group)
+        return self._averaged(tensor, wanted) if self.rank == dst else tensor
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, written into `tensor_list` in rank order."""
@@ -128,8 +152,9 @@ class TorchCollective(Collective):
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
         """This rank's part of the reduced `input_list`, written into `output`."""
-        dist.reduce_scatter(output, input_list, torch_op(op), group=self._group)
-        return output
+        wanted = torch_op(op)
+        dist.reduce_scatter(output, input_list, _engine_op(output, wanted), group=self._group)
+        return self._averaged(output, wanted)
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
         """The tensor that each rank has for this one, written into `output_tensor_list`."""
@@ -170,6 +195,10 @@ class TorchCollective(Collective):
             scatter_object_output_list, scatter_object_input_list, src, group=self._group
         )
         return scatter_object_output_list
+
+    def _averaged(self, tensor: Tensor, op: Any) -> Tensor:
+        size = self.world_size  # -1 on a rank outside the group, where torch does nothing but warn
+        return tensor.div_(size) if op == dist.ReduceOp.AVG and size > 1 else tensor
 
     def barrier(self, device_ids: list[int] | None = None) -> None:
         """Wait until every rank of the group is here."""

@@ -6,8 +6,7 @@ from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.plugins.environments.local import LocalEnvironment
-    from fabric.plugins.environments.local import LocalEnvironment as LightningEnvironment
+    from fabric.plugins.environments.local import LightningEnvironment, LocalEnvironment
     from fabric.plugins.environments.process_group import ProcessGroupEnvironment
     from fabric.plugins.environments.registry import ENVIRONMENT_REGISTRY
     from fabric.plugins.environments.torchelastic import TorchElasticEnvironment

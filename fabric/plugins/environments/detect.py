@@ -7,31 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.registry import unknown_name_message
-from fabric.plugins.environments.local import LocalEnvironment
-from fabric.plugins.environments.process_group import ProcessGroupEnvironment
 from fabric.plugins.environments.registry import ENVIRONMENT_REGISTRY
-from fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
-PRECEDENCE: tuple[type[ClusterEnvironment], ...] = (
-    ProcessGroupEnvironment,  # what exists beats what variables promise
-    TorchElasticEnvironment,  # torchrun inside sbatch: the inner launcher started these processes
-    LocalEnvironment,
+PRECEDENCE = (
+    "process_group",  # what exists beats what variables promise
+    "torchelastic",  # torchrun inside sbatch: the inner launcher started these processes
+    "local",
 )
-"""The first whose `detect()` says yes."""
+"""Registered names; the first whose `detect()` says yes."""
 
 
 def detect_environment(
-    candidates: Sequence[type[ClusterEnvironment]] = PRECEDENCE, forced: str | None = None
+    candidates: Sequence[type[ClusterEnvironment]] | None = None, forced: str | None = None
 ) -> ClusterEnvironment:
     """A new environment object: the forced one, else the first candidate that recognises this process.
 
     Args:
-        candidates: Classes in order of precedence; the last should always say yes.
+        candidates: Classes in order of precedence, the last of which should always say yes; None: ours.
         forced: A registered name; defaults to the variable FABRIC_ENVIRONMENT.
 
     Raises:
@@ -45,4 +42,6 @@ def detect_environment(
             )
         made: Any = ENVIRONMENT_REGISTRY.get(name)
         return made  # type: ignore[no-any-return]
-    return next(kind for kind in candidates if kind.detect())()
+    kinds: Any = candidates or [ENVIRONMENT_REGISTRY.entry(name).load() for name in PRECEDENCE]
+    found: ClusterEnvironment = next(kind for kind in kinds if kind.detect())()
+    return found

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment, open_store, port_taken
-from fabric.utilities.lifeline import tie_to_parent
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -164,6 +163,8 @@ class LocalEnvironment(ClusterEnvironment):
         """The hosted store in the hosting process, else a connection to it (raises as the base does)."""
         from torch.distributed import PrefixStore
 
+        from fabric.utilities.lifeline import tie_to_parent
+
         tie_to_parent()
         if self._store is None and rank == 0 and not self._child:
             self._host_as_rank_zero(world_size, timeout)
@@ -202,6 +203,9 @@ class LocalEnvironment(ClusterEnvironment):
         return {**self.__dict__, "_store": None}
 
 
+LightningEnvironment = LocalEnvironment
+"""Lightning's name for it."""
+
 # Rank zero under `fabric run` opens the socket it was handed once; its later groups share that store.
 _handed_over: dict[int, Any] = {}
 
@@ -210,13 +214,14 @@ def listen(address: str, port: int, everywhere: bool = False) -> socket.socket:
     """A socket that listens on `port` (0: the kernel chooses) of `address`, or of all interfaces.
 
     Raises:
+        ConfigurationError: It is no port number.
         LaunchError: The port is taken.
     """
     where = "" if everywhere or address not in ("127.0.0.1", "localhost") else "127.0.0.1"
+    if not 0 <= port <= 65535:
+        raise ConfigurationError(f"port {port} is not in 0..65535. Write 0 for a free one.")
     try:
         return socket.create_server((where, port), backlog=4096)
-    except OverflowError:
-        raise ConfigurationError(f"port {port} is not in 0..65535. Write 0 for a free one.") from None
     except OSError as error:
         if port:
             raise port_taken(address, port) from error

@@ -28,5 +28,5 @@ class CheckpointIO(ABC):
     def remove_checkpoint(self, path: PathLike) -> None:
         """Delete the checkpoint at `path`, if it is there."""
 
-    def teardown(self) -> None:
+    def teardown(self) -> None:  # noqa: B027 - optional to override
         """Finish what is still under way."""

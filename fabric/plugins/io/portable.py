@@ -1,20 +1,21 @@
-"""Checkpoint data in the types that `torch.load(weights_only=True)` reads, and back. Unknown types fail at save."""
+"""Checkpoint data in types that `torch.load(weights_only=True)` reads, and back. Others fail at save."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
 from fabric.core.errors import ArgumentTypeError
-from fabric.core.tree import map_tree
 
 _PLAIN = (
-    type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device, torch.layout,
-)  # fmt: skip
+    *(type(None), bool, int, float, complex, str, bytes, bytearray),
+    *(torch.Size, torch.dtype, torch.device, torch.layout),
+)
+_DICTS = (dict, OrderedDict, Counter)
 _TAG = "__fabric_type__"
 
 
@@ -29,59 +30,126 @@ def to_portable(data: Any, name: str) -> Any:
         ArgumentTypeError: A value of another type; the message names its place.
     """
     kind = type(data)
-    if kind in _PLAIN or isinstance(data, torch.Tensor):
+    if kind is bytes and not data:  # pickled as a call of bytes(), which safe loading refuses
+        return {_TAG: "no_bytes"}
+    if kind in _PLAIN:
         return data
-    if kind in (dict, OrderedDict, Counter):
-        return kind(
-            {_portable_key(key, name): to_portable(value, f"{name}[{key!r}]") for key, value in data.items()}
-        )
+    if isinstance(data, torch.Tensor):
+        _check_tensor(data, name)
+        return data
+    if isinstance(data, dict) and not hasattr(kind, "__dataclass_fields__"):
+        items = {_plain_key(key, name): to_portable(value, f"{name}[{key!r}]") for key, value in data.items()}
+        return like(data, items)
     if kind in (list, tuple):
         return kind([to_portable(value, f"{name}[{i}]") for i, value in enumerate(data)])
     if kind is set:
-        return {to_portable(value, f"{name} (in the set)") for value in data}
+        return {_plain_key(value, name) for value in data}
     if isinstance(data, PurePath):
         return {_TAG: "path", "value": str(data)}
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(data, numpy.ndarray | numpy.generic) and data.dtype.kind in "biufc":
-        tag = "ndarray" if isinstance(data, numpy.ndarray) else "numpy_scalar"
-        return {_TAG: tag, "value": torch.from_numpy(numpy.array(data)), "dtype": str(data.dtype)}
-    if isinstance(data, dict) and not hasattr(kind, "__dataclass_fields__"):
-        return to_portable(dict(data), name)
+    if numpy is not None and (kind is numpy.ndarray or isinstance(data, numpy.generic)):
+        return _tagged_array(numpy, data, name)
     raise ArgumentTypeError(_refusal(data, name))
 
 
 def from_portable(data: Any) -> Any:
-    """Undo `to_portable`: tagged dictionaries become paths and numpy values again."""
-    if isinstance(data, dict):
-        if _TAG in data:
-            return _untag(data)
-        for key, value in data.items():
-            if not isinstance(value, torch.Tensor):
-                data[key] = from_portable(value)
-        return data
+    """Undo `to_portable`: a copy with paths and numpy values again, whose tensors own their memory.
+
+    Tensors of a memory-mapped file must not outlive the load: whoever overwrites the file in place would
+    crash them.
+    """
+    if isinstance(data, torch.Tensor):
+        copied = data.detach().clone()
+        if isinstance(data, torch.nn.Parameter):
+            return torch.nn.Parameter(copied, data.requires_grad)
+        return copied.requires_grad_(data.requires_grad)
+    if type(data) in _DICTS:
+        if data.get(_TAG) in _READERS:
+            return _READERS[data[_TAG]](data)
+        return like(data, {key: from_portable(value) for key, value in data.items()})
     if type(data) in (list, tuple):
         return type(data)([from_portable(value) for value in data])
     return data
 
 
-def detach_from_file(data: Any) -> Any:
-    """A copy whose tensors own their memory: a memory-mapped file may be replaced while they live."""
-    return map_tree(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, data)
+def module_entries(state: dict[str, Any]) -> dict[str, Any]:
+    """A module's saved state to load from. Its tensors are not copied, since loading copies them."""
+    extra = "_extra_state"  # torch's suffix for what get_extra_state() gave: kept by the module as it is
+    return like(
+        state,
+        {
+            key: value
+            if isinstance(value, torch.Tensor) and not key.endswith(extra)
+            else from_portable(value)
+            for key, value in state.items()
+        },
+    )
 
 
-def _portable_key(key: Any, name: str) -> Any:
-    if type(key) in _PLAIN or (type(key) is tuple and all([type(part) in _PLAIN for part in key])):
+def like(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """`items` in a dictionary of `old`'s kind, with the versions that torch keeps at a state dict."""
+    kind = type(old) if type(old) in _DICTS else dict
+    metadata = getattr(old, "_metadata", None)
+    if metadata is None:
+        return items if kind is dict else kind(items)
+    made = OrderedDict(items)
+    made._metadata = metadata  # type: ignore[attr-defined]
+    return made
+
+
+def _plain_key(key: Any, name: str) -> Any:
+    parts = key if type(key) is tuple else (key,)
+    if all([type(part) in _PLAIN and part != b"" for part in parts]):
         return key
-    raise ArgumentTypeError(f"{name} has the key {key!r} of type {type(key).__name__}. Use str or int keys.")
+    raise ArgumentTypeError(
+        f"{name} holds the key {key!r} of type {type(key).__name__}. Use str or int for the keys of a "
+        f"dictionary and the members of a set."
+    )
 
 
-def _untag(data: dict[str, Any]) -> Any:
-    if data[_TAG] == "path":
-        from pathlib import Path
+def _check_tensor(data: torch.Tensor, name: str) -> None:
+    kind = type(data)
+    known = kind.__module__.partition(".")[0] == "torch" or kind in torch.serialization.get_safe_globals()
+    if not known:
+        raise ArgumentTypeError(
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, a kind of tensor that safe loading would "
+            f"not read back. Save {name}.as_subclass(torch.Tensor)."
+        )
+    if data.is_meta:
+        raise ArgumentTypeError(
+            f"{name} is on the meta device and holds no values. Give it some before saving, for example with "
+            f"model.to_empty(device=fabric.device) and loading."
+        )
+    for attribute, value in vars(data).items():  # pickled with the tensor
+        if kind in (torch.Tensor, torch.nn.Parameter) and type(value) not in _PLAIN:
+            raise ArgumentTypeError(_refusal(value, f"{name}.{attribute}"))
 
-        return Path(data["value"])
-    array = data["value"].numpy().astype(data["dtype"], copy=False)
+
+def _tagged_array(numpy: Any, data: Any, name: str) -> dict[str, Any]:
+    native = numpy.array(data, dtype=data.dtype.newbyteorder("="))  # a copy: torch would share its memory
+    try:
+        tensor = torch.from_numpy(native)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{name} is a numpy value of dtype {data.dtype}, which torch has no type for. "
+            f"Save numbers or bools."
+        ) from None
+    tag = "ndarray" if isinstance(data, numpy.ndarray) else "numpy_scalar"
+    return {_TAG: tag, "value": tensor, "dtype": data.dtype.str}
+
+
+def _read_array(data: dict[str, Any]) -> Any:
+    array: Any = from_portable(data["value"]).numpy()
+    array = array.astype(data["dtype"], copy=False)
     return array if data[_TAG] == "ndarray" else array[()]
+
+
+_READERS: dict[Any, Any] = {
+    "no_bytes": lambda data: b"",
+    "path": lambda data: Path(data["value"]),
+    "ndarray": _read_array,
+    "numpy_scalar": _read_array,
+}
 
 
 def _refusal(data: Any, name: str) -> str:
@@ -91,5 +159,8 @@ def _refusal(data: Any, name: str) -> str:
     elif hasattr(kind, "__dataclass_fields__"):
         way = f"Save dataclasses.asdict({name})."
     else:
-        way = "Save plain data (numbers, strings, tensors, dict, list, tuple), or give it state_dict() and load_state_dict()."
+        way = (
+            "Save plain data (numbers, strings, tensors, dict, list, tuple), or give it state_dict() and "
+            "load_state_dict()."
+        )
     return f"{name} is a {kind.__module__}.{kind.__qualname__}, which safe loading would not read back. {way}"

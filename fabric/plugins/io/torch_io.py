@@ -1,10 +1,11 @@
-"""`TorchCheckpointIO`: one file that plain `torch.load(weights_only=True)` reads, written aside and renamed."""
+"""`TorchCheckpointIO`: one file that `torch.load(weights_only=True)` reads, written aside and renamed."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import tempfile
+import re
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +13,14 @@ import torch
 
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.plugins.io.checkpoint_io import CheckpointIO
+from fabric.utilities.cloud_io import get_filesystem, is_local_path, is_url
 
 if TYPE_CHECKING:
     from fabric.core.types import PathLike
+
+
+_DAMAGE = ("PytorchStreamReader", "zip archive", "unexpected EOF")
+"""What torch.load says of a file that was cut short, or is something else altogether."""
 
 
 class TorchCheckpointIO(CheckpointIO):
@@ -34,10 +40,11 @@ class TorchCheckpointIO(CheckpointIO):
                 f"storage_options={storage_options!r} mean nothing to TorchCheckpointIO. "
                 f"Pass a CheckpointIO of your own as Fabric(plugins=...) that reads them."
             )
-        if _is_url(path):
+        local = _local_path(path)
+        if local is None:
             _save_to_url(checkpoint, str(path))
         else:
-            _save_to_disk(checkpoint, Path(path))
+            _save_to_disk(checkpoint, local.absolute())
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
@@ -51,53 +58,85 @@ class TorchCheckpointIO(CheckpointIO):
 
         Raises:
             FileNotFoundError: Nothing is at `path`.
-            UsageError: The file holds objects that safe loading refuses.
+            UsageError: The file holds objects that safe loading refuses, or is no checkpoint.
         """
         safe = weights_only is not False
+        local = _local_path(path)
         try:
-            if _is_url(path):
+            if local is None:
                 return _load_from_url(str(path), map_location, safe)
-            path = Path(path)
-            if not path.is_file():
-                raise FileNotFoundError(f"There is no checkpoint file at {path.absolute()}.")
-            return _load_from_disk(path, map_location, safe)
+            return _load_from_disk(local.absolute(), map_location, safe)
         except pickle.UnpicklingError as error:
-            raise UsageError(
-                f"{path} holds objects that safe loading refuses: {str(error).splitlines()[0]} "
-                f"If you trust the file, write fabric.load(path, ..., weights_only=False)."
-            ) from error
+            raise UsageError(_refusal(path, str(error)) if safe else _damage(path)) from error
+        except (EOFError, KeyError) as error:
+            raise UsageError(_damage(path)) from error
+        except RuntimeError as error:
+            if any([sign in str(error) for sign in _DAMAGE]):
+                raise UsageError(_damage(path)) from error
+            raise
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Delete the file at `path`, if it is there."""
-        if _is_url(path):
-            import fsspec
-
-            filesystem, name = fsspec.core.url_to_fs(str(path))
-            if filesystem.exists(name):
-                filesystem.rm(name, recursive=True)
-        else:
-            Path(path).unlink(missing_ok=True)
+        local = _local_path(path)
+        if local is not None:
+            local.unlink(missing_ok=True)
+        elif (filesystem := get_filesystem(path)).exists(str(path)):
+            filesystem.rm(str(path), recursive=True)
 
 
-def _is_url(path: PathLike) -> bool:
-    return "://" in str(path)
+def _local_path(path: PathLike) -> Path | None:
+    """The path on this machine's disks; None for a URL of another kind.
+
+    Raises:
+        ConfigurationError: A URL went through `pathlib`, which takes out a slash.
+    """
+    if is_url(path):
+        return Path(str(path).partition("://")[2]) if is_local_path(path) else None
+    broken = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", str(path))
+    if isinstance(path, Path) and broken:
+        raise ConfigurationError(
+            f"{path!r} was a URL, and Path took a slash out of it. Pass the string "
+            f"{str(path).replace(':/', '://', 1)!r}."
+        )
+    return Path(path)
+
+
+def _refusal(path: PathLike, text: str) -> str:
+    reason = re.search(r"WeightsUnpickler error: (.*?)(\. |$)", text, re.MULTILINE)
+    if reason is None or "Unsupported operand" in reason.group(1):
+        return _damage(path)
+    found = re.search(r"GLOBAL ([\w.]+)", text)
+    what = f"refers to {found.group(1)}" if found else f"holds more than data ({reason.group(1)})"
+    return (
+        f"{path} {what}, which safe loading refuses, because reading it can run any code. "
+        f"If you trust the file, write fabric.load(path, ..., weights_only=False)."
+    )
+
+
+def _damage(path: PathLike) -> str:
+    return f"{path} is no complete checkpoint: it was cut short, or not written by fabric.save or torch.save."
 
 
 def _save_to_disk(checkpoint: dict[str, Any], path: Path) -> None:
-    path = path.absolute()
     if path.is_dir():
         raise IsADirectoryError(
             f"{path} is a directory. Give a file name, for example {path / 'checkpoint.pt'}."
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    part = Path(name)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(checkpoint, file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(f"{path} cannot be written: {path.parent} is a file.") from None
+    if path.exists() and not path.is_file():  # /dev/null, a pipe: nothing that a file may replace
+        torch.save(checkpoint, path)
+        return
+    part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.part")
+    try:
+        with part.open("xb") as file:
+            _write(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        part.chmod(path.stat().st_mode if path.exists() else 0o666 & ~_umask())
+        if path.exists():
+            part.chmod(path.stat().st_mode)
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -105,11 +144,14 @@ def _save_to_disk(checkpoint: dict[str, Any], path: Path) -> None:
     _flush_directory(path.parent)
 
 
-def _umask() -> int:
-    # The only portable way to read it is to set it; between the two calls no file of ours is made.
-    current = os.umask(0)
-    os.umask(current)
-    return current
+def _write(checkpoint: dict[str, Any], file: Any) -> None:
+    try:
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        # torch's writer notices at its end that bytes are missing, which covers up why.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _flush_directory(directory: Path) -> None:
@@ -125,20 +167,24 @@ def _flush_directory(directory: Path) -> None:
 
 
 def _save_to_url(checkpoint: dict[str, Any], url: str) -> None:
-    import fsspec
-
-    filesystem, name = fsspec.core.url_to_fs(url)
-    parent = name.rsplit("/", 1)[0]
-    if parent:
-        filesystem.makedirs(parent, exist_ok=True)
-    with filesystem.transaction, filesystem.open(name, "wb") as file:
-        torch.save(checkpoint, file)
+    filesystem = get_filesystem(url)
+    filesystem.makedirs(url.rsplit("/", 1)[0], exist_ok=True)
+    with filesystem.transaction, filesystem.open(url, "wb") as file:
+        _write(checkpoint, file)
 
 
 def _load_from_disk(path: Path, map_location: Any, safe: bool) -> dict[str, Any]:
-    mapped = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cpu"
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory, not a checkpoint file.")
+    if not path.exists():
+        raise FileNotFoundError(f"There is no checkpoint file at {path}.")
+    # Objects that only an unsafe load reads may hold tensors where nobody finds and copies them.
+    mapped = (
+        safe and isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cpu"
+    )
     try:
-        return torch.load(path, map_location=map_location, weights_only=safe, mmap=mapped)  # type: ignore[no-any-return]
+        loaded: dict[str, Any] = torch.load(path, map_location, weights_only=safe, mmap=mapped)
+        return loaded
     except RuntimeError as error:
         if "mmap can only be used" not in str(error):  # a file in the old, unzipped format
             raise
@@ -146,7 +192,5 @@ def _load_from_disk(path: Path, map_location: Any, safe: bool) -> dict[str, Any]
 
 
 def _load_from_url(url: str, map_location: Any, safe: bool) -> dict[str, Any]:
-    import fsspec
-
-    with fsspec.open(url, "rb") as file:
+    with get_filesystem(url).open(url, "rb") as file:
         return torch.load(file, map_location=map_location, weights_only=safe)  # type: ignore[no-any-return]

@@ -25,9 +25,9 @@ _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 class MixedPrecision(Precision):
     """Parameters stay as they are; matrix products and convolutions run in half precision through autocast.
 
-    Invariant of the scaler: `update()`, which may change the scale, runs at the start of the next backward (or
-    when the state is saved or loaded), not after each step. All optimizers that step after one backward so see
-    the scale that their gradients carry; with an update after every step the second one would unscale wrongly.
+    Invariant of the scaler: `update()`, which may change the scale, runs at the start of the next backward,
+    or when the state is saved or loaded; not after each step. All optimizers that step after one backward so
+    see the scale that their gradients carry; updated in between, the second one would unscale wrongly.
 
     Args:
         precision: "16-mixed" or "bf16-mixed".
@@ -116,8 +116,8 @@ class MixedPrecision(Precision):
         if kwargs.get("closure") is not None or isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
                 f"{type(optimizer).__name__}.step(closure) cannot be combined with the gradient scaler of "
-                f'precision="16-mixed". Write precision="bf16-mixed" or "32-true", or use an optimizer without '
-                f"closure."
+                f'precision="16-mixed". Write precision="bf16-mixed" or "32-true", or use an optimizer '
+                f"without closure."
             )
         if self._backwards == 0:
             raise UsageError(
@@ -127,6 +127,9 @@ class MixedPrecision(Precision):
         kwargs.pop("closure", None)
         self._unscaled_at.pop(id(optimizer), None)
         self._update_due = True
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            # A scheduler asks whether its optimizer was stepped first; a step that the scaler skips counts.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         return self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:

@@ -13,7 +13,6 @@ import pickle
 import sys
 import time
 import warnings
-from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -181,7 +180,7 @@ class _Ranks:
         if self.method == "fork":
             self._prepare_fork()
         for local_rank in range(self.first.local_world_size):
-            place = replace(self.first, local_rank=local_rank)
+            place = self.first.at(local_rank)
             reader, writer = self.context.Pipe(duplex=False)
             task = Task(place, self.call, variables, os.getpid(), direct)
             process = self.context.Process(target=run_rank, args=(task, writer))  # type: ignore[attr-defined]

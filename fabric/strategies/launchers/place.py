@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fabric.utilities.cores import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-LAUNCHED = "FABRIC_LAUNCHED"
-"""Names the launcher ("script", "cli") in ranks whose command it started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +26,10 @@ class Place:
     def rank(self) -> int:
         """Global rank: machines one after the other."""
         return self.node_rank * self.local_world_size + self.local_rank
+
+    def at(self, local_rank: int) -> Place:
+        """The same machine's place of another rank."""
+        return replace(self, local_rank=local_rank)
 
     def variables(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """What to set in the rank's environment, on top of what it inherits.

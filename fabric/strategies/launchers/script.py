@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import LaunchError
-from fabric.plugins.environments.local import LocalEnvironment
+from fabric.plugins.environments.local import LAUNCHED, LocalEnvironment
 from fabric.strategies.launchers.failure import SETTLE_S, Failure, root_cause
 from fabric.strategies.launchers.launcher import Launcher
-from fabric.strategies.launchers.place import LAUNCHED, Place
+from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.supervisor import Command, Supervisor
 from fabric.utilities.lifeline import describe
 
@@ -78,10 +78,6 @@ class ScriptLauncher(Launcher):
         elif self.num_processes * self.num_nodes > 1:
             argv, directory = original_command()
             _job = _Job(self.environment, self.num_processes, self.num_nodes, argv, directory)
-        else:
-            self.environment.become(
-                0, 1, 1, "127.0.0.1", self.environment.host_store(_STORE_TIMEOUT), child=False
-            )
 
 
 _STORE_TIMEOUT = timedelta(minutes=5)  # replaced by the strategy's own when it opens the store
@@ -108,6 +104,7 @@ class _Job:
         self.supervisor.start()
         self._main_over = threading.Event()
         self._verdict = threading.Event()
+        self._cause: Failure | None = None
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_exception
         atexit.register(self._on_exit)
@@ -141,7 +138,7 @@ class _Job:
         if failure is None or self.supervisor.stopping or self._main_over.wait(MAIN_GRACE_S):
             return
         # This process is busy elsewhere, perhaps for ever: nothing but its end makes it notice.
-        self._exit(self._finish(failure))
+        self._exit(self._finish(failure, [self.rank]))
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, tb: TracebackType | None
@@ -157,16 +154,21 @@ class _Job:
         if mine.is_consequence:
             self._verdict.wait(SETTLE_S)
         theirs = self.supervisor.first_failure()
-        cause = root_cause([mine, *([theirs] if theirs else [])])
-        code = self._finish(cause)
-        if cause is not mine:
-            raise SystemExit(code)  # from an excepthook this sets the exit code and still runs atexit
+        self._cause = root_cause([mine, *([theirs] if theirs else [])])
+        self.supervisor.tell(spare=self._cause.rank)
+        # The rest waits for `_on_exit`: torch's own hook, around this one, holds back what is printed here.
 
     def _on_exit(self) -> None:
-        """At this process's normal end: the other ranks finish, too, but not for ever."""
+        """At this process's end: the other ranks end, too; they have time if this one ended well."""
         self._main_over.set()
-        if self.supervisor.stopping:
-            return
+        if self._cause is not None:
+            code = self._finish(self._cause)
+            if code != 1:  # 1 is what the exception itself ends this process with
+                self._exit(code)
+        elif not self.supervisor.stopping:
+            self._await_others()
+
+    def _await_others(self) -> None:
         failure = self.supervisor.wait(EXIT_NOTE_S)
         if failure is None and (late := self.supervisor.running()):
             names = ", ".join(map(str, late))
@@ -183,9 +185,9 @@ class _Job:
                 failure = Failure(self.rank, failure.when, reason, failure.code)
             self._exit(self._finish(failure))
 
-    def _finish(self, failure: Failure) -> int:
-        """Stop the ranks, print the cause last; returns the exit code."""
-        told = self.supervisor.stop(spare=failure.rank)
+    def _finish(self, failure: Failure, also: list[int] | None = None) -> int:
+        """Stop the ranks, print the cause last (`also` are stopped, too); returns the exit code."""
+        told = (also or []) + self.supervisor.stop(spare=failure.rank)
         _flush()
         _say(failure.summary([rank for rank in told if rank != failure.rank]))
         return self.supervisor.exit_code(failure)
@@ -232,14 +234,7 @@ def original_command() -> tuple[list[str], str | None]:
 def _commands(first: Place, argv: list[str], directory: str | None) -> list[Command]:
     commands = []
     for local_rank in range(1, first.local_world_size):
-        place = Place(
-            local_rank,
-            first.world_size,
-            first.local_world_size,
-            first.main_address,
-            first.main_port,
-            first.node_rank,
-        )
+        place = first.at(local_rank)
         env = {**os.environ, **place.variables(os.environ), LAUNCHED: "script"}
         commands.append(Command(place.rank, argv, env, cwd=directory))
     return commands

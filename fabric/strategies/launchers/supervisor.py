@@ -8,6 +8,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
@@ -38,7 +39,7 @@ class Command:
 
 
 class Supervisor:
-    """The ranks of one machine, as child processes. One thread at a time may call `wait` or `stop`.
+    """The ranks of one machine, as child processes.
 
     Args:
         commands: What to start.
@@ -55,6 +56,8 @@ class Supervisor:
         self._reports, self._writer = os.pipe()
         os.set_blocking(self._reports, False)
         self._rest = b""
+        self._told: set[int] = set()
+        self._lock = threading.Lock()
         self._reasons: dict[int, tuple[float, str]] = {}
         self._failures: dict[int, Failure] = {}
 
@@ -77,14 +80,27 @@ class Supervisor:
         """Ranks whose process has not ended."""
         return [rank for rank, process in self.processes.items() if process.poll() is None]
 
-    def wait(self, timeout: float | None = None) -> Failure | None:
+    def wait(self, timeout: float | None = None, wake: Callable[[], bool] = lambda: False) -> Failure | None:
         """Block until a rank has failed, all have ended, `stop` was called or `timeout` seconds are over.
+
+        Args:
+            timeout: Seconds; None: no limit.
+            wake: Asked after every signal and at least once per second; True ends the waiting.
 
         Returns:
             The failure that came first; None while nothing failed.
         """
         deadline = _deadline(timeout)
-        while not (self._look() or self.stopping) and self.running() and time.monotonic() < deadline:
+        while (
+            not (self._look() or self.stopping or wake()) and self.running() and time.monotonic() < deadline
+        ):
+            self._sleep(deadline)
+        return None if wake() else self.first_failure()
+
+    def wait_all(self, timeout: float) -> Failure | None:
+        """Block until all have ended or `timeout` seconds are over; failures do not end the waiting."""
+        deadline = _deadline(timeout)
+        while self.running() and time.monotonic() < deadline:
             self._sleep(deadline)
         return self.first_failure()
 
@@ -104,16 +120,21 @@ class Supervisor:
             spare: A rank that is failing by itself and gets the grace to finish its traceback.
             grace: Seconds between the two signals.
         """
-        self.stopping = True
-        told = [rank for rank in self.running() if rank != spare]
-        self.send(signal.SIGTERM, told)
+        self.tell(spare)
         deadline = _deadline(grace)
         while self.running() and time.monotonic() < deadline:
             self._sleep(deadline)
         self.send(signal.SIGKILL, self.running())
         for process in self.processes.values():
             process.wait()
-        return told
+        return sorted(self._told)
+
+    def tell(self, spare: int | None = None) -> None:
+        """The first half of `stop`: SIGTERM to every rank that runs, but `spare`, without waiting."""
+        self.stopping = True
+        fresh = [rank for rank in self.running() if rank != spare and rank not in self._told]
+        self._told.update(fresh)
+        self.send(signal.SIGTERM, fresh)
 
     def send(self, number: int, ranks: Iterable[int] | None = None) -> None:
         """Send a signal to the ranks that still run (all, or those named)."""
@@ -134,11 +155,14 @@ class Supervisor:
 
     def _start_one(self, command: Command) -> subprocess.Popen[bytes]:
         parent = os.getpid()
+        env = {**command.env, PARENT_PID: str(parent), REPORT_FD: str(self._writer)}
+        if threading.current_thread() is not threading.main_thread():
+            del env[PARENT_PID]  # the kernel would take the end of this thread for the end of the parent
         tie: Callable[[], None] | None = (lambda: die_with_parent(parent)) if self._ties_early() else None
         stdin: int | IO[bytes] | None = None if command.stdin else subprocess.DEVNULL
         return subprocess.Popen(
             command.argv,
-            env={**command.env, PARENT_PID: str(parent), REPORT_FD: str(self._writer)},
+            env=env,
             cwd=command.cwd,
             stdin=stdin,
             pass_fds=(*command.pass_fds, self._writer),
@@ -151,8 +175,12 @@ class Supervisor:
 
     def _look(self) -> bool:
         """Take note of what has ended since; whether anything failed."""
-        if self.stopping:
+        with self._lock:
+            if not self.stopping:
+                self._take_note()
             return bool(self._failures)
+
+    def _take_note(self) -> None:
         with contextlib.suppress(OSError):
             reports, self._rest = read_reports(self._reports, self._rest)
             for report in reports:
@@ -164,7 +192,6 @@ class Supervisor:
             code = process.poll()
             if code and rank not in self._failures:
                 self._failures[rank] = from_returncode(rank, code, now)
-        return bool(self._failures)
 
     def _sleep(self, deadline: float) -> None:
         """Block until a process ends, a report comes or the deadline is over; may return early."""

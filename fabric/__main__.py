@@ -1,0 +1,8 @@
+"""`python -m fabric run ...`: the command line without an installed script."""
+
+import sys
+
+from fabric.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""`fabric run`: starts all ranks of this machine at once and supervises them. Imports no torch: the ranks
+do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from fabric.core.errors import ConfigurationError, FabricError
+from fabric.plugins.environments.local import LAUNCHED, STORE_FD, listen
+from fabric.strategies.launchers.place import Place
+from fabric.strategies.launchers.supervisor import Command, Supervisor
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Mapping, Sequence
+    from types import FrameType
+
+DEFAULT_PORT = 29400
+"""Where rank zero of several machines listens; on one machine the kernel chooses."""
+PASS_ON_GRACE_S = 30.0
+"""Seconds that the ranks get to end after a signal to `fabric run` was passed on to them."""
+
+_DEFAULTS = {
+    "accelerator": "auto",
+    "strategy": "auto",
+    "devices": "auto",
+    "num_nodes": "1",
+    "precision": "32-true",
+}
+_PLACE_DEFAULTS = {"node_rank": "0", "main_address": "127.0.0.1", "main_port": "0"}
+_PLACE_VARIABLES = {"node_rank": "NODE_RANK", "main_address": "MASTER_ADDR", "main_port": "MASTER_PORT"}
+
+
+class Setting(NamedTuple):
+    """A value as text, and where it comes from: "command line", a variable's name, "default"."""
+
+    value: str
+    source: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, the failing rank's, or 2 for wrong usage."""
+    parser = _parser()
+    options = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
+    try:
+        return _run(options)
+    except ConfigurationError as error:
+        print(f"fabric run: {error}", file=sys.stderr)
+        return 2
+    except FabricError as error:
+        print(f"fabric run: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fabric", description="Minimal distributed PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="run a script on several processes",
+        description="Start a script (or -m module) on several processes, which Fabric(...) in it then joins.",
+        usage="fabric run [options] (script.py | -m module) [arguments of the script]",
+        allow_abbrev=False,
+    )
+    run.add_argument("--accelerator", help='"cpu", "cuda", "mps", ...; default: auto')
+    run.add_argument("--strategy", help='"ddp", ...; default: auto')
+    run.add_argument("--devices", help='a number, a list ("0,1") or auto; default: auto')
+    run.add_argument("--num-nodes", metavar="N", help="machines; start the same command on each; default: 1")
+    run.add_argument("--node-rank", metavar="N", help="which of the machines this is; default: 0")
+    run.add_argument("--main-address", metavar="HOST", help="the machine of node rank 0")
+    run.add_argument(
+        "--main-port",
+        metavar="PORT",
+        help=f"where it listens; default: {DEFAULT_PORT}, on one machine a free one",
+    )
+    run.add_argument("--precision", help='"32-true", "bf16-mixed", ...; default: the script\'s own')
+    run.add_argument("--verbose", action="store_true", help="print each value and where it is from")
+    run.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, like python -m")
+    run.add_argument("script", nargs="?", help="the script")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    argv = _command_line(options)
+    settings = effective_settings(vars(options), os.environ)
+    devices, nodes = settings["devices"].value, _whole(settings["num_nodes"], "--num-nodes", 1)
+    count = count_processes(devices, settings["accelerator"].value)
+    if options.verbose:
+        _print_settings(settings, count, nodes)
+    place, listener = _place(settings, count, nodes)
+    fd = None if listener is None else listener.fileno()
+    supervisor = Supervisor(_commands(argv, settings, place, fd), own_sessions=True)
+    return _supervise(supervisor, listener)
+
+
+def effective_settings(
+    options: Mapping[str, str | None], environment: Mapping[str, str]
+) -> dict[str, Setting]:
+    """Each setting's value and its source: the command line, a variable, or the default."""
+    settings = {}
+    for name, default in {**_DEFAULTS, **_PLACE_DEFAULTS}.items():
+        variable = _PLACE_VARIABLES.get(name, f"FABRIC_{name.upper()}")
+        given = options.get(name)
+        if given is not None:
+            settings[name] = Setting(given, "command line")
+        elif environment.get(variable):
+            settings[name] = Setting(environment[variable], variable)
+        else:
+            settings[name] = Setting(default, "default")
+    return settings
+
+
+def count_processes(devices: str, accelerator: str = "auto") -> int:
+    """How many ranks `--devices` means on this machine, without asking torch.
+
+    Args:
+        devices: "auto", "-1", a number, or a list such as "0,1" or "0,".
+        accelerator: Where it is "cpu", auto means 1; otherwise the visible GPUs, or 1 without any.
+
+    Raises:
+        ConfigurationError: It is none of these, or names nothing.
+    """
+    text = devices.strip()
+    if text in ("auto", "-1"):
+        return 1 if accelerator == "cpu" else max(1, count_gpus())
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdigit() for part in parts) or ("," not in text and int(text) == 0):
+        raise ConfigurationError(
+            f"--devices {devices} is no number of devices. Write a number above 0 (--devices 2), a list "
+            f'(--devices 0,1, or "0," for device 0 alone) or auto.'
+        )
+    if len(set(parts)) != len(parts):
+        raise ConfigurationError(f"--devices {devices} names a device twice. Write each once.")
+    return len(parts) if "," in text else int(text)
+
+
+def count_gpus(root: Path = Path("/")) -> int:
+    """The NVIDIA GPUs that ranks will see: CUDA_VISIBLE_DEVICES, else what the driver lists under `root`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    listed = len(list((root / "proc/driver/nvidia/gpus").glob("*"))) or len(
+        list((root / "dev").glob("nvidia[0-9]*"))
+    )
+    if visible is None:
+        return listed
+    chosen = [part.strip() for part in visible.split(",")]
+    # CUDA takes the list up to the first entry that names no device.
+    end = next((index for index, part in enumerate(chosen) if part in ("", "-1", "NoDevFiles")), len(chosen))
+    return min(end, listed) if listed else 0
+
+
+def _command_line(options: argparse.Namespace) -> list[str]:
+    if options.module is not None:
+        if not options.module:
+            raise ConfigurationError("-m needs the name of a module. Write fabric run -m package.train.")
+        return [sys.executable, "-m", *options.module]
+    if options.script is None:
+        raise ConfigurationError("There is nothing to run. Write fabric run [options] train.py [arguments].")
+    if not Path(options.script).exists():
+        raise ConfigurationError(
+            f"The script {options.script!r} does not exist (looked in {Path.cwd()}). Write the path of a "
+            "Python file; options of fabric run stand before it, or use -m for a module."
+        )
+    return [sys.executable, options.script, *options.arguments]
+
+
+def _place(settings: Mapping[str, Setting], count: int, nodes: int) -> tuple[Place, socket.socket | None]:
+    """The place of the first rank here, and on node 0 the socket that listens for all."""
+    node_rank = _whole(settings["node_rank"], "--node-rank", 0)
+    port = _whole(settings["main_port"], "--main-port", 0)
+    address = settings["main_address"].value
+    if node_rank >= nodes:
+        raise ConfigurationError(
+            f"--node-rank {node_rank} is not below --num-nodes {nodes}. Count machines from 0."
+        )
+    if nodes > 1 and settings["main_address"].source == "default":
+        raise ConfigurationError(
+            f"--num-nodes {nodes} needs --main-address: the name or address of the machine with --node-rank "
+            "0, as the others reach it. Write it on every machine."
+        )
+    port = port or (DEFAULT_PORT if nodes > 1 else 0)
+    listener = listen("127.0.0.1", port, everywhere=nodes > 1) if node_rank == 0 else None
+    if listener is not None:
+        port = listener.getsockname()[1]
+    return Place(0, count * nodes, count, address, port, node_rank), listener
+
+
+def _commands(
+    argv: list[str], settings: Mapping[str, Setting], first: Place, fd: int | None
+) -> list[Command]:
+    # Only what was given: the script's own arguments decide the rest.
+    given = {
+        f"FABRIC_{name.upper()}": settings[name].value
+        for name in _DEFAULTS
+        if settings[name].source == "command line"
+    }
+    commands = []
+    for local_rank in range(first.local_world_size):
+        place = first.at(local_rank)
+        env = {**os.environ, **given, **place.variables(os.environ), LAUNCHED: "cli"}
+        hosts = place.rank == 0 and fd is not None
+        if hosts:
+            env[STORE_FD] = str(fd)
+        commands.append(
+            Command(place.rank, argv, env, (fd,) if hosts and fd is not None else (), stdin=place.rank == 0)
+        )
+    return commands
+
+
+def _supervise(supervisor: Supervisor, listener: socket.socket | None) -> int:
+    received: list[int] = []
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        supervisor.send(number if len(received) == 1 else signal.SIGKILL)
+
+    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        supervisor.start()
+        if listener is not None:
+            listener.close()  # rank zero has it now: nobody else may take connections
+        return _wait(supervisor, received)
+    finally:
+        supervisor.stop()
+        supervisor.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait(supervisor: Supervisor, received: list[int]) -> int:
+    failure = supervisor.wait(wake=lambda: bool(received))
+    if received:
+        failure = supervisor.wait_all(PASS_ON_GRACE_S)
+        supervisor.stop()
+        return 0 if failure is None else 128 + received[0]
+    if failure is None:
+        return 0
+    told = supervisor.stop(spare=failure.rank)
+    code = supervisor.exit_code(failure)
+    line = failure.summary([rank for rank in told if rank != failure.rank])
+    print(f"fabric: {line}", file=sys.stderr, flush=True)
+    return code
+
+
+def _whole(setting: Setting, option: str, least: int) -> int:
+    text = str(setting.value).strip()
+    if not text.isdigit() or int(text) < least:
+        raise ConfigurationError(
+            f"{option} {setting.value} (from {setting.source}) must be a whole number, at least {least}."
+        )
+    return int(text)
+
+
+def _print_settings(settings: Mapping[str, Setting], count: int, nodes: int) -> None:
+    say: Callable[[str], None] = lambda line: print(f"fabric: {line}", file=sys.stderr)  # noqa: E731
+    for name, setting in settings.items():
+        say(f"{name} = {setting.value} ({setting.source})")
+    say(f"{count * nodes} ranks, {count} of them on this machine")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""A subject for test_processes: `processes.py HOW WHAT [MORE]`. Launchers and environments, no Fabric."""
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fabric.plugins.environments import LocalEnvironment
+from fabric.plugins.environments.rendezvous import rendezvous
+from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
+from fabric.strategies.launchers.script import ScriptLauncher
+
+
+def say(**what):
+    # One write: lines of several ranks do not mix.
+    os.write(1, (json.dumps(what) + "\n").encode())
+
+
+def join(environment, seconds=60):
+    rank, size = environment.global_rank(), environment.world_size()
+    store = rendezvous(environment, rank, size, timedelta(seconds=seconds))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def add(environment):
+    join(environment)
+    total = torch.tensor([environment.global_rank() + 1.0])
+    dist.all_reduce(total)
+    say(
+        rank=environment.global_rank(),
+        world_size=environment.world_size(),
+        sum=total.item(),
+        threads=torch.get_num_threads(),
+        pid=os.getpid(),
+    )
+    dist.destroy_process_group()
+    return {"rank": environment.global_rank(), "total": total}
+
+
+def fail(environment, act, peers):
+    join(environment)
+    say(pid=os.getpid())
+    if environment.global_rank() == 1:
+        if act == "raise":
+            raise ValueError("boom")
+        if act == "exit":
+            sys.exit(3)
+        os.abort()
+    if peers == "in_collective":
+        dist.all_reduce(torch.ones(1))
+    time.sleep(60)
+
+
+def wait(environment):
+    join(environment)
+    dist.barrier()
+    say(pid=os.getpid())
+    time.sleep(60)
+
+
+def graceful(environment):
+    seen = []
+    signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+    wait_until = time.monotonic() + 60
+    join(environment)
+    dist.barrier()
+    say(pid=os.getpid())
+    while not seen and time.monotonic() < wait_until:
+        signal.sigtimedwait([], 0.05)
+    dist.barrier()
+    say(saved=len(seen))
+    dist.destroy_process_group()
+
+
+def compute(environment):
+    assert torch.get_num_threads() == 2
+    torch.randn(500, 500) @ torch.randn(500, 500)
+    torch.randn(1_000_000).exp()
+
+
+def give_lambda(environment):
+    return {"f": lambda: 1}
+
+
+def work_of(what, more):
+    if what in ("raise", "exit", "abort"):
+        return fail, (what, *more)
+    return {
+        "sum": add,
+        "wait": wait,
+        "graceful": graceful,
+        "threads": compute,
+        "lambda": give_lambda,
+    }[what], ()
+
+
+def main():
+    how, what, *more = sys.argv[1:]
+    if more and os.path.isdir(more[0]):  # noqa: PTH112
+        os.chdir(more[0])
+    environment = LocalEnvironment()
+    before = dict(os.environ)
+    function, arguments = work_of(what, more)
+    if how in ("script", "module"):
+        ScriptLauncher(environment, 2).launch(function, environment, *arguments)
+    elif how == "cli":
+        assert environment.creates_processes_externally
+        function(environment, *arguments)
+    elif how == "lonely":
+        environment.set_world_size(2)
+        join(environment, seconds=2)
+    else:
+        for _ in range(2 if "twice" in more else 1):
+            if what == "threads":
+                compute(environment)
+            result = MultiprocessLauncher(environment, 2, how).launch(function, environment, *arguments)
+            if what == "sum":
+                say(result=[result["rank"], result["total"].item()], shared=result["total"].is_shared())
+    assert dict(os.environ) == before
+
+
+if __name__ == "__main__":
+    main()

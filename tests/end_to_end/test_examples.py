@@ -1,0 +1,133 @@
+"""Every example with 1 and with 2 processes, as a user starts it: exit code, clean stderr, equal results."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PYTHON = sys.executable
+LAUNCHER_VARIABLES = ("FABRIC_", "RANK", "WORLD_SIZE", "LOCAL_", "NODE_RANK", "MASTER_", "TORCHELASTIC_")
+pytestmark = pytest.mark.slow
+
+SHORT = {
+    "collectives": [],
+    "custom_strategy": ["--epochs", "2"],
+    "digits": ["--epochs", "2"],
+    "gan": ["--epochs", "2", "--report-every", "1"],
+    "language_model": ["--steps", "20", "--report-every", "10"],
+}
+"""Each example, and how to make it short."""
+
+AGREE = {"collectives": 1e-5, "custom_strategy": 3e-2, "digits": 1e-4, "gan": 1e-3, "language_model": 1e-4}
+"""Relative difference allowed between 1 and 2 processes; custom_strategy rounds gradients to bfloat16."""
+
+
+def run(*command: str, timeout: float = 180) -> subprocess.CompletedProcess:
+    """The finished command, on one thread per process, outside any launcher."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
+    environ["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environ,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+@functools.cache
+def example(name: str, *arguments: str) -> subprocess.CompletedProcess:
+    """The example, short, on the CPU."""
+    script = str(EXAMPLES / f"{name}.py")
+    return run(PYTHON, script, "--accelerator", "cpu", *SHORT[name], *arguments)
+
+
+def results(text: str, name: str) -> list[float]:
+    """The numbers of the results line, the last one printed, without world size and speed."""
+    last = text.strip().splitlines()[-1]
+    assert last.startswith(f"{name}: ")
+    assert sum(line.startswith(f"{name}: ") for line in text.splitlines()) == 1
+    return [float(number) for number in re.findall(r" (\d+\.\d+)", last)]
+
+
+def test_every_example_is_here():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, "demo"}
+
+
+@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_example_ends_well(name, devices):
+    done = example(name, "--devices", str(devices))
+    assert done.stderr == ""
+    assert f"{name}: {devices} process(es), " in done.stdout
+    assert results(done.stdout, name)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_one_and_two_processes_agree(name):
+    single, several = (results(example(name, "--devices", n).stdout, name) for n in ("1", "2"))
+    assert several == pytest.approx(single, rel=AGREE[name])
+
+
+def test_what_is_printed_once_is_printed_once():
+    lines = example("digits", "--devices", "2").stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1", "digits"]
+
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+FABRIC_RUN = ("-m", "fabric", "run", "--devices", "2")
+STARTS = {
+    "spawn": ("digits", (), ("--devices", "2", "--strategy", "ddp_spawn")),
+    "fork": ("digits", (), ("--devices", "2", "--strategy", "ddp_fork")),
+    "torchrun": ("digits", TORCHRUN, ()),
+    "fabric run": ("digits", FABRIC_RUN, ()),
+    "fabric run with a strategy of its own": ("custom_strategy", FABRIC_RUN, ()),
+}
+"""(example, what stands before the script, what stands behind it)."""
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_same_file_under_every_launcher(start):
+    name, before, behind = STARTS[start]
+    script = str(EXAMPLES / f"{name}.py")
+    done = run(PYTHON, *before, script, "--accelerator", "cpu", *SHORT[name], *behind)
+    assert done.stderr == ""
+    expected = results(example(name, "--devices", "2").stdout, name)
+    assert results(done.stdout, name) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-4), ("bf16-mixed", 0.2)])
+def test_precision_is_the_users_choice(precision, tolerance):
+    usual = results(example("digits", "--devices", "1").stdout, "digits")
+    other = results(example("digits", "--devices", "2", "--precision", precision).stdout, "digits")
+    assert other == pytest.approx(usual, rel=tolerance)
+
+
+def test_the_demo_compares_and_says_so():
+    done = run(PYTHON, str(EXAMPLES / "demo.py"), "--epochs", "1")
+    assert done.stderr == ""
+    assert "2 processes   1 process" in done.stdout
+    assert done.stdout.endswith("the same numbers: yes\n")
+
+
+@pytest.mark.parametrize("sign", ["-", "+"], ids=["raw loop", "fabric loop"])
+def test_both_sides_of_the_readme_diff_run(sign, tmp_path):
+    """The README's diff is two programs; both run, and train."""
+    block = re.search(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    kept = [line[1:] for line in block[1].splitlines() if line[:1] in (" ", "", sign)]
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(kept) + "\n")
+    done = run(PYTHON, str(script))
+    assert done.stderr == ""
+    (loss,) = re.findall(r"last loss (\d\.\d+)", done.stdout)
+    assert float(loss) < 0.5

@@ -1,0 +1,687 @@
+"""Collectives on 2 and 3 ranks against plain references, and how many messages they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabric import Fabric
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.tree import flatten
+from fabric.plugins.collectives import packed, torch_collective
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32]
+COMPLEX = [torch.complex64, torch.complex128]
+GATHERED = [*FLOATS, *INTEGERS, *COMPLEX, torch.uint64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
+REDUCERS = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+CALLS = (
+    "all_reduce",
+    "all_gather",
+    "broadcast",
+    "barrier",
+    "all_gather_object",
+    "broadcast_object_list",
+    "reduce",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: Any
+    y: Any
+
+
+def launched(world_size: int | None = None) -> Fabric:
+    fabric = Fabric(accelerator="cpu", devices=world_size or dist.get_world_size(), strategy="ddp")
+    fabric.launch()
+    return fabric
+
+
+@contextmanager
+def counted():
+    """How often each function of torch.distributed is called."""
+    calls: Counter[str] = Counter()
+
+    def count(name, function):
+        def counting(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return counting
+
+    with mock.patch.multiple(dist, **{name: count(name, getattr(dist, name)) for name in CALLS}):
+        flat = count("all_gather", torch_collective.gather_flat)
+        with mock.patch.object(torch_collective, "gather_flat", flat):
+            yield calls
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Small numbers that every dtype holds exactly and that reduce without rounding."""
+    values = torch.randint(1, 4, shape, generator=generator)
+    if dtype is torch.bool:
+        return values > 1
+    return (
+        values.to(torch.float32).to(dtype)
+        if dtype not in COMPLEX
+        else torch.complex(values + 0.0, 1.0 - values).to(dtype)
+    )
+
+
+def random_tree(seed: int, rank: int, dtypes: list[torch.dtype], depth: int = 0) -> Any:
+    """The same structure for every rank, other values."""
+    shapes = torch.Generator().manual_seed(seed)
+    values = torch.Generator().manual_seed(seed * 1000 + rank + 1)
+    return _grow(shapes, values, dtypes, depth)
+
+
+def _grow(shapes, values, dtypes, depth):
+    draw = lambda n: int(torch.randint(n, (), generator=shapes))  # noqa: E731
+    kind = draw(9) if depth < 3 else 7
+    children = [None] * draw(4)
+    if kind <= 1:
+        return {f"key{i}": _grow(shapes, values, dtypes, depth + 1) for i, _ in enumerate(children)}
+    if kind == 2:
+        return [_grow(shapes, values, dtypes, depth + 1) for _ in children]
+    if kind == 3:
+        return tuple(_grow(shapes, values, dtypes, depth + 1) for _ in children)
+    if kind == 4:
+        return Pair(_grow(shapes, values, dtypes, depth + 1), _grow(shapes, values, dtypes, depth + 1))
+    if kind == 5:
+        return Batch(_grow(shapes, values, dtypes, depth + 1), _grow(shapes, values, dtypes, depth + 1))
+    if kind == 6:
+        return OrderedDict(
+            b=_grow(shapes, values, dtypes, depth + 1), a=_grow(shapes, values, dtypes, depth + 1)
+        )
+    shape = [(), (0,), (3,), (2, 3), (0, 2), (2, 2, 2), (1,)][draw(7)]
+    tensor = random_tensor(shape, dtypes[draw(len(dtypes))], values)
+    form = draw(3)
+    if form == 1 and len(shape) > 1:
+        return tensor.transpose(0, 1)
+    if form == 2 and shape:
+        return torch.stack([tensor, tensor], -1)[..., 0]  # strided
+    return tensor
+
+
+def alike(one: Any, other: Any) -> None:
+    """Equal structures, and leaves equal to the last bit."""
+    ones, one_spec = flatten(one)
+    others, other_spec = flatten(other)
+    assert one_spec == other_spec
+    for a, b in zip(ones, others, strict=True):
+        if not isinstance(a, torch.Tensor):
+            assert a == b
+            continue
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert bits(a) == bits(b), (a, b)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return packed.as_bytes(tensor).numpy().tobytes()
+
+
+def everywhere_alike(value: Any) -> None:
+    """Every rank has the same bits. Uses torch's own collective."""
+    everyone = [None] * dist.get_world_size()
+    mine = [bits(leaf) for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+    dist.all_gather_object(everyone, mine)
+    assert all(other == mine for other in everyone)
+
+
+def reduced(leaves: list[torch.Tensor], op: str) -> torch.Tensor:
+    """What a leaf must become, in a dtype that holds every intermediate result."""
+    dtype = leaves[0].dtype
+    if dtype is torch.bool:
+        return reduce(torch.logical_or if op in ("sum", "max") else torch.logical_and, leaves)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    total = reduce(REDUCERS[op], [leaf.to(wide) for leaf in leaves])
+    return (total / len(leaves) if op == "mean" else total).to(dtype)
+
+
+# all_reduce
+
+
+def reduce_random_trees(op, dtypes, seeds):
+    fabric = launched()
+    for seed in seeds:
+        data = random_tree(seed, fabric.global_rank, dtypes)
+        everyone = [flatten(random_tree(seed, rank, dtypes))[0] for rank in range(fabric.world_size)]
+        expected = [reduced(list(leaves), op) for leaves in zip(*everyone, strict=True)]
+        before, spec = flatten(data)
+        copies = [leaf.clone() for leaf in before]
+
+        result = fabric.all_reduce(data, reduce_op=op, inplace=False)
+        for leaf, copy in zip(before, copies, strict=True):
+            assert bits(leaf) == bits(copy), "inplace=False leaves the input"
+        leaves, result_spec = flatten(result)
+        assert result_spec == spec
+        for leaf, target in zip(leaves, expected, strict=True):
+            assert leaf.dtype == target.dtype
+            assert leaf.shape == target.shape
+            tolerance = {"rtol": 1e-2, "atol": 0} if op == "mean" and leaf.dtype is torch.bfloat16 else {}
+            torch.testing.assert_close(
+                leaf.float() if leaf.dtype in INTEGERS else leaf,
+                target.float() if leaf.dtype in INTEGERS else target,
+                **tolerance,
+            )
+        everywhere_alike(result)
+
+        again = fabric.all_reduce(data, reduce_op=op)
+        for leaf, old, new in zip(flatten(again)[0], before, leaves, strict=True):
+            assert leaf is old, "in place, the same objects come back"
+            assert bits(leaf) == bits(new)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
+def test_all_reduce_of_random_trees(ranks, op, world_size):
+    numbers = COMPLEX if op in ("sum", "mean") else []
+    dtypes = [*FLOATS, *numbers] if op == "mean" else [*FLOATS, *INTEGERS, *numbers, torch.bool]
+    ranks.run(reduce_random_trees, op, dtypes, range(25), world_size=world_size)
+
+
+def reduce_rounding_numbers():
+    fabric = launched()
+    torch.manual_seed(fabric.global_rank)
+    data = {n: torch.randn(n) for n in (1, 7, 1000, 300_000)}
+    half = [torch.randn(100, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
+    everywhere_alike(fabric.all_reduce(data))
+    everywhere_alike(fabric.all_reduce(half, reduce_op="sum"))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rounding_is_the_same_on_every_rank(ranks, world_size):
+    ranks.run(reduce_rounding_numbers, world_size=world_size)
+
+
+def reduce_numbers():
+    fabric = launched()
+    rank = fabric.global_rank
+    data = {"float": rank + 0.5, "complex": 1j * rank, "tensor": torch.tensor(float(rank))}
+    result = fabric.all_reduce(data)
+    assert data["float"] == rank + 0.5, "numbers are not written to"
+    summed = fabric.all_reduce({"int": rank + 1, "bool": rank == 0}, reduce_op="sum")
+    array = torch.full((2,), float(rank)).numpy()
+    averaged = fabric.all_reduce(array, inplace=False)
+    assert (array == rank).all(), "an array is no tensor: it keeps its values"
+    return result, summed, averaged
+
+
+def test_numbers_come_back_as_tensors(ranks):
+    for result, summed, averaged in ranks.run(reduce_numbers, world_size=2):
+        alike(
+            result, {"float": torch.tensor(1.0), "complex": torch.tensor(0.5j), "tensor": torch.tensor(0.5)}
+        )
+        alike(summed, {"int": torch.tensor(3), "bool": torch.tensor(True)})
+        alike(averaged, torch.full((2,), 0.5))
+
+
+def count_small_tensors():
+    fabric = launched()
+    rank = fabric.global_rank
+    data = {i: torch.full((i % 3 + 1,), float(rank)) for i in range(100)}
+    mixed = [torch.tensor(float(rank), dtype=dtype) for dtype in (torch.float32, torch.float64) * 50]
+    counts = []
+    for call in (
+        lambda: fabric.all_reduce(data),
+        lambda: fabric.all_reduce(mixed),
+        lambda: fabric.all_gather(data),
+        lambda: fabric.all_gather(mixed),
+        lambda: fabric.all_reduce(1.0),
+        lambda: fabric.broadcast({"small": [1, 2, "text"]}),
+        lambda: fabric.broadcast(data),
+        lambda: fabric.all_reduce([]),
+        lambda: fabric.all_gather(torch.empty(0)),
+    ):
+        with counted() as calls:
+            call()
+        counts.append(dict(calls))
+    return counts
+
+
+def test_one_message_per_dtype_and_no_barrier(ranks):
+    expected = [
+        {"all_reduce": 1},
+        {"all_reduce": 2},
+        {"all_gather": 1},
+        {"all_gather": 2},
+        {"all_reduce": 1},
+        {"broadcast": 1},
+        {"broadcast": 3},  # the frame, the rest of the structure, all tensors
+        {},
+        {},
+    ]
+    assert ranks.run(count_small_tensors, world_size=2) == [expected, expected]
+
+
+def reduce_large_and_small():
+    fabric = launched()
+    rank = fabric.global_rank
+    large = torch.full((packed.PACK_LIMIT // 4 + 1,), float(rank))
+    strided = torch.full((2, packed.PACK_LIMIT // 4), float(rank)).t()
+    data = [torch.tensor(float(rank)), large, torch.full((3,), float(rank)), strided]
+    with counted() as calls:
+        result = fabric.all_reduce(data)
+        gathered = fabric.all_gather(data)
+    assert result[1] is large
+    assert calls == {"all_reduce": 3, "all_gather": 3}, "two large ones alone, the small ones together"
+    for leaf in result:
+        assert (leaf == 0.5).all()
+    assert gathered[3].shape == (2, *strided.shape)
+
+
+def test_large_leaves_travel_alone(ranks):
+    ranks.run(reduce_large_and_small, world_size=2)
+
+
+def reduce_awkward_tensors():
+    fabric = launched()
+    rank = fabric.global_rank
+    leaf = torch.full((2,), float(rank), requires_grad=True)
+    assert fabric.all_reduce(leaf) is leaf
+    assert leaf.requires_grad
+    assert leaf.is_leaf
+    assert leaf.tolist() == [0.5, 0.5]
+
+    loss = (leaf * 2).sum()
+    copy = fabric.all_reduce(loss, inplace=False)
+    assert not copy.requires_grad
+    loss.backward()
+
+    with torch.inference_mode():
+        evaluated = torch.full((2,), float(rank)), torch.tensor(float(rank))
+    assert fabric.all_reduce(evaluated)[0].tolist() == [0.5, 0.5]
+
+    conjugate = torch.tensor([complex(rank, 1)]).conj()
+    assert fabric.all_reduce(conjugate, reduce_op="sum").tolist() == [1 - 2j]
+    assert fabric.all_gather(torch.tensor([complex(rank, 1)]).conj()).tolist() == [[-1j], [1 - 1j]]
+    negative = torch.tensor([complex(rank, 1)]).conj().imag
+    assert negative.is_neg()
+    assert fabric.all_reduce(negative, reduce_op="sum").tolist() == [-2.0]
+
+    near_the_limit = torch.full((2,), 60000.0, dtype=torch.float16)
+    assert fabric.all_reduce(near_the_limit).tolist() == [60000.0, 60000.0], "the sum alone would be inf"
+    channels = torch.arange(16.0).view(1, 2, 2, 4).to(memory_format=torch.channels_last) + rank
+    assert torch.equal(fabric.all_reduce(channels), torch.arange(16.0).view(1, 2, 2, 4) + 0.5)
+    expanded = torch.tensor(float(rank)).expand(3)
+    assert fabric.all_reduce(expanded, inplace=False).tolist() == [0.5] * 3
+
+
+def test_tensors_that_are_not_plain_memory(ranks):
+    ranks.run(reduce_awkward_tensors, world_size=2)
+
+
+REFUSED = [
+    (lambda: torch.tensor([1, 2]), "mean", ArgumentTypeError, "mean.*int64 would round.*reduce_op='sum'"),
+    (lambda: {"a": torch.ones(1), "b": [3]}, "mean", ArgumentTypeError, "int64 would round"),
+    (lambda: torch.tensor(True), "mean", ArgumentTypeError, "bool would round"),
+    (lambda: torch.ones(2), "avrage", ConfigurationError, "'avrage' is not a reduction"),
+    (lambda: torch.ones(2), 7, ArgumentTypeError, "is a int"),
+    (lambda: ["text"], "sum", ArgumentTypeError, "a leaf is str: 'text'"),
+    (lambda: {1, 2}, "sum", ArgumentTypeError, "a leaf is set"),
+    (
+        lambda: torch.ones(2, dtype=torch.complex64),
+        "max",
+        ArgumentTypeError,
+        r"all_reduce\(max\).*view_as_real",
+    ),
+    (lambda: torch.ones(2).to(torch.float8_e4m3fn), "sum", ArgumentTypeError, r"float8.*\.float\(\)"),
+    (lambda: torch.ones(2).to(torch.uint64), "sum", ArgumentTypeError, "uint64 is not defined"),
+    (lambda: torch.ones(1).expand(3), "sum", ArgumentTypeError, "share memory.*inplace=False"),
+    (lambda: torch.eye(2).to_sparse(), "sum", ArgumentTypeError, "to_dense"),
+]
+
+
+def refuse(case):
+    make, op, kind, message = REFUSED[case]
+    fabric = launched()
+    first = torch.ones(1)
+    with counted() as calls, pytest.raises(kind, match=message):
+        fabric.all_reduce([first, make()], reduce_op=op)
+    assert not calls, "refused before the first message"
+    assert first.item() == 1
+    return fabric.all_reduce(1.0, reduce_op="sum").item()
+
+
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_refused_on_all_ranks_and_usable_afterwards(ranks, case):
+    assert ranks.run(refuse, case, world_size=2) == [2.0, 2.0]
+
+
+def reduce_with_torchs_ops():
+    fabric = launched()
+    value = fabric.global_rank + 1.0
+    ops = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX, "SUM", "Mean", "avg", None)
+    return [fabric.all_reduce(value, reduce_op=op).item() for op in ops]
+
+
+def test_torchs_own_operations(ranks):
+    assert ranks.run(reduce_with_torchs_ops, world_size=2)[1] == [3.0, 1.5, 2.0, 3.0, 1.5, 1.5, 3.0]
+
+
+def decide():
+    fabric = launched()
+    first = fabric.global_rank == 0
+    return [
+        fabric.strategy.reduce_boolean_decision(decision, all=everyone)
+        for everyone in (True, False)
+        for decision in (True, False, first)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_reduce_boolean_decision(ranks, world_size):
+    expected = [True, False, False, True, False, True]
+    assert ranks.run(decide, world_size=world_size) == [expected] * world_size
+
+
+# all_gather
+
+
+def gather_random_trees(seeds):
+    fabric = launched()
+    for seed in seeds:
+        data = random_tree(seed, fabric.global_rank, GATHERED)
+        everyone = [flatten(random_tree(seed, rank, GATHERED))[0] for rank in range(fabric.world_size)]
+        before = [leaf.clone() for leaf in flatten(data)[0]]
+        result = fabric.all_gather(data)
+        leaves, spec = flatten(result)
+        assert spec == flatten(data)[1]
+        for position, leaf in enumerate(leaves):
+            assert leaf.shape == (fabric.world_size, *before[position].shape)
+            for rank in range(fabric.world_size):
+                alike(leaf[rank].contiguous(), everyone[rank][position].contiguous())
+        alike(flatten(data)[0], before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_gather_of_random_trees(ranks, world_size):
+    ranks.run(gather_random_trees, range(40), world_size=world_size)
+
+
+def gather_shapes():
+    fabric = launched()
+    data = {
+        "number": fabric.global_rank,
+        "scalar": torch.tensor(1.0),
+        "matrix": torch.ones(2, 3),
+        "none": torch.empty(0, 4),
+    }
+    result = fabric.all_gather(data)
+    return {key: tuple(value.shape) for key, value in result.items()}, result["number"].tolist()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gathered_shapes_begin_with_the_world_size(ranks, world_size):
+    shapes = {"number": (), "scalar": (), "matrix": (2, 3), "none": (0, 4)}
+    expected = {key: (world_size, *shape) for key, shape in shapes.items()}, list(range(world_size))
+    assert ranks.run(gather_shapes, world_size=world_size) == [expected] * world_size
+
+
+def gather_in_one_process_shapes():
+    fabric = Fabric(accelerator="cpu")
+    result = fabric.all_gather({"number": 3, "matrix": torch.ones(2, 3)})
+    return {key: tuple(value.shape) for key, value in result.items()}
+
+
+def test_gathered_shapes_in_one_process():
+    assert gather_in_one_process_shapes() == {"number": (1,), "matrix": (1, 2, 3)}
+
+
+def contrast(embeddings: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A loss in which every sample meets every other one."""
+    scores = embeddings @ embeddings.t()
+    return (torch.logsumexp(scores, 1) * weight).sum()
+
+
+def inputs(world_size):
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(world_size, 4, 3, generator=generator, dtype=torch.float64)
+
+
+def gather_with_gradients():
+    fabric = launched()
+    rank, world = fabric.global_rank, fabric.world_size
+    x = inputs(world)[rank].clone().requires_grad_()
+    other = torch.ones(world, 4, 3, dtype=torch.float64, requires_grad=True)
+    with counted() as calls:
+        gathered = fabric.all_gather({"x": x, "label": rank}, sync_grads=True)
+        assert gathered["label"].tolist() == list(range(world))
+        # This rank's part of the joint loss: the rows of its own samples.
+        weight = torch.zeros(world, 4, dtype=torch.float64)
+        weight[rank] = 1
+        joined = gathered["x"] + 0 * other
+        contrast(joined.reshape(-1, 3), weight.reshape(-1)).backward()
+    assert calls["all_reduce"] == (1 if world > 1 else 0)
+    detached = fabric.all_gather(x)
+    assert not detached.requires_grad, "without sync_grads nothing flows back"
+    with torch.no_grad():
+        assert not fabric.all_gather(x, sync_grads=True).requires_grad
+    return x.grad
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_through_all_gather_equal_the_joined_batch(ranks, world_size):
+    joined = inputs(world_size).reshape(-1, 3).clone().requires_grad_()
+    contrast(joined, torch.ones(4 * world_size, dtype=torch.float64)).backward()
+    grads = ranks.run(gather_with_gradients, world_size=world_size)
+    torch.testing.assert_close(torch.cat(grads), joined.grad)
+
+
+def share_a_gradient():
+    """Autograd lends one gradient to both terms of a sum; ours must not write into it."""
+    fabric = launched()
+    x = torch.ones(2, requires_grad=True)
+    other = torch.ones(2, 2, requires_grad=True)
+    total = fabric.all_gather(x, sync_grads=True) + other
+    (total**2).sum().backward()
+    return x.grad.tolist(), other.grad.tolist()
+
+
+def test_the_gradient_of_others_is_left_alone(ranks):
+    assert ranks.run(share_a_gradient, world_size=2) == [([8.0, 8.0], [[4.0, 4.0], [4.0, 4.0]])] * 2
+
+
+# groups
+
+
+def use_a_subgroup():
+    fabric = launched()
+    rank = fabric.global_rank
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        for verb in (fabric.all_reduce, fabric.all_gather):
+            with pytest.raises(UsageError, match="not in the process group"):
+                verb(1.0, group=group)
+        return None
+    summed = fabric.all_reduce({"a": torch.tensor(float(rank)), "n": rank}, group=group, reduce_op="sum")
+    gathered = fabric.all_gather(rank, group=group)
+    x = torch.tensor([float(rank)], requires_grad=True)
+    (fabric.all_gather(x, group=group, sync_grads=True) * torch.tensor([[1.0], [10.0]])).sum().backward()
+    whole = fabric.strategy.group_collective(dist.group.WORLD)
+    assert whole is fabric.strategy.collective
+    return summed["a"].item(), summed["n"].item(), gathered.tolist(), x.grad.item()
+
+
+def test_a_group_of_some_ranks(ranks):
+    expected = [(2.0, 2, [0, 2], 2.0), None, (2.0, 2, [0, 2], 20.0)]
+    assert ranks.run(use_a_subgroup, world_size=3) == expected
+
+
+# broadcast
+
+
+class Holder:
+    """An object of a user's class with tensors inside."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        self.again = tensor
+
+
+def sent(src):
+    """One of everything; only `src` is asked for it."""
+    shared = torch.arange(3.0)
+    every_dtype = {
+        str(dtype): random_tensor((2, 3), dtype, torch.Generator().manual_seed(src)) for dtype in GATHERED
+    }
+    return {
+        "from": src,
+        "dtypes": every_dtype,
+        "leaf": torch.ones(2, requires_grad=True),
+        "result": torch.ones(2, requires_grad=True) * 2,
+        "parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+        "empty": torch.empty(0, 3),
+        "scalar": torch.tensor(4),
+        "strided": torch.arange(6.0).view(2, 3).t(),
+        "expanded": torch.ones(1).expand(4),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "large": torch.arange(2_500_000, dtype=torch.float32),
+        "text": "x" * 5000,
+        "objects": [None, {1, 2}, b"bytes", Pair(1, Batch("a", torch.ones(1))), range(3), torch.float16],
+        "nesting": defaultdict(list, a=OrderedDict(z=1, y=torch.zeros(1))),
+        "holder": Holder(shared),
+        "shared": shared,
+        "module": torch.nn.Linear(2, 2),
+    }
+
+
+def receive(src):
+    fabric = launched()
+    mine = sent(src) if fabric.global_rank == src else "ignored"
+    forbidden = mock.Mock(side_effect=AssertionError("a tensor was pickled"))
+    with (
+        mock.patch.object(torch.Tensor, "__reduce_ex__", forbidden),
+        mock.patch.object(torch.nn.Parameter, "__reduce_ex__", forbidden),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(torch, "save", forbidden)
+        got = fabric.broadcast(mine, src)
+    if fabric.global_rank == src:
+        assert got is mine
+    else:
+        torch.manual_seed(0)
+    assert got["from"] == src
+    alike(
+        got["dtypes"],
+        {str(d): random_tensor((2, 3), d, torch.Generator().manual_seed(src)) for d in GATHERED},
+    )
+    assert (got["leaf"].requires_grad, got["leaf"].is_leaf) == (True, True)
+    assert got["result"].tolist() == [2.0, 2.0]
+    assert type(got["parameter"]) is torch.nn.Parameter
+    assert not got["parameter"].requires_grad
+    assert got["empty"].shape == (0, 3)
+    assert got["scalar"].item() == 4
+    assert torch.equal(got["strided"], torch.arange(6.0).view(2, 3).t())
+    assert got["expanded"].tolist() == [1.0] * 4
+    assert got["conjugate"].tolist() == [1 - 2j]
+    assert torch.equal(got["large"], torch.arange(2_500_000, dtype=torch.float32))
+    assert got["text"] == "x" * 5000
+    objects = got["objects"]
+    assert objects[:3] == [None, {1, 2}, b"bytes"]
+    assert (type(objects[3]), type(objects[3].right)) == (Pair, Batch)
+    assert objects[4:] == [range(3), torch.float16]
+    assert got["nesting"]["missing"] == []
+    assert list(got["nesting"]["a"]) == ["z", "y"]
+    assert got["holder"].tensor is got["holder"].again is got["shared"], "one tensor stays one tensor"
+    got["large"].add_(1)  # what arrives can be written to
+    return {name: p.detach().clone() for name, p in got["module"].named_parameters()}
+
+
+@pytest.mark.parametrize(("world_size", "src"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_broadcast_of_everything(ranks, world_size, src):
+    modules = ranks.run(receive, src, world_size=world_size)
+    for module in modules[1:]:
+        alike(module, modules[0])
+
+
+def broadcast_random_trees(seeds):
+    fabric = launched()
+    for seed in seeds:
+        src = seed % fabric.world_size
+        expected = random_tree(seed, src, GATHERED)
+        got = fabric.broadcast(expected if fabric.global_rank == src else None, src)
+        alike(got, expected)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_broadcast_of_random_trees(ranks, world_size):
+    ranks.run(broadcast_random_trees, range(40), world_size=world_size)
+
+
+def broadcast_what_does_not_pickle(long):
+    fabric = launched()
+    bad = {"x" * 5000 if long else "key": lambda: None, "tensor": torch.ones(3)}
+    with pytest.raises(ArgumentTypeError, match=r"broadcast\(src=1\): rank 1's object cannot be pickled"):
+        fabric.broadcast(bad if fabric.global_rank == 1 else None, src=1)
+    return fabric.broadcast(fabric.global_rank, src=1)
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_what_does_not_pickle_is_refused_on_every_rank(ranks, long):
+    assert ranks.run(broadcast_what_does_not_pickle, long, world_size=3) == [1, 1, 1]
+
+
+class Unreadable:
+    def __init__(self, text):
+        self.text = text
+
+    def __reduce__(self):
+        raise pickle.PicklingError(self.text)
+
+
+def broadcast_a_long_refusal():
+    fabric = launched()
+    with pytest.raises(ArgumentTypeError) as caught:
+        fabric.broadcast(Unreadable("ä" * 4000) if fabric.global_rank == 0 else None)
+    return str(caught.value)
+
+
+def test_a_long_refusal_arrives_in_full(ranks):
+    first, second = ranks.run(broadcast_a_long_refusal, world_size=2)
+    assert first == second
+    assert "ä" * 4000 in first
+
+
+def broadcast_out_of_range():
+    fabric = launched()
+    for src in (2, -1):
+        with pytest.raises(ConfigurationError, match=f"src={src}.*from 0 to 1"):
+            fabric.broadcast(1, src=src)
+    return fabric.broadcast("fine", src=1)
+
+
+def test_src_must_be_a_rank(ranks):
+    assert ranks.run(broadcast_out_of_range, world_size=2) == ["fine", "fine"]
+
+
+# barrier
+
+
+def barrier_counts():
+    fabric = launched()
+    with counted() as calls:
+        fabric.barrier("named")
+        fabric.barrier()
+    return dict(calls)
+
+
+def test_barrier_is_one_message(ranks):
+    assert ranks.run(barrier_counts, world_size=2) == [{"barrier": 2}] * 2

@@ -1,0 +1,240 @@
+"""`setup_dataloaders` on several real ranks."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from fabric import Fabric
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.utilities.warnings import PossibleUserWarning
+
+
+class Indices(Dataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, index):
+        return index
+
+
+class Buckets:
+    """A batch sampler with required arguments, shuffled by Python's generator."""
+
+    def __init__(self, n, size):
+        self.n = n
+        self.size = size
+
+    def __iter__(self):
+        chunks = [list(range(i, min(i + self.size, self.n))) for i in range(0, self.n, self.size)]
+        random.shuffle(chunks)
+        return iter(chunks)
+
+    def __len__(self):
+        return (self.n + self.size - 1) // self.size
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+class Draws(Indices):
+    def __getitem__(self, index):
+        numbers = random.random(), float(numpy.random.rand()), float(torch.rand((), dtype=torch.float64))
+        return torch.tensor(numbers, dtype=torch.float64)
+
+
+def launched():
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+    fabric.launch()
+    return fabric
+
+
+def read(loader):
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
+
+
+def flat(per_rank):
+    return sorted(index for batches in per_rank for batch in batches for index in batch)
+
+
+# what ranks see
+
+
+def read_evaluation(n, size):
+    fabric = launched()
+    loader = fabric.setup_dataloaders(DataLoader(Indices(n), batch_size=size))
+    batches = read(loader)
+    assert len(loader) == len(batches)
+    return batches
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_evaluation_counts_every_sample_once(ranks, world):
+    for n, size in [(21, 4), (4, 2), (9, 2), (2, 4), (13, 1)]:
+        per_rank = ranks.run(read_evaluation, n, size, world_size=world)
+        assert flat(per_rank) == list(range(n))
+        if n >= world:
+            assert len({len(batches) for batches in per_rank}) == 1
+
+
+def read_training(seed):
+    """Three epochs, the second one broken off."""
+    fabric = launched()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FABRIC_GLOBAL_SEED", str(seed))
+        loader = fabric.setup_dataloaders(DataLoader(Indices(24), batch_size=3, shuffle=True))
+    torch.manual_seed(fabric.global_rank)  # the ranks' own streams differ from here on
+    random.seed(fabric.global_rank)
+    first = read(loader)
+    for _ in loader:
+        break
+    return first, read(loader), torch.rand(1).item(), random.random()
+
+
+def read_undisturbed():
+    torch.manual_seed(dist.get_rank())
+    random.seed(dist.get_rank())
+    return torch.rand(1).item(), random.random()
+
+
+def test_training_orders_are_new_each_epoch_equal_in_each_run_and_disjoint(ranks):
+    runs = [ranks.run(read_training, 1, world_size=2) for _ in range(2)]
+    assert runs[0] == runs[1]
+    (first, third, *own), (other_first, other_third, *other_own) = runs[0]
+    assert first != third
+    assert flat([first, other_first]) == flat([third, other_third]) == list(range(24))
+    assert [tuple(own), tuple(other_own)] == ranks.run(read_undisturbed, world_size=2), (
+        "the loop's own stream moved"
+    )
+    (reseeded, *_), _ = ranks.run(read_training, 2, world_size=2)
+    assert reseeded != first
+
+
+def read_with_samplers():
+    fabric = launched()
+    made = [
+        DataLoader(Indices(20), sampler=WeightedRandomSampler([1.0] * 20, 20), batch_size=2),
+        DataLoader(Indices(20), batch_sampler=Buckets(20, 2)),
+        DataLoader(Indices(6), batch_size=None, sampler=WeightedRandomSampler([1.0] * 6, 6)),
+    ]
+    return [read(loader) for loader in fabric.setup_dataloaders(*made)]
+
+
+def test_samplers_of_all_kinds_deal_out_what_one_rank_would_see(ranks):
+    one = ranks.run(read_with_samplers, world_size=1)[0]
+    two = ranks.run(read_with_samplers, world_size=2)
+    weighted = [pair for step in zip(two[0][0], two[1][0], strict=True) for pair in zip(*step, strict=True)]
+    assert [i for pair in weighted for i in pair] == [i for batch in one[0] for i in batch]
+    assert two[0][1] == one[1][0::2]
+    assert two[1][1] == one[1][1::2]
+    assert two[0][2] + two[1][2] == one[2][0::2] + one[2][1::2]
+
+
+# what is left to the user
+
+
+def read_without_sharding():
+    fabric = launched()
+    plain = fabric.setup_dataloaders(DataLoader(Indices(6), batch_size=2), use_distributed_sampler=False)
+    sampler = DistributedSampler(Indices(8), shuffle=True, seed=3)
+    own = DataLoader(Indices(8), sampler=sampler, batch_size=2)
+    ready = fabric.setup_dataloaders(own)
+    epochs = [read(ready), read(ready)]
+    expected = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        expected.append(read(own))
+    return read(plain), epochs, expected
+
+
+def test_loaders_that_the_user_shards_keep_their_order(ranks):
+    for plain, epochs, expected in ranks.run(read_without_sharding, world_size=2):
+        assert plain == [[0, 1], [2, 3], [4, 5]]
+        assert epochs == expected
+        assert epochs[0] != epochs[1], "the sampler was not told the epoch"
+
+
+def read_stream():
+    fabric = launched()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ready = fabric.setup_dataloaders(DataLoader(Stream(), batch_size=2))
+        fabric.setup_dataloaders(DataLoader(Stream(), batch_size=2), use_distributed_sampler=False)
+    kinds = [warning.category for warning in caught]
+    return read(ready), kinds, [str(warning.message) for warning in caught]
+
+
+def test_an_iterable_dataset_seen_in_full_is_warned_of_once_and_on_rank_zero(ranks):
+    first, second = ranks.run(read_stream, world_size=2)
+    assert first[0] == second[0] == [[0, 1], [2, 3]]
+    assert first[1] == [PossibleUserWarning]
+    assert first[2][0].startswith("Each of the 2 ranks will see all of Stream")
+    assert "use_distributed_sampler=False" in first[2][0]
+    assert second[1] == []
+
+
+# workers
+
+
+def draw_in_workers():
+    fabric = launched()
+    workers = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = DataLoader(Draws(8), batch_size=2, shuffle=True, **workers)
+    ready = fabric.setup_dataloaders(loader)
+    drawn = [read(ready) for _ in range(2)]
+    del ready
+    return drawn
+
+
+def test_workers_draw_apart_on_all_ranks_and_alike_in_each_run(ranks):
+    runs = [ranks.run(draw_in_workers, world_size=2) for _ in range(2)]
+    assert runs[0] == runs[1]
+    numbers = torch.tensor(runs[0], dtype=torch.float64).flatten().tolist()
+    assert len(set(numbers)) == len(numbers) == 2 * 2 * 4 * 3
+
+
+# bad input
+
+
+def refused():
+    fabric = launched()
+    loader = DataLoader(Indices(5), batch_size=2)
+    ready = fabric.setup_dataloaders(loader)
+    found = []
+    for arguments, keywords in [
+        ((ready,), {}),
+        (([1, 2],), {}),
+        ((), {}),
+        ((loader,), {"uneven": "some"}),
+        ((loader,), {"uneven": "error"}),
+    ]:
+        try:
+            fabric.setup_dataloaders(*arguments, **keywords)
+        except (ConfigurationError, ArgumentTypeError) as error:
+            found.append((isinstance(error, TypeError), str(error)))
+    return found
+
+
+def test_bad_loaders_are_refused_on_all_ranks(ranks):
+    first, second = ranks.run(refused, world_size=2)
+    assert first == second
+    again, no_loader, none, unknown, uneven = first
+    assert not again[0]
+    assert "this loader is set up already" in again[1]
+    assert no_loader[0]
+    assert "needs torch.utils.data.DataLoader objects, but got list" in no_loader[1]
+    assert not none[0]
+    assert unknown[1] == "uneven='some' is not one of 'pad', 'exact', 'drop', 'error'."
+    assert uneven[1].startswith('uneven="error": the data do not divide by 2 ranks, 1 are left over.')

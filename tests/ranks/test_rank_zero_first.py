@@ -1,0 +1,220 @@
+"""`rank_zero_first`: who goes first, and what happens to the others when that goes wrong."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from fabric import Fabric
+from fabric.core.errors import RankError
+
+MACHINES = 2
+
+
+def launched() -> Fabric:
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+    fabric.launch()
+    return fabric
+
+
+@contextmanager
+def two_machines():
+    """A Fabric whose four ranks pretend to stand on two machines."""
+    rank = dist.get_rank()
+    place = {"LOCAL_RANK": rank % 2, "NODE_RANK": rank // 2, "LOCAL_WORLD_SIZE": 2}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in place.items()}):
+        fabric = Fabric(accelerator="cpu", devices=2, num_nodes=MACHINES, strategy="ddp")
+        fabric.launch()
+        assert (fabric.node_rank, fabric.local_rank) == (rank // 2, rank % 2)
+        yield fabric
+
+
+class Order:
+    """Which ranks entered the block when the one at hand did; each leaves a file."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def enter(self, rank: int) -> list[str]:
+        seen = sorted(path.name for path in self.folder.iterdir())
+        (self.folder / str(rank)).touch()
+        return seen
+
+    @property
+    def entered(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+def in_order(folder):
+    fabric = launched()
+    order = Order(folder)
+    with fabric.rank_zero_first():
+        if fabric.global_rank == 0:
+            time.sleep(0.1)  # time for the others to go wrong
+        seen = order.enter(fabric.global_rank)
+    fabric.barrier()
+    return seen, order.entered
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rank_zero_is_alone_and_first(ranks, tmp_path, world_size):
+    everyone = [str(rank) for rank in range(world_size)]
+    results = ranks.run(in_order, str(tmp_path), world_size=world_size)
+    assert results[0] == ([], everyone)
+    for seen, entered in results[1:]:
+        assert "0" in seen
+        assert entered == everyone
+
+
+class Unpicklable(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+class WithFile(OSError):
+    """Holds something that cannot travel."""
+
+    def __init__(self, message):
+        super().__init__(message)
+        self.file = open(os.devnull)  # noqa: SIM115, PTH123
+
+    def close(self):
+        self.file.close()
+
+
+def failing(folder, kind, local=False):
+    fabric = launched()
+    order = Order(folder)
+    errors = {
+        "oserror": lambda: FileNotFoundError(2, "no such data", "/data/set"),
+        "unpicklable": lambda: Unpicklable("this", "that"),
+        "file": lambda: WithFile("broken download"),
+        "exit": lambda: SystemExit(3),
+    }
+    error = errors[kind]()
+    caught = None
+    try:
+        with fabric.rank_zero_first(local=local):
+            order.enter(fabric.global_rank)
+            raise error
+    except BaseException as raised:
+        caught = raised
+    if isinstance(error, WithFile):
+        error.close()
+    assert (caught is error) == (fabric.global_rank == 0), "rank zero has its own, with its traceback"
+    fabric.barrier()
+    value = fabric.broadcast("usable afterwards")
+    notes = getattr(caught, "__notes__", [])
+    return type(caught), str(caught), order.entered, notes, value
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_everyone_raises_what_rank_zero_raised(ranks, tmp_path, local):
+    results = ranks.run(failing, str(tmp_path), "oserror", local, world_size=3)
+    for kind, text, entered, _, value in results:
+        assert kind is FileNotFoundError
+        assert text == "[Errno 2] no such data: '/data/set'"
+        assert entered == ["0"], "nobody else enters the block"
+        assert value == "usable afterwards"
+    assert results[1][3] == ["raised by rank 0 in fabric.rank_zero_first()"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "text"),
+    [("unpicklable", Unpicklable, "this and that"), ("file", WithFile, "broken download")],
+)
+def test_an_error_that_cannot_travel_is_quoted(ranks, tmp_path, kind, own, text):
+    zero, one = ranks.run(failing, str(tmp_path), kind, world_size=2)
+    assert zero[:3] == (own, text, ["0"])
+    assert one[0] is RankError
+    assert one[1] == f"rank 0 failed first: {own.__name__}: {text}"
+    assert one[2] == ["0"]
+
+
+def test_leaving_the_program_leaves_it_everywhere(ranks, tmp_path):
+    for kind, text, entered, *_ in ranks.run(failing, str(tmp_path), "exit", world_size=2):
+        assert (kind, text, entered) == (SystemExit, "3", ["0"])
+
+
+def other_rank_fails():
+    fabric = launched()
+    outcome = "fine"
+    try:
+        with fabric.rank_zero_first():
+            if fabric.global_rank == 1:
+                raise KeyError("mine alone")
+    except KeyError:
+        outcome = "failed"
+    fabric.barrier()
+    return outcome
+
+
+def test_a_later_rank_fails_alone(ranks):
+    assert ranks.run(other_rank_fails, world_size=2) == ["fine", "failed"]
+
+
+def value_flows():
+    fabric = launched()
+    with fabric.rank_zero_first() as nothing:
+        value = fabric.global_rank
+    assert nothing is None
+    return fabric.broadcast({"value": value} if fabric.global_rank == 0 else None)
+
+
+def test_what_rank_zero_found_can_be_sent(ranks):
+    assert ranks.run(value_flows, world_size=2) == [{"value": 0}, {"value": 0}]
+
+
+def on_two_machines(folder):
+    with two_machines() as fabric:
+        order = Order(folder)
+        with fabric.rank_zero_first(local=True):
+            if fabric.local_rank == 0:
+                time.sleep(0.1)
+            seen = order.enter(fabric.global_rank)
+        fabric.barrier()
+        return seen
+
+
+def test_the_first_of_each_machine(ranks, tmp_path):
+    seen = ranks.run(on_two_machines, str(tmp_path), world_size=4)
+    assert not {"1", "3"} & {*seen[0], *seen[2]}
+    assert {"0", "2"} <= {*seen[1]} & {*seen[3]}
+
+
+def one_machine_fails(folder):
+    with two_machines() as fabric:
+        order = Order(folder)
+        caught = None
+        try:
+            with fabric.rank_zero_first(local=True):
+                order.enter(fabric.global_rank)
+                if fabric.node_rank == 1:
+                    raise OSError("disk of machine 1")
+        except OSError as raised:
+            caught = raised
+        assert str(caught) == "disk of machine 1"
+        fabric.barrier()
+        assert fabric.all_reduce(1.0, reduce_op="sum").item() == 4.0
+        return order.entered, getattr(caught, "__notes__", [])
+
+
+def test_one_machine_that_fails_stops_all(ranks, tmp_path):
+    results = ranks.run(one_machine_fails, str(tmp_path), world_size=4)
+    note = ["raised by rank 2 in fabric.rank_zero_first()"]
+    assert results == [(["0", "2"], note), (["0", "2"], note), (["0", "2"], []), (["0", "2"], note)]
+
+
+def test_one_process_just_goes(tmp_path):
+    fabric = Fabric(accelerator="cpu")
+    with fabric.rank_zero_first():
+        entered = True
+    assert entered
+    with pytest.raises(OSError, match="own"), fabric.rank_zero_first(local=True):
+        raise OSError("own")

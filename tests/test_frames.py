@@ -1,0 +1,205 @@
+"""Calls of our package per verb, counted with `sys.setprofile`: "The way of the data" in DESIGN.md."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import fabric
+from fabric import Fabric
+
+PACKAGE = str(Path(fabric.__file__).parent)
+COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}  # inlined by newer Pythons
+
+
+def frames(function, *args, **kwargs):
+    """(names of our functions called, deepest nesting). A generator counts once, however often resumed."""
+    seen, depth, deepest = [], 0, 0
+
+    def watch(frame, event, _):
+        nonlocal depth, deepest
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE) or code.co_name in COMPREHENSIONS:
+            return
+        if event == "call":
+            depth += 1
+            deepest = max(deepest, depth)
+            if not any(frame is known for known in seen):
+                seen.append(frame)
+        elif event == "return":
+            depth -= 1
+
+    sys.setprofile(watch)
+    try:
+        function(*args, **kwargs)
+    finally:
+        sys.setprofile(None)
+    return [frame.f_code.co_name for frame in seen], deepest
+
+
+def stack(layers):
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
+
+
+def ready(precision="32-true", **kwargs):
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision, **kwargs)
+    fabric.launch()
+    net = stack(2)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    loss = model(torch.ones(2, 4)).sum()
+    fabric.backward(loss, retain_graph=True)
+    return fabric, model, optimizer, loss
+
+
+X = torch.ones(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("precision", "calls", "depth"),
+    [
+        ("32-true", 0, 0),
+        ("bf16-mixed", 1, 1),
+        ("16-mixed", 2, 2),  # the guard against loss.backward() is a stage of its own
+        ("bf16-true", 3, 2),
+        ("64-true", 3, 2),
+    ],
+)
+def test_forward(precision, calls, depth):
+    _, model, _, _ = ready(precision)
+    names, deepest = frames(model, X)
+    assert (len(names), deepest) == (calls, depth), names
+
+
+@pytest.mark.parametrize("verb", ["train", "eval"])
+def test_forward_under_no_grad_and_eval_is_free_too(verb):
+    _, model, _, _ = ready()
+    getattr(model, verb)()
+    with torch.no_grad():
+        assert frames(model, X) == ([], 0)
+
+
+@pytest.mark.parametrize(("precision", "calls"), [("32-true", 3), ("bf16-mixed", 3), ("bf16-true", 3)])
+def test_backward(precision, calls):
+    fabric, _, _, loss = ready(precision)
+    names, deepest = frames(fabric.backward, loss)
+    assert len(names) <= calls, names
+    assert deepest <= 3
+
+
+@pytest.mark.parametrize(
+    ("precision", "calls"), [("32-true", 1), ("bf16-mixed", 1), ("bf16-true", 1), ("16-mixed", 2)]
+)
+def test_optimizer_step(precision, calls):
+    _, _, optimizer, _ = ready(precision)
+    names, deepest = frames(optimizer.step)
+    assert (len(names), deepest) == (calls, calls), names
+
+
+def test_zero_grad_is_the_optimizers_own():
+    _, _, optimizer, _ = ready()
+    names, _ = frames(lambda: [optimizer.zero_grad()])
+    assert len(names) == 1, names
+
+
+def setup_calls(layers):
+    fabric = Fabric(accelerator="cpu", devices=1)
+    net = stack(layers)
+    return frames(fabric.setup, net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def test_setup_does_not_depend_on_the_number_of_parameters():
+    setup_calls(1)  # makes the view type
+    (small, deep), (large, deeper) = setup_calls(1), setup_calls(50)
+    assert small == large
+    assert deep == deeper <= 6
+    assert len(small) <= 36, small
+
+
+def tree(leaves):
+    return {f"m{i}": torch.ones(()) for i in range(leaves)}
+
+
+def test_all_reduce_does_not_depend_on_the_number_of_leaves():
+    fabric, *_ = ready()
+    few, many = frames(fabric.all_reduce, tree(2)), frames(fabric.all_reduce, tree(200))
+    assert few == many
+    assert few[1] <= 6
+    assert len(few[0]) <= 20, few[0]
+
+
+def save_calls(path, layers):
+    fabric = Fabric(accelerator="cpu", devices=1)
+    net = stack(layers)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return frames(fabric.save, path, {"model": model, "optimizer": optimizer, "step": 1})
+
+
+def test_save_costs_a_few_calls_per_tensor(tmp_path):
+    (few, deep), (many, deeper) = save_calls(tmp_path / "few.pt", 1), save_calls(tmp_path / "many.pt", 50)
+    assert deep == deeper
+    # Each tensor is checked for what safe loading reads; 98 more parameters may not cost more than that.
+    assert len(many) - len(few) <= 5 * 98
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_epoch_of_a_loader_does_not_depend_on_the_number_of_batches(shuffle):
+    fabric, *_ = ready()
+
+    def epoch(batches):
+        loader = fabric.setup_dataloaders(DataLoader(range(2 * batches), batch_size=2, shuffle=shuffle))
+        return frames(lambda: [None for _ in loader])
+
+    few, many = epoch(2), epoch(100)
+    assert few == many
+
+
+def replicated(precision, net):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", precision=precision)
+    fabric.launch()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    fabric.backward(model(X).sum())
+    loss = model(X).sum()
+    found = {
+        "forward": frames(model, X),
+        "backward": frames(fabric.backward, loss),
+        "step": frames(optimizer.step),
+        "few": frames(fabric.all_reduce, tree(2)),
+        "many": frames(fabric.all_reduce, tree(200)),
+    }
+    model.eval()
+    with torch.no_grad():
+        found["evaluation"] = frames(model, X)
+    return found
+
+
+def on_ranks(precision):
+    return replicated(precision, stack(2))
+
+
+def test_ddp(ranks):
+    for found in ranks.run(on_ranks, "32-true", world_size=2):
+        assert found["forward"] == found["evaluation"] == ([], 0)
+        assert len(found["backward"][0]) <= 3, found["backward"]
+        assert found["step"] == (["step"], 1)
+        assert found["few"] == found["many"]
+        assert found["many"][1] <= 8
+
+
+def test_ddp_bf16_mixed(ranks):
+    for found in ranks.run(on_ranks, "bf16-mixed", world_size=2):
+        assert found["forward"][0] == ["__call__"]
+
+
+def with_buffers():
+    return replicated("32-true", nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+
+
+def test_ddp_with_buffers_adds_one_stage(ranks):
+    for found in ranks.run(with_buffers, world_size=2):
+        assert found["forward"] == (["__call__", "_broadcast_from_zero"], 2)
+        assert found["evaluation"] == (["__call__"], 1)

@@ -1,0 +1,128 @@
+"""Which environment wins, and what the foreign ones read. No processes."""
+
+from datetime import timedelta
+
+import pytest
+
+from fabric.core.errors import ConfigurationError, UsageError
+from fabric.plugins.environments import (
+    ENVIRONMENT_REGISTRY,
+    LocalEnvironment,
+    ProcessGroupEnvironment,
+    TorchElasticEnvironment,
+)
+from fabric.plugins.environments.detect import PRECEDENCE, detect_environment
+from fabric.plugins.environments.registry import ENVIRONMENT_REGISTRY
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "GROUP_RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.fixture(autouse=True)
+def _bare(monkeypatch):
+    for name in [*TORCHRUN, "FABRIC_LAUNCHED", "FABRIC_ENVIRONMENT", "NODE_RANK"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def torchrun(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_local_is_what_remains():
+    assert type(detect_environment()) is LocalEnvironment
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_torchrun_is_recognised():
+    environment = detect_environment()
+    assert type(environment) is TorchElasticEnvironment
+    assert environment.creates_processes_externally
+    assert (environment.global_rank(), environment.local_rank(), environment.node_rank()) == (1, 1, 0)
+    assert (environment.world_size(), environment.local_world_size(), environment.num_nodes()) == (2, 2, 1)
+    assert (environment.main_address, environment.main_port) == ("localhost", 29500)
+    environment.set_world_size(9)
+    environment.set_global_rank(9)
+    assert (environment.world_size(), environment.global_rank()) == (2, 1)
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_an_existing_group_beats_torchrun(monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    assert type(detect_environment()) is ProcessGroupEnvironment
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_one_variable_overrules(monkeypatch):
+    monkeypatch.setenv("FABRIC_ENVIRONMENT", "local")
+    assert type(detect_environment()) is LocalEnvironment
+    monkeypatch.setenv("FABRIC_ENVIRONMENT", "torchrum")
+    with pytest.raises(ConfigurationError, match=r"='torchrum' is not known\. Did you mean 'torchrun'"):
+        detect_environment()
+
+
+def test_candidates_are_asked_in_order():
+    class Never(LocalEnvironment):
+        @staticmethod
+        def detect():
+            return False
+
+    class Always(LocalEnvironment):
+        pass
+
+    assert type(detect_environment([Never, Always, LocalEnvironment])) is Always
+    assert ENVIRONMENT_REGISTRY.entry(PRECEDENCE[-1]).load().detect()
+
+
+def test_names():
+    assert ENVIRONMENT_REGISTRY.names() == ["local", "process_group", "torchelastic", "torchrun"]
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_a_world_size_that_differs_from_devices():
+    environment = TorchElasticEnvironment()
+    environment.validate_settings(2, 1)
+    with pytest.raises(ConfigurationError) as caught:
+        environment.validate_settings(4, 1)
+    assert str(caught.value) == (
+        "devices=4 x num_nodes=1 asks for 4 processes, but torchrun started WORLD_SIZE=2. "
+        'Write devices="auto" and num_nodes=1 in the script, or start torchrun with --nproc-per-node 4.'
+    )
+
+
+def test_a_broken_torchrun_environment(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(ConfigurationError, match="should have set RANK to a number, but it is 'x'"):
+        detect_environment().global_rank()
+
+
+def test_an_existing_group_tells_the_place(ranks):
+    assert ranks.run(_in_group, world_size=2) == [(0, 0, 2, 2, 1), (1, 1, 2, 2, 1)]
+
+
+def _in_group():
+    environment = detect_environment()
+    assert type(environment) is ProcessGroupEnvironment
+    environment.validate_settings(2, 1)
+    with pytest.raises(ConfigurationError, match=r"torch\.distributed is initialised already with 2"):
+        environment.validate_settings(4, 1)
+    with pytest.raises(UsageError, match="initialised already"):
+        environment.make_store(0, 2, timedelta(seconds=1))
+    return (
+        environment.global_rank(),
+        environment.local_rank(),
+        environment.world_size(),
+        environment.local_world_size(),
+        environment.num_nodes(),
+    )

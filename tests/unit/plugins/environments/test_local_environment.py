@@ -1,0 +1,175 @@
+"""LocalEnvironment: what it reads, what it hosts, what it refuses."""
+
+import os
+import pickle
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from fabric.core.errors import ConfigurationError, LaunchError
+from fabric.plugins.environments import LightningEnvironment, LocalEnvironment
+from fabric.plugins.environments.rendezvous import await_ranks
+
+SECOND = timedelta(seconds=1)
+LAUNCHED = {
+    "FABRIC_LAUNCHED": "cli",
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "NODE_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "1234",
+}
+
+
+@pytest.fixture(autouse=True)
+def _bare(monkeypatch):
+    for name in [*LAUNCHED, "GROUP_RANK", "FABRIC_STORE_FD"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def place(environment):
+    return (
+        environment.global_rank(),
+        environment.local_rank(),
+        environment.node_rank(),
+        environment.world_size(),
+        environment.local_world_size(),
+        environment.num_nodes(),
+    )
+
+
+def test_before_any_launch_it_is_alone():
+    environment = LocalEnvironment()
+    assert place(environment) == (0, 0, 0, 1, None, None)
+    assert environment.main_address == "127.0.0.1"
+    assert not environment.creates_processes_externally
+    assert LightningEnvironment is LocalEnvironment
+
+
+def test_a_launched_rank_reads_its_variables(monkeypatch):
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    environment = LocalEnvironment()
+    assert environment.creates_processes_externally
+    assert place(environment) == (5, 1, 1, 8, 4, 2)
+    assert (environment.main_address, environment.main_port) == ("10.0.0.1", 1234)
+
+
+def test_stale_ranks_in_the_environment_of_an_unlaunched_process_mean_nothing(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "5")
+    assert place(LocalEnvironment())[:4] == (0, 0, 0, 1)
+
+
+def test_become_takes_a_place_and_touches_no_variable():
+    before = dict(os.environ)
+    environment = LocalEnvironment()
+    environment.become(1, 4, 2, "127.0.0.1", 99, node_rank=1)
+    assert place(environment) == (3, 1, 1, 4, 2, 2)
+    assert environment.creates_processes_externally
+    assert environment.main_port == 99
+    assert dict(os.environ) == before
+
+
+def test_set_world_size_and_rank():
+    environment = LocalEnvironment()
+    environment.set_world_size(3)
+    environment.set_global_rank(2)
+    assert (environment.world_size(), environment.global_rank()) == (3, 2)
+
+
+def test_hosts_a_store_on_a_port_of_the_kernel_on_the_loopback_only():
+    environment, other = LocalEnvironment(), LocalEnvironment()
+    port = environment.host_store(SECOND)
+    assert port == environment.host_store(SECOND) == environment.main_port
+    assert port != other.host_store(SECOND)
+    addresses = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()}
+    assert f"0100007F:{port:04X}" in addresses
+    environment.teardown()
+    other.teardown()
+
+
+def test_an_explicit_port_is_honoured_and_named_when_taken(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}: another process .* holds the port"):
+            LocalEnvironment().host_store(SECOND)
+    environment = LocalEnvironment()
+    assert environment.host_store(SECOND) == port
+    environment.teardown()
+
+
+@pytest.mark.parametrize("value", ["abc", "1.5"])
+def test_a_variable_that_is_no_number(monkeypatch, value):
+    monkeypatch.setenv("MASTER_PORT", value)
+    with pytest.raises(ConfigurationError, match=r"MASTER_PORT=.* must be a whole number"):
+        LocalEnvironment().host_store(SECOND)
+
+
+def test_a_port_out_of_range(monkeypatch):
+    monkeypatch.setenv("MASTER_PORT", "70000")
+    with pytest.raises(ConfigurationError, match=r"port 70000 is not in 0\.\.65535"):
+        LocalEnvironment().host_store(SECOND)
+
+
+def test_pickles_without_its_store_and_the_copy_becomes_a_client():
+    host = LocalEnvironment()
+    port = host.host_store(SECOND)
+    client = pickle.loads(pickle.dumps(host))
+    client.become(1, 2, 2, "127.0.0.1", port)
+    assert client._store is None
+    theirs = client.make_store(1, 2, SECOND)
+    theirs.set("key", "value")
+    assert theirs.get("key") == b"value"
+    host.teardown()
+
+
+def test_a_handed_over_socket_becomes_the_store_and_later_groups_share_it(monkeypatch):
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    for name, value in {
+        "FABRIC_LAUNCHED": "cli",
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": str(port),
+        "FABRIC_STORE_FD": str(listener.detach()),
+    }.items():
+        monkeypatch.setenv(name, value)
+    first = LocalEnvironment().make_store(0, 2, SECOND)
+    first.set("a", "1")
+    second = LocalEnvironment().make_store(0, 2, SECOND)
+    assert not second.check(["a"])  # a fresh prefix: no stale keys
+    first.set("b", "2")
+
+
+def test_nobody_at_the_address(monkeypatch):
+    environment = LocalEnvironment()
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    environment.become(1, 2, 2, "127.0.0.1", port)
+    with pytest.raises(LaunchError, match=f"found no rank zero within 1 s at 127.0.0.1:{port}"):
+        environment.make_store(1, 2, SECOND)
+
+
+def test_missing_ranks_are_named():
+    environment = LocalEnvironment()
+    store = environment.make_store(0, 3, SECOND)
+    with pytest.raises(LaunchError, match=r"1 of 3 ranks arrived within 1 s; missing: ranks 1, 2\."):
+        await_ranks(store, 0, 3, SECOND)
+    environment.teardown()
+
+
+def test_settings_that_contradict_the_launcher(monkeypatch):
+    LocalEnvironment().validate_settings(4, 1)
+    monkeypatch.setenv("FABRIC_LAUNCHED", "cli")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    LocalEnvironment().validate_settings(2, 1)
+    with pytest.raises(
+        ConfigurationError, match="asks for 4 processes, but the launcher started WORLD_SIZE=2"
+    ):
+        LocalEnvironment().validate_settings(4, 1)

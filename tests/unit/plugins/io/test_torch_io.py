@@ -1,0 +1,354 @@
+from __future__ import annotations
+
+import io
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import fabric.plugins.io.torch_io as torch_io
+from fabric.core.errors import ConfigurationError, FabricError, UsageError
+from fabric.plugins.io import TorchCheckpointIO
+
+OLD, NEW = {"step": 1, "w": torch.zeros(3)}, {"step": 2, "w": torch.ones(3)}
+
+
+class Thing:
+    pass
+
+
+@pytest.fixture
+def storage():
+    return TorchCheckpointIO()
+
+
+def names(folder):
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+# one file
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_the_file_is_what_torch_reads(storage, tmp_path, kind):
+    path = kind(tmp_path / "deep" / "er" / "a.pt")
+    storage.save_checkpoint(NEW, path)
+    plain = torch.load(path, weights_only=True)
+    loaded = storage.load_checkpoint(path)
+    assert plain["step"] == loaded["step"] == 2
+    assert plain["w"].equal(loaded["w"])
+    assert names(tmp_path / "deep" / "er") == ["a.pt"]
+
+
+def test_what_torch_saved_is_read_also_in_the_old_format(storage, tmp_path):
+    torch.save(NEW, tmp_path / "new.pt")
+    torch.save(NEW, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for name in ("new.pt", "old.pt"):
+        assert storage.load_checkpoint(tmp_path / name)["w"].equal(NEW["w"])
+
+
+def test_a_relative_path_means_the_working_directory(storage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    storage.save_checkpoint(NEW, "a.pt")
+    assert storage.load_checkpoint("a.pt")["step"] == 2
+    assert names(tmp_path) == ["a.pt"]
+
+
+def test_a_name_of_the_greatest_length_can_be_saved(storage, tmp_path):
+    name = "n" * 252 + ".pt"
+    storage.save_checkpoint(NEW, tmp_path / name)
+    assert names(tmp_path) == [name]
+
+
+def test_permissions_follow_the_umask_and_those_of_an_old_file_are_kept(storage, tmp_path):
+    path = tmp_path / "a.pt"
+    before = os.umask(0o027)
+    try:
+        storage.save_checkpoint(OLD, path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    path.chmod(0o604)
+    storage.save_checkpoint(NEW, path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o604
+
+
+def test_a_device_is_written_to_and_never_replaced(storage):
+    storage.save_checkpoint(NEW, "/dev/null")
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+
+
+def test_removing(storage, tmp_path):
+    storage.save_checkpoint(NEW, tmp_path / "a.pt")
+    storage.remove_checkpoint(tmp_path / "a.pt")
+    storage.remove_checkpoint(tmp_path / "a.pt")
+    assert names(tmp_path) == []
+
+
+# whole or untouched
+
+
+def test_a_failure_in_the_middle_leaves_the_old_file_and_nothing_else(storage, tmp_path, monkeypatch):
+    path = tmp_path / "a.pt"
+    storage.save_checkpoint(OLD, path)
+
+    def half(data, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="No space left"):
+        storage.save_checkpoint(NEW, path)
+    assert names(tmp_path) == ["a.pt"]
+    assert storage.load_checkpoint(path)["step"] == 1
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failure_after_the_writing_leaves_the_old_file_and_nothing_else(
+    storage, tmp_path, monkeypatch, step
+):
+    path = tmp_path / "a.pt"
+    storage.save_checkpoint(OLD, path)
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(*((os, "fsync", fail) if step == "fsync" else (Path, "replace", fail)))
+    with pytest.raises(KeyboardInterrupt):
+        storage.save_checkpoint(NEW, path)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["a.pt"]
+    assert storage.load_checkpoint(path)["step"] == 1
+
+
+def test_everything_reaches_the_disk_before_the_name_changes(storage, tmp_path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: events.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file") or fsync(fd),
+    )
+    monkeypatch.setattr(Path, "replace", lambda self, to: events.append("rename") or replace(self, to))
+    storage.save_checkpoint(NEW, tmp_path / "a.pt")
+    assert events == ["file", "rename", "folder"]
+
+
+KILLED = """
+    import os, signal, sys, torch
+    from fabric.plugins.io import TorchCheckpointIO
+
+    class Bomb:
+        def __reduce__(self):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    TorchCheckpointIO().save_checkpoint({"w": torch.ones(100_000), "bomb": Bomb()}, sys.argv[1])
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_the_old_file(storage, tmp_path):
+    path = tmp_path / "a.pt"
+    storage.save_checkpoint(OLD, path)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(path)], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert storage.load_checkpoint(path)["step"] == 1
+    storage.save_checkpoint(NEW, path)
+    assert storage.load_checkpoint(path)["step"] == 2
+
+
+FULL = """
+    import resource, signal, sys, torch
+    from fabric.plugins.io import TorchCheckpointIO
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+    try:
+        TorchCheckpointIO().save_checkpoint({"w": torch.ones(1_000_000)}, sys.argv[1])
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_a_disk_without_room_is_an_error_that_leaves_the_old_file(storage, tmp_path):
+    path = tmp_path / "a.pt"
+    storage.save_checkpoint(OLD, path)
+    command = [sys.executable, "-c", textwrap.dedent(FULL), str(path)]
+    done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "File too large" in done.stdout
+    assert names(tmp_path) == ["a.pt"]
+    assert storage.load_checkpoint(path)["step"] == 1
+
+
+def test_what_was_loaded_outlives_a_save_to_the_same_path(storage, tmp_path):
+    path = tmp_path / "a.pt"
+    storage.save_checkpoint({"w": torch.ones(1_000_000)}, path)
+    loaded = storage.load_checkpoint(path)
+    storage.save_checkpoint({"w": torch.zeros(10)}, path)
+    assert loaded["w"].sum() == 1_000_000
+
+
+def test_only_safe_loads_to_the_host_are_mapped(storage, tmp_path, monkeypatch):
+    storage.save_checkpoint(NEW, tmp_path / "a.pt")
+    mapped, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *a, **k: mapped.append(k.get("mmap")) or load(*a, **k))
+    storage.load_checkpoint(tmp_path / "a.pt")
+    storage.load_checkpoint(tmp_path / "a.pt", map_location=torch.device("cpu"))
+    storage.load_checkpoint(tmp_path / "a.pt", map_location=lambda storage, place: storage)
+    storage.load_checkpoint(tmp_path / "a.pt", map_location=None)
+    storage.load_checkpoint(tmp_path / "a.pt", weights_only=False)
+    assert mapped == [True, True, False, False, False]
+
+
+# bad input
+
+
+def error_of(call, *args, **kwargs):
+    with pytest.raises((FabricError, OSError)) as caught:
+        call(*args, **kwargs)
+    return caught.value
+
+
+def test_texts_of_bad_paths(storage, tmp_path):
+    (tmp_path / "file").write_text("")
+    folder, below = tmp_path, tmp_path / "file" / "a.pt"
+    save = error_of(storage.save_checkpoint, NEW, folder)
+    assert isinstance(save, IsADirectoryError)
+    assert str(save) == f"{folder} is a directory. Give a file name, for example {folder}/checkpoint.pt."
+    load = error_of(storage.load_checkpoint, folder)
+    assert isinstance(load, IsADirectoryError)
+    assert str(load) == f"{folder} is a directory, not a checkpoint file."
+    under = error_of(storage.save_checkpoint, NEW, below)
+    assert isinstance(under, NotADirectoryError)
+    assert str(under) == f"{below} cannot be written: {tmp_path}/file is a file."
+    absent = error_of(storage.load_checkpoint, tmp_path / "absent.pt")
+    assert isinstance(absent, FileNotFoundError)
+    assert str(absent) == f"There is no checkpoint file at {tmp_path}/absent.pt."
+    assert isinstance(error_of(storage.load_checkpoint, below), FileNotFoundError)
+    assert isinstance(
+        error_of(storage.save_checkpoint, NEW, tmp_path / "file" / "deep" / "a.pt"), NotADirectoryError
+    )
+
+
+def test_storage_options_are_refused(storage, tmp_path):
+    error = error_of(storage.save_checkpoint, NEW, tmp_path / "a.pt", {"region": "x"})
+    assert isinstance(error, ConfigurationError)
+    assert "storage_options={'region': 'x'} mean nothing to TorchCheckpointIO" in str(error)
+    assert names(tmp_path) == []
+
+
+def test_objects_are_read_from_trusted_files_only(storage, tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save({"thing": Thing()}, path)
+    error = error_of(storage.load_checkpoint, path)
+    assert isinstance(error, UsageError)
+    assert str(error) == (
+        f"{path} refers to test_torch_io.Thing, which safe loading refuses, because reading it can run any "
+        f"code. If you trust the file, write fabric.load(path, ..., weights_only=False)."
+    )
+    assert isinstance(storage.load_checkpoint(path, weights_only=False)["thing"], Thing)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 junk", "cut"])
+@pytest.mark.parametrize("safe", [None, False])
+def test_a_damaged_file_is_called_so(storage, tmp_path, content, safe):
+    path = tmp_path / "a.pt"
+    if content == "cut":
+        whole = io.BytesIO()
+        torch.save(NEW, whole)
+        content = whole.getvalue()[:-200]
+    path.write_bytes(content)
+    error = error_of(storage.load_checkpoint, path, weights_only=safe)
+    assert isinstance(error, UsageError)
+    assert str(error).startswith(f"{path} is no complete checkpoint: it was cut short, or not written by")
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("evil",)
+
+
+def test_a_file_that_calls_functions_is_refused(storage, tmp_path, capsys):
+    torch.save([Evil()], tmp_path / "a.pt")
+    error = error_of(storage.load_checkpoint, tmp_path / "a.pt")
+    assert "refers to print, which safe loading refuses" in str(error)
+    assert capsys.readouterr().out == ""
+
+
+def test_other_errors_of_torch_stay_as_they_are(storage, tmp_path, monkeypatch):
+    storage.save_checkpoint(NEW, tmp_path / "a.pt")
+
+    def load(*args, **kwargs):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
+        storage.load_checkpoint(tmp_path / "a.pt")
+
+
+# URLs
+
+
+@pytest.fixture
+def memory():
+    fsspec = pytest.importorskip("fsspec")
+    filesystem = fsspec.filesystem("memory")
+    yield filesystem
+    filesystem.store.clear()
+    filesystem.pseudo_dirs[:] = [""]
+
+
+def test_urls_go_through_fsspec(storage, memory):
+    url = "memory://runs/deep/a.pt"
+    storage.save_checkpoint(OLD, url)
+    storage.save_checkpoint(NEW, url)
+    assert storage.load_checkpoint(url)["w"].equal(NEW["w"])
+    assert memory.find("/") == ["/runs/deep/a.pt"]
+    storage.remove_checkpoint(url)
+    storage.remove_checkpoint(url)
+    assert memory.find("/") == []
+    with pytest.raises(FileNotFoundError):
+        storage.load_checkpoint(url)
+
+
+def test_a_failed_save_to_a_url_leaves_the_old_object(storage, memory, monkeypatch):
+    storage.save_checkpoint(OLD, "memory://runs/a.pt")
+
+    def half(data, file):
+        file.write(b"half")
+        raise OSError("connection lost")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="connection lost"):
+        storage.save_checkpoint(NEW, "memory://runs/a.pt")
+    monkeypatch.undo()
+    assert storage.load_checkpoint("memory://runs/a.pt")["step"] == 1
+    storage.save_checkpoint(NEW, "memory://runs/a.pt")
+    assert storage.load_checkpoint("memory://runs/a.pt")["step"] == 2
+
+
+def test_file_urls_are_files_like_any_other(storage, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_io, "_save_to_url", pytest.fail)
+    storage.save_checkpoint(NEW, f"file://{tmp_path}/a.pt")
+    assert names(tmp_path) == ["a.pt"]
+    assert storage.load_checkpoint(f"file://{tmp_path}/a.pt")["step"] == 2
+
+
+def test_a_url_that_went_through_pathlib_is_refused(storage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: storage.save_checkpoint(NEW, Path("s3://bucket/a.pt")),
+        lambda: storage.load_checkpoint(Path("s3://bucket/a.pt")),
+    ):
+        error = error_of(call)
+        assert isinstance(error, ConfigurationError)
+        assert str(error).endswith(
+            "was a URL, and Path took a slash out of it. Pass the string 's3://bucket/a.pt'."
+        )
+    assert names(tmp_path) == []

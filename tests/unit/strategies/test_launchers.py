@@ -1,0 +1,234 @@
+"""Launchers without whole scripts: errors before the start, causes, pickling explanations, command lines."""
+
+import functools
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from fabric.core.errors import ConfigurationError, LaunchError
+from fabric.plugins.environments import LocalEnvironment
+from fabric.strategies.launchers import script
+from fabric.strategies.launchers.failure import Failure, from_returncode, root_cause
+from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
+from fabric.strategies.launchers.openmp import rest_openmp
+from fabric.strategies.launchers.pickling import explain_unpicklable
+from fabric.strategies.launchers.place import Place
+from fabric.strategies.launchers.script import ScriptLauncher, original_command
+from fabric.utilities.lifeline import describe
+
+CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:682"
+
+
+def work(*_):
+    return 1
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, 1), nn.Identity())
+
+
+# causes
+
+
+def test_the_earliest_failure_is_the_cause():
+    assert root_cause([Failure(0, 2.0, "ValueError: b"), Failure(1, 1.0, "ValueError: a")]).rank == 1
+
+
+def test_a_consequence_is_not_the_cause_however_early():
+    failures = [Failure(0, 1.0, CLOSED), Failure(1, 2.0, "killed by SIGKILL")]
+    assert root_cause(failures).rank == 1
+    assert root_cause(failures[:1]).rank == 0
+
+
+def test_return_codes():
+    assert from_returncode(1, -9, 0.0) == Failure(1, 0.0, "killed by SIGKILL", 137)
+    assert from_returncode(1, 3, 0.0) == Failure(1, 0.0, "exit code 3", 3)
+
+
+def test_the_last_line():
+    failure = Failure(1, 0.0, "ValueError: boom (train.py:31)")
+    assert failure.summary([]) == "rank 1 failed first: ValueError: boom (train.py:31)"
+    assert failure.summary([0, 2]).endswith("; stopped because of it: ranks 0, 2")
+
+
+def test_an_exception_is_described_by_the_users_line():
+    try:
+        torch.zeros(2) @ torch.zeros(3)
+    except RuntimeError as error:
+        text = describe(error)
+    assert text.startswith("RuntimeError: ")
+    assert "(test_launchers.py:" in text
+
+
+# functions and their arguments
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_function_launcher_without_a_function(method):
+    with pytest.raises(LaunchError, match=r"launch\(\) got none.*fabric\.launch\(main\)"):
+        MultiprocessLauncher(LocalEnvironment(), 2, method).launch(None)
+
+
+def test_an_unknown_start_method():
+    with pytest.raises(ConfigurationError, match="start_method='popen' is not available here"):
+        MultiprocessLauncher(LocalEnvironment(), 2, "popen")
+
+
+def test_an_unpicklable_argument_is_named_by_its_path():
+    model = nn.Sequential()
+    model.add_module("head", Head())
+    model.head.layers[1].act = lambda x: x
+    with pytest.raises(
+        LaunchError, match=r"model\.head\.layers\[1\]\.act: <lambda> at test_launchers\.py:\d+"
+    ):
+        MultiprocessLauncher(LocalEnvironment(), 2, "spawn").launch(work, model)
+
+
+def test_an_unpicklable_function_is_named():
+    def local():
+        """A closure."""
+
+    with pytest.raises(LaunchError, match=r"the local function .*<locals>\.local at test_launchers\.py"):
+        MultiprocessLauncher(LocalEnvironment(), 2, "forkserver").launch(local)
+
+
+@pytest.mark.parametrize(
+    ("obj", "path"),
+    [
+        ({"a": [1, threading.Lock()]}, "x['a'][1]: an object of _thread.lock"),
+        (functools.partial(work, threading.Lock()), "x.args[0]: an object of _thread.lock"),
+        (SimpleNamespace(a=SimpleNamespace(b=sys)), "x.a.b: an object of builtins.module"),
+    ],
+)
+def test_paths_to_what_cannot_be_pickled(obj, path):
+    assert explain_unpicklable(obj, "x") == path
+
+
+def test_a_cycle_does_not_trap_the_search():
+    loop: dict = {"lock": threading.Lock()}
+    loop = {"self": None, "inner": loop}
+    loop["self"] = loop
+    assert explain_unpicklable(loop, "x") == "x['inner']['lock']: an object of _thread.lock"
+
+
+def test_a_function_of_a_notebook_cannot_be_imported_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None))
+    function = type(work)(work.__code__, {"__name__": "__main__"}, "work")
+    function.__module__ = "__main__"
+    with pytest.raises(LaunchError, match=r"'work' is defined in a notebook.*ddp_notebook"):
+        MultiprocessLauncher(LocalEnvironment(), 2, "spawn").launch(function)
+
+
+def test_a_spawned_script_without_its_guard(monkeypatch):
+    monkeypatch.setattr("multiprocessing.current_process", lambda: SimpleNamespace(_inheriting=True))
+    with pytest.raises(LaunchError, match='if __name__ == "__main__"'):
+        MultiprocessLauncher(LocalEnvironment(), 2, "spawn").launch(work)
+
+
+def test_fork_after_cuda(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    with pytest.raises(LaunchError, match=r"CUDA is initialised.*ddp_spawn"):
+        MultiprocessLauncher(LocalEnvironment(), 2, "fork").launch(work)
+
+
+def test_which_launchers_suit_notebooks():
+    suits = {
+        method: MultiprocessLauncher(LocalEnvironment(), 2, method).is_interactive_compatible
+        for method in ("spawn", "fork", "forkserver")
+    }
+    assert suits == {"spawn": False, "fork": True, "forkserver": False}
+    assert not ScriptLauncher(LocalEnvironment(), 2).is_interactive_compatible
+
+
+def test_openmp_rests_without_losing_its_settings():
+    before = torch.get_num_threads()
+    torch.randn(100_000).exp()
+    assert rest_openmp() in (True, False)  # False where torch has another runtime
+    torch.randn(100_000).exp()
+    assert torch.get_num_threads() == before
+
+
+# the script launcher
+
+
+def test_one_process_starts_nothing():
+    assert ScriptLauncher(LocalEnvironment(), 1).launch(work) == 1
+    assert script._job is None
+
+
+def test_a_launched_rank_starts_nothing(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert ScriptLauncher(LocalEnvironment(), 4).launch(work) == 1
+    assert script._job is None
+
+
+@pytest.mark.parametrize(
+    ("main", "argv", "original", "expected"),
+    [
+        (  # a script: its path becomes absolute, its directory is the start's
+            {"__file__": "/a/b/train.py"},
+            ["b/train.py", "--lr", "1"],
+            ["python", "-X", "dev", "b/train.py", "--lr", "1"],
+            (["-X", "dev", "/a/b/train.py", "--lr", "1"], "/a/"),
+        ),
+        (
+            {"__file__": "/a/b/train.py"},
+            ["/a/b/train.py"],
+            ["python", "/a/b/train.py"],
+            (["/a/b/train.py"], None),
+        ),
+        ({}, ["-c"], ["python", "-c", "pass"], (["-c", "pass"], None)),
+        (  # -m: found from where Python was started
+            {"__file__": "/a/m.py", "__spec__": SimpleNamespace(name="m")},
+            ["/a/m.py", "1"],
+            ["python", "-m", "m", "1"],
+            (["-m", "m", "1"], "/"),
+        ),
+    ],
+)
+def test_the_command_is_run_again(monkeypatch, main, argv, original, expected):
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**{"__spec__": None, **main}))
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", original)
+    monkeypatch.setattr(sys, "path", ["/", *sys.path])
+    command, directory = original_command()
+    assert command[0] == sys.executable
+    assert (command[1:], directory) == expected
+
+
+@pytest.mark.parametrize(("argv", "prompt"), [(["-"], False), ([""], False), (["x.py"], True)])
+def test_no_command_to_run_again(monkeypatch, argv, prompt):
+    monkeypatch.setattr(sys, "argv", argv)
+    if prompt:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(LaunchError, match=r"no command that the other ranks could run.*ddp_notebook"):
+        original_command()
+
+
+def test_several_machines_need_an_address(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(LaunchError, match="num_nodes=2 needs MASTER_ADDR and MASTER_PORT"):
+        ScriptLauncher(LocalEnvironment(), 1, num_nodes=2).launch(work)
+
+
+def test_variables_of_a_rank(monkeypatch):
+    monkeypatch.setattr("fabric.strategies.launchers.place.usable_cores", lambda: 5)
+    place = Place(1, 4, 2, "127.0.0.1", 99, node_rank=1)
+    variables = place.variables({})
+    assert variables == {
+        "OMP_NUM_THREADS": "2",
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "NODE_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "99",
+    }
+    assert "OMP_NUM_THREADS" not in place.variables({"OMP_NUM_THREADS": "7"})

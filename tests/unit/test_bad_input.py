@@ -1,0 +1,439 @@
+"""Bad input, one case each: the kind of the error, and what its message must say."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from test_resolve import Cards, Custom, Started, refusal
+from torch.utils.data import DataLoader
+
+from fabric import Fabric
+from fabric.accelerators import CPUAccelerator
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.traits import Traits
+from fabric.plugins.io import TorchCheckpointIO
+from fabric.plugins.precision import HalfPrecision, Precision
+from fabric.strategies import DDPStrategy, SingleDeviceStrategy
+
+CPU = torch.device("cpu")
+
+# what is refused: (request, machine, kind, every part of the message)
+
+TWO = [CPU, CPU]
+REFUSED = {
+    "unknown strategy": (
+        {"strategy": "dpp"},
+        {},
+        ConfigurationError,
+        ["strategy='dpp'", "mean 'ddp'", "ddp_spawn"],
+    ),
+    "unknown accelerator": ({"accelerator": "cdua"}, {}, ConfigurationError, ["='cdua'", "mean 'cuda'"]),
+    "unknown precision": (
+        {"precision": "bf16-mix"},
+        {},
+        ConfigurationError,
+        ["'bf16-mix'", "mean 'bf16-mixed'"],
+    ),
+    "precision of a wrong type": ({"precision": [16]}, {}, ConfigurationError, ["precision=[16]"]),
+    "strategy of a wrong type": (
+        {"strategy": 3},
+        {},
+        ArgumentTypeError,
+        ["strategy=3", "is a int", "DDPStrategy()"],
+    ),
+    "strategy class": (
+        {"strategy": DDPStrategy},
+        {},
+        ArgumentTypeError,
+        ["must be a name or a Strategy object"],
+    ),
+    "strategy None": ({"strategy": None}, {}, ArgumentTypeError, ["strategy=None"]),
+    "accelerator of a wrong type": ({"accelerator": 1}, {}, ArgumentTypeError, ["accelerator=1"]),
+    "no such GPU": (
+        {"accelerator": "cuda"},
+        {},
+        ConfigurationError,
+        ['accelerator="cuda"', 'accelerator="cpu"'],
+    ),
+    "devices zero": ({"devices": 0}, {}, ConfigurationError, ["devices=0"]),
+    "devices a float": ({"devices": 2.0}, {}, ArgumentTypeError, ["devices=2.0"]),
+    "devices a list on the CPU": (
+        {"devices": [0, 1]},
+        {},
+        ArgumentTypeError,
+        ["devices=[0, 1]", "number of processes"],
+    ),
+    "devices unreadable": ({"devices": "two"}, {}, ConfigurationError, ["devices='two'"]),
+    "num_nodes zero": ({"num_nodes": 0}, {}, ConfigurationError, ["num_nodes=0", "1 or more"]),
+    "num_nodes a string": ({"num_nodes": "2"}, {}, ConfigurationError, ["num_nodes='2'"]),
+    "num_nodes a bool": ({"num_nodes": True}, {}, ConfigurationError, ["num_nodes=True"]),
+    "one process, two devices": (
+        {"strategy": "single_device", "devices": 2},
+        {},
+        ConfigurationError,
+        ["strategy='single_device'", "devices=2", "Write devices=1", 'strategy="ddp"'],
+    ),
+    "one process, two machines": (
+        {"strategy": SingleDeviceStrategy(), "num_nodes": 2},
+        {},
+        ConfigurationError,
+        ["SingleDeviceStrategy", "num_nodes=2"],
+    ),
+    "precision as argument and plugin": (
+        {"precision": "bf16-true", "plugins": HalfPrecision()},
+        {},
+        ConfigurationError,
+        ["precision is given twice", "precision='bf16-true'", "plugins=HalfPrecision", "Keep one"],
+    ),
+    "precision as argument and of the strategy": (
+        {"precision": 32, "strategy": DDPStrategy(precision=HalfPrecision())},
+        {},
+        ConfigurationError,
+        ["precision is given twice", "precision=32", "DDPStrategy(precision=...)"],
+    ),
+    "precision as plugin and of the strategy": (
+        {"plugins": [Precision()], "strategy": DDPStrategy(precision=HalfPrecision())},
+        {},
+        ConfigurationError,
+        ["precision is given twice", "plugins=Precision", "DDPStrategy(precision=...)"],
+    ),
+    "two plugins of a kind": (
+        {"plugins": [HalfPrecision(), Precision()]},
+        {},
+        ConfigurationError,
+        ["two of Precision"],
+    ),
+    "a plugin of no kind": (
+        {"plugins": [42]},
+        {},
+        ArgumentTypeError,
+        ["takes Precision, ClusterEnvironment", "42"],
+    ),
+    "a plugin's class": ({"plugins": HalfPrecision}, {}, ArgumentTypeError, ["objects, but got <class"]),
+    "environment twice": (
+        {"plugins": Started(), "strategy": DDPStrategy(cluster_environment=Started())},
+        {},
+        ConfigurationError,
+        ["cluster environment is given twice", "plugins=", "DDPStrategy(cluster_environment=...)"],
+    ),
+    "accelerator twice": (
+        {"accelerator": "cpu", "strategy": DDPStrategy(accelerator=CPUAccelerator())},
+        {},
+        ConfigurationError,
+        ["accelerator is given twice", "accelerator='cpu'", "DDPStrategy(accelerator=...)"],
+    ),
+    "checkpoint IO twice": (
+        {"plugins": TorchCheckpointIO(), "strategy": DDPStrategy(checkpoint_io=TorchCheckpointIO())},
+        {},
+        ConfigurationError,
+        ["checkpoint IO is given twice", "plugins=TorchCheckpointIO"],
+    ),
+    "devices twice": (
+        {"devices": 3, "strategy": DDPStrategy(parallel_devices=TWO)},
+        {},
+        ConfigurationError,
+        ["choice of devices is given twice", "devices=3", "cpu, cpu"],
+    ),
+    "other devices than the strategy's": (
+        {"accelerator": Cards(), "devices": [0], "strategy": SingleDeviceStrategy("cuda:1")},
+        {},
+        ConfigurationError,
+        ["devices=[0]", "SingleDeviceStrategy with cuda:1"],
+    ),
+    "a device that is not there": (
+        {"strategy": SingleDeviceStrategy("cuda:0")},
+        {},
+        ConfigurationError,
+        ['accelerator="cuda"'],
+    ),
+    "a GPU strategy without a GPU": (
+        {"strategy": Custom(Traits(accelerators=("cuda",)))},
+        {},
+        ConfigurationError,
+        ["strategy=Custom runs on cuda only", "accelerator='auto' is cpu here", '"ddp" runs on every device'],
+    ),
+    "a strategy with other precisions": (
+        {"strategy": Custom(Traits(precisions=("32-true", "bf16-mixed"))), "precision": "16-mixed"},
+        {},
+        ConfigurationError,
+        ["Custom does not run with precision='16-mixed'", "'32-true', 'bf16-mixed'"],
+    ),
+    "scripts in a notebook": (
+        {"strategy": "ddp", "devices": 2},
+        {"interactive": True},
+        ConfigurationError,
+        ["notebook", 'strategy="ddp_notebook"', "fabric.launch(function)"],
+    ),
+    "scripts in a notebook, by object": (
+        {"strategy": DDPStrategy(), "devices": 2},
+        {"interactive": True},
+        ConfigurationError,
+        ["ddp_notebook"],
+    ),
+    "other processes than were started": (
+        {"devices": 3},
+        {"environment": Started(2)},
+        ConfigurationError,
+        ["3 x 1 is not 2"],
+    ),
+    "one process where two were started": (
+        {"devices": 1},
+        {"environment": Started(2)},
+        ConfigurationError,
+        ["1 x 1 is not 2"],
+    ),
+    "flag against argument": (
+        {"devices": 3},
+        {"flags": {"devices": "2"}},
+        ConfigurationError,
+        [
+            "Fabric(devices=3) contradicts devices='2'",
+            "FABRIC_DEVICES",
+            "Remove devices= from the code",
+            "--devices",
+        ],
+    ),
+    "flag against number of machines": (
+        {"num_nodes": 3},
+        {"flags": {"num_nodes": "2"}},
+        ConfigurationError,
+        ["num_nodes=3", "leave --num-nodes out"],
+    ),
+    "flag against object": (
+        {"strategy": DDPStrategy()},
+        {"flags": {"strategy": "ddp"}},
+        ConfigurationError,
+        ["contradicts strategy='ddp'"],
+    ),
+    "flag against precision": (
+        {"precision": "16-true"},
+        {"flags": {"precision": "16"}},
+        ConfigurationError,
+        ["precision='16-true'"],
+    ),
+    "flag that is no number": (
+        {},
+        {"flags": {"num_nodes": "two"}},
+        ConfigurationError,
+        ["FABRIC_NUM_NODES='two'", "whole number"],
+    ),
+    "flag that is no name": (
+        {},
+        {"flags": {"strategy": "dpp"}},
+        ConfigurationError,
+        ["strategy='dpp'", "mean 'ddp'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    request, machine, kind, parts = REFUSED[case]
+    if "accelerator" not in str(parts) and "accelerator" not in request:
+        request = {"accelerator": "cpu", **request}
+    message = refusal(kind, **request, **machine)
+    for part in parts:
+        assert part in message
+
+
+# the verbs of Fabric
+
+
+@pytest.fixture
+def fabric():
+    return Fabric(accelerator="cpu")
+
+
+@pytest.fixture
+def early():
+    """A Fabric of two ranks before launch()."""
+    return Fabric(accelerator="cpu", devices=2, strategy="ddp")
+
+
+def linear():
+    return torch.nn.Linear(2, 2)
+
+
+BEFORE_LAUNCH = {
+    "barrier()": lambda f: f.barrier(),
+    "broadcast()": lambda f: f.broadcast(1),
+    "all_gather()": lambda f: f.all_gather(1.0),
+    "all_reduce()": lambda f: f.all_reduce(1.0),
+    "rank_zero_first()": lambda f: f.rank_zero_first().__enter__(),
+    "setup()": lambda f: f.setup(linear()),
+    "setup_module()": lambda f: f.setup_module(linear()),
+    "setup_optimizers()": lambda f: f.setup_optimizers(torch.optim.SGD(linear().parameters())),
+    "setup_dataloaders()": lambda f: f.setup_dataloaders(DataLoader([1, 2])),
+    "init_module()": lambda f: f.init_module(),
+    "sharded_model()": lambda f: f.sharded_model(),
+    "save()": lambda f: f.save("never-written", {}),
+    "load()": lambda f: f.load("never-read"),
+    "load_raw()": lambda f: f.load_raw("never-read", linear()),
+}
+
+
+@pytest.mark.parametrize("verb", BEFORE_LAUNCH)
+def test_verbs_of_all_ranks_wait_for_launch(early, verb):
+    with pytest.raises(UsageError) as caught:
+        BEFORE_LAUNCH[verb](early)
+    assert str(caught.value) == (
+        f"fabric.{verb} came before fabric.launch(): the other ranks are not there yet. "
+        f"Write fabric.launch() right after Fabric(...)."
+    )
+
+
+@pytest.mark.parametrize("verb", ["barrier()", "broadcast()", "all_gather()", "all_reduce()", "setup()"])
+def test_one_process_needs_no_launch(fabric, verb):
+    BEFORE_LAUNCH[verb](fabric)
+
+
+def nothing():
+    pass
+
+
+def keyword_only(*, fabric):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        (None, ["needs a function, but got None", "fabric.launch(train), not fabric.launch(train())"]),
+        (42, ["needs a function, but got 42"]),
+        ("train", ["needs a function, but got 'train'"]),
+        (nothing, ["calls nothing(fabric, ...), but nothing takes no argument", "def nothing(fabric)"]),
+        (keyword_only, ["but keyword_only takes no argument"]),
+        (functools.partial(nothing), ["takes no argument"]),
+    ],
+)
+def test_what_launch_cannot_call(fabric, function, parts):
+    with pytest.raises(ArgumentTypeError) as caught:
+        fabric.launch(function)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork", "ddp_notebook"])
+def test_a_function_launcher_needs_a_function(strategy):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=r"function"):
+        fabric.launch()
+
+
+def test_a_forked_rank_cannot_share_cuda(monkeypatch):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA is initialised") as caught:
+        fabric.launch(print)
+    assert "spawn" in str(caught.value)
+
+
+def test_what_cannot_be_pickled_is_named():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    model[0].act = lambda x: x
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn")
+    with pytest.raises((TypeError, RuntimeError), match=r"act.*<lambda>"):
+        fabric.launch(print, model)
+
+
+@pytest.mark.parametrize(
+    ("limits", "shown"),
+    [
+        ({}, "clip_val=None and max_norm=None"),
+        ({"clip_val": 1, "max_norm": 2.0}, "clip_val=1 and max_norm=2.0"),
+    ],
+)
+def test_clipping_needs_one_limit(fabric, limits, shown):
+    model, optimizer = fabric.setup(module := linear(), torch.optim.SGD(module.parameters(), lr=0.1))
+    with pytest.raises(ConfigurationError) as caught:
+        fabric.clip_gradients(model, optimizer, **limits)
+    assert shown in str(caught.value)
+    assert "clip_val=0.5" in str(caught.value)
+    assert "max_norm=1.0" in str(caught.value)
+
+
+def twice_a_model(fabric):
+    fabric.setup(fabric.setup(linear()))
+
+
+def twice_a_model_alone(fabric):
+    fabric.setup_module(fabric.setup(linear()))
+
+
+def twice_an_optimizer(fabric):
+    _, optimizer = fabric.setup(module := linear(), torch.optim.SGD(module.parameters()))
+    fabric.setup_optimizers(optimizer)
+
+
+def twice_a_loader(fabric):
+    fabric.setup_dataloaders(fabric.setup_dataloaders(DataLoader([1, 2])))
+
+
+def the_same_optimizer(fabric):
+    optimizer = torch.optim.SGD((module := linear()).parameters())
+    fabric.setup(module, optimizer, optimizer)
+
+
+def anothers_parameters(fabric):
+    fabric.setup(linear(), torch.optim.SGD(linear().parameters()))
+
+
+SETUP = {
+    twice_a_model: (ConfigurationError, ["this Linear is set up already", "once"]),
+    twice_a_model_alone: (ConfigurationError, ["fabric.setup_module", "this Linear is set up already"]),
+    twice_an_optimizer: (ConfigurationError, ["this SGD is set up already"]),
+    twice_a_loader: (ConfigurationError, ["loader is set up already"]),
+    the_same_optimizer: (ConfigurationError, ["same optimizer was passed twice"]),
+    anothers_parameters: (ConfigurationError, ["2 of 2 parameters of SGD", "(2, 2)", ".parameters()"]),
+    lambda f: f.setup("model"): (ArgumentTypeError, ["torch.nn.Module", "str"]),
+    lambda f: f.setup(linear(), "sgd"): (ArgumentTypeError, ["torch optimizers", "str"]),
+    lambda f: f.setup_optimizers(): (ConfigurationError, ["at least one optimizer"]),
+    lambda f: f.setup_dataloaders(): (ConfigurationError, ["at least one DataLoader"]),
+    lambda f: f.setup_dataloaders([1]): (ArgumentTypeError, ["DataLoader objects", "list"]),
+    lambda f: f.no_backward_sync(linear()): (UsageError, ["model = fabric.setup(model)"]),
+    lambda f: f.broadcast(1, src=1): (ConfigurationError, ["src=1", "from 0 to 0"]),
+    lambda f: f.broadcast(1, src=-1): (ConfigurationError, ["src=-1"]),
+    lambda f: f.broadcast(1, src="0"): (ArgumentTypeError, ["src='0'", "a rank"]),
+    lambda f: f.all_reduce(1.0, reduce_op="avrg"): (
+        ConfigurationError,
+        ["'avrg'", "mean 'avg'", "'product'"],
+    ),
+    lambda f: f.all_reduce(1.0, reduce_op=3): (ArgumentTypeError, ["reduce_op=3 is a int"]),
+    lambda f: f.all_reduce({"a": "text"}): (ArgumentTypeError, ["a leaf is str: 'text'", "fabric.broadcast"]),
+    lambda f: f.all_reduce(2): (ArgumentTypeError, ["mean", "torch.int64", "would round", "reduce_op='sum'"]),
+    lambda f: f.all_gather(None): (ArgumentTypeError, ["a leaf is NoneType"]),
+    lambda f: f.load_raw("x", {}): (ArgumentTypeError, ["fabric.load"]),
+    lambda f: f.seed_everything(-1): (ConfigurationError, ["seed=-1"]),
+    lambda f: f.run(): (UsageError, ["Fabric has no run()", "def run(self"]),
+    lambda f: f.logger: (UsageError, ["no logger", "CSVLogger"]),
+    lambda f: f.log("loss", torch.ones(2)): (ConfigurationError, ["shape (2,)"]),
+}
+
+
+@pytest.mark.parametrize("call", SETUP, ids=lambda call: call.__name__)
+def test_verbs_refuse(fabric, call):
+    kind, parts = SETUP[call]
+    with pytest.raises(kind) as caught:
+        call(fabric)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_torchrun_with_other_numbers_than_the_script(monkeypatch):
+    environ = {
+        "TORCHELASTIC_RUN_ID": "x",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConfigurationError, match=r"devices=4 .* torchrun started WORLD_SIZE=2.*--nproc-per-node 4"
+    ):
+        Fabric(accelerator="cpu", devices=4)

@@ -1,0 +1,96 @@
+"""`fabric run`: what its options mean and what it says about wrong ones. Whole runs are in end_to_end."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from fabric import cli
+from fabric.core.errors import ConfigurationError
+
+
+def test_it_loads_no_torch():
+    code = "import sys, fabric.cli; fabric.cli._parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("devices", "count"), [("2", 2), ("0,", 1), ("0,1", 2), ("1, 3", 2), (" 4 ", 4), ("auto", 1), ("-1", 1)]
+)
+def test_devices_on_a_cpu(devices, count):
+    assert cli.count_processes(devices, "cpu") == count
+
+
+@pytest.mark.parametrize("devices", ["0", "", "x", "1.5", "-2", ",", "0,x"])
+def test_devices_that_are_none(devices):
+    with pytest.raises(ConfigurationError, match="is no number of devices"):
+        cli.count_processes(devices)
+
+
+def test_a_device_twice():
+    with pytest.raises(ConfigurationError, match="names a device twice"):
+        cli.count_processes("1,1")
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 3), ("0,1", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("0,1,2,3,4", 3)]
+)
+def test_gpus_are_counted_without_torch(tmp_path, monkeypatch, visible, count):
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl"):
+        (tmp_path / "dev").mkdir(exist_ok=True)
+        (tmp_path / "dev" / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert cli.count_gpus(tmp_path) == count
+
+
+def test_where_a_value_comes_from():
+    settings = cli.effective_settings({"devices": "2", "strategy": None}, {"FABRIC_STRATEGY": "ddp"})
+    assert settings["devices"] == ("2", "command line")
+    assert settings["strategy"] == ("ddp", "FABRIC_STRATEGY")
+    assert settings["num_nodes"] == ("1", "default")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nope.py"], "The script 'nope.py' does not exist"),
+        ([], "There is nothing to run"),
+        (["-m"], "-m needs the name of a module"),
+        (["--devices", "many", __file__], "--devices many is no number of devices"),
+        (
+            ["--num-nodes", "0", __file__],
+            "--num-nodes 0 (from command line) must be a whole number, at least 1",
+        ),
+        (["--num-nodes", "2", __file__], "--num-nodes 2 needs --main-address"),
+        (["--num-nodes", "2", "--node-rank", "2", __file__], "--node-rank 2 is not below --num-nodes 2"),
+        (["--main-port", "70000", __file__], "port 70000 is not in 0..65535"),
+    ],
+)
+def test_wrong_usage(capsys, monkeypatch, arguments, text):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert cli.main(["run", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["run", "--bogus", __file__], ["walk"], []])
+def test_unknown_options_and_commands(capsys, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert "usage: fabric" in capsys.readouterr().err
+
+
+def test_a_taken_port(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["run", "--main-port", str(port), __file__]) == 1
+    assert f"127.0.0.1:{port}: another process" in capsys.readouterr().err
+
+
+def test_options_after_the_script_are_the_scripts():
+    options = cli._parser().parse_args(["run", "--devices", "2", "s.py", "--devices", "3", "-m", "x"])
+    assert (options.devices, options.arguments) == ("2", ["--devices", "3", "-m", "x"])
+    options = cli._parser().parse_args(["run", "-m", "pkg.mod", "--lr", "1"])
+    assert options.module == ["pkg.mod", "--lr", "1"]
