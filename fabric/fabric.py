@@ -6,6 +6,7 @@ A verb marked "all ranks" must be called by every rank, in the same order.
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,8 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         self._accelerator = plan.accelerator
         self._callbacks = _as_list(callbacks)
         self._loggers = _as_list(loggers)
-        self._modules: list[Module] = []
+        self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
+        self._loaders = 0
         self._launched = False
         self._ready = not self._strategy.traits.needs_launch
         # `fabric run` started this process as a rank: loops written for it need no launch().

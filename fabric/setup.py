@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.checks import check_loaders, check_module, check_optimizers, check_owned
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.data.sharding import shard_loader
+from fabric.data.sharding import own_loader, shard_loader
 from fabric.data.streams import Share
 from fabric.facts import RankFacts
 from fabric.utilities.init import has_meta_parameters
+from fabric.utilities.seed import derive_seed
 from fabric.wrappers import (
     _FabricDataLoader,
     _FabricModule,
@@ -23,6 +24,8 @@ from fabric.wrappers import (
 )
 
 if TYPE_CHECKING:
+    from weakref import WeakSet
+
     from torch.nn import Module
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
@@ -31,7 +34,8 @@ if TYPE_CHECKING:
 class SetupVerbs(RankFacts):
     """setup, setup_module, setup_optimizers, setup_dataloaders."""
 
-    _modules: list[Module]
+    _modules: WeakSet[Module]
+    _loaders: int
 
     def setup(
         self,
@@ -95,7 +99,7 @@ class SetupVerbs(RankFacts):
             raise ConfigurationError("fabric.setup_optimizers() needs at least one optimizer.")
         check_optimizers(optimizers, "fabric.setup_optimizers")
         if self._modules:
-            check_owned(optimizers, self._modules, "fabric.setup_optimizers")
+            check_owned(optimizers, list(self._modules), "fabric.setup_optimizers")
         views = [
             _FabricOptimizer(self._strategy.setup_optimizer(o), self._strategy, self._callbacks)
             for o in optimizers
@@ -116,8 +120,7 @@ class SetupVerbs(RankFacts):
             use_distributed_sampler: False leaves the order and the sharding to you.
             move_to_device: False leaves batches where the loader puts them.
             uneven: What happens when samples do not divide by ranks: "pad", "exact", "drop", "error". None:
-                "exact" for
-                loaders in dataset order (evaluation), "pad" for all others.
+                "exact" for loaders in dataset order (evaluation), "pad" for all others.
 
         Returns:
             The loader, or a list where several were given.
@@ -141,8 +144,7 @@ class SetupVerbs(RankFacts):
         if move_to_device and has_meta_parameters(original):
             raise UsageError(
                 f"{type(original).__name__} has parameters on the meta device, which hold no values. Build "
-                f"it under "
-                f"`with fabric.init_module():`, or give it values with "
+                f"it under `with fabric.init_module():`, or give it values with "
                 f"model.to_empty(device=fabric.device) and load them."
             )
         inner = self._strategy.precision.convert_module(original)
@@ -156,16 +158,21 @@ class SetupVerbs(RankFacts):
             joined = self._strategy.setup_module(inner)
         if is_compiled(module) and reapply_compile:
             joined = recompile(joined, like=module)
-        self._modules.append(inner)
+        self._modules.add(inner)
         return _FabricModule(joined, self._strategy, inner), optimizers, scheduler
 
     def _ready_loader(
         self, loader: DataLoader[Any], shard: bool, move_to_device: bool, uneven: str | None
     ) -> _FabricDataLoader:
+        seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
+        if self._loaders:  # two loaders of one length must not shuffle in step
+            seed = derive_seed(seed, self._loaders)
+        self._loaders += 1
         if shard:
             part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-            seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
             loader = shard_loader(loader, Share(part["rank"], part["num_replicas"]), seed, uneven)
+        else:
+            loader = own_loader(loader, self.global_rank, seed)
         loader = self._strategy.process_dataloader(loader)
         moves = move_to_device and not self._strategy.traits.owns_transfer
         return _FabricDataLoader(loader, self.device if moves else None, move=self._strategy.batch_to_device)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.utilities.state_keys import clean_keys, fit_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -96,16 +97,16 @@ class _FabricModule(Module):
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's state dict under the user's own keys."""
         state: dict[str, Any] = self.module.state_dict(*args, prefix=prefix, **kwargs)
-        if any([_COMPILED in key for key in state]):
-            entries = list(state.items())
+        cleaned = clean_keys(state)
+        if cleaned is not state:
             state.clear()  # in place: torch returns the caller's destination
-            state.update({key.replace(_COMPILED, ""): value for key, value in entries})
+            state.update(cleaned)
+            state._metadata = cleaned._metadata  # type: ignore[attr-defined]
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
         """Load a state dict under the user's own keys (or those of a compiled module)."""
-        own = {key.replace(_COMPILED, ""): key for key in self.module.state_dict()}
-        fitted = {own.get(key.replace(_COMPILED, ""), key): value for key, value in state_dict.items()}
+        fitted = fit_keys(state_dict, self.module)  # type: ignore[arg-type]
         return self.module.load_state_dict(fitted, strict=strict, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -194,6 +195,10 @@ class _FabricModule(Module):
             super().__delattr__(name)
         else:
             delattr(self.module, name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._strategy.layout.adopt(self._fabric_joined)
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})
@@ -343,10 +348,7 @@ class _FabricDataLoader:
     def __iter__(self) -> Iterator[Any]:
         """The batches of one epoch. The first iteration is epoch 0, the next one 1, also after a break."""
         loader = self._dataloader
-        for part in ("batch_sampler", "sampler", "dataset"):
-            set_epoch = getattr(getattr(loader, part, None), "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(self._epoch)
+        tell_epoch(loader, self._epoch)
         self._epoch += 1
         # On the host nothing walks the batch: torch's own iterator is the plan.
         if self._device is None or self._device.type == "cpu":
@@ -365,6 +367,20 @@ class _FabricDataLoader:
         if name == "_dataloader":  # while copying or unpickling
             raise AttributeError(name)
         return getattr(self._dataloader, name)
+
+
+def tell_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of whatever a loader draws from, once each."""
+    batches = getattr(loader, "batch_sampler", None)
+    inner = getattr(batches, "sampler", None)
+    if callable(getattr(batches, "set_epoch", None)):
+        parts = [batches, getattr(loader, "dataset", None)]  # it tells the sampler inside
+    else:
+        parts = [inner or getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
+    for part in parts:
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 def unwrap(obj: Any) -> Any:

@@ -41,7 +41,8 @@ ORDER = [
     ["fabric.facts", "fabric.launching"],
     ["fabric.setup", "fabric.verbs"],
     ["fabric.fabric"],
-    ["fabric.__main__", "fabric.cli", "fabric.testing"],
+    ["fabric.cli", "fabric.testing"],
+    ["fabric.__main__"],
 ]
 LEVELS = {name: level for level, names in enumerate(ORDER) for name in names}
 HEAVY = {

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError, UsageError
-from fabric.plugins.io.portable import from_portable, like, module_entries, to_portable
+from fabric.plugins.io.portable import from_portable, module_entries, to_portable
+from fabric.utilities.state_keys import like
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterator
 
     from fabric.core.types import Filter
-
-_PREFIXES = ("module.", "_forward_module.", "model.")
-_COMPILED = "_orig_mod."
 
 
 class MissingKeysError(ConfigurationError, KeyError):
@@ -65,82 +63,25 @@ def restore(strategy: Any, checkpoint: dict[str, Any], state: Any | None, strict
     return plain
 
 
-def clean_keys(state: dict[str, Any]) -> dict[str, Any]:
-    """The state dict under the user's own keys: what torch.compile adds is taken out."""
-    if not any([_COMPILED in key for key in state]):
-        return state
-    return _renamed(state, _clean)
-
-
-def fit_keys(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
-    """The state dict under the keys of `module`, whatever wrapped the module that it was saved from."""
-    target = module.state_dict()
-    own = {_clean(key): key for key in target}
-    if all([own.get(key) == key for key in state]):
-        return state
-    state = clean_keys(state)
-    pairs = itertools.product(_shared_prefixes(state), _shared_prefixes(own))
-    out, into = max(pairs, key=lambda pair: sum([pair[1] + key[len(pair[0]) :] in own for key in state]))
-    if out or into:
-        state = _renamed(state, lambda key: into + key.removeprefix(out))
-    fitted = like(state, {own.get(key, key): value for key, value in state.items()})
-    versions = getattr(fitted, "_metadata", None)
-    if versions is not None:
-        paths = getattr(target, "_metadata", {})
-        cleaned = {path: _on_path(_clean, path) for path in paths}
-        found = {path: versions[own] for path, own in cleaned.items() if own in versions}
-        fitted._metadata = found  # type: ignore[attr-defined]
-    return fitted
-
-
-def raise_together(strategy: Any, failure: Exception | None, doing: str) -> None:
-    """After a step that all ranks make: if any rank failed, all raise. All ranks must call this.
+@contextmanager
+def together(strategy: Any, doing: str) -> Iterator[None]:
+    """A step that all ranks make: if it fails on any rank, all raise. All ranks must enter this.
 
     The failed rank raises its own error; the others a RankError that quotes it.
     """
-    if strategy.topology.world_size == 1:
-        if failure is not None:
-            raise failure
-        return
-    if not strategy.reduce_boolean_decision(failure is not None, all=False):
-        return
-    if failure is not None:
-        rank = strategy.topology.rank
-        note = f"rank {rank} failed while {doing}: {type(failure).__name__}: {failure}"
-    else:
-        note = ""
-    notes = [strategy.broadcast(note, src) for src in range(strategy.topology.world_size)]
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    if strategy.topology.world_size > 1 and strategy.reduce_boolean_decision(failure is not None, all=False):
+        name = f"rank {strategy.topology.rank} failed while {doing}: {type(failure).__name__}: {failure}"
+        own = name if failure is not None else ""
+        notes = [strategy.broadcast(own, src) for src in range(strategy.topology.world_size)]
+        if failure is None:
+            raise RankError("; ".join([note for note in notes if note]))
     if failure is not None:
         raise failure
-    raise RankError("; ".join([n for n in notes if n]))
-
-
-def _clean(key: str) -> str:
-    return key.replace(_COMPILED, "")
-
-
-def _shared_prefixes(keys: Iterable[str]) -> list[str]:
-    """The prefixes of wrappers that all keys have: none, the outermost, the two outermost, ..."""
-    keys = list(keys)
-    found = [""]
-    while keys and (more := [p for p in _PREFIXES if all([key.startswith(found[-1] + p) for key in keys])]):
-        found.append(found[-1] + more[0])
-    return found
-
-
-def _renamed(state: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    renamed = like(state, {rename(key): value for key, value in state.items()})
-    versions = getattr(state, "_metadata", None)
-    if versions is not None:
-        # By module: "encoder.layer". A wrapper comes before what it wraps, whose version is the one that
-        # counts.
-        by_path = {_on_path(rename, path): facts for path, facts in versions.items()}
-        renamed._metadata = by_path  # type: ignore[attr-defined]
-    return renamed
-
-
-def _on_path(rename: Callable[[str], str], path: str) -> str:
-    return rename(f"{path}." if path else "").removesuffix(".")
 
 
 def _checked_filter(filter: Filter | None, state: dict[str, Any]) -> Filter:

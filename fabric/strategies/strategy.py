@@ -22,6 +22,7 @@ from fabric.strategies.layouts.whole import Whole
 from fabric.strategies.plans import overridden, precision_plan
 from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.init import EmptyInit
+from fabric.utilities.state_keys import clean_keys, fit_keys
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -214,7 +215,9 @@ class Strategy:
     def method_plan(self, module: Module, method: Callable[..., Any], marked: bool) -> Callable[..., Any]:
         """What another method of the user's module runs; a marked one gets the precision of forward too."""
         synced = self.layout.method_plan(module, method)
-        return self.forward_plan(module, synced) if marked else synced
+        if marked:
+            return self.forward_plan(module, synced)
+        return GuardedForward(synced, self.gate) if self._needs_gate() else synced
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
         """What `optimizer.step(closure)` runs; None means the optimizer's own step."""
@@ -324,18 +327,15 @@ class Strategy:
         """Write `state` to one file, on rank zero. All ranks must call this; a failure is raised on all of
         them.
         """
-        failure: Exception | None = None
-        try:
-            # Every rank walks the state: gathering may be collective, and a bad key must raise everywhere.
+        options = () if storage_options is None else (storage_options,)
+        # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
+        # before
+        # the old file is touched.
+        with states.together(self, f"saving {path}"):
             checkpoint = states.gather(self, state, filter)
+        with states.together(self, f"saving {path}"):
             if self.is_global_zero:
-                if storage_options is None:
-                    self.checkpoint_io.save_checkpoint(checkpoint, path)
-                else:
-                    self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
-        except Exception as error:
-            failure = error
-        states.raise_together(self, failure, f"saving {path}")
+                self.checkpoint_io.save_checkpoint(checkpoint, path, *options)
 
     def load_checkpoint(
         self,
@@ -345,24 +345,20 @@ class Strategy:
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Read the file at `path` into `state`; gives what was left over. All ranks must call this."""
-        failure: Exception | None = None
-        rest: dict[str, Any] = {}
-        try:
+        rest: dict[str, Any]
+        with states.together(self, f"loading {path}"):
             checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
             rest = states.restore(self, checkpoint, state, strict)
-        except Exception as error:
-            failure = error
-        states.raise_together(self, failure, f"loading {path}")
-        return rest
+        return rest  # noqa: RET504
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         """The full state dict under the user's own keys."""
-        return states.clean_keys(self.layout.module_state(unwrap(module)))
+        return clean_keys(self.layout.module_state(unwrap(module)))
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a state dict saved under any wrapping."""
         plain = unwrap(module)
-        self.layout.load_module_state(plain, states.fit_keys(state_dict, plain), strict)
+        self.layout.load_module_state(plain, fit_keys(state_dict, plain), strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state of an optimizer."""

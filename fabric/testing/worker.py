@@ -19,7 +19,7 @@ import traceback
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import active_children, connection, parent_process
+from multiprocessing import active_children, connection, parent_process, set_start_method
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,6 +102,8 @@ def serve(calls: connection.Connection, stacks: connection.Connection) -> None:
     threading.Thread(target=_die_with_parent, daemon=True, name="rank-pool-parent").start()
     faulthandler.register(STACKS_SIGNAL, file=stacks.fileno(), all_threads=True)
     torch.set_num_threads(1)
+    # How this rank was started must not be how its DataLoader workers are: those would import torch anew.
+    set_start_method(None, force=True)
     gc.freeze()  # the modules that came with the fork are never garbage: collecting skips them
     calls.send_bytes(b"ready")
     with contextlib.suppress(EOFError):

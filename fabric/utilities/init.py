@@ -48,7 +48,7 @@ class EmptyInit(TorchFunctionMode):
 
 def has_meta_parameters(module: nn.Module) -> bool:
     """Whether a parameter or buffer of `module` is on the meta device: it has a shape and no values."""
-    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+    return any([tensor.is_meta for tensor in chain(module.parameters(), module.buffers())])
 
 
 def _called_from_fill() -> bool:

@@ -495,3 +495,42 @@ def test_a_gan_equals_plain_torch(ranks, world_size):
     expected = gan_steps(0, world_size, None)
     for weights in ranks.run(gan_on_rank, world_size=world_size):
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(weights, expected, strict=True))
+
+
+def copies_take_part(plain: bool) -> None:
+    fabric = start()
+    reference = Normed()
+    model = copy.deepcopy(fabric.setup(Normed()))
+    for data in batches(fabric.world_size, 3):
+        model.zero_grad()
+        loss = model(data[fabric.global_rank]).pow(2).mean()
+        loss.backward() if plain else fabric.backward(loss)
+        assert_same(model, joined(reference, data, lambda m, x: m(x).pow(2).mean()), atol=1e-5)
+    running = fabric.all_gather(model.net[1].running_mean)
+    assert torch.equal(running[0], running[1])
+    before = [p.grad.clone() for p in model.parameters()]
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(batches(2, 1)[0, fabric.global_rank]).pow(2).mean())
+    local = fabric.all_gather(model.net[0].weight.grad - before[0])
+    assert not torch.equal(local[0], local[1])
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_deep_copy_of_a_model_is_synchronised_too(ranks, plain):
+    ranks.run(copies_take_part, plain, world_size=2)
+
+
+def models_let_go() -> int:
+    import gc
+
+    fabric = start()
+    for _ in range(3):
+        model = fabric.setup(Net())
+        fabric.backward(model(batches(1, 1)[0, 0]).mean())
+        del model
+    gc.collect()
+    return len(fabric._modules)
+
+
+def test_models_that_the_user_forgot_are_let_go(ranks):
+    assert ranks.run(models_let_go, world_size=2) == [0, 0]

@@ -255,22 +255,11 @@ def ddp_steps(kind, method):
     return {key: value.clone() for key, value in unwrap(model).state_dict().items()}
 
 
-UNSYNCED = pytest.param(
-    "compiled",
-    "forward",
-    marks=pytest.mark.xfail(strict=False, reason="Replicate: no BufferSync if compiled"),
-)
-AGREE = [
-    *itertools.product(["plain", "inner compiled", "compiled after"], ["forward", "loss"]),
-    ("compiled", "loss"),
-    UNSYNCED,
-]
+AGREE = list(itertools.product(["plain", "compiled", "inner compiled", "compiled after"], ["forward", "loss"]))
 
 
 @pytest.mark.parametrize(("kind", "method"), AGREE)
 def test_ddp_agrees_on_gradients_and_buffers(ranks, kind, method):
     first, second = ranks.run(ddp_steps, kind, method, world_size=2)
     for key, value in first.items():
-        if method == "loss" and "running" in key:
-            continue  # a method other than forward is not followed by the sync of buffers
         torch.testing.assert_close(value, second[key], rtol=0, atol=0, msg=key)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
 from fabric.core.errors import ArgumentTypeError
+from fabric.utilities.state_keys import PLAIN_DICTS, like
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray),
     *(torch.Size, torch.dtype, torch.device, torch.layout),
 )
-_DICTS = (dict, OrderedDict, Counter)
 _TAG = "__fabric_type__"
 
 
@@ -38,10 +37,15 @@ def to_portable(data: Any, name: str) -> Any:
         _check_tensor(data, name)
         return data
     if isinstance(data, dict) and not hasattr(kind, "__dataclass_fields__"):
-        items = {_plain_key(key, name): to_portable(value, f"{name}[{key!r}]") for key, value in data.items()}
-        return like(data, items)
+        return like(data, _portable_items(data, name))
     if kind in (list, tuple):
-        return kind([to_portable(value, f"{name}[{i}]") for i, value in enumerate(data)])
+        plain = [type(value) in _PLAIN and value != b"" for value in data]
+        return kind(
+            [
+                v if ok else to_portable(v, f"{name}[{i}]")
+                for i, (v, ok) in enumerate(zip(data, plain, strict=True))
+            ]
+        )
     if kind is set:
         return {_plain_key(value, name) for value in data}
     if isinstance(data, PurePath):
@@ -50,6 +54,20 @@ def to_portable(data: Any, name: str) -> Any:
     if numpy is not None and (kind is numpy.ndarray or isinstance(data, numpy.generic)):
         return _tagged_array(numpy, data, name)
     raise ArgumentTypeError(_refusal(data, name))
+
+
+def _portable_items(data: dict[Any, Any], name: str) -> dict[Any, Any]:
+    # Inline for the common entries: one call for a model's whole state dict, not some for each tensor.
+    items = {}
+    for key, value in data.items():
+        if type(key) is not str and type(key) is not int:
+            _plain_key(key, name)
+        kind = type(value)
+        ready = kind is torch.Tensor and not value.is_meta and not value.__dict__
+        if not ready and (kind not in _PLAIN or value == b""):
+            value = to_portable(value, f"{name}[{key!r}]")
+        items[key] = value
+    return items
 
 
 def from_portable(data: Any) -> Any:
@@ -63,7 +81,7 @@ def from_portable(data: Any) -> Any:
         if isinstance(data, torch.nn.Parameter):
             return torch.nn.Parameter(copied, data.requires_grad)
         return copied.requires_grad_(data.requires_grad)
-    if type(data) in _DICTS:
+    if type(data) in PLAIN_DICTS:
         if data.get(_TAG) in _READERS:
             return _READERS[data[_TAG]](data)
         return like(data, {key: from_portable(value) for key, value in data.items()})
@@ -84,17 +102,6 @@ def module_entries(state: dict[str, Any]) -> dict[str, Any]:
             for key, value in state.items()
         },
     )
-
-
-def like(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    """`items` in a dictionary of `old`'s kind, with the versions that torch keeps at a state dict."""
-    kind = type(old) if type(old) in _DICTS else dict
-    metadata = getattr(old, "_metadata", None)
-    if metadata is None:
-        return items if kind is dict else kind(items)
-    made = OrderedDict(items)
-    made._metadata = metadata  # type: ignore[attr-defined]
-    return made
 
 
 def _plain_key(key: Any, name: str) -> Any:

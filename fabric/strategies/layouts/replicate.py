@@ -13,6 +13,8 @@ from __future__ import annotations
 import inspect
 import re
 import weakref
+from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,7 @@ from fabric.core.errors import UsageError
 from fabric.core.traits import Traits
 from fabric.forward import differentiable
 from fabric.strategies.layouts.whole import Whole
+from fabric.wrappers import is_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +55,8 @@ class Replicate(Whole):
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         self.settings = dict(settings or {})
         self._replicas: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._buffered: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._synced_in: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
         self._in_backward = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,41 +77,53 @@ class Replicate(Whole):
         settings = {"gradient_as_bucket_view": True, **self.settings}
         for name in _BUFFER_KEYWORDS:
             settings.pop(name, None)
-        # Buffers are kept alike by BufferSync, after training forwards only, so that evaluation makes no
-        # collective.
+        # Buffers are kept alike by us, after training backwards, so that evaluation makes no collective.
         renamed = _BUFFER_KEYWORDS[1] in inspect.signature(DistributedDataParallel).parameters
         settings[_BUFFER_KEYWORDS[renamed]] = False
         if topology.device.type != "cpu" and "device_ids" not in settings:
             settings["device_ids"] = [topology.device.index]
         _broadcast_from_zero(list(module.buffers()))
         replica = DistributedDataParallel(module, **settings)
-        self._replicas.add(replica)
+        self.adopt(replica)
         return replica
+
+    def adopt(self, wrapped: Module) -> None:
+        """Take in a replica that came to be by copying or unpickling a model."""
+        self._replica_of(wrapped)
 
     def unwrap(self, wrapped: Module) -> Module:
         """The user's module inside DDP."""
-        return wrapped.module if wrapped in self._replicas else wrapped  # type: ignore[return-value]
+        replica = self._replica_of(wrapped)
+        return wrapped if replica is None else replica.module
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
-        """DDP's own call; with buffers (batch norm), followed by their sync while training."""
-        if wrapped in self._replicas and self._syncs_buffers(wrapped):
-            return BufferSync(wrapped)
+        """DDP's own call; with buffers (batch norm), hooked so that a plain `loss.backward()` syncs them."""
+        replica = self._replica_of(wrapped)
+        if replica is not None and replica in self._buffered:
+            return HookedCall(wrapped.__call__, self, replica, arms=False)
         return wrapped.__call__
 
     def method_plan(self, wrapped: Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, with its outputs hooked so that a backward through them is synchronised."""
-        return ArmedMethod(self, wrapped, method) if wrapped in self._replicas else method
-
-    def _syncs_buffers(self, wrapped: Module) -> bool:
-        wanted = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
-        return wanted and next(wrapped.buffers(), None) is not None
+        """The method, hooked so that a plain `loss.backward()` through its outputs is synchronised."""
+        replica = self._replica_of(wrapped)
+        return method if replica is None else HookedCall(method, self, replica, arms=True)
 
     def no_sync(self, wrapped: Module) -> AbstractContextManager[Any]:
         """DDP's no_sync."""
+        replica = self._replica_of(wrapped)
+        return nullcontext() if replica is None else replica.no_sync()
+
+    def _replica_of(self, wrapped: Module) -> DistributedDataParallel | None:
+        while is_compiled(wrapped):
+            wrapped = wrapped._orig_mod  # type: ignore[assignment]
+        if wrapped not in self._replicas and type(wrapped).__name__ != "DistributedDataParallel":
+            return None
         if wrapped not in self._replicas:
-            return super().no_sync(wrapped)
-        context: AbstractContextManager[Any] = wrapped.no_sync()  # type: ignore[operator]
-        return context
+            self._replicas.add(wrapped)  # type: ignore[arg-type]
+            wanted = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
+            if wanted and next(wrapped.buffers(), None) is not None:
+                self._buffered.add(wrapped)  # type: ignore[arg-type]
+        return wrapped  # type: ignore[return-value]
 
     def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Arm every replica's reducer, run the backward, and check that each reduction finished.
@@ -132,20 +149,34 @@ class Replicate(Whole):
                 raise _unused_parameters(replica, error) from error
             # Here, where all ranks are, and not in whichever forward comes next on each of them.
             replica._has_rebuilt_buckets |= replica.reducer._rebuild_buckets()
+        for replica in self._buffered:
+            if replica.training and replica.require_backward_grad_sync:
+                _broadcast_from_zero(list(replica.buffers()))
 
-    def arm_from_hook(self, replica: DistributedDataParallel, grad: Tensor) -> None:
-        """Arm in the middle of a plain `loss.backward()` that reached the output of a method other than
-        forward.
+    def on_plain_backward(self, replica: DistributedDataParallel, arms: bool) -> None:
+        """A plain `loss.backward()` has reached an output: arm the reducer, and sync buffers at its end.
+
+        Raises:
+            UsageError: The gradients would stay unsynchronised.
         """
         if self._in_backward or not replica.require_backward_grad_sync:
             return
-        if replica.find_unused_parameters or replica.static_graph:
+        if arms and (replica.find_unused_parameters or replica.static_graph):
             raise UsageError(
                 "loss.backward() went through a method other than forward under find_unused_parameters or "
-                "static_graph, "
-                "where gradients would stay unsynchronised. Write fabric.backward(loss), or call "
+                "static_graph, where gradients would stay unsynchronised. Write fabric.backward(loss), or "
+                "call "
                 "model.forward."
             )
+        if arms:
+            self._arm(replica)
+        running = torch._C._current_graph_task_id()
+        if replica.training and replica in self._buffered and self._synced_in.get(replica) != running:
+            self._synced_in[replica] = running
+            sync = partial(_broadcast_from_zero, list(replica.buffers()))
+            torch.autograd.Variable._execution_engine.queue_callback(sync)
+
+    def _arm(self, replica: DistributedDataParallel) -> None:
         try:
             replica.reducer.prepare_for_backward([])
         except RuntimeError as error:
@@ -154,63 +185,47 @@ class Replicate(Whole):
                 raise
 
 
-class BufferSync:
-    """The forward plan of a replica with buffers: rank zero's buffers on all ranks after each training
-    forward.
+class HookedCall:
+    """A forward or bound method whose outputs tell the layout when a plain `loss.backward()` reaches them.
 
-    DDP sends them before the next forward, evaluation included; sent after it, ranks agree during evaluation
-    too and an
-    evaluation forward makes no collective, so ranks may run different numbers of evaluation batches.
+    Buffers are sent at the end of a backward pass, where all ranks are. DDP sends them before each forward,
+    evaluation included; like this an evaluation forward makes no collective and ranks agree during it.
     """
 
-    __slots__ = ("buffers", "replica")
+    __slots__ = ("arms", "call", "layout", "replica")
 
-    def __init__(self, replica: Module) -> None:
-        self.replica = replica
-        self.buffers = list(replica.buffers())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The replica's forward, then the sync."""
-        replica = self.replica
-        out = replica(*args, **kwargs)
-        if replica.training and torch.is_grad_enabled() and replica.require_backward_grad_sync:
-            _broadcast_from_zero(self.buffers)
-        return out
-
-
-class ArmedMethod:
-    """A bound method of the user's module whose outputs keep the gradient sync under a plain
-    `loss.backward()`.
-    """
-
-    __slots__ = ("layout", "method", "replica")
-
-    def __init__(self, layout: Replicate, replica: Module, method: Callable[..., Any]) -> None:
+    def __init__(
+        self, call: Callable[..., Any], layout: Replicate, replica: DistributedDataParallel, arms: bool
+    ) -> None:
+        self.call = call
         self.layout = layout
         self.replica = replica
-        self.method = method
+        self.arms = arms
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the method; one hook for each output that a backward may start from."""
-        out = self.method(*args, **kwargs)
+        """Call it; one hook for each output that a backward may start from."""
+        out = self.call(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            for leaf in differentiable(out):
+            one = out.__class__ is torch.Tensor and out.grad_fn is not None
+            for leaf in (out,) if one else differentiable(out):
                 if leaf.grad_fn is not None:
-                    leaf.register_hook(lambda grad: self.layout.arm_from_hook(self.replica, grad))  # type: ignore[arg-type]
+                    leaf.register_hook(self._reached)
         return out
 
+    def _reached(self, grad: Tensor) -> None:
+        self.layout.on_plain_backward(self.replica, self.arms)
+
     def __getattr__(self, name: str) -> Any:
-        if name in ArmedMethod.__slots__:  # not set yet, while copying
+        if name in HookedCall.__slots__:  # not set yet, while copying
             raise AttributeError(name)
-        return getattr(self.method, name)
+        return getattr(self.call, name)
 
 
 def _broadcast_from_zero(tensors: list[Tensor]) -> None:
     """Rank zero's values in `tensors` on all ranks, one message per dtype. All ranks must call this.
 
     Writes through `.data`: batch norm saves its running statistics for backward, and a counted in-place
-    change between
-    two forwards and their backward (a GAN's discriminator) would make autograd refuse the backward.
+    change between a forward and a later backward would make autograd refuse that.
     """
     by_dtype: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
@@ -230,8 +245,9 @@ def _unused_parameters(replica: DistributedDataParallel, error: RuntimeError) ->
     unused = [names[int(i)] for i in found.group(1).split() if int(i) < len(names)]
     return UsageError(
         f"Rank {dist.get_rank()}: these parameters of {type(replica.module).__name__} got no gradient in "
-        f"this backward, so "
-        f"the gradients of the ranks cannot be averaged: {', '.join(unused)}. If they are unused on "
-        f"purpose, write "
-        f'Fabric(strategy="ddp_find_unused_parameters_true"), or freeze them with requires_grad_(False).'
+        f"this "
+        f"backward, so the gradients of the ranks cannot be averaged: {', '.join(unused)}. If they are "
+        f"unused on "
+        f'purpose, write Fabric(strategy="ddp_find_unused_parameters_true"), or freeze them with '
+        f"requires_grad_(False)."
     )

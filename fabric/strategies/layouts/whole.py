@@ -41,6 +41,9 @@ class Whole:
         """The module that `wrap` was given."""
         return wrapped
 
+    def adopt(self, wrapped: Module) -> None:
+        """Take in a wrapped module that came to be by copying or unpickling a model."""
+
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
         """What a forward of the wrapped module calls."""
         return wrapped.__call__

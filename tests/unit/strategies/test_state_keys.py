@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fabric import Fabric
-from fabric.strategies.state import clean_keys, fit_keys
+from fabric.utilities.state_keys import clean_keys, fit_keys
 from fabric.wrappers import is_wrapped
 
 

@@ -1,0 +1,86 @@
+"""The keys of state dicts: the user's own, whatever wrapped or compiled the module. Used by wrappers and
+checkpoints.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    import torch
+
+PLAIN_DICTS = (dict, OrderedDict, Counter)
+"""Kinds of dictionaries that safe loading gives back as they were."""
+_PREFIXES = ("module.", "_forward_module.", "model.")
+_COMPILED = "_orig_mod."
+
+
+def clean_keys(state: dict[str, Any]) -> dict[str, Any]:
+    """The state dict under the user's own keys: what torch.compile adds is taken out."""
+    if not any([_COMPILED in key for key in state]):
+        return state
+    return _renamed(state, _clean)
+
+
+def fit_keys(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """The state dict under the keys of `module`, whatever wrapped the module that it was saved from."""
+    target = module.state_dict()
+    own = {_clean(key): key for key in target}
+    if all([own.get(key) == key for key in state]):
+        return state
+    state = clean_keys(state)
+    pairs = itertools.product(_shared_prefixes(state), _shared_prefixes(own))
+    out, into = max(pairs, key=lambda pair: sum([pair[1] + key[len(pair[0]) :] in own for key in state]))
+    if out or into:
+        state = _renamed(state, lambda key: into + key.removeprefix(out))
+    fitted = like(state, {own.get(key, key): value for key, value in state.items()})
+    versions = getattr(fitted, "_metadata", None)
+    if versions is not None:
+        paths = getattr(target, "_metadata", {})
+        cleaned = {path: _on_path(_clean, path) for path in paths}
+        found = {path: versions[own] for path, own in cleaned.items() if own in versions}
+        fitted._metadata = found  # type: ignore[attr-defined]
+    return fitted
+
+
+def like(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """`items` in a dictionary of `old`'s kind, with the versions that torch keeps at a state dict."""
+    kind = type(old) if type(old) in PLAIN_DICTS else dict
+    metadata = getattr(old, "_metadata", None)
+    if metadata is None:
+        return items if kind is dict else kind(items)
+    made = OrderedDict(items)
+    made._metadata = metadata  # type: ignore[attr-defined]
+    return made
+
+
+def _clean(key: str) -> str:
+    return key.replace(_COMPILED, "")
+
+
+def _shared_prefixes(keys: Iterable[str]) -> list[str]:
+    """The prefixes of wrappers that all keys have: none, the outermost, the two outermost, ..."""
+    keys = list(keys)
+    found = [""]
+    while keys and (more := [p for p in _PREFIXES if all([key.startswith(found[-1] + p) for key in keys])]):
+        found.append(found[-1] + more[0])
+    return found
+
+
+def _renamed(state: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    renamed = like(state, {rename(key): value for key, value in state.items()})
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        # By module: "encoder.layer". A wrapper comes before what it wraps, whose version is the one that
+        # counts.
+        by_path = {_on_path(rename, path): facts for path, facts in versions.items()}
+        renamed._metadata = by_path  # type: ignore[attr-defined]
+    return renamed
+
+
+def _on_path(rename: Callable[[str], str], path: str) -> str:
+    return rename(f"{path}." if path else "").removesuffix(".")

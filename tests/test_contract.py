@@ -1,0 +1,154 @@
+"""Every registered strategy keeps the contract, a third party's too; broken ones are told what they break."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabric.core.errors import ContractError
+from fabric.core.traits import Traits
+from fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, ParallelStrategy
+from fabric.strategies.layouts.whole import Whole
+from fabric.testing.contract import PROMISES, check_strategy
+
+
+class AverageAfterwards(Whole):
+    """Gradients averaged by hand after each backward: a layout that a third party might write."""
+
+    traits = Traits(needs_launch=True, data_parallel=True, owns_backward=True)
+
+    def __init__(self) -> None:
+        self.modules: list[torch.nn.Module] = []
+        self.local = False
+
+    def wrap(self, module: torch.nn.Module, topology: Any) -> torch.nn.Module:
+        self.modules.append(module)
+        return module
+
+    def no_sync(self, wrapped: torch.nn.Module) -> Any:
+        layout = self
+
+        class Local:
+            def __enter__(self) -> None:
+                layout.local = True
+
+            def __exit__(self, *exc: object) -> None:
+                layout.local = False
+
+        return Local()
+
+    def backward(self, run: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        before = {p: p.grad.clone() for p in self.parameters() if p.grad is not None}
+        run(tensor, *args, **kwargs)
+        if self.local:
+            return
+        for p in self.parameters():
+            if p.grad is not None and (p not in before or not torch.equal(p.grad, before[p])):
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [p for module in self.modules for p in module.parameters()]
+
+
+class ThirdParty(ParallelStrategy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layout = AverageAfterwards()
+
+
+class NoGradientSync(DDPStrategy):
+    """Broken: never averages gradients, and hides overrides of clip_gradients_norm."""
+
+    def backward(self, tensor: torch.Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
+        tensor.backward(*args, **kwargs)
+
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        return module
+
+    def no_backward_sync(self, module: Any, enabled: bool = True) -> Any:
+        return nullcontext()
+
+
+class SumsForMeans(DDPStrategy):
+    """Broken: reduces by sums, prefixes keys, and forgets the optimizer in checkpoints."""
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return super().all_reduce(tensor, group, "sum")
+
+    def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        return {f"module.{key}": value for key, value in super().get_module_state_dict(module).items()}
+
+    def load_optimizer_state(self, optimizer: Any, state: Any) -> None:
+        pass
+
+
+class Dies(DDPStrategy):
+    """Broken: cannot even broadcast."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        raise NotImplementedError("no broadcast here")
+
+
+def not_launchable() -> DDPStrategy:
+    return DDPStrategy(find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("name", STRATEGY_REGISTRY.names())
+def test_every_registered_strategy(ranks, name):
+    check_strategy(name, pool=ranks)
+
+
+@pytest.mark.parametrize("make", [ThirdParty, not_launchable])
+def test_strategies_of_third_parties(ranks, make):
+    check_strategy(make, pool=ranks)
+
+
+def test_on_three_ranks(ranks):
+    check_strategy("ddp", devices=3, pool=ranks)
+
+
+def test_a_pool_is_made_where_none_is_given():
+    check_strategy("single_device")
+
+
+def broken(strategy, ranks):
+    with pytest.raises(ContractError) as caught:
+        check_strategy(strategy, pool=ranks)
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("- ")]
+    return {line[2:].partition(":")[0]: line for line in lines}, str(caught.value)
+
+
+def test_a_strategy_without_gradient_sync_is_found_out(ranks):
+    found, message = broken(NoGradientSync, ranks)
+    assert set(found) == {
+        "training_equals_plain_torch",
+        "models_are_independent",
+        "accumulation_equals_the_big_batch",
+        "clipping_sees_the_whole_gradient",
+        "overrides_take_effect",
+        "checkpoints_round_trip",
+    } & set(found) | {"training_equals_plain_torch", "accumulation_equals_the_big_batch"}
+    assert "NoGradientSync" in message
+    assert "differs from plain torch" in found["training_equals_plain_torch"]
+    assert f"of {len(PROMISES)} promises" in message
+
+
+def test_a_strategy_that_sums_for_means_is_found_out(ranks):
+    found, _ = broken(SumsForMeans, ranks)
+    assert "all_reduce(mean)" in found["collectives_are_right"]
+    assert "module.body.0.weight" in found["state_keys_are_the_users"]
+    assert "one step after loading" in found["checkpoints_round_trip"]
+    assert "training_equals_plain_torch" in found, "the weights have other names"
+    assert "forward_equals_plain_torch" not in found
+    assert "ranks_are_distinct" not in found
+
+
+def test_a_strategy_that_raises_is_found_out(ranks):
+    found, _ = broken(Dies, ranks)
+    assert "NotImplementedError: no broadcast here" in found["collectives_are_right"]
+    assert "training_equals_plain_torch" not in found
