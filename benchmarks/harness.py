@@ -37,6 +37,7 @@ def interleave(
     inner: int = 1,
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
+    before: Callable[[], Any] | None = None,
 ) -> Samples:
     """Seconds per call of each case, one sample a round; the order rotates, the first rounds are thrown away.
 
@@ -46,6 +47,7 @@ def interleave(
         inner: Calls per sample.
         warmup: Rounds before the first sample.
         clock: `time.thread_time` leaves out the time in which other processes held the core.
+        before: Called before each sample, outside its time (a barrier that aligns the ranks).
     """
     names = list(cases)
     samples: Samples = {name: [] for name in names}
@@ -53,6 +55,8 @@ def interleave(
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             call = cases[name]
+            if before is not None:
+                before()
             begin = clock()
             for _ in range(inner):
                 call()

@@ -87,10 +87,24 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         if self._ready or os.environ.get("FABRIC_LAUNCHED") == "cli":
             self._enter_rank()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Weak references do not pickle, and a rank that gets this Fabric by pickle has models of its own.
+        return {**self.__dict__, "_modules": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _modules=weakref.WeakSet())
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "run" in cls.__dict__:
             cls.run = launching(cls.__dict__["run"])  # type: ignore[method-assign]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned rank sets its models up itself; those of this process stay here.
+        return {**self.__dict__, "_modules": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _modules=weakref.WeakSet())
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """For subclasses: a loop in this method runs on every rank, launched by calling it.

@@ -22,7 +22,8 @@ class Spec(NamedTuple):
 
 
 LEAF = Spec(None, (), ())
-_CONTAINERS = (dict, list, tuple)
+_CONTAINERS = (dict, list, tuple)  # tuples of types: torch.compile cannot trace `dict | list`
+_SEQUENCES = (list, tuple)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Spec]:
@@ -46,9 +47,7 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def is_node(tree: Any) -> bool:
     """Whether `tree` is a container that `flatten` looks into."""
-    return isinstance(tree, dict | list | tuple) or (
-        dataclasses.is_dataclass(tree) and not isinstance(tree, type)
-    )
+    return isinstance(tree, _CONTAINERS) or (dataclasses.is_dataclass(tree) and not isinstance(tree, type))
 
 
 def iter_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -61,13 +60,13 @@ def iter_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _step(tree: Any, key: Any) -> str:
-    return f".{key}" if not isinstance(tree, dict | list | tuple) else f"[{key!r}]"
+    return f".{key}" if not isinstance(tree, _CONTAINERS) else f"[{key!r}]"
 
 
 def _items(tree: Any) -> list[tuple[Any, Any]]:
     if isinstance(tree, dict):
         return list(tree.items())
-    if isinstance(tree, list | tuple):
+    if isinstance(tree, _SEQUENCES):
         return list(enumerate(tree))
     return [(f.name, getattr(tree, f.name)) for f in dataclasses.fields(tree) if hasattr(tree, f.name)]
 
@@ -76,7 +75,7 @@ def _flatten_into(tree: Any, leaves: list[Any]) -> Spec:
     # One call per container, none per leaf: verbs must not cost frames for every tensor of a large tree.
     if isinstance(tree, dict):
         keys, children = tuple(tree), list(tree.values())
-    elif isinstance(tree, list | tuple):
+    elif isinstance(tree, _SEQUENCES):
         keys, children = (), list(tree)
     elif hasattr(type(tree), "__dataclass_fields__") and not isinstance(tree, type):
         keys = tuple([f.name for f in dataclasses.fields(tree) if hasattr(tree, f.name)])
@@ -119,7 +118,7 @@ def _old_children(spec: Spec, like: Any) -> Any:
         return (None,) * len(spec.children)
     if isinstance(like, dict):
         return [like.get(key) for key in spec.keys]
-    if isinstance(like, list | tuple):
+    if isinstance(like, _SEQUENCES):
         return like if len(like) == len(spec.children) else (None,) * len(spec.children)
     return [getattr(like, key, None) for key in spec.keys]
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from fabric import Fabric, seed_everything
-from fabric.core.errors import ArgumentTypeError
 from fabric.fabric import Fabric as TheSame
 from fabric.loggers import CSVLogger
 from fabric.strategies import DDPStrategy, SingleDeviceStrategy
@@ -446,8 +445,3 @@ def test_save_and_load(fabric, tmp_path):
         module.weight.zero_()
     fabric.load_raw(tmp_path / "raw.pt", model)
     assert torch.equal(module.weight, weight)
-
-
-def test_load_raw_takes_one_object(fabric, tmp_path):
-    with pytest.raises(ArgumentTypeError, match=r"fabric\.load"):
-        fabric.load_raw(tmp_path / "raw.pt", {})

@@ -72,7 +72,7 @@ def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tenso
 
 
 def buckets(tensors: list[Tensor]) -> list[list[int]]:
-    """Positions of the tensors that travel together: by dtype and device, large ones alone, empty ones not."""
+    """Positions of what travels together: tensors of a dtype and device, large ones alone, empty ones not."""
     groups: dict[Any, list[int]] = {}
     for position, tensor in enumerate(tensors):
         size = tensor.nbytes
@@ -94,8 +94,7 @@ def reduce_tree(data: Any, op: Any, collective: Collective, wire: Wire) -> Any:
 
     Raises:
         ArgumentTypeError: The mean of integers, the order of complex numbers, a dtype that has no reduction,
-            a tensor
-            whose elements share memory, or a leaf that is no tensor and no number.
+            a tensor whose elements share memory, or a leaf that is no tensor and no number.
         ConfigurationError: Unknown `op`.
         UsageError: This rank does not belong to the group.
     """

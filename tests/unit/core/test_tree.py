@@ -202,3 +202,13 @@ def test_specs_compare_by_value():
     assert flatten({"a": [1, 2]})[1] == flatten({"a": ["x", None]})[1]
     assert flatten({"a": [1, 2]})[1] != flatten({"a": (1, 2)})[1]
     assert flatten({"a": 1})[1] != flatten({"b": 1})[1]
+
+
+def test_map_tree_can_be_compiled():
+    def double(tree):
+        return map_tree(lambda leaf: leaf * 2, tree)
+
+    compiled = torch.compile(double, backend="eager", fullgraph=True)
+    result = compiled({"a": [torch.ones(2), (torch.ones(1),)], "b": torch.zeros(1)})
+    assert result["a"][0].tolist() == [2.0, 2.0]
+    assert result["a"][1][0].tolist() == [2.0]

@@ -1,0 +1,154 @@
+"""A DDP training step of 1e7 parameters on 2 ranks: all variants in one pair of processes, in turn."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from harness import installed, interleave, ranks, report, show, timing_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WIDTH, DEPTH, BATCH = 1000, 10, 16
+"""Ten square layers: 1e7 parameters; a batch so small that communication is what is measured."""
+
+
+def main() -> None:
+    import torch
+
+    devices = ["cpu"]
+    if torch.cuda.is_available() and torch.cuda.device_count() > 1:
+        devices.append("cuda")
+    tables = []
+    for device in devices:
+        tables += ranks([__file__, device], OMP_NUM_THREADS="1")
+    show(tables)
+
+
+def measure(device: str) -> None:
+    """Time every variant; all ranks call this."""
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rank = int(os.environ["LOCAL_RANK"])
+    where = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    x = torch.randn(BATCH, WIDTH, device=where)
+    cases = {name: step_of(x, *make(where)) for name, make in variants(device).items()}
+    both = interleave(cases, ROUNDS, warmup=4, before=dist.barrier, clock=clocks)
+    samples = {name: [wall for wall, _ in times] for name, times in both.items()}
+    dist.destroy_process_group()
+    title = f"DDP step, 1e7 parameters, 2 ranks, {device}: targets <= 0.95 by defaults, <= 0.85 with static graph"
+    if rank == 0:
+        report([timing_table(title, samples, "raw DDP", 1e-3, "ms")])
+
+
+def variants(device: str) -> dict[str, Callable[[Any], tuple[Any, Any, Callable[[Any], None]]]]:
+    """What makes each variant's model, optimizer and backward."""
+    made: dict[str, Any] = {
+        "raw DDP": raw({}),
+        "raw DDP again": raw({}),
+        "raw, bucket views": raw({"gradient_as_bucket_view": True}),
+        "raw, bucket views + static graph": raw({"gradient_as_bucket_view": True, "static_graph": True}),
+        "ours": ours(device, {}),
+        "ours, static_graph=True": ours(device, {"static_graph": True}),
+    }
+    if installed("lightning"):
+        made["Lightning Fabric"] = lightning(device)
+    if installed("accelerate"):
+        made["Accelerate"] = accelerate
+    return made
+
+
+def fresh(device: Any) -> tuple[Any, Any]:
+    """The model, alike on all ranks, and its optimizer."""
+    import torch
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]
+    model = torch.nn.Sequential(*layers).to(device)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-4)
+
+
+def raw(settings: dict[str, Any]) -> Any:
+    """torch's DistributedDataParallel as a user writes it."""
+
+    def make(device: Any) -> Any:
+        import torch
+
+        model, optimizer = fresh(device)
+        ids = None if device.type == "cpu" else [device.index]
+        return (
+            torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, **settings),
+            optimizer,
+            torch.Tensor.backward,
+        )
+
+    return make
+
+
+def ours(kind: str, settings: dict[str, Any]) -> Any:
+    """This package."""
+
+    def make(device: Any) -> Any:
+        from fabric import Fabric
+        from fabric.strategies import DDPStrategy
+
+        fabric = Fabric(accelerator=kind, devices=2, strategy=DDPStrategy(**settings) if settings else "ddp")
+        fabric.launch()
+        return *fabric.setup(*fresh(device)), fabric.backward
+
+    return make
+
+
+def lightning(kind: str) -> Any:
+    """Lightning Fabric."""
+
+    def make(device: Any) -> Any:
+        from lightning.fabric import Fabric
+
+        fabric = Fabric(accelerator=kind, devices=2, strategy="ddp")
+        fabric.launch()
+        return *fabric.setup(*fresh(device)), fabric.backward
+
+    return make
+
+
+def accelerate(device: Any) -> Any:
+    """Hugging Face Accelerate."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=device.type == "cpu")
+    if accelerator.num_processes != 2:
+        raise RuntimeError(f"Accelerate sees {accelerator.num_processes} processes instead of 2")
+    return *accelerator.prepare(*fresh(device)), accelerator.backward
+
+
+def step_of(x: Any, model: Any, optimizer: Any, backward: Callable[[Any], None]) -> Callable[[], None]:
+    """One whole training step, finished on the device."""
+    import torch
+
+    finish = torch.cuda.synchronize if x.device.type == "cuda" else None
+
+    def step() -> None:
+        optimizer.zero_grad()
+        backward(model(x).square().mean())
+        optimizer.step()
+        if finish is not None:
+            finish()
+
+    return step
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        measure(sys.argv[1])
+    else:
+        main()

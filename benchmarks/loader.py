@@ -1,0 +1,87 @@
+"""Nested dictionaries through a DataLoader, one process: what each engine's wrapper adds to an epoch."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from harness import child, installed, interleave, report, show, timing_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SAMPLES, BATCH = 512, 8
+
+
+def main() -> None:
+    show(child([__file__, "measure"], OMP_NUM_THREADS="1"))
+
+
+def measure() -> None:
+    """Time epochs over each engine's loader in this process."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    data = [
+        {
+            "image": torch.randn(8, 8),
+            "text": {"ids": torch.zeros(16, dtype=torch.long), "mask": torch.ones(16)},
+            "target": {"class": torch.tensor(i % 10), "boxes": [torch.zeros(4), torch.zeros(4)]},
+        }
+        for i in range(SAMPLES)
+    ]
+
+    def fresh() -> Any:
+        return DataLoader(data, batch_size=BATCH, shuffle=True)  # type: ignore[arg-type]
+
+    loaders = {"raw": fresh(), "raw again": fresh(), "ours": ours(fresh())}
+    if installed("lightning"):
+        loaders["Lightning Fabric"] = lightning(fresh())
+    if installed("accelerate"):
+        loaders["Accelerate"] = accelerate(fresh())
+    cases = {name: epoch_of(loader) for name, loader in loaders.items()}
+    samples = interleave(cases, 60, clock=time.thread_time)
+    title = f"An epoch of {SAMPLES // BATCH} nested dictionary batches, target <= 1.05"
+    report([timing_table(title, samples, "raw", 1e-3, "ms")])
+
+
+def epoch_of(loader: Any) -> Callable[[], None]:
+    """One pass over the loader."""
+
+    def epoch() -> None:
+        for _ in loader:
+            pass
+
+    return epoch
+
+
+def ours(loader: Any) -> Any:
+    """This package."""
+    from fabric import Fabric
+
+    return Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
+
+
+def lightning(loader: Any) -> Any:
+    """Lightning Fabric."""
+    from lightning.fabric import Fabric
+
+    return Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
+
+
+def accelerate(loader: Any) -> Any:
+    """Hugging Face Accelerate."""
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(loader)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["measure"]:
+        measure()
+    else:
+        main()
