@@ -283,8 +283,7 @@ def check_interactive(
     ):
         raise ConfigurationError(
             'This is a notebook or a prompt: there is no script that strategy="ddp" could run again for the '
-            "other "
-            'ranks. Write strategy="ddp_notebook" and fabric.launch(function), or put the code into a script.'
+            'other ranks. Write strategy="ddp_notebook" and fabric.launch(function), or put the code into a script.'
         )
 
 
@@ -303,10 +302,8 @@ def _own_devices(strategy: Strategy | None) -> list[torch.device]:
 
 
 def _own_device(strategy: Strategy | None) -> torch.device | None:
-    """The device that a strategy of one process was made with; "cpu" is also what it has if none was said."""
-    if strategy is None or strategy.traits.needs_launch or strategy.topology.device.type == "cpu":
-        return None
-    return strategy.topology.device
+    """The device that a strategy of one process was made with."""
+    return None if strategy is None or strategy.traits.needs_launch else strategy.given_device
 
 
 def _check_same_devices(

@@ -254,6 +254,10 @@ class _FabricOptimizer:
             callback.on_after_optimizer_step(strategy=own["_fabric_strategy"], optimizer=inner)
         return result
 
+    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+        """The real optimizer's own; inherited, it would look everything up through the view."""
+        return self.__dict__["_fabric_inner"].zero_grad(*args, **kwargs)
+
     def state_dict(self) -> dict[str, Any]:
         """The full state of the real optimizer."""
         state: dict[str, Any] = self.__dict__["_fabric_strategy"].get_optimizer_state(self.optimizer)

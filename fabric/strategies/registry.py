@@ -10,7 +10,10 @@ STRATEGY_REGISTRY = Registry("strategy", "fabric.strategies")
 _DDP = "fabric.strategies.ddp:DDPStrategy"
 
 STRATEGY_REGISTRY.register(
-    "single_device", "fabric.strategies.single_device:SingleDeviceStrategy", "one process, one device"
+    "single_device",
+    "fabric.strategies.single_device:SingleDeviceStrategy",
+    "one process, one device",
+    device=None,
 )
 
 for _suffix, _method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():

@@ -19,7 +19,7 @@ class SingleDeviceStrategy(Strategy):
     """Everything on one device, nothing shared.
 
     Args:
-        device: The device ("cpu", "cuda:1", a torch.device).
+        device: The device ("cpu", "cuda:1", a torch.device); None: chosen by `Fabric`.
         accelerator: As in `Strategy`.
         checkpoint_io: As in `Strategy`.
         precision: As in `Strategy`.
@@ -27,11 +27,13 @@ class SingleDeviceStrategy(Strategy):
 
     def __init__(
         self,
-        device: torch.device | str | int = "cpu",
+        device: torch.device | str | int | None = "cpu",
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision)
-        self.topology = Topology(device=torch.device(device))
+        if device is not None:
+            self.given_device = torch.device(device)
+            self.topology = Topology(device=self.given_device)
         self.wire = self.make_wire()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import UsageError
+from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.topology import Topology
 from fabric.forward import BackwardGate, GuardedForward
 from fabric.plugins.collectives import packed
@@ -63,6 +63,8 @@ class Strategy:
         self.wire = Strategy.make_wire(self)
         self.collective: Collective = SingleDeviceCollective()
         self.given = (accelerator, checkpoint_io, precision)
+        self.given_device: torch.device | None = None
+        self._bound = False
         self._accelerator = accelerator
         self._checkpoint_io = checkpoint_io
         self._precision = precision or Precision()
@@ -138,6 +140,12 @@ class Strategy:
         """Complete the composition; called once, by `Fabric`. Parts given to the constructor are already
         in place.
         """
+        if self._bound:
+            raise ConfigurationError(
+                f"This {type(self).__name__} belongs to another Fabric, whose precision and devices it holds. "
+                f"Make a new one for each Fabric."
+            )
+        self._bound = True
         self._accelerator = accelerator
         self.precision = precision
         if checkpoint_io is not None:

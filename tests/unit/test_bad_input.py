@@ -437,3 +437,10 @@ def test_torchrun_with_other_numbers_than_the_script(monkeypatch):
         ConfigurationError, match=r"devices=4 .* torchrun started WORLD_SIZE=2.*--nproc-per-node 4"
     ):
         Fabric(accelerator="cpu", devices=4)
+
+
+def test_a_strategy_object_belongs_to_one_fabric():
+    strategy = SingleDeviceStrategy()
+    Fabric(strategy=strategy)
+    with pytest.raises(ConfigurationError, match=r"belongs to another Fabric.*Make a new one"):
+        Fabric(strategy=strategy)

@@ -1,0 +1,82 @@
+"""Two ranks to their first barrier and to their end: CPU seconds of all processes, by every launcher. Linux only."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from harness import HERE, added, batches, installed, ratios, show, spread, table, tree_cost
+
+SCRIPTS = HERE / "launched"
+
+
+def main(rounds: int = 5) -> None:
+    commands = {name: command for name, command in all_commands().items() if works(name, command)}
+    cpu: dict[str, list[float]] = {name: [] for name in commands}
+    wall: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in batches(rounds, "launch"):
+        for name, command in commands.items():
+            used, took = tree_cost(command)
+            cpu[name].append(used)
+            wall[name].append(took)
+    derive_second_launches(cpu)
+    derive_second_launches(wall)
+    ratio, more = ratios(cpu, "plain script"), added(cpu, "plain script")
+    wall_ratio = ratios(wall, "plain script")
+    rows = [
+        [name, *spread(times, 1.0), f"{more[name]:+.2f}", f"{ratio[name]:.2f}", f"{wall_ratio[name]:.2f}"]
+        for name, times in cpu.items()
+    ]
+    head = ["case", "min CPU s", "median", "max", "added s", "CPU ratio to plain script", "wall ratio"]
+    note = "A second launch is a script with two launches minus one with one, so it is noisier than the others."
+    show([table("Launch of 2 ranks to the first barrier, target <= 1.0 of the plain script", head, rows, note)])
+
+
+def all_commands() -> dict[str, list[str]]:
+    """Each launcher's command line; the first is what the others are compared with."""
+    python, tools = sys.executable, Path(sys.executable).parent
+    ours, torchrun = [python, script("ours.py")], [python, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    commands = {
+        "plain script": [python, script("plain.py")],
+        "torchrun": [*torchrun, "--master-port=0", script("under_torchrun.py")],
+        "ours, script": ours,
+        "ours, fabric run": [python, "-m", "fabric", "run", "--devices=2", script("ours.py")],
+        "ours, torchrun": [*torchrun, "--master-port=0", script("ours.py")],
+    }
+    for method in ("spawn", "fork", "forkserver"):
+        commands[f"ours, {method}"] = [*ours, method, "1"]
+        commands[f"ours, {method}, twice"] = [*ours, method, "2"]
+    if installed("lightning"):
+        commands["Lightning Fabric, script"] = [python, script("lightning_fabric.py")]
+        commands["Lightning Fabric, fork"] = [python, script("lightning_fabric.py"), "ddp_fork"]
+    if installed("accelerate"):
+        flags = ["launch", "--cpu", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
+        commands["accelerate launch"] = [str(tools / "accelerate"), *flags, script("hugging.py")]
+        commands["Accelerate, torchrun"] = [*torchrun, "--master-port=0", script("hugging.py")]
+    return commands
+
+
+def script(name: str) -> str:
+    """The path of a script that is launched."""
+    return str(SCRIPTS / name)
+
+
+def works(name: str, command: list[str]) -> bool:
+    """Whether the command runs here (it also warms caches); says why not."""
+    try:
+        tree_cost(command)
+    except RuntimeError as error:
+        print(f"{name} is left out: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
+        return False
+    return True
+
+
+def derive_second_launches(costs: dict[str, list[float]]) -> None:
+    """Replace "..., twice" by the difference to once."""
+    for name in [name for name in costs if name.endswith(", twice")]:
+        once, twice = costs[name.removesuffix(", twice")], costs.pop(name)
+        costs[name.replace("twice", "second launch")] = [b - a for a, b in zip(once, twice, strict=True)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+"""Two ranks of Accelerate to their first barrier, under `accelerate launch` or torchrun."""
+
+from accelerate import Accelerator
+
+if __name__ == "__main__":
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2, accelerator.num_processes
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
