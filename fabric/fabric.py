@@ -87,13 +87,6 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         if self._ready or os.environ.get("FABRIC_LAUNCHED") == "cli":
             self._enter_rank()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Weak references do not pickle, and a rank that gets this Fabric by pickle has models of its own.
-        return {**self.__dict__, "_modules": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _modules=weakref.WeakSet())
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "run" in cls.__dict__:

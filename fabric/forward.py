@@ -45,7 +45,8 @@ class AutocastForward:
             with torch.autocast(self.device_type, self.dtype):
                 out = self.call(*args, **kwargs)
         else:
-            # What `with torch.autocast` does, at a third of its cost: all that it checks is known since setup.
+            # What `with torch.autocast` does, at a third of its cost: all that it checks is known since
+            # setup.
             kind = self.device_type
             enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
             cached = torch.is_autocast_cache_enabled()

@@ -283,7 +283,8 @@ def check_interactive(
     ):
         raise ConfigurationError(
             'This is a notebook or a prompt: there is no script that strategy="ddp" could run again for the '
-            'other ranks. Write strategy="ddp_notebook" and fabric.launch(function), or put the code into a script.'
+            'other ranks. Write strategy="ddp_notebook" and fabric.launch(function), or put the code into '
+            "a script."
         )
 
 

@@ -142,7 +142,8 @@ class Strategy:
         """
         if self._bound:
             raise ConfigurationError(
-                f"This {type(self).__name__} belongs to another Fabric, whose precision and devices it holds. "
+                f"This {type(self).__name__} belongs to another Fabric, whose precision and devices it "
+                f"holds. "
                 f"Make a new one for each Fabric."
             )
         self._bound = True
@@ -357,7 +358,7 @@ class Strategy:
         with states.together(self, f"loading {path}"):
             checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
             rest = states.restore(self, checkpoint, state, strict)
-        return rest  # noqa: RET504
+        return rest
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         """The full state dict under the user's own keys."""

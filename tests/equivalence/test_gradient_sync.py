@@ -1,6 +1,5 @@
 """Gradients on N ranks equal plain torch on the joined batch, in every order of forwards and backwards."""
 
-
 import copy
 
 import pytest
@@ -178,7 +177,9 @@ def backward_after_leaving_no_sync() -> None:
                 if micro == 0:
                     fabric.backward(loss)
         fabric.backward(loss)  # the loop left the context before its last backward
-        want = joined(reference, pair.transpose(0, 1), lambda m, x: m(x[0]).pow(2).mean() + m(x[1]).pow(2).mean())
+        want = joined(
+            reference, pair.transpose(0, 1), lambda m, x: m(x[0]).pow(2).mean() + m(x[1]).pow(2).mean()
+        )
         assert_same(model, want)
 
 
@@ -335,7 +336,9 @@ def backward_through_one_branch(strategy: str) -> list[str]:
 
 
 def test_unused_parameters_are_named_at_once(ranks):
-    for rank, error in enumerate(ranks.run_expecting_errors(backward_through_one_branch, "ddp", world_size=2)):
+    for rank, error in enumerate(
+        ranks.run_expecting_errors(backward_through_one_branch, "ddp", world_size=2)
+    ):
         assert isinstance(error, UsageError)
         assert f"Rank {rank}" in str(error)
         assert "right.weight, right.bias" in str(error)
@@ -408,7 +411,8 @@ def train_with_batch_norm(**settings) -> dict[str, torch.Tensor]:
     model.eval()
     x = batches(1, 1)[0, 0]
     with torch.no_grad():
-        out = [model(x) for _ in range(1 + fabric.global_rank)][0]
+        for _ in range(1 + fabric.global_rank):
+            out = model(x)
     state = {k: v.clone() for k, v in model.state_dict().items()}
     with_grad = [model(x).sum() for _ in range(1 + 2 * fabric.global_rank)]  # eval with grad mode on
     fabric.barrier()
@@ -439,7 +443,9 @@ def test_broadcast_buffers_can_be_switched_off(ranks):
 def gan_with_batch_norm() -> None:
     fabric = start()
     discriminator = Normed()
-    discriminator, optimizer = fabric.setup(discriminator, torch.optim.SGD(discriminator.parameters(), lr=0.1))
+    discriminator, optimizer = fabric.setup(
+        discriminator, torch.optim.SGD(discriminator.parameters(), lr=0.1)
+    )
     for real, fake in batches(fabric.world_size, 4).split(2):
         optimizer.zero_grad()
         loss = discriminator(real[fabric.global_rank]).mean() - discriminator(fake[fabric.global_rank]).mean()

@@ -255,7 +255,9 @@ def ddp_steps(kind, method):
     return {key: value.clone() for key, value in unwrap(model).state_dict().items()}
 
 
-AGREE = list(itertools.product(["plain", "compiled", "inner compiled", "compiled after"], ["forward", "loss"]))
+AGREE = list(
+    itertools.product(["plain", "compiled", "inner compiled", "compiled after"], ["forward", "loss"])
+)
 
 
 @pytest.mark.parametrize(("kind", "method"), AGREE)

@@ -12,7 +12,6 @@ from fabric.plugins.environments import (
     TorchElasticEnvironment,
 )
 from fabric.plugins.environments.detect import PRECEDENCE, detect_environment
-from fabric.plugins.environments.registry import ENVIRONMENT_REGISTRY
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
