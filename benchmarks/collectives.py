@@ -7,7 +7,18 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from harness import installed, interleave, ranks, report, show, table, timing_table
+from harness import (
+    as_text,
+    installed,
+    interleave,
+    ranks,
+    ratios,
+    report,
+    show,
+    summarise,
+    table,
+    timing_table,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,10 +45,15 @@ def measure() -> None:
         counts.append([title, *(f"{name}: {count(call)}" for name, call in cases.items())])
         samples = interleave(cases, rounds, inner, before=dist.barrier)
         unit = (1e-3, "ms") if "10 MB" in title else (1e-6, "us")
-        tables.append(timing_table(f"{title}, target <= {target}", samples, next(iter(cases)), *unit))
+        base = next(iter(cases))
+        tables.append(timing_table(f"{title}, target <= {target}", samples, base, *unit))
+        values = as_text(ratios(samples, base), "{:.2f}")
+        summarise(tables[-1], f"{title}, 2 ranks, vs {base}", values, "1", f"<= {target}")
     width = max(len(row) for row in counts)
     rows = [row + [""] * (width - len(row)) for row in counts]
-    tables.append(table("Messages for one verb, as torch.profiler counts them", ["verb"] + [""] * (width - 1), rows))
+    tables.append(
+        table("Messages for one verb, as torch.profiler counts them", ["verb"] + [""] * (width - 1), rows)
+    )
     dist.barrier()
     rank = dist.get_rank()
     dist.destroy_process_group()
@@ -125,7 +141,7 @@ def verbs(made: dict[str, Any]) -> dict[str, tuple[dict[str, Callable[[], Any]],
         f"all_reduce of {COUNT} small tensors": (reduced, 60, 5, 1.5),
         f"all_gather of {COUNT} small tensors": (gathered, 60, 5, 1.5),
         "broadcast of a 10 MB tensor": (sent, 60, 2, 1.1),
-        "all_reduce of one scalar": (single, 60, 20, 1.5),
+        "all_reduce of one scalar": (single, 60, 20, 2.0),
         "barrier": (waits, 60, 20, 1.5),
     }
 
@@ -136,7 +152,9 @@ def count(call: Callable[[], Any]) -> str:
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call()
-    found = {e.key.removeprefix("c10d::"): e.count for e in profile.key_averages() if e.key.startswith("c10d::")}
+    found = {
+        e.key.removeprefix("c10d::"): e.count for e in profile.key_averages() if e.key.startswith("c10d::")
+    }
     return " + ".join(f"{times} {name}" for name, times in found.items()) or "nothing seen"
 
 

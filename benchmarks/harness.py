@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import resource
+import signal
 import socket
 import statistics
 import subprocess
@@ -105,6 +106,17 @@ def timing_table(title: str, samples: Samples, to: str, unit: float, unit_name: 
     return table(title, head, rows, note)
 
 
+def summarise(item: Table, what: str, values: dict[str, str], limit: str, target: str) -> None:
+    """Add a line for the summary: `values` by case name ("ours", "Lightning Fabric", "Accelerate")."""
+    cells = [values.get(name, "-") for name in ("Lightning Fabric", "Accelerate")]
+    item.setdefault("summary", []).append([what, *cells, limit, f"**{values['ours']}**", target])
+
+
+def as_text(values: dict[str, float], pattern: str, scale: float = 1.0) -> dict[str, str]:
+    """Each number in a format such as "+{:.1f} us"."""
+    return {name: pattern.format(value * scale) for name, value in values.items()}
+
+
 def markdown(tables: list[Table]) -> str:
     """The tables as markdown."""
     parts = []
@@ -161,7 +173,9 @@ def commit() -> str:
         done = subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True)
         return done.stdout.strip()
 
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--short", "-uno") else "")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (
+        "+" if git("status", "--short", "-uno") else ""
+    )
 
 
 def installed(distribution: str) -> bool:
@@ -241,9 +255,18 @@ def tree_cost(command: list[str], timeout: float = 120, **variables: str) -> tup
     begin = time.perf_counter()
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command, env=environment(**variables), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            command,
+            env=environment(**variables),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
-        code = process.wait(timeout)
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
         wall = time.perf_counter() - begin
         while True:
             try:
@@ -257,11 +280,13 @@ def tree_cost(command: list[str], timeout: float = 120, **variables: str) -> tup
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
 
 
-def batches(rounds: int, label: str) -> Iterator[int]:
+def turns(rounds: int, label: str) -> Iterator[int]:
     """Round numbers with a line of progress on standard error, where that is a terminal."""
     for number in range(rounds):
         if sys.stderr.isatty():
-            print(f"\r{label}: {number + 1}/{rounds}", end="\n" if number + 1 == rounds else "", file=sys.stderr)
+            print(
+                f"\r{label}: {number + 1}/{rounds}", end="\n" if number + 1 == rounds else "", file=sys.stderr
+            )
         yield number
 
 

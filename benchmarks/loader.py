@@ -7,7 +7,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from harness import child, installed, interleave, report, show, timing_table
+from harness import as_text, child, installed, interleave, ratios, report, show, summarise, timing_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,12 +48,12 @@ def measure() -> None:
     title = f"An epoch of {SAMPLES // BATCH} nested dictionary batches, target <= 1.05"
     first = interleave({n: first_of(loader) for n, loader in loaders.items()}, 200, clock=time.thread_time)
     note = "What an epoch costs whatever its length (ours draws a sample order equal on all ranks)."
-    report(
-        [
-            timing_table(title, samples, "raw", 1e-3, "ms"),
-            timing_table("The first batch of an epoch", first, "raw", 1e-6, "us", note),
-        ]
+    epochs = timing_table(title, samples, "raw", 1e-3, "ms")
+    values = as_text(ratios(samples, "raw"), "{:.2f}")
+    summarise(
+        epochs, "loader, nested dict batches, vs raw", values, values["raw again"] + " (raw again)", "<= 1.05"
     )
+    report([epochs, timing_table("The first batch of an epoch", first, "raw", 1e-6, "us", note)])
 
 
 def epoch_of(loader: Any) -> Callable[[], None]:

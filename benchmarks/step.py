@@ -8,7 +8,7 @@ import warnings
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from harness import child, installed, interleave, report, show, timing_table
+from harness import added, as_text, child, installed, interleave, report, show, summarise, timing_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,11 @@ def measure(precision: str, device: str) -> None:
     clock = time.thread_time if device == "cpu" else time.perf_counter
     warnings.simplefilter("ignore")
     x, y = torch.randn(4, 8, device=device), torch.randn(4, 8, device=device)
-    loops = {"raw": raw(precision, device), "raw again": raw(precision, device), "ours": ours(precision, device)}
+    loops = {
+        "raw": raw(precision, device),
+        "raw again": raw(precision, device),
+        "ours": ours(precision, device),
+    }
     if installed("lightning"):
         loops["Lightning Fabric"] = lightning(precision, device)
     if installed("accelerate"):
@@ -49,9 +53,11 @@ def measure(precision: str, device: str) -> None:
         parts |= {f"{part}, {name}": call for part, call in parts_of(x, y, *loop).items()}
     target = "+3" if precision == "32-true" else "+8"
     title = f"Step of Linear(8, 8), {precision}, {device}"
-    tables = [
-        timing_table(f"{title}, target <= {target} us", interleave(whole, 600, 20, 20, clock), "raw", 1e-6, "us"),
-    ]
+    steps = interleave(whole, 600, 20, 20, clock)
+    tables = [timing_table(f"{title}, target <= {target} us", steps, "raw", 1e-6, "us")]
+    values = as_text(added(steps, "raw"), "{:+.1f} us", 1e6)
+    limit = f"{values['raw again']} (raw again)"
+    summarise(tables[0], f"one step of Linear(8, 8), {precision}, {device}", values, limit, f"<= {target} us")
     samples = interleave(parts, 300, 50, 20, clock)
     for part in ("forward", "backward", "optimizer step", "zero_grad"):
         some = {name.partition(", ")[2]: times for name, times in samples.items() if name.startswith(part)}
@@ -108,7 +114,9 @@ def accelerate(precision: str, device: str) -> Loop:
     return *accelerator.prepare(*fresh(device)), accelerator.backward
 
 
-def step_of(x: Any, y: Any, model: Any, optimizer: Any, backward: Callable[[Any], None]) -> Callable[[], None]:
+def step_of(
+    x: Any, y: Any, model: Any, optimizer: Any, backward: Callable[[Any], None]
+) -> Callable[[], None]:
     """One whole training step."""
     import torch
 

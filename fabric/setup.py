@@ -168,6 +168,7 @@ class SetupVerbs(RankFacts):
         if self._loaders:  # two loaders of one length must not shuffle in step
             seed = derive_seed(seed, self._loaders)
         self._loaders += 1
+        seed = self._strategy.broadcast(seed)  # one order on all ranks, whatever each of them was seeded with
         if shard:
             part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
             loader = shard_loader(loader, Share(part["rank"], part["num_replicas"]), seed, uneven)

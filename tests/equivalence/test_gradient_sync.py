@@ -540,3 +540,125 @@ def models_let_go() -> int:
 
 def test_models_that_the_user_forgot_are_let_go(ranks):
     assert ranks.run(models_let_go, world_size=2) == [0, 0]
+
+
+# Where a plain loss.backward() would be wrong, it raises
+
+
+def plain_backward(case: str) -> None:
+    fabric = start()
+    model = fabric.setup(Net())
+    x = batches(fabric.world_size, 1)[0, fabric.global_rank]
+    if case == "twice":
+        loss = model(x).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    if case == "two forwards":
+        first, second = model(x).mean(), model(2 * x).mean()
+        first.backward()
+        second.backward()
+    if case == "parts":
+        model.head(model.body(x)).mean().backward()
+    if case == "module":
+        model.module(x).mean().backward()
+    if case == "left no_sync":
+        with fabric.no_backward_sync(model):
+            loss = model(x).mean()
+        loss.backward()
+
+
+@pytest.mark.parametrize("case", ["twice", "two forwards", "parts", "module", "left no_sync"])
+def test_plain_backward_raises_where_nothing_armed_the_sync(ranks, case):
+    for error in ranks.run_expecting_errors(plain_backward, case, world_size=2):
+        assert isinstance(error, UsageError)
+        assert "Write fabric.backward(loss) instead" in str(error)
+
+
+def ordinary_plain_backward() -> None:
+    fabric = start()
+    reference = Net()
+    model = fabric.setup(Net())
+    other = fabric.setup(Net())
+    for data in batches(fabric.world_size, 4):
+        model.zero_grad()
+        loss = model(data[fabric.global_rank]).pow(2).mean()
+        fabric.backward(other(data[fabric.global_rank]).mean())  # between the two
+        loss.backward()
+        assert_same(model, joined(reference, data, lambda m, x: m(x).pow(2).mean()))
+        with fabric.no_backward_sync(model):
+            model(data[0]).mean().backward()
+
+
+def test_an_ordinary_plain_backward_is_left_alone(ranks):
+    ranks.run(ordinary_plain_backward, world_size=2)
+
+
+# Several models, and ranks whose memory looks different
+
+
+def many_models(kind: str) -> list[torch.Tensor]:
+    junk = [object() for _ in range(997 * (1 + dist.get_rank()))]
+    fabric = start()
+    models = []
+    for width in (3, 4, 5, 6):
+        junk.append(torch.zeros(10 * (1 + dist.get_rank())))
+        torch.manual_seed(width)
+        size = width if kind == "sizes" else 4
+        models.append(
+            fabric.setup(nn.Sequential(nn.Linear(5, size), nn.BatchNorm1d(size), nn.Linear(size, 1)))
+        )
+    copied = copy.deepcopy(models[0]) if fabric.is_global_zero else None
+    for data in batches(fabric.world_size, 3):
+        x = data[fabric.global_rank]
+        fabric.backward(torch.stack([m(x).pow(2).mean() for m in models]).sum())
+    del copied
+    return [b.clone() for m in models for b in m.buffers()]
+
+
+@pytest.mark.parametrize("kind", ["sizes", "alike"])
+def test_buffers_of_several_models_do_not_mix(ranks, kind):
+    first, second = ranks.run(many_models, kind, world_size=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], first[3])
+
+
+# Parameters that change their mind after setup
+
+
+def thaw_or_freeze(case: str) -> None:
+    fabric = start()
+    net = Net()
+    if case != "freeze":
+        net.body.requires_grad_(False)
+    if case == "thaw all":
+        net.requires_grad_(False)
+    model = fabric.setup(net)
+    net.body.requires_grad_(case != "freeze")
+    fabric.backward(model(batches(fabric.world_size, 1)[0, fabric.global_rank]).mean())
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("thaw", "Parameter body.weight was frozen at fabric.setup"),
+        ("thaw all", "Parameter body.weight was frozen at fabric.setup"),
+        ("freeze", "body.weight, body.bias. They were frozen after fabric.setup"),
+    ],
+)
+def test_parameters_frozen_or_thawed_after_setup_are_named(ranks, case, words):
+    for error in ranks.run_expecting_errors(thaw_or_freeze, case, world_size=2):
+        assert isinstance(error, UsageError)
+        assert words in str(error)
+
+
+def static_graph_without_sync() -> None:
+    fabric = start(static_graph=True)
+    model = fabric.setup(Net())
+    with fabric.no_backward_sync(model):
+        pass
+
+
+def test_static_graph_and_no_backward_sync_are_refused_together(ranks):
+    for error in ranks.run_expecting_errors(static_graph_without_sync, world_size=2):
+        assert isinstance(error, UsageError)
+        assert "Remove static_graph=True" in str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 
@@ -238,3 +239,19 @@ def test_bad_loaders_are_refused_on_all_ranks(ranks):
     assert not none[0]
     assert unknown[1] == "uneven='some' is not one of 'pad', 'exact', 'drop', 'error'."
     assert uneven[1].startswith('uneven="error": the data do not divide by 2 ranks, 1 are left over.')
+
+
+def shuffled_under_seeds_of_their_own() -> list[int]:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    os.environ["FABRIC_GLOBAL_SEED"] = str(fabric.global_rank)  # what seed_everything(rank) leaves
+    try:
+        loader = fabric.setup_dataloaders(DataLoader(range(8), shuffle=True))
+    finally:
+        del os.environ["FABRIC_GLOBAL_SEED"]
+    return [int(x) for x in loader]
+
+
+def test_ranks_with_seeds_of_their_own_still_share_one_order(ranks):
+    first, second = ranks.run(shuffled_under_seeds_of_their_own, world_size=2)
+    assert sorted(first + second) == list(range(8))

@@ -11,9 +11,10 @@ tests/equivalence/test_gradient_sync.py).
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,10 @@ from fabric.strategies.layouts.whole import Whole
 from fabric.wrappers import is_compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
-    from torch.nn import Module
+    from torch.nn import Module, Parameter
     from torch.nn.parallel import DistributedDataParallel
 
     from fabric.core.topology import Topology
@@ -54,10 +54,16 @@ class Replicate(Whole):
 
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         self.settings = dict(settings or {})
-        self._replicas: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        # By number, in the order of setup: collectives of several replicas need one order on all ranks.
+        self._replicas: weakref.WeakValueDictionary[int, DistributedDataParallel] = (
+            weakref.WeakValueDictionary()
+        )
+        self._numbers = itertools.count()
         self._buffered: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
         self._synced_in: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
-        self._in_backward = False
+        self.reached: set[int] = set()
+        self._frozen: list[tuple[str, weakref.ref[Parameter]]] = []
+        self.in_backward = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {"settings": self.settings}
@@ -69,6 +75,9 @@ class Replicate(Whole):
         """DDP around the module. All ranks must call this; a module without trainable parameters is not
         wrapped.
         """
+        self._frozen += [
+            (name, weakref.ref(p)) for name, p in module.named_parameters() if not p.requires_grad
+        ]
         if not any([p.requires_grad for p in module.parameters()]):
             _broadcast_from_zero([*module.parameters(), *module.buffers()])
             return module
@@ -108,22 +117,42 @@ class Replicate(Whole):
         replica = self._replica_of(wrapped)
         return method if replica is None else HookedCall(method, self, replica, arms=True)
 
-    def no_sync(self, wrapped: Module) -> AbstractContextManager[Any]:
+    @contextmanager
+    def no_sync(self, wrapped: Module) -> Iterator[None]:
         """DDP's no_sync."""
         replica = self._replica_of(wrapped)
-        return nullcontext() if replica is None else replica.no_sync()
+        if replica is None:
+            yield
+            return
+        if replica.static_graph:
+            raise UsageError(
+                "DDPStrategy(static_graph=True) cannot skip the gradient sync of a backward: torch aborts "
+                "the process. "
+                "Remove static_graph=True, or no_backward_sync()."
+            )
+        with replica.no_sync():
+            yield
+        replica.__dict__.get("_fabric_marks", {}).clear()  # a forward inside did not arm the reducer
 
     def _replica_of(self, wrapped: Module) -> DistributedDataParallel | None:
         while is_compiled(wrapped):
             wrapped = wrapped._orig_mod  # type: ignore[assignment]
-        if wrapped not in self._replicas and type(wrapped).__name__ != "DistributedDataParallel":
+        if type(wrapped).__name__ != "DistributedDataParallel":
             return None
-        if wrapped not in self._replicas:
-            self._replicas.add(wrapped)  # type: ignore[arg-type]
-            wanted = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
-            if wanted and next(wrapped.buffers(), None) is not None:
-                self._buffered.add(wrapped)  # type: ignore[arg-type]
-        return wrapped  # type: ignore[return-value]
+        replica: DistributedDataParallel = wrapped  # type: ignore[assignment]
+        if not any([known is replica for known in self._replicas.values()]):
+            self._take_in(replica)
+        return replica
+
+    def _take_in(self, replica: DistributedDataParallel) -> None:
+        names = [name for name, p in replica.module.named_parameters() if p.requires_grad]
+        replica.__dict__.setdefault("_fabric_names", names)
+        self._replicas[next(self._numbers)] = replica
+        wanted = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
+        if wanted and next(replica.buffers(), None) is not None:
+            self._buffered.add(replica)
+        if dist.get_world_size(replica.process_group) > 1 and not replica.static_graph:
+            PlainBackwardWatch(self, replica)
 
     def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Arm every replica's reducer, run the backward, and check that each reduction finished.
@@ -131,17 +160,21 @@ class Replicate(Whole):
         Raises:
             UsageError: Parameters got no gradient, so the ranks' gradients could not be averaged; names them.
         """
+        for name, frozen in self._frozen:
+            parameter = frozen()
+            if parameter is not None and parameter.requires_grad:
+                raise _thawed(name)
         syncing = []
-        for replica in self._replicas:
+        for replica in self._replicas.values():
             if replica.require_backward_grad_sync and not replica.static_graph:
                 start = [tensor] if replica.find_unused_parameters else []
                 replica.reducer.prepare_for_backward(start)
                 syncing.append(replica)
-        self._in_backward = True
+        self.in_backward = True
         try:
             run(tensor, *args, **kwargs)
         finally:
-            self._in_backward = False
+            self.in_backward = False
         for replica in syncing:
             try:
                 replica._check_reducer_finalized()
@@ -149,9 +182,13 @@ class Replicate(Whole):
                 raise _unused_parameters(replica, error) from error
             # Here, where all ranks are, and not in whichever forward comes next on each of them.
             replica._has_rebuilt_buckets |= replica.reducer._rebuild_buckets()
-        for replica in self._buffered:
+        # Only of those that this backward went through: that is so on all ranks or on none.
+        for replica in self._replicas.values():
+            if replica not in self._buffered or id(replica) not in self.reached:
+                continue
             if replica.training and replica.require_backward_grad_sync:
                 _broadcast_from_zero(list(replica.buffers()))
+        self.reached.clear()
 
     def on_plain_backward(self, replica: DistributedDataParallel, arms: bool) -> None:
         """A plain `loss.backward()` has reached an output: arm the reducer, and sync buffers at its end.
@@ -159,7 +196,10 @@ class Replicate(Whole):
         Raises:
             UsageError: The gradients would stay unsynchronised.
         """
-        if self._in_backward or not replica.require_backward_grad_sync:
+        if self.in_backward:
+            self.reached.add(id(replica))
+            return
+        if not replica.require_backward_grad_sync:
             return
         if arms and (replica.find_unused_parameters or replica.static_graph):
             raise UsageError(
@@ -177,12 +217,62 @@ class Replicate(Whole):
             torch.autograd.Variable._execution_engine.queue_callback(sync)
 
     def _arm(self, replica: DistributedDataParallel) -> None:
+        replica.__dict__.get("_fabric_marks", {})[replica] = ()
         try:
             replica.reducer.prepare_for_backward([])
         except RuntimeError as error:
             # A forward armed it for this same pass and gradients are on their way: nothing is left to do.
             if "Expected to have finished reduction" not in str(error):
                 raise
+
+
+class PlainBackwardWatch:
+    """Refuses a plain `loss.backward()` that would leave a replica's gradients unsynchronised.
+
+    torch arms the reducer in `DDP.forward` and says nothing of a backward that no forward armed. The hook on
+    one
+    parameter sees every backward; the mark that a forward leaves is set by a hook without a Python frame
+    (`dict.__setitem__` takes just what a forward pre-hook is given), so that the forward costs nothing.
+    """
+
+    def __init__(self, layout: Replicate, replica: DistributedDataParallel) -> None:
+        self.layout = layout
+        self.replica = weakref.ref(replica)
+        marks: dict[Any, Any] = {}
+        # On the replica, not here: the marks refer to it, and it must be able to go.
+        replica.__dict__["_fabric_marks"] = marks
+        for key, hook in list(replica._forward_pre_hooks.items()):
+            if getattr(hook, "__name__", "") == "__setitem__":  # came along with a copy
+                del replica._forward_pre_hooks[key]
+        replica.register_forward_pre_hook(marks.__setitem__)
+        last = [p for p in replica.parameters() if p.requires_grad][-1]
+        last.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, parameter: Tensor) -> None:
+        """A backward pass wrote a gradient of the replica.
+
+        Raises:
+            UsageError: Nothing armed the reducer for it.
+        """
+        replica = self.replica()
+        if replica is None:
+            return
+        armed = replica.__dict__["_fabric_marks"].pop(replica, None) is not None
+        if self.layout.in_backward:
+            if not replica.find_unused_parameters:  # else a parameter may rest on one rank and not on another
+                self.layout.reached.add(id(replica))
+            return
+        if armed or not replica.require_backward_grad_sync:
+            return
+        raise UsageError(
+            f"loss.backward() was called where it leaves the gradients of {type(replica.module).__name__} "
+            f"unsynchronised: a second backward after one forward, a forward under no_backward_sync, or a "
+            f"part of "
+            f"the model called by itself. Write fabric.backward(loss) instead."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlainBackwardWatch:
+        return self
 
 
 class HookedCall:
@@ -241,13 +331,26 @@ def _unused_parameters(replica: DistributedDataParallel, error: RuntimeError) ->
     found = re.search(r"did not receive grad for rank \d+:([ \d]*)", str(error))
     if found is None:
         return error
-    names = [name for name, p in replica.module.named_parameters() if p.requires_grad]
+    names = replica.__dict__["_fabric_names"]  # the reducer counts those that were trainable at setup
     unused = [names[int(i)] for i in found.group(1).split() if int(i) < len(names)]
+    frozen = {name for name, p in replica.module.named_parameters() if not p.requires_grad}
+    way = (
+        "They were frozen after fabric.setup: freeze them before it"
+        if unused and frozen.issuperset(unused)
+        else "If they are unused on purpose, freeze them before fabric.setup"
+    )
     return UsageError(
         f"Rank {dist.get_rank()}: these parameters of {type(replica.module).__name__} got no gradient in "
         f"this "
-        f"backward, so the gradients of the ranks cannot be averaged: {', '.join(unused)}. If they are "
-        f"unused on "
-        f'purpose, write Fabric(strategy="ddp_find_unused_parameters_true"), or freeze them with '
-        f"requires_grad_(False)."
+        f"backward, so the gradients of the ranks cannot be averaged: {', '.join(unused)}. {way}, or write "
+        f'Fabric(strategy="ddp_find_unused_parameters_true").'
+    )
+
+
+def _thawed(name: str) -> UsageError:
+    return UsageError(
+        f"Parameter {name} was frozen at fabric.setup and requires a gradient now, which ranks would not "
+        f"average. "
+        f"Set the model up while all that is trained later has requires_grad=True, and freeze it after with "
+        f'Fabric(strategy="ddp_find_unused_parameters_true"), or set a new copy up for the next phase.'
     )
