@@ -156,6 +156,11 @@ class Fabric(SetupVerbs, CollectiveVerbs):
             model: The model that the loss came from, for engines that need it.
             kwargs: Passed on.
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentTypeError(
+                f"fabric.backward needs the loss as a tensor, but got {type(tensor).__name__}. "
+                f"Write fabric.backward(loss) without .item()."
+            )
         strategy = self._strategy
         if strategy.plain_backward:
             tensor.backward(*args, **kwargs)

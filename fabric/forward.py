@@ -140,7 +140,8 @@ class GuardedForward:
         out = self.call(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for leaf in (out,) if out.__class__ is _Tensor and out.requires_grad else differentiable(out):
-                leaf.register_hook(self.check)
+                if leaf.grad_fn is not None:  # a parameter that is an output keeps its hooks for ever
+                    leaf.register_hook(self.check)
         return out
 
     def check(self, grad: torch.Tensor) -> None:

@@ -141,6 +141,11 @@ class SetupVerbs(RankFacts):
         self, module: Any, optimizers: list[Any], scheduler: Any, move_to_device: bool, reapply_compile: bool
     ) -> tuple[_FabricModule, list[Any], Any]:
         original = unwrap(module)
+        if original in self._modules:
+            raise ConfigurationError(
+                f"This {type(original).__name__} is set up already: its gradients would be averaged twice. "
+                f"Set each model up once and keep the result."
+            )
         if move_to_device and has_meta_parameters(original):
             raise UsageError(
                 f"{type(original).__name__} has parameters on the meta device, which hold no values. Build "

@@ -444,3 +444,34 @@ def test_a_strategy_object_belongs_to_one_fabric():
     Fabric(strategy=strategy)
     with pytest.raises(ConfigurationError, match=r"belongs to another Fabric.*Make a new one"):
         Fabric(strategy=strategy)
+
+
+def test_a_number_instead_of_the_loss():
+    with pytest.raises(
+        ArgumentTypeError, match=r"got float. Write fabric.backward\(loss\) without .item\(\)"
+    ):
+        Fabric().backward(1.0)
+
+
+def test_the_same_raw_model_twice():
+    fabric, model = Fabric(accelerator="cpu"), torch.nn.Linear(1, 1)
+    first = fabric.setup(model)
+    with pytest.raises(ConfigurationError, match="This Linear is set up already"):
+        fabric.setup_module(model)
+    del first
+
+
+def test_an_output_that_is_a_parameter_collects_no_hooks():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return x * self.scale, self.scale
+
+    fabric = Fabric(accelerator="cpu", precision="16-mixed")
+    model = fabric.setup(Scaled())
+    for _ in range(3):
+        model(torch.ones(2))
+    assert not model.scale._backward_hooks
