@@ -158,3 +158,28 @@ def test_torchrun_with_another_world_size(tmp_path):
     _, err = process.communicate(timeout=120)
     assert process.returncode != 0
     assert "devices=4 x num_nodes=1 asks for 4 processes, but torchrun started WORLD_SIZE=2" in err
+
+
+def test_no_thread_of_the_backend_is_left_at_exit(tmp_path):
+    # One that asks for the GIL while the interpreter ends makes a good run end by SIGABRT, now and then.
+    if not Path("/proc/self/task").exists():
+        pytest.skip("reads thread names from /proc")
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import atexit, os, torch\n"
+        "def left():\n"
+        "    names = [open(f'/proc/self/task/{t}/comm').read() for t in os.listdir('/proc/self/task')]\n"
+        "    os.write(1, f'{[n for n in names if \"gloo\" in n]}\\n'.encode())\n"
+        "atexit.register(left)\n"  # registered first, so it runs last
+        "from fabric import Fabric\n"
+        "fabric = Fabric(accelerator='cpu', devices=2)\n"
+        "fabric.launch()\n"
+        "net = torch.nn.Linear(2, 1)\n"
+        "model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))\n"
+        "fabric.backward(model(torch.ones(1, 2)).sum())\n"
+        "optimizer.step()\n"
+    )
+    process = start([PYTHON, str(script)])
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out == "[]\n[]\n"

@@ -190,6 +190,17 @@ class Replicate(Whole):
                 _broadcast_from_zero(list(replica.buffers()))
         self.reached.clear()
 
+    def teardown(self) -> None:
+        """Let go of the process group; replicas cannot run after this.
+
+        A group that a reducer holds outlives its destruction, and with it the backend's threads. One that drops a
+        tensor while the interpreter ends asks for the GIL there, which ends the process by SIGABRT.
+        """
+        for replica in self._replicas.values():
+            for name in ("reducer", "logger", "process_group"):
+                replica.__dict__[name] = None
+        self._frozen.clear()
+
     def on_plain_backward(self, replica: DistributedDataParallel, arms: bool) -> None:
         """A plain `loss.backward()` has reached an output: arm the reducer, and sync buffers at its end.
 
