@@ -198,9 +198,9 @@ class ParallelStrategy(Strategy):
         rank_zero_only.rank = self.topology.rank
 
     def _join_group(self) -> None:
-        # Its functions take the default group as default argument: imported later (by torch's compiler, from an
-        # optimizer) they hold it for ever. A group that outlives its destruction keeps the backend's threads, and
-        # one that needs the GIL while the interpreter ends makes the process end by SIGABRT.
+        # Its functions take the default group as default argument: imported later (by torch's compiler, from
+        # an optimizer) they hold it for ever. A group that outlives its destruction keeps the backend's
+        # threads, and one that needs the GIL while the interpreter ends makes the process end by SIGABRT.
         import torch.distributed.nn.functional  # noqa: F401
 
         here, environment = self.topology, self.cluster_environment

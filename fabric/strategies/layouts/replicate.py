@@ -193,7 +193,8 @@ class Replicate(Whole):
     def teardown(self) -> None:
         """Let go of the process group; replicas cannot run after this.
 
-        A group that a reducer holds outlives its destruction, and with it the backend's threads. One that drops a
+        A group that a reducer holds outlives its destruction, and with it the backend's threads. One that
+        drops a
         tensor while the interpreter ends asks for the GIL there, which ends the process by SIGABRT.
         """
         for replica in self._replicas.values():
