@@ -1,4 +1,4 @@
-"""Collectives on trees, 2 ranks, against torch.distributed by hand; and how many messages each engine sends."""
+"""Collectives on trees, 2 ranks, against torch.distributed by hand; how many messages each engine sends."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The bench harness: named callables timed in turn, ratios taken round by round, one table per topic.
 
-Every number is a comparison within one run: the machine may be busy, and a busy second hits all columns of its round.
+Every number is a comparison within one run: the machine may be busy, and a busy second hits all cases of
+its round.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def header() -> list[str]:
         f"{platform.release()}{gpu_name()}",
         f"- Python {platform.python_version()}, {', '.join(versions)}",
         f"- commit: {commit()}",
-        f"- load average at the start: {os.getloadavg()[0]:.2f} (the machine is shared: read ratios, not seconds)",
+        f"- load average at the start: {os.getloadavg()[0]:.2f} (shared machine: read ratios, not seconds)",
     ]
 
 

@@ -1,4 +1,4 @@
-"""What `from fabric import Fabric` costs beyond `import torch`: seconds and modules, each in a fresh process."""
+"""What `from fabric import Fabric` costs beyond `import torch`: seconds and modules, in fresh processes."""
 
 from __future__ import annotations
 

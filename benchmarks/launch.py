@@ -1,4 +1,4 @@
-"""Two ranks to their first barrier and to their end: CPU seconds of all processes, by every launcher. Linux only."""
+"""Two ranks to their first barrier and end, by every launcher: CPU seconds of all processes. Linux only."""
 
 from __future__ import annotations
 

@@ -132,8 +132,10 @@ def step_of(
 
 
 def own_code(function: Callable[[], Any]) -> Callable[[], Any]:
-    """The function with bytecode of its own: the interpreter specialises code for the types that it sees there, and
-    cases that shared one code object would undo each other's specialisation, as no user's loop does.
+    """The function with bytecode of its own.
+
+    The interpreter specialises code for the types that it meets; cases that shared one code object would undo
+    each other's specialisation, as no user's loop does.
     """
     code = function.__code__.replace(co_name=f"{function.__name__}_")
     return FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
@@ -151,7 +153,7 @@ def parts_of(
     parts = {
         "forward": lambda: model(x),
         "backward": lambda: backward(loss, retain_graph=True),  # type: ignore[call-arg]
-        "optimizer step": optimizer.step,
+        "optimizer step": lambda: optimizer.step(),
         "zero_grad": lambda: optimizer.zero_grad(set_to_none=False),
     }
     return {name: own_code(call) for name, call in parts.items()}
