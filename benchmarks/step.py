@@ -153,7 +153,7 @@ def parts_of(
     parts = {
         "forward": lambda: model(x),
         "backward": lambda: backward(loss, retain_graph=True),  # type: ignore[call-arg]
-        "optimizer step": lambda: optimizer.step(),
+        "optimizer step": lambda: optimizer.step(),  # noqa: PLW0108 - with a code object of its own
         "zero_grad": lambda: optimizer.zero_grad(set_to_none=False),
     }
     return {name: own_code(call) for name, call in parts.items()}
