@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from harness import added, child, installed, ratios, show, spread, summarise, table, turns
+from statistics import median
 
-# perf_counter from the interpreter's first line: start-up, which is alike for all, is not in it.
+from harness import child, installed, show, spread, summarise, table, turns
+
+# The clock starts after `import torch`, whose second or more would drown what comes on top of it.
 PROGRAM = """
 import json, sys, time
-begin = time.perf_counter()
+import torch
+before, begin = set(sys.modules), time.perf_counter()
 {imports}
 seconds = time.perf_counter() - begin
-print("BENCH-RESULT " + json.dumps([seconds, sorted(sys.modules)]))
+print("BENCH-RESULT " + json.dumps([seconds, sorted(set(sys.modules) - before)]))
 """
 
 
 def main(rounds: int = 15) -> None:
-    imports = {"import torch": "import torch", "ours": "import torch\nfrom fabric import Fabric"}
+    imports = {"ours": "from fabric import Fabric"}
     if installed("accelerate"):
-        imports["Accelerate"] = "import torch\nfrom accelerate import Accelerator"
+        imports["Accelerate"] = "from accelerate import Accelerator"
     if installed("lightning"):
-        imports["Lightning Fabric"] = "import torch\nfrom lightning.fabric import Fabric"
+        imports["Lightning Fabric"] = "from lightning.fabric import Fabric"
     programs = {name: PROGRAM.format(imports=text) for name, text in imports.items()}
     modules = {
         name: set(child(["-c", program])[1]) for name, program in programs.items()
@@ -28,26 +31,16 @@ def main(rounds: int = 15) -> None:
     for _ in turns(rounds, "import"):
         for name, program in programs.items():
             samples[name].append(child(["-c", program])[0])
-    more, ratio, base = (
-        added(samples, "import torch"),
-        ratios(samples, "import torch"),
-        modules["import torch"],
-    )
     rows = [
-        [
-            name,
-            *spread(times, 1.0),
-            f"{more[name]:+.3f}",
-            f"{ratio[name]:.2f}",
-            str(len(modules[name] - base)),
-            by_package(modules[name] - base),
-        ]
+        [name, *spread(times, 1.0), str(len(modules[name])), by_package(modules[name])]
         for name, times in samples.items()
     ]
-    head = ["case", "min s", "median", "max", "added s", "ratio", "added modules", "of which"]
-    done = table("Import, target <= +0.05 s and < 60 modules", head, rows)
-    values = {name: f"{more[name]:+.3f} s, {len(modules[name] - base)} modules" for name in samples}
-    summarise(done, "import beyond `import torch`", values, "", "<= +0.05 s, < 60 modules")
+    head = ["case", "min s", "median", "max", "modules", "of which"]
+    done = table("Import beyond `import torch`, target <= 0.05 s and < 60 modules", head, rows)
+    values = {
+        name: f"{median(times):+.3f} s, {len(modules[name])} modules" for name, times in samples.items()
+    }
+    summarise(done, "import beyond `import torch`", values, "+0.04 s", "<= +0.05 s, < 60 modules")
     show([done])
 
 

@@ -254,6 +254,14 @@ class _FabricOptimizer:
             callback.on_after_optimizer_step(strategy=own["_fabric_strategy"], optimizer=inner)
         return result
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters of a model that is set up; raises for others, whose gradients would stay local."""
+        given = param_group["params"]
+        params = [given] if hasattr(given, "requires_grad") else list(given)
+        plain = [p[1] if isinstance(p, tuple) else p for p in params]
+        self.__dict__["_fabric_strategy"].check_added(plain)
+        self.optimizer.add_param_group({**param_group, "params": params})
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
         """The real optimizer's own; inherited, it would look everything up through the view."""
         return self.__dict__["_fabric_inner"].zero_grad(*args, **kwargs)

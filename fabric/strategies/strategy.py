@@ -198,6 +198,10 @@ class Strategy:
         """The optimizer that steps."""
         return optimizer
 
+    def check_added(self, parameters: list[Tensor]) -> None:
+        """Raise if parameters that an optimizer takes in after setup would not be synchronised."""
+        self.layout.check_added(parameters)
+
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
     ) -> tuple[Module, list[Optimizer], Any | None]:

@@ -662,3 +662,28 @@ def test_static_graph_and_no_backward_sync_are_refused_together(ranks):
     for error in ranks.run_expecting_errors(static_graph_without_sync, world_size=2):
         assert isinstance(error, UsageError)
         assert "Remove static_graph=True" in str(error)
+
+
+def grow_after_setup(case: str) -> list[torch.Tensor]:
+    fabric = start()
+    net = Net()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.head.parameters(), lr=0.1))
+    if case == "new layer":
+        net.extra = nn.Linear(2, 1)
+        optimizer.add_param_group({"params": net.extra.parameters()})
+    optimizer.add_param_group({"params": net.body.parameters(), "lr": 0.2})
+    fabric.backward(model(batches(fabric.world_size, 1)[0, fabric.global_rank]).mean())
+    optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def test_layers_added_after_setup_are_refused(ranks):
+    for error in ranks.run_expecting_errors(grow_after_setup, "new layer", world_size=2):
+        assert isinstance(error, UsageError)
+        assert "2 parameters (shapes (1, 2), (1,)) were in no model when it was set up" in str(error)
+
+
+def test_a_param_group_of_the_model_is_added(ranks):
+    first, second = ranks.run(grow_after_setup, "known", world_size=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not torch.equal(first[0], Net().body.weight)

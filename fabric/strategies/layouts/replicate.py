@@ -100,6 +100,18 @@ class Replicate(Whole):
         """Take in a replica that came to be by copying or unpickling a model."""
         self._replica_of(wrapped)
 
+    def check_added(self, parameters: list[Tensor]) -> None:
+        """Raise if a parameter was in no model at its setup: DDP averages only those that it knew then."""
+        known = set().union(*[replica.__dict__["_fabric_ids"] for replica in self._replicas.values()])
+        foreign = [tuple(p.shape) for p in parameters if p.requires_grad and id(p) not in known]
+        if foreign:
+            raise UsageError(
+                f"add_param_group: {len(foreign)} parameters (shapes {', '.join(map(str, foreign[:3]))}) "
+                f"were in no "
+                f"model when it was set up, and their gradients would not be averaged over ranks. "
+                f"Add layers before fabric.setup."
+            )
+
     def unwrap(self, wrapped: Module) -> Module:
         """The user's module inside DDP."""
         replica = self._replica_of(wrapped)
@@ -147,6 +159,7 @@ class Replicate(Whole):
     def _take_in(self, replica: DistributedDataParallel) -> None:
         names = [name for name, p in replica.module.named_parameters() if p.requires_grad]
         replica.__dict__.setdefault("_fabric_names", names)
+        replica.__dict__["_fabric_ids"] = {id(p) for p in replica.module.parameters()}
         self._replicas[next(self._numbers)] = replica
         wanted = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
         if wanted and next(replica.buffers(), None) is not None:

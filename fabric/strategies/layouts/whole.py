@@ -44,6 +44,9 @@ class Whole:
     def adopt(self, wrapped: Module) -> None:
         """Take in a wrapped module that came to be by copying or unpickling a model."""
 
+    def check_added(self, parameters: list[Tensor]) -> None:
+        """Raise if parameters that an optimizer takes in after setup would not be synchronised."""
+
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
         """What a forward of the wrapped module calls."""
         return wrapped.__call__
