@@ -1,4 +1,10 @@
-"""`CollectiveVerbs`: data across ranks, for the user's own loop. All ranks must call every verb here."""
+"""`CollectiveVerbs`: data across ranks, for the user's own loop. All ranks (of the group) must call every
+verb here.
+
+Ranks that call different verbs, or one verb with different data, all get one `CollectiveMismatch`: a table
+of who
+called what, and where.
+"""
 
 from __future__ import annotations
 
@@ -17,54 +23,175 @@ if TYPE_CHECKING:
 
 
 class CollectiveVerbs(RankFacts):
-    """barrier, broadcast, all_gather, all_reduce and rank_zero_first."""
+    """barrier, broadcast, gathers, reductions and decisions.
+
+    `data` is a tensor, a number, or any nesting of dict, list, tuple, namedtuple and dataclass. Tensors may
+    lie on any
+    device, and results lie where they were. `group` is a process group of torch.distributed; None: all
+    ranks. `src`
+    and `dst` are global ranks.
+    """
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank is here. All ranks."""
+        """Wait until every rank is here. All ranks, with the same name."""
         self._require_launch("barrier()")
         self._strategy.barrier(name)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Rank `src`'s object on every rank. All ranks. Tensors travel as tensors, never pickled."""
+    def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
+        """Rank `src`'s object on every rank. All ranks of the group. Tensors travel as tensors, never
+        pickled.
+        """
         self._require_launch("broadcast()")
-        if not isinstance(src, int):
-            raise ArgumentTypeError(
-                f"broadcast(src={src!r}): src is a rank, from 0 to {self.world_size - 1}."
-            )
-        if not 0 <= src < self.world_size:
-            raise ConfigurationError(f"broadcast(src={src}): ranks go from 0 to {self.world_size - 1}.")
-        return self._strategy.broadcast(obj, src)
+        self._check_rank("broadcast", "src", src)
+        if group is None:
+            return self._strategy.broadcast(obj, src)
+        return self._strategy.broadcast(obj, src, group=group)
 
-    def all_gather(self, data: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """Every rank's data, each leaf of shape (world_size, *shape), on one process too. All ranks.
+    def all_gather(
+        self,
+        data: Any,
+        group: Any | None = None,
+        sync_grads: bool = False,
+        *,
+        uneven: str = "error",
+        async_op: bool = False,
+    ) -> Any:
+        """Every rank's data, each leaf of shape (world_size, *shape), on one process too. All ranks of the
+        group.
 
         Args:
-            data: A tensor, number, or nesting of dict, list, tuple, namedtuple, dataclass; shapes equal on
-                all ranks.
-            group: A process group; None: all ranks.
+            data: See the class; structure and dtypes equal on all ranks.
+            group: See the class.
             sync_grads: Whether gradients flow back (summed over ranks) to the rank that a part came from.
+            uneven: What happens if shapes differ: "error", the table of shapes on all ranks; "list", every
+                leaf
+                becomes a list of `world_size` tensors; "cat", leaves are concatenated on dim 0, in rank
+                order.
+            async_op: Whether to return a handle while the data travel; `handle.wait()` gives them.
+
+        Raises:
+            CollectiveMismatch: A ValueError: structure, dtypes or (with "error") shapes differ; on all ranks.
+            ConfigurationError: Unknown `uneven`; "cat" of numbers; `async_op` with `sync_grads` or `uneven`.
         """
         self._require_launch("all_gather()")
-        return self._strategy.all_gather(data, group, sync_grads)
+        if async_op and (sync_grads or uneven != "error"):
+            raise ConfigurationError("all_gather(async_op=True) takes neither sync_grads=True nor uneven=.")
+        strategy = self._strategy
+        if async_op:
+            return strategy.all_gather(data, group, async_op=True)
+        if uneven == "error":
+            return strategy.all_gather(data, group, sync_grads)
+        return strategy.all_gather(data, group, sync_grads, uneven=uneven)
 
     def all_reduce(
-        self, data: Any, group: Any | None = None, reduce_op: Any = "mean", *, inplace: bool = True
+        self,
+        data: Any,
+        group: Any | None = None,
+        reduce_op: Any = "mean",
+        *,
+        inplace: bool = True,
+        sync_grads: bool = False,
+        async_op: bool = False,
     ) -> Any:
         """The data reduced over ranks, the same bits on every rank. All ranks of the group.
 
         Args:
-            data: A tensor, number, or nesting of dict, list, tuple, namedtuple, dataclass.
-            group: A process group; None: all ranks.
+            data: See the class; structure, shapes and dtypes equal on all ranks.
+            group: See the class.
             reduce_op: "mean", "sum", "min", "max", "product".
             inplace: Whether the tensors of `data` are overwritten (numbers never are).
+            sync_grads: Whether gradients flow back to every rank's part; the result is a new tree.
+            async_op: Whether to return a handle while the data travel; `handle.wait()` gives them.
 
         Raises:
             ArgumentTypeError: The mean of integers, or a leaf that is neither tensor nor number.
+            CollectiveMismatch: Ranks made different calls; on all ranks.
+            ConfigurationError: `async_op` with `sync_grads`.
         """
         self._require_launch("all_reduce()")
+        if sync_grads:
+            if async_op:
+                raise ConfigurationError("all_reduce takes async_op=True or sync_grads=True, not both.")
+            return self._strategy.all_reduce(data, group, reduce_op, sync_grads=True)
         if not inplace:
             data = _copy_tensors(data)
+        if async_op:
+            return self._strategy.all_reduce(data, group, reduce_op, async_op=True)
         return self._strategy.all_reduce(data, group, reduce_op)
+
+    def reduce_scatter(
+        self, data: Any, reduce_op: Any = "mean", group: Any | None = None, *, sync_grads: bool = False
+    ) -> Any:
+        """This rank's part of the data reduced over ranks: (n / world_size, ...) of (n, ...). All ranks of
+        the group.
+
+        Args:
+            data: See the class; every leaf splits along dim 0 into a part for each rank. Left as it is.
+            reduce_op: As for `all_reduce`.
+            group: See the class.
+            sync_grads: Whether gradients flow back to every rank's part.
+
+        Raises:
+            ConfigurationError: A first dimension that does not divide by the number of ranks.
+            CollectiveMismatch: Ranks made different calls; on all ranks.
+        """
+        self._require_launch("reduce_scatter()")
+        return self._strategy.reduce_scatter(data, reduce_op, group, sync_grads=sync_grads)
+
+    def all_to_all(self, data: Any, group: Any | None = None, *, sync_grads: bool = False) -> Any:
+        """Part i of each leaf (along dim 0) to rank i, and part r from rank r. All ranks of the group.
+
+        Args:
+            data: See the class; every leaf splits along dim 0 into a part for each rank. Left as it is.
+            group: See the class.
+            sync_grads: Whether gradients flow back the way the parts came.
+
+        Raises:
+            ConfigurationError: A first dimension that does not divide by the number of ranks.
+            CollectiveMismatch: Ranks made different calls; on all ranks.
+        """
+        self._require_launch("all_to_all()")
+        return self._strategy.all_to_all(data, group, sync_grads=sync_grads)
+
+    def gather(self, data: Any, dst: int = 0, group: Any | None = None) -> Any:
+        """As `all_gather`, on rank `dst` only; None on the others. All ranks of the group."""
+        self._require_launch("gather()")
+        self._check_rank("gather", "dst", dst)
+        return self._strategy.gather(data, dst, group)
+
+    def scatter(self, data: Any, src: int = 0, group: Any | None = None) -> Any:
+        """This rank's part of rank `src`'s data: (n / world_size, ...) of each (n, ...). All ranks of the
+        group.
+
+        What the other ranks pass is ignored. Raises, on all ranks, as `reduce_scatter`.
+        """
+        self._require_launch("scatter()")
+        self._check_rank("scatter", "src", src)
+        return self._strategy.scatter(data, src, group)
+
+    def all_gather_object(self, obj: Any, group: Any | None = None) -> list[Any]:
+        """Every rank's object, pickled on its way, in rank order. All ranks of the group."""
+        self._require_launch("all_gather_object()")
+        return self._strategy.all_gather_object(obj, group)
+
+    def any(self, flag: Any) -> bool:
+        """Whether the flag is true on any rank. All ranks."""
+        self._require_launch("any()")
+        return self._strategy.reduce_boolean_decision(bool(flag), all=False)
+
+    def all(self, flag: Any) -> bool:
+        """Whether the flag is true on all ranks. All ranks."""
+        self._require_launch("all()")
+        return self._strategy.reduce_boolean_decision(bool(flag), all=True)
+
+    def agree(self, value: Any) -> Any:
+        """The value, which all ranks must hold alike. All ranks.
+
+        Raises:
+            CollectiveMismatch: They do not; the message is a table of what each holds. Raised on all ranks.
+        """
+        self._require_launch("agree()")
+        return self._strategy.agree(value)
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
@@ -92,6 +219,14 @@ class CollectiveVerbs(RankFacts):
             raise failure
         if not first:
             yield
+
+    def _check_rank(self, verb: str, name: str, rank: Any) -> None:
+        if not isinstance(rank, int):
+            raise ArgumentTypeError(
+                f"{verb}({name}={rank!r}): {name} is a rank, from 0 to {self.world_size - 1}."
+            )
+        if not 0 <= rank < self.world_size:
+            raise ConfigurationError(f"{verb}({name}={rank}): ranks go from 0 to {self.world_size - 1}.")
 
 
 def _copy_tensors(data: Any) -> Any:

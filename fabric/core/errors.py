@@ -6,6 +6,7 @@ FabricError
 ├── UsageError (RuntimeError)          a call at the wrong time or on the wrong object
 ├── LaunchError (RuntimeError)         processes that could not be started or joined
 ├── RankError (RuntimeError)           another rank failed inside a call that all ranks make
+├── CollectiveMismatch (RuntimeError, ValueError)  ranks called different things, or with different data
 ├── MissingExtraError (ImportError)    an optional package is not installed
 └── ContractError (AssertionError)     a strategy does not keep what every strategy promises
 """
@@ -33,6 +34,12 @@ class LaunchError(FabricError, RuntimeError):
 
 class RankError(FabricError, RuntimeError):
     """Another rank failed inside a call that all ranks make together."""
+
+
+class CollectiveMismatch(FabricError, RuntimeError, ValueError):
+    """Ranks made different calls where all must make the same; every rank gets this, with one table of
+    all.
+    """
 
 
 class MissingExtraError(FabricError, ImportError):

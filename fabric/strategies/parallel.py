@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.topology import Topology
-from fabric.plugins.collectives.packed import Wire
+from fabric.plugins.collectives.channel import Wire
 from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.plugins.environments.local import LocalEnvironment
 from fabric.plugins.environments.rendezvous import rendezvous
@@ -148,6 +148,9 @@ class ParallelStrategy(Strategy):
 
     def teardown(self) -> None:
         """Let go of the process group, if this strategy made it."""
+        from fabric.plugins.collectives.handle import report_unwaited
+
+        report_unwaited()
         super().teardown()
         if self._made_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -168,9 +171,11 @@ class ParallelStrategy(Strategy):
         return self.collective if group is None or group is dist.group.WORLD else TorchCollective(group=group)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks are here. All ranks must call this; `name` is for reports."""
+        """Wait until all ranks are here. All ranks must call this; `name` must be the same on all."""
+        super().barrier(name)
         nccl = "nccl" in self.process_group_backend and self.root_device.index is not None
-        self.collective.barrier(device_ids=[self.root_device.index] if nccl else None)
+        if nccl or self.collective.guard is None:  # frames meet on the host; here the device's work ends, too
+            self.collective.barrier(device_ids=[self.root_device.index] if nccl else None)
 
     def _take_place(self) -> None:
         environment, devices = self.cluster_environment, self.parallel_devices

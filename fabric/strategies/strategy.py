@@ -9,15 +9,12 @@ from __future__ import annotations
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.errors import ConfigurationError
 from fabric.core.topology import Topology
 from fabric.forward import BackwardGate, GuardedForward
-from fabric.plugins.collectives import packed
-from fabric.plugins.collectives.single_device import SingleDeviceCollective
 from fabric.plugins.precision.precision import Precision
 from fabric.strategies import state as states
+from fabric.strategies.exchange import Exchange
 from fabric.strategies.layouts.whole import Whole
 from fabric.strategies.plans import overridden, precision_plan
 from fabric.utilities.apply_func import move_data_to_device
@@ -29,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    import torch
     from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -37,13 +35,12 @@ if TYPE_CHECKING:
     from fabric.accelerators.accelerator import Accelerator
     from fabric.core.traits import Traits
     from fabric.core.types import Filter, Optimizable, PathLike
-    from fabric.plugins.collectives.collective import Collective
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.strategies.launchers.launcher import Launcher
 
 
-class Strategy:
+class Strategy(Exchange):
     """How models, optimizers and data meet devices and ranks: a composition of parts.
 
     Args:
@@ -60,8 +57,7 @@ class Strategy:
     ) -> None:
         self.layout: Whole = Whole()
         self.topology = Topology()
-        self.wire = Strategy.make_wire(self)
-        self.collective: Collective = SingleDeviceCollective()
+        super().__init__()
         self.given = (accelerator, checkpoint_io, precision)
         self.given_device: torch.device | None = None
         self._bound = False
@@ -79,11 +75,6 @@ class Strategy:
     def traits(self) -> Traits:
         """What this strategy asks of its callers."""
         return self.layout.traits
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this process."""
-        return self.topology.device
 
     @property
     def is_global_zero(self) -> bool:
@@ -152,7 +143,7 @@ class Strategy:
         if checkpoint_io is not None:
             self._checkpoint_io = checkpoint_io
         self.topology = Topology(device=devices[0])
-        self.wire = Strategy.make_wire(self)  # a group's backend is asked when the group stands
+        self.wire = Exchange.make_wire(self)  # a group's backend is asked when the group stands
 
     def setup_environment(self) -> None:
         """Bring this process in place: its device, and its group where there are several ranks."""
@@ -293,43 +284,6 @@ class Strategy:
         changed = overridden(type(self), Strategy, "backward") or self._precision.needs_backward
         return self.traits.owns_backward or changed
 
-    def make_wire(self) -> packed.Wire:
-        """What collectives can send from here; asked once, when this process is in place."""
-        return packed.Wire(self.root_device, ("cpu", self.root_device.type), self.root_device)
-
-    def group_collective(self, group: Any | None) -> Collective:
-        """The collective of a user's group; None: of all ranks."""
-        if group is not None and self.collective.world_size == 1:
-            return self.collective
-        if group is not None:
-            raise UsageError(f"{type(self).__name__} has no groups of ranks. Leave group= out.")
-        return self.collective
-
-    def all_reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """The tree reduced over ranks, in place, and returned. All ranks of the group must call this."""
-        collective = self.group_collective(group)
-        return packed.reduce_tree(tensor, reduce_op, collective, self.wire)
-
-    def all_gather(self, tensor: Any, group: Any | None = None, sync_grads: bool = False) -> Any:
-        """The tree with leaves of shape (world_size, *shape). All ranks of the group must call this."""
-        collective = self.group_collective(group)
-        return packed.gather_tree(tensor, collective, self.wire, sync_grads)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Rank `src`'s object on every rank. All ranks must call this."""
-        from fabric.plugins.collectives.shipping import broadcast_tree
-
-        return broadcast_tree(obj, src, self.collective, self.wire)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks are here. All ranks must call this."""
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any rank) decided True. All ranks must call this."""
-        votes = torch.tensor(int(decision), device=self.root_device)
-        self.all_reduce(votes, reduce_op="sum")
-        return bool(votes == self.collective.world_size) if all else bool(votes > 0)
-
     def save_checkpoint(
         self,
         path: PathLike,
@@ -340,6 +294,7 @@ class Strategy:
         """Write `state` to one file, on rank zero. All ranks must call this; a failure is raised on all of
         them.
         """
+        self.meet("save")
         options = () if storage_options is None else (storage_options,)
         # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
         # before
@@ -358,6 +313,7 @@ class Strategy:
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Read the file at `path` into `state`; gives what was left over. All ranks must call this."""
+        self.meet("load")
         rest: dict[str, Any]
         with states.together(self, f"loading {path}"):
             checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
+    from fabric.plugins.collectives.control import Guard
+
 
 class Collective(ABC):
     """Operations on tensors across one group of ranks, which must all make each call, in one order.
@@ -33,6 +35,20 @@ class Collective(ABC):
         """How many ranks the group has."""
 
     @property
+    def rank_in_group(self) -> int:
+        """The place of this process within the group."""
+        return self.rank
+
+    def place_of(self, rank: int) -> int:
+        """The place of a global rank within the group."""
+        return rank
+
+    @property
+    def guard(self) -> Guard | None:
+        """Where the ranks of the group meet before each call on trees; None: nowhere."""
+        return None
+
+    @property
     def group(self) -> Any:
         """The engine's group object.
 
@@ -53,6 +69,10 @@ class Collective(ABC):
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """The reduction over ranks, written into `tensor` on every rank."""
 
+    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
+        """As `all_reduce`, without waiting: gives what to `.wait()` for; None: it is done."""
+        self.all_reduce(tensor, op)
+
     @abstractmethod
     def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
         """The reduction over ranks, written into `tensor` on `dst`."""
@@ -60,6 +80,15 @@ class Collective(ABC):
     @abstractmethod
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, written into `tensor_list` in rank order."""
+
+    def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Tensor:
+        """Every rank's 1-D tensor, one after the other in `output` of shape (world_size * numel,)."""
+        self.all_gather(list(output.view(self.world_size, -1)), tensor)
+        return output
+
+    def start_all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
+        """As `all_gather_flat`, without waiting: gives what to `.wait()` for; None: it is done."""
+        self.all_gather_flat(output, tensor)
 
     @abstractmethod
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:

@@ -11,12 +11,15 @@ import torch.distributed as dist
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.collective import Collective
+from fabric.plugins.collectives.control import guard_of
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch import Tensor
     from typing_extensions import Self
+
+    from fabric.plugins.collectives.control import Guard
 
 _OPS = {
     "sum": "SUM",
@@ -30,9 +33,6 @@ _OPS = {
     "bor": "BOR",
     "bxor": "BXOR",
 }
-
-# torch 2.13 renamed the flat gather; older releases only have the old name.
-gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def torch_op(op: Any) -> Any:
@@ -113,6 +113,26 @@ class TorchCollective(Collective):
         """The rank of this process within the group."""
         return dist.get_rank(self.group)
 
+    def place_of(self, rank: int) -> int:
+        """The place of a global rank within the group.
+
+        Raises:
+            ConfigurationError: The rank is not in the group.
+        """
+        members = dist.get_process_group_ranks(self.group)
+        if rank not in members:
+            raise ConfigurationError(
+                f"Rank {rank} is not in the group of ranks {', '.join(map(str, members))}."
+            )
+        return members.index(rank)
+
+    @property
+    def guard(self) -> Guard | None:
+        """Where the ranks of the group meet before each call on trees; None: one rank, or
+        FABRIC_GUARD=off.
+        """
+        return guard_of(self.group)
+
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
         """`src`'s tensor on every rank, written into `tensor`."""
         dist.broadcast(tensor, src, group=self._group)
@@ -123,6 +143,10 @@ class TorchCollective(Collective):
         wanted = torch_op(op)
         dist.all_reduce(tensor, _engine_op(tensor, wanted), group=self._group)
         return self._averaged(tensor, wanted)
+
+    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
+        """As `all_reduce` by an operation other than the mean, without waiting: gives torch's Work."""
+        return dist.all_reduce(tensor, _engine_op(tensor, torch_op(op)), group=self._group, async_op=True)
 
     def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
         """The reduction over ranks, written into `tensor` on `dst`."""
@@ -137,8 +161,14 @@ class TorchCollective(Collective):
 
     def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Tensor:
         """Every rank's 1-D tensor, one after the other in `output` of shape (world_size * numel,)."""
-        gather_flat(output, tensor, group=self._group)
+        self.start_all_gather_flat(output, tensor).wait()
         return output
+
+    def start_all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
+        """As `all_gather_flat`, without waiting: gives torch's Work."""
+        # torch 2.13 renamed the flat gather; older releases only have the old name.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(output, tensor, group=self._group, async_op=True)
 
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
         """Every rank's tensor, written into `gather_list` on `dst`."""

@@ -15,6 +15,8 @@ from fabric.core import errors
         ("UsageError", RuntimeError),
         ("LaunchError", RuntimeError),
         ("RankError", RuntimeError),
+        ("CollectiveMismatch", RuntimeError),
+        ("CollectiveMismatch", ValueError),
         ("MissingExtraError", ImportError),
         ("ContractError", AssertionError),
     ],
@@ -29,5 +31,5 @@ def test_each_error_is_a_builtin_too(name, builtin):
 
 def test_the_tree_has_no_other_branches():
     own = {name for name, value in vars(errors).items() if isinstance(value, type)}
-    shown = {word for word in errors.__doc__.split() if word.endswith("Error")}
+    shown = {word for word in errors.__doc__.split() if word.endswith(("Error", "Mismatch"))}
     assert own == shown

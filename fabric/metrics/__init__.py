@@ -1,0 +1,1 @@
+"""Metrics over all ranks: what one process that saw all data would compute, in one or two messages."""

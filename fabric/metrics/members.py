@@ -1,0 +1,219 @@
+"""The metrics in what a user passed: where they keep their states, and how these become one.
+
+Called by sync.py. Knows torchmetrics, and nothing of ranks.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import (
+    dim_zero_cat,
+    dim_zero_max,
+    dim_zero_mean,
+    dim_zero_min,
+    dim_zero_sum,
+)
+from torchmetrics.wrappers import MetricTracker
+from torchmetrics.wrappers.abstract import WrapperMetric
+
+from fabric.core.errors import ArgumentTypeError, UsageError
+from fabric.core.tree import iter_paths
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+FOLDS = ("sum", "min", "max", "mean")
+"""Rules by which equal shapes become one; all others need every rank's part."""
+_RULES = {
+    dim_zero_sum: "sum",
+    dim_zero_min: "min",
+    dim_zero_max: "max",
+    dim_zero_mean: "mean",
+    dim_zero_cat: "cat",
+    None: "none",
+}
+
+
+class State(NamedTuple):
+    """One state of one metric."""
+
+    metric: Any
+    name: str
+    rule: str
+    """"sum", "min", "max", "mean", "cat", "none" or "call"."""
+    call: Callable[[Any], Any] | None
+    """The metric's own reduction, for "call"."""
+
+    @property
+    def value(self) -> Any:
+        """What this rank holds: a tensor, or a list."""
+        return getattr(self.metric, self.name)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank keeps the state."""
+        value = self.value
+        if not isinstance(value, torch.Tensor):
+            kept = [entry for entry in value[:1] if isinstance(entry, torch.Tensor)] if value else []
+            if not kept:
+                on_host = self.metric.compute_on_cpu
+                return torch.device("cpu") if on_host else self.metric.device  # type: ignore[no-any-return]
+            value = kept[0]
+        return value.device  # type: ignore[no-any-return]
+
+
+class Member(NamedTuple):
+    """A metric, as the user would name it, with its states."""
+
+    metric: Any
+    name: str
+    states: list[State]
+
+
+class Found(NamedTuple):
+    """All metrics of a call."""
+
+    computed: list[Any]
+    """The leaves of the user's tree, to call `compute` of."""
+    members: list[Member]
+    """Every metric in them, once."""
+    groups: list[Any]
+    """Every MetricCollection in them, once."""
+    drawn: list[str]
+    """Every leaf as a person would write it down: classes, states and their rules."""
+
+
+def find(leaves: list[Any], tree: Any) -> Found:
+    """The metrics among `leaves`, the leaves of `tree`.
+
+    Raises:
+        ArgumentTypeError: A leaf is no metric.
+        UsageError: A metric is synchronised already, or a MetricTracker was never incremented.
+    """
+    found, seen = Found([], [], [], []), set[int]()
+    for place, leaf in enumerate(leaves):
+        target = leaf
+        if isinstance(leaf, MetricTracker):
+            if not leaf._increment_called:
+                raise UsageError(
+                    "compute_metrics of a MetricTracker gives the value of its current step, but it has none "
+                    "yet. Call tracker.increment() first."
+                )
+            target = leaf[-1]
+        if not isinstance(target, (Metric, MetricCollection)):
+            path = [path for path, _ in iter_paths(tree)][place]
+            raise ArgumentTypeError(
+                f"compute_metrics takes torchmetrics metrics, MetricCollections, and nestings of them, but "
+                f"metrics{path} is {type(leaf).__name__}: {leaf!r:.80}. Pass an object of a subclass of "
+                "torchmetrics.Metric, or use fabric.all_reduce for tensors and numbers."
+            )
+        found.computed.append(target)
+        texts: list[str] = []
+        _walk(target, "", found, seen, texts)
+        found.drawn.append(" ".join(texts))
+    return found
+
+
+def updates_of(metric: Any) -> int:
+    """How often the metric was updated on this rank; at least 1 if it was."""
+    count = int(metric._update_count)
+    if count or not isinstance(metric, WrapperMetric):
+        return count
+    # Wrappers do not count; torchmetrics' own one with states counts by itself.
+    count = getattr(metric, "_num_vals_seen", None)
+    if count is not None:
+        return int(count)
+    return int(any([_changed(getattr(metric, name), old) for name, old in metric._defaults.items()]))
+
+
+@contextmanager
+def lent(found: Found, states: list[tuple[State, Any]], updates: list[int]) -> Iterator[None]:
+    """In the block the metrics hold other states, and synchronise nothing; afterwards all is as it was.
+
+    Args:
+        found: All metrics of the call.
+        states: States with the values that they have in the block.
+        updates: How often each member was updated, in the block; 0 leaves its own count.
+    """
+    saved: list[tuple[Any, dict[str, Any]]] = []
+    try:
+        for member, count in zip(found.members, updates, strict=True):
+            flags = {"_computed": None, "_to_sync": False}
+            if count:
+                flags["_update_count"] = count
+            _swap(member.metric, flags, saved)
+        for group in found.groups:  # else it copies the states of one member over those of others
+            _swap(group, {"_groups": {}, "_state_is_copy": group._state_is_copy}, saved)
+        for state, value in states:
+            _swap(state.metric, {state.name: value}, saved)
+        yield
+    finally:
+        for owner, old in reversed(saved):
+            _assign(owner, old)
+
+
+def _walk(module: Any, name: str, found: Found, seen: set[int], texts: list[str]) -> None:
+    # Children first: a ClasswiseWrapper shows the states of the metric inside as its own.
+    # By id: a metric's hash reads its states, and its == gives a metric.
+    known = id(module) in seen
+    seen.add(id(module))
+    for key, child in module._modules.items():
+        if child is not None:
+            _walk(child, f"{name}.{key}" if name else key, found, seen, texts)
+    kind, title = type(module).__name__, f"{name}: " if name else ""
+    if isinstance(module, MetricCollection):
+        texts.append(f"{title}{kind}({module.prefix!r}, {module.postfix!r})")
+        if not known:
+            found.groups.append(module)
+    elif isinstance(module, Metric):
+        states = [] if id(module._defaults) in seen else _states(module)
+        described = ", ".join([_describe(state) for state in states])
+        texts.append(f"{title}{kind}({described})")
+        if known:
+            return
+        if module._is_synced:
+            raise UsageError(
+                f"compute_metrics: {name or kind} holds the states of all ranks already. Call .unsync() on "
+                "it before, or do not call .sync()."
+            )
+        seen.add(id(module._defaults))
+        found.members.append(Member(module, f"{name} ({kind})" if name else kind, states))
+
+
+def _states(metric: Any) -> list[State]:
+    made = []
+    for name in metric._defaults:
+        reduction = metric._reductions[name]
+        rule = _RULES.get(reduction, "call")
+        made.append(State(metric, name, rule, reduction if rule == "call" else None))
+    return made
+
+
+def _describe(state: State) -> str:
+    default = state.metric._defaults[state.name]
+    shape = list(default.shape) if isinstance(default, torch.Tensor) else "..."
+    return f"{state.name} {state.rule}{shape}"
+
+
+def _changed(value: Any, default: Any) -> bool:
+    if isinstance(default, torch.Tensor) and isinstance(value, torch.Tensor):
+        return value.shape != default.shape or not torch.equal(value, default.to(value.device, value.dtype))
+    return len(value) > 0
+
+
+def _swap(owner: Any, new: dict[str, Any], saved: list[tuple[Any, dict[str, Any]]]) -> None:
+    saved.append((owner, {name: getattr(owner, name) for name in new}))
+    _assign(owner, new)
+
+
+def _assign(owner: Any, values: dict[str, Any]) -> None:
+    own = vars(owner)
+    for name, value in values.items():
+        if name in own:
+            own[name] = value  # nn.Module's way would look for parameters and submodules first
+        else:
+            setattr(owner, name, value)

@@ -1,0 +1,73 @@
+"""One value that all ranks hold, or one error on all of them that shows what each held."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import CollectiveMismatch
+from fabric.core.tree import flatten, is_node
+from fabric.plugins.collectives.gather import gather_objects
+
+if TYPE_CHECKING:
+    from fabric.plugins.collectives.channel import Channel
+
+_SHOWN = 80
+
+
+def agreed(value: Any, channel: Channel) -> Any:
+    """`value`, which all ranks of the group must hold alike (NaN equals NaN, tensors compare by value).
+
+    Raises:
+        CollectiveMismatch: They do not.
+        ArgumentTypeError: The value cannot be pickled.
+    """
+    # Each rank judges what arrived, its own value included: all come to the same conclusion.
+    held = gather_objects(value, channel, "agree")
+    if all([same(held[0], other) for other in held[1:]]):
+        return value
+    rows = [
+        f"  rank {rank}: {_show(each)}" for rank, each in zip(_ranks(channel, len(held)), held, strict=True)
+    ]
+    raise CollectiveMismatch(
+        "fabric.agree: ranks hold different values.\n"
+        + "\n".join(rows)
+        + "\nDecide on one rank and send the value with "
+        "fabric.broadcast, or combine the values with fabric.all_reduce, fabric.any or fabric.all."
+    )
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are alike: same type, structure and content."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return _same_tensor(one, other)
+    if isinstance(one, float):
+        return one == other or (math.isnan(one) and math.isnan(other))
+    if is_node(one):
+        (mine, spec), (theirs, other_spec) = flatten(one), flatten(other)
+        return spec == other_spec and all([same(a, b) for a, b in zip(mine, theirs, strict=True)])
+    equal = one == other
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)  # numpy arrays
+
+
+def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    plain = one.is_floating_point() or one.is_complex()
+    if plain and one.itemsize > 1:
+        return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+    return torch.equal(one.view(torch.uint8) if plain else one, other.view(torch.uint8) if plain else other)
+
+
+def _ranks(channel: Channel, count: int) -> list[int]:
+    guard = channel.collective.guard
+    return guard.members if guard is not None else list(range(count))
+
+
+def _show(value: Any) -> str:
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -1,0 +1,136 @@
+"""`Channel`: a group of ranks as the tree verbs see it: its collective, its guard, and what its backend can
+send.
+
+Beside it what every tree verb does first: leaves become tensors, tensors of one kind travel together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._utils import _flatten_dense_tensors as flatten_tensors
+
+from fabric.core.errors import ArgumentTypeError, FabricError, UsageError
+from fabric.plugins.collectives.frames import REFUSED, call_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fabric.plugins.collectives.collective import Collective
+    from fabric.plugins.collectives.control import Meeting
+    from fabric.plugins.collectives.frames import Call
+
+PACK_LIMIT = 1 << 20
+"""Bytes up to which a leaf is copied into a flat tensor; beyond, the copy costs more than a collective."""
+
+
+class Wire(NamedTuple):
+    """What a group can send, and how the rest gets there."""
+
+    device: torch.device
+    """The rank's own device, where numbers become tensors."""
+    sendable: tuple[str, ...]
+    """Device types that the group's backend sends from as they are."""
+    via: torch.device
+    """Where tensors of other devices are copied to travel, and back."""
+
+    def ready(self, tensor: Tensor) -> Tensor:
+        """The tensor where it can be sent from."""
+        return tensor if tensor.device.type in self.sendable else tensor.to(self.via)
+
+
+class Channel(NamedTuple):
+    """A group of ranks: all of them must make each call on it, in one order."""
+
+    collective: Collective
+    wire: Wire
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has.
+
+        Raises:
+            UsageError: This rank is not one of them.
+        """
+        size = self.collective.world_size
+        if size < 1:
+            raise UsageError(
+                "This rank is not in the process group that it was called with. "
+                "Let only the members of the group make the call."
+            )
+        return size
+
+    def meet(self, call: Call, payload: list[Tensor] | None = None) -> Meeting | None:
+        """Wait until all ranks make this call, and give each their `payload` (flat bytes on the host) if it
+        fits.
+
+        None where nothing was exchanged: a world of one, or FABRIC_GUARD=off.
+
+        Raises:
+            CollectiveMismatch: Ranks make different calls; raised on all of them.
+            RankError: A rank went away, or did not come in time.
+        """
+        guard = self.collective.guard
+        return None if guard is None else guard.meet(call, payload)
+
+    def refuse(self, verb: str, error: FabricError) -> None:
+        """Tell the ranks that wait in `verb` that this one does not accept its arguments; then raise `error`.
+
+        Raises:
+            CollectiveMismatch: Not all ranks refuse alike; raised on all of them.
+        """
+        self.meet(call_of(verb, f"{REFUSED}{type(error).__name__}: {error}"))
+
+
+def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tensor]:
+    """The leaves as tensors; numbers and numpy arrays become new ones on `device`, in torch's usual dtypes.
+
+    Raises:
+        ArgumentTypeError: A leaf is neither a dense tensor nor a number.
+    """
+    tensors = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided:
+                raise ArgumentTypeError(
+                    f"{verb} takes dense tensors, but a leaf is {leaf.layout}. Write tensor.to_dense()."
+                )
+            tensors.append(leaf)
+        elif isinstance(leaf, bool | int | float | complex) or type(leaf).__module__ == "numpy":
+            tensors.append(torch.tensor(leaf, device=device))
+        else:
+            raise ArgumentTypeError(
+                f"{verb} takes tensors, numbers, and nestings of them, but a leaf is "
+                f"{type(leaf).__name__}: {leaf!r:.80}. Convert it to a tensor, or use fabric.broadcast or "
+                "fabric.all_gather_object for objects."
+            )
+    return tensors
+
+
+def buckets(tensors: list[Tensor]) -> list[list[int]]:
+    """Positions of what travels together: tensors of a dtype and device, large ones alone, empty ones not."""
+    groups: dict[Any, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        size = tensor.nbytes
+        if size:
+            key = position if size > PACK_LIMIT else (tensor.dtype, tensor.device)
+            groups.setdefault(key, []).append(position)
+    return list(groups.values())
+
+
+def join(tensors: list[Tensor]) -> Tensor:
+    """The elements of tensors of one dtype, one after the other; no copy of a single contiguous one."""
+    return tensors[0].reshape(-1) if len(tensors) == 1 else flatten_tensors(tensors)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of `tensor` as flat bytes, row-major; shares its memory where that is contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous with any stride
+    return plain.view(torch.uint8)
+
+
+def all_on_host(tensors: list[Tensor]) -> bool:
+    """Whether every tensor is in host memory, so that it may ride in a frame."""
+    return not any([t.device.type != "cpu" for t in tensors])

@@ -1,0 +1,319 @@
+"""`Guard`: the ranks of a group meet on a control group of their own before each collective.
+
+They exchange one frame each (frames.py). If the frames differ, all ranks raise the same error and the group
+stays
+usable. On the host small data ride in the frame, and need no collective of their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
+from fabric.plugins.collectives import frames
+from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, Said
+from fabric.plugins.collectives.waits import PATIENCE, Waits
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fabric.plugins.collectives.frames import Call
+
+MODES = ("full", "light", "off")
+FULL_UP_TO = 64
+"""Ranks up to which `full` exchanges whole frames; larger groups compare digests by a reduction, as
+`light`.
+"""
+_PATIENCE = timedelta(seconds=PATIENCE)
+_POISON = b"\xff" * 16
+
+_guards: weakref.WeakKeyDictionary[Any, Guard | None] = weakref.WeakKeyDictionary()
+_waits: weakref.WeakKeyDictionary[Any, Waits] = weakref.WeakKeyDictionary()
+
+
+def guard_of(group: Any) -> Guard | None:
+    """The guard of a torch process group; None for a group of one, or with FABRIC_GUARD=off.
+
+    Raises:
+        ConfigurationError: FABRIC_GUARD is none of its three values.
+    """
+    try:
+        return _guards[group]
+    except KeyError:
+        pass
+    mode = os.environ.get("FABRIC_GUARD", "full")
+    if mode not in MODES:
+        raise ConfigurationError(f"FABRIC_GUARD={mode!r} is not one of {', '.join(MODES)}.")
+    if not _guards:
+        atexit.register(_guards.clear)  # threads of a group must end before the interpreter does
+    off = mode == "off" or dist.get_world_size(group) == 1
+    guard = _guards[group] = None if off else Guard(group, mode)
+    return guard
+
+
+class Meeting(NamedTuple):
+    """What the frames of all ranks brought. The tensors are overwritten by the next call: copy them."""
+
+    size: int
+    """Bytes of data that this rank announced."""
+    rows: Tensor
+    """(world_size, FRAME_BYTES): every rank's frame."""
+
+    @property
+    def rides(self) -> bool:
+        """Whether this rank's data are in the frames; on all ranks alike, if all have as many bytes."""
+        return self.size <= ROOM
+
+    def sizes(self) -> list[int]:
+        """Bytes of data that each rank announced, for calls in which they may differ."""
+        head = self.rows[:, KEY_BYTES : KEY_BYTES + 8].contiguous().view(torch.int64)
+        sizes: list[int] = head.flatten().tolist()
+        return sizes
+
+    def column(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """(world_size, numel): what each rank sent from byte `start` of its data on. A copy."""
+        at = HEADER.size + start
+        bytes_ = self.rows[:, at : at + numel * dtype.itemsize]
+        return bytes_.clone(memory_format=torch.contiguous_format).view(dtype)
+
+    def data(self, place: int, size: int) -> Tensor:
+        """The first `size` bytes of the member at `place`. A copy."""
+        return self.rows[place, HEADER.size : HEADER.size + size].clone()
+
+
+class Guard:
+    """Meets the other ranks of one process group before each collective. Made by `guard_of`."""
+
+    def __init__(self, group: Any, mode: str) -> None:
+        self.name: str = group.group_name
+        self.members: list[int] = dist.get_process_group_ranks(group)
+        self.mode = mode
+        world = dist.group.WORLD
+        if world not in _waits:
+            store = dist.distributed_c10d._get_default_store()
+            _waits[world] = Waits(store, dist.get_rank(), dist.get_world_size())
+        self._waits = _waits[world]
+        self._waits.guards[self.name] = self
+        self._counts = self._waits.counts
+        self._timeout = _timeout_of(group)
+        self._control: Any = None
+        self._whole = mode == "full" and len(self.members) <= FULL_UP_TO
+        self._left: list[Any] = []  # operations that a verdict ended, and their memory
+        self._make_buffers()
+
+    @property
+    def count(self) -> int:
+        """How many calls of the group this rank has come to."""
+        return self._counts.get(self.name, 0)
+
+    def meet(self, call: Call, payload: list[Tensor] | None = None) -> Meeting | None:
+        """Wait until all ranks make this call; see `Channel.meet`."""
+        control = self._control or self._open(call)
+        counts, name = self._counts, self.name
+        count = counts[name] = counts.get(name, 0) + 1
+        size = sum([data.numel() for data in payload]) if payload else 0
+        HEADER.pack_into(self._sent, 0, count, call.digest, size, 0)
+        if not self._whole:
+            self._compare(control, call)
+            return None
+        if payload and size <= ROOM:
+            at = HEADER.size
+            for data in payload:
+                end = at + data.numel()
+                self._own[at:end].copy_(data)
+                at = end
+        work = dist.all_gather(self._each, self._own, group=control, async_op=True)
+        self._finish(work, call, name)
+        # One comparison for each rank: the rest is looked at only where they differ.
+        key, got = self._sent[:KEY_BYTES], self._got
+        for at in range(0, len(got), FRAME_BYTES):
+            if got[at : at + KEY_BYTES] != key:
+                self._disagree(
+                    control, call, [HEADER.unpack_from(got, i)[3] for i in range(0, len(got), FRAME_BYTES)]
+                )
+        return Meeting(size, self._rows)
+
+    def _compare(self, control: Any, call: Call) -> None:
+        """Light: the greatest and the least of all keys, by one reduction of constant size."""
+        words = torch.frombuffer(self._sent, dtype=torch.int64, count=HEADER.size // 8)
+        both = torch.cat([words[:3], ~words[:3], words[-1:]])
+        self._finish(dist.all_reduce(both, dist.ReduceOp.MAX, group=control, async_op=True), call, self.name)
+        if not torch.equal(both[:3], ~both[3:6]):
+            self._disagree(control, call, [int(both[-1])])
+
+    def _disagree(self, control: Any, call: Call, verdicts: list[int]) -> None:
+        """Raise on every rank: they all see that the keys differ, and say what they were about to do."""
+        if any(verdicts):
+            raise CollectiveMismatch(self._waits.text_of(max(verdicts) - 1))
+        text = frames.to_text(self._row(call))
+        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = [torch.empty_like(own) for _ in self.members]
+        dist.all_gather(rows, own, group=control)
+        said = [frames.from_text(r, bytes(row.tolist())) for r, row in zip(self.members, rows, strict=True)]
+        raise CollectiveMismatch(frames.mismatch_text(said))
+
+    def _open(self, call: Call) -> Any:
+        """The control group, made by the first call of the group, when all its ranks are there."""
+        name = f"open {self.name}"
+        attempt = self._counts[name] = self._counts.get(name, 0) + 1
+        arrival = _Arrival(self._waits.store, name, attempt, self.members)
+        arrival.tell(self._waits.rank, self.mode)
+        self._finish(arrival, call, name)
+        modes = arrival.told()
+        ended = [int(mode[1:]) for mode in modes if mode.startswith("!")]
+        if ended:
+            raise CollectiveMismatch(self._waits.text_of(max(ended)))
+        if len(set(modes)) > 1:
+            table = ", ".join([f"rank {r}: {mode}" for r, mode in zip(self.members, modes, strict=True)])
+            raise ConfigurationError(f"FABRIC_GUARD must be the same on all ranks, but is {table}.")
+        # Not dist.new_group: all ranks of the job would have to call it; and its name for a group that only
+        # the
+        # members make depends on how many groups a rank has made before, so it may differ between them.
+        store = dist.PrefixStore(f"control/{name}/{attempt}", self._waits.store)
+        place = self.members.index(self._waits.rank)
+        self._control = dist.ProcessGroupGloo(store, place, len(self.members), self._timeout)
+        return self._control
+
+    def _finish(self, work: Any, call: Call, name: str) -> None:
+        """Wait for the others; after a while, look where they are."""
+        try:
+            work.wait(_PATIENCE)
+        except RuntimeError:
+            try:
+                self._wait_long(work, call, name)
+            except RuntimeError as error:
+                if isinstance(error, CollectiveMismatch):
+                    raise
+                raise RankError(self._failure(call, error)) from error
+
+    def _wait_long(self, work: Any, call: Call, name: str) -> None:
+        waits, seconds, start = self._waits, 0.2, time.monotonic()
+        if _is_done(work, seconds):
+            return
+        stamp = waits.post(name, self._counts[name], self.members, self._row(call))
+        try:
+            while not _is_done(work, seconds):
+                number = waits.verdict_on(stamp)
+                if number is not None:
+                    self._left.append((work, self._sent, self._got))
+                    self._make_buffers()
+                    for wait in waits.missed(number):
+                        waits.guards[self.name]._excuse(wait.group, wait.turn, number)
+                    raise CollectiveMismatch(waits.text_of(number))
+                if time.monotonic() - start > self._timeout.total_seconds() + 10:
+                    raise RuntimeError("Timed out waiting for its first call")
+                waits.judge()
+                seconds = min(1.5 * seconds, max(1.0, waits.world_size / 64))
+        finally:
+            waits.withdraw()
+
+    def _excuse(self, name: str, count: int, number: int) -> None:
+        """Come to a call that this rank never makes, with a poisoned frame, so that its group stays
+        usable.
+        """
+        waits = self._waits
+        waits.counts[name] = count
+        if name.startswith("open "):
+            _Arrival(waits.store, name, count, []).tell(waits.rank, f"!{number}")
+        else:
+            waits.guards[name]._poison(count, number)
+
+    def _poison(self, count: int, number: int) -> None:
+        control = self._control
+        HEADER.pack_into(self._sent, 0, count, _POISON, 0, number + 1)
+        if self._whole:
+            work = dist.all_gather(self._each, self._own, group=control, async_op=True)
+            self._left.append((work, self._sent, self._got))
+        else:
+            words = torch.frombuffer(self._sent, dtype=torch.int64, count=HEADER.size // 8)
+            both = torch.cat([words[:3], ~words[:3], words[-1:]])
+            work = dist.all_reduce(both, dist.ReduceOp.MAX, group=control, async_op=True)
+            self._left.append((work, both))
+        self._make_buffers()
+
+    def _make_buffers(self) -> None:
+        self._left = [left for left in self._left if not left[0].is_completed()]
+        self._sent = bytearray(FRAME_BYTES)
+        self._own = torch.frombuffer(self._sent, dtype=torch.uint8)
+        size = FRAME_BYTES if self._whole else 0
+        self._got = bytearray(size * len(self.members))
+        if size:
+            self._rows = torch.frombuffer(self._got, dtype=torch.uint8).view(-1, FRAME_BYTES)
+            self._each = list(self._rows)
+
+    def _row(self, call: Call) -> Said:
+        verb = f"{call.verb} #{self.count}"
+        return Said(self._waits.rank, verb, call.what, frames.user_place())
+
+    def _failure(self, call: Call, error: Exception) -> str:
+        """The error for ranks that went away or did not come: who is known to be where."""
+        reason = str(error).rpartition("] ")[2] or type(error).__name__
+        text = (
+            f"{call.verb} at {frames.user_place()} failed on rank {self._waits.rank}: "
+            f"a rank of the group ended, or did not come in {self._timeout.total_seconds():.0f} s ({reason})."
+        )
+        try:
+            rows = [wait.row() for wait in self._waits.read().values()]
+        except Exception:  # the store went with the rank that kept it
+            return text
+        others = [row for row in rows if row.rank != self._waits.rank]
+        return f"{text}\nWaiting at that time:\n{frames.table(others)}" if others else text
+
+
+class _Arrival:
+    """The first call of a group, through the store: there is no control group to meet on yet."""
+
+    def __init__(self, store: Any, name: str, attempt: int, members: list[int]) -> None:
+        self._store, self._prefix = store, f"{name}/{attempt}"
+        self._keys = [f"{self._prefix}/{rank}" for rank in members]
+
+    def tell(self, rank: int, text: str) -> None:
+        """Say that this rank is here."""
+        self._store.set(f"{self._prefix}/{rank}", text)
+
+    def told(self) -> list[str]:
+        """What every member said."""
+        return [self._store.get(key).decode() for key in self._keys]
+
+    def is_completed(self) -> bool:
+        """Whether all members are here."""
+        here: bool = self._store.check(self._keys)
+        return here
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until all members are here; raises RuntimeError when `timeout` has passed."""
+        end, pause = time.monotonic() + timeout.total_seconds(), 0.0005
+        while not self.is_completed():
+            if time.monotonic() > end:
+                raise RuntimeError("not all ranks are here")
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.02)
+
+
+def _is_done(work: Any, seconds: float) -> bool:
+    """Whether the operation ended within `seconds`; raises what it raised."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait(timedelta(seconds=seconds))
+    return True
+
+
+def _timeout_of(group: Any) -> timedelta:
+    """How long the group's collectives wait for a rank."""
+    for kind in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(kind)).options._timeout  # type: ignore[no-any-return]
+        except (RuntimeError, AttributeError):  # no such backend in this group
+            continue
+    return timedelta(minutes=30)

@@ -1,0 +1,86 @@
+"""`Handle`: data on their way, for calls with `async_op=True`. One that nobody waits for is reported at
+exit.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from typing import TYPE_CHECKING, Any
+
+from fabric.plugins.collectives.frames import user_place
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Handle:
+    """What an asynchronous call gives: the data are ready after `wait()`.
+
+    Until then its tensors belong to the call: do not read or write them.
+
+    Args:
+        verb: The call, for the report.
+        works: What the engine gave for each message; None for those that are done.
+        finish: Makes the result once all messages are there.
+    """
+
+    def __init__(self, verb: str, works: list[Any], finish: Callable[[], Any]) -> None:
+        self._works = [work for work in works if work is not None]
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+        self.verb, self.place = verb, user_place()
+        _keep(self)
+
+    def wait(self) -> Any:
+        """The data, the same object on each call. Needs no other rank to call it."""
+        if self._finish is not None:
+            for work in self._works:
+                work.wait()
+            self._result, self._finish, self._works = self._finish(), None, []
+            _waited(self)
+        return self._result
+
+    def done(self) -> bool:
+        """Whether `wait()` would return at once."""
+        return all([work.is_completed() for work in self._works])
+
+    def __repr__(self) -> str:
+        state = "waited for" if self._finish is None else "done" if self.done() else "on its way"
+        return f"<{self.verb} from {self.place}, {state}>"
+
+
+_unwaited: dict[int, Handle] = {}
+"""Holds the memory of messages on their way, whoever drops the handle."""
+
+
+def _keep(handle: Handle) -> None:
+    if not _unwaited:
+        atexit.register(report_unwaited)
+    _unwaited[id(handle)] = handle
+
+
+def _waited(handle: Handle) -> None:
+    _unwaited.pop(id(handle), None)
+    if not _unwaited:
+        atexit.unregister(report_unwaited)
+
+
+def report_unwaited() -> list[str]:
+    """Wait for what nobody waited for, and name it on stderr; called before the process group goes, and at
+    exit.
+    """
+    lines = []
+    for handle in list(_unwaited.values()):
+        lines.append(f"{handle.verb} at {handle.place}")
+        try:
+            handle.wait()
+        except RuntimeError as error:
+            lines[-1] += f" (failed: {error})"
+            _waited(handle)
+    if lines:
+        print(
+            f"fabric: nobody waited for the result of {'; '.join(lines)}. Keep the handle and call .wait().",
+            file=sys.stderr,
+        )
+    return lines

@@ -1,0 +1,244 @@
+"""Trees reduced over ranks. Small data ride in the frame; else one reduction per dtype, large leaves by
+themselves.
+
+What can be refused is refused before the first message, on every rank alike. The result has the same bits on
+every
+rank: each element is added up in one place, or everywhere in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._utils import _unflatten_dense_tensors as unflatten_tensors
+
+from fabric.core.errors import ArgumentTypeError, FabricError
+from fabric.core.tree import flatten, unflatten
+from fabric.plugins.collectives.channel import all_on_host, as_bytes, buckets, join, to_tensors
+from fabric.plugins.collectives.frames import ROOM, tree_call
+from fabric.plugins.collectives.handle import Handle
+from fabric.plugins.collectives.torch_collective import torch_op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from fabric.plugins.collectives.channel import Channel
+
+_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+"""Dtypes that backends do not reduce, and those in which they are reduced with the same result."""
+
+_REDUCIBLE = {
+    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32,
+    torch.float64, torch.complex64, torch.complex128, *_WIDER,
+}  # fmt: skip
+
+_Op = dist.ReduceOp
+_STEPS: dict[Any, Callable[[Tensor, Tensor], Any]] = {
+    _Op.SUM: torch.Tensor.add_,
+    _Op.AVG: torch.Tensor.add_,
+    _Op.PRODUCT: torch.Tensor.mul_,
+    _Op.MIN: lambda total, row: torch.minimum(total, row, out=total),
+    _Op.MAX: lambda total, row: torch.maximum(total, row, out=total),
+    _Op.BAND: torch.Tensor.bitwise_and_,
+    _Op.BOR: torch.Tensor.bitwise_or_,
+    _Op.BXOR: torch.Tensor.bitwise_xor_,
+}
+"""What a reduction does with the result so far and the next rank's data."""
+
+
+def reduce_tree(
+    data: Any, op: Any, channel: Channel, *, async_op: bool = False, label: str | None = None
+) -> Any:
+    """`data` reduced over ranks: written into its tensors, and returned (numbers as new tensors).
+
+    Args:
+        data: A tensor, number, or nesting of them; equal structure, shapes and dtypes on all ranks,
+            which must all make the call.
+        op: "mean", "sum", "min", "max", "product" or a torch ReduceOp; None is "sum".
+        channel: The group.
+        async_op: Whether to return a `Handle` while large data are on their way.
+        label: What the call is to the user, if not an all_reduce.
+
+    Raises:
+        ArgumentTypeError: The mean of integers, the order of complex numbers, a dtype that has no reduction,
+            a tensor whose elements share memory, or a leaf that is no tensor and no number.
+        ConfigurationError: Unknown `op`.
+        CollectiveMismatch: Ranks made different calls; raised on all of them.
+        UsageError: This rank does not belong to the group.
+    """
+    world = channel.world_size
+    leaves, spec = flatten(data)
+    try:
+        op = torch_op("sum" if op is None else op)
+        tensors = reducible(leaves, op, channel, "all_reduce")
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                _check_layout(tensor, op)
+    except FabricError as error:
+        channel.refuse("all_reduce", error)
+        raise
+    result = unflatten(tensors, spec, data)
+    label = label or f"all_reduce({op_name(op)})"
+    works: list[Any] = []
+    parcels: list[_Parcel] = []
+    if world > 1:
+        with _writable(tensors):
+            parcels = [_Parcel([tensors[i] for i in bucket], op, channel) for bucket in buckets(tensors)]
+            payload = _payload(parcels, tensors, op)
+            meeting = channel.meet(tree_call(label, spec, tensors), payload)
+            start = 0
+            for parcel in parcels:
+                if payload is None or meeting is None:
+                    works.append(channel.collective.start_all_reduce(parcel.sent, engine_op(op)))
+                    continue
+                rows = meeting.column(start, parcel.sent.numel(), parcel.sent.dtype)
+                parcel.deliver(fold(rows, op))
+                start += parcel.sent.nbytes
+    if works and not async_op:
+        for work, parcel in zip(works, parcels, strict=True):
+            _arrive(work, parcel, op, world)
+    if not async_op:
+        return result
+
+    def finish() -> Any:
+        for work, parcel in zip(works, parcels if works else [], strict=True):
+            _arrive(work, parcel, op, world)
+        return result
+
+    return Handle(label, works, finish)
+
+
+def reducible(leaves: list[Any], op: Any, channel: Channel, verb: str) -> list[Tensor]:
+    """The leaves as tensors that `op` is defined for.
+
+    Raises:
+        ArgumentTypeError: It is not, for one of them.
+    """
+    tensors = to_tensors(leaves, channel.wire.device, verb)
+    for dtype in {t.dtype for t in tensors}:
+        _check_dtype(dtype, op, verb)
+    return tensors
+
+
+def fold(rows: Tensor, op: Any) -> Tensor:
+    """The reduction of (world_size, numel) data along ranks, in their order: the same bits wherever it is
+    computed.
+
+    Half-precision data are added up in float32. Overwrites `rows`.
+    """
+    total = rows[0].float() if rows.dtype in (torch.bfloat16, torch.float16) else rows[0]
+    step = _STEPS[op if rows.dtype is not torch.bool else for_bools(op)]
+    for row in rows[1:]:
+        step(total, row)
+    return total.div_(len(rows)) if op == _Op.AVG else total
+
+
+def engine_op(op: Any) -> Any:
+    """What the engine is asked for: not every backend knows a mean."""
+    return _Op.SUM if op == _Op.AVG else op
+
+
+def for_bools(op: Any) -> Any:
+    """The operation on truth values that a sum or a product of them means."""
+    return {_Op.SUM: _Op.MAX, _Op.PRODUCT: _Op.MIN}.get(op, op)
+
+
+def wire_dtype(dtype: torch.dtype, op: Any) -> torch.dtype:
+    """The dtype in which data are reduced: as they are, where the engine can and the result is exact."""
+    # The mean of float16 numbers is a float16 number, their sum may not be.
+    if dtype is torch.float16 and op == _Op.AVG:
+        return torch.float32
+    return _WIDER.get(dtype, dtype)
+
+
+def op_name(op: Any) -> str:
+    """The user's name of an operation."""
+    name = str(getattr(op, "op", op)).rpartition(".")[2].lower()
+    return "mean" if name == "avg" else name
+
+
+def foldable(op: Any) -> bool:
+    """Whether ranks can compute the reduction by themselves from everybody's data."""
+    return isinstance(op, _Op.RedOpType) and op in _STEPS
+
+
+class _Parcel:
+    """Tensors of one dtype and device that travel as one flat tensor; a single fitting one travels as it
+    is.
+    """
+
+    def __init__(self, tensors: list[Tensor], op: Any, channel: Channel) -> None:
+        first, wire = tensors[0], channel.wire
+        dtype = wire_dtype(first.dtype, op)
+        self.tensors = tensors
+        if (
+            len(tensors) == 1
+            and dtype is first.dtype
+            and first.device.type in wire.sendable
+            and first.is_contiguous()
+            and not (first.is_conj() or first.is_neg())
+        ):
+            self.sent = first
+            return
+        self.sent = wire.ready(join([t.detach() for t in tensors]).resolve_conj().resolve_neg().to(dtype))
+        if self.sent.data_ptr() == first.data_ptr():  # a view of what may only be written through `deliver`
+            self.sent = self.sent.clone()
+
+    def deliver(self, flat: Tensor) -> None:
+        """Write the result into the tensors."""
+        first = self.tensors[0]
+        if flat is first:
+            return
+        values = unflatten_tensors(flat.to(first.device, first.dtype), self.tensors)
+        if len(self.tensors) == 1 or any([t.is_neg() or t.is_conj() for t in self.tensors]):
+            for tensor, value in zip(self.tensors, values, strict=True):  # views that the fused copy refuses
+                tensor.copy_(value)
+        else:
+            torch._foreach_copy_(self.tensors, values)
+
+
+def _payload(parcels: list[_Parcel], tensors: list[Tensor], op: Any) -> list[Tensor] | None:
+    """The bytes that ride in the frame; None where data are too large, on a device, or not to be folded
+    here.
+    """
+    if not all_on_host(tensors) or not foldable(op) or sum([p.sent.nbytes for p in parcels]) > ROOM:
+        return None
+    return [as_bytes(parcel.sent) for parcel in parcels]
+
+
+def _arrive(work: Any, parcel: _Parcel, op: Any, world: int) -> None:
+    if work is not None:
+        work.wait()
+    with _writable(parcel.tensors):
+        parcel.deliver(parcel.sent.div_(world) if op == _Op.AVG else parcel.sent)
+
+
+def _writable(tensors: list[Tensor]) -> Any:
+    # Tensors made under inference_mode (evaluation) can only be written to inside it.
+    inference = any([t.is_inference() for t in tensors])
+    return torch.inference_mode() if inference else torch.no_grad()
+
+
+def _check_dtype(dtype: torch.dtype, op: Any, verb: str) -> None:
+    refusal = ""
+    if dtype not in _REDUCIBLE:
+        refusal = "is not defined. Convert first: data.float()"
+    elif op == _Op.AVG and not (dtype.is_floating_point or dtype.is_complex):
+        refusal = "would round. Write reduce_op='sum', or convert first: data.float()"
+    elif dtype.is_complex and op not in (_Op.AVG, _Op.SUM):
+        refusal = "is not defined. Reduce torch.view_as_real(data), or its absolute values"
+    if refusal:
+        raise ArgumentTypeError(f"{verb}({op_name(op)}) of a tensor of {dtype} {refusal}.")
+
+
+def _check_layout(tensor: Tensor, op: Any) -> None:
+    if any([stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]):
+        raise ArgumentTypeError(
+            f"all_reduce({op_name(op)}) of a tensor of {tensor.dtype} cannot be written in place, since its "
+            f"elements share memory. Pass inplace=False, or data.clone()."
+        )

@@ -1,0 +1,167 @@
+"""`Exchange`: data across ranks, the part of a Strategy that its group of ranks carries out.
+
+All ranks of the group must make each call here, in the same order; ranks that do not get one
+CollectiveMismatch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.registry import did_you_mean
+from fabric.plugins.collectives.channel import Channel, Wire
+from fabric.plugins.collectives.frames import call_of
+from fabric.plugins.collectives.single_device import SingleDeviceCollective
+
+if TYPE_CHECKING:
+    from fabric.core.topology import Topology
+    from fabric.plugins.collectives.collective import Collective
+
+UNEVEN = ("error", "list", "cat")
+
+
+class Exchange:
+    """The collective verbs of a strategy, on trees: tensors, numbers, and nestings of them.
+
+    A group is whatever the engine calls one; None means all ranks. `src` and `dst` are global ranks.
+    """
+
+    topology: Topology
+
+    def __init__(self) -> None:
+        self.collective: Collective = SingleDeviceCollective()
+        self.wire = Exchange.make_wire(self)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self.topology.device
+
+    def make_wire(self) -> Wire:
+        """What collectives can send from here; asked once, when this process is in place."""
+        return Wire(self.root_device, ("cpu", self.root_device.type), self.root_device)
+
+    def group_collective(self, group: Any | None) -> Collective:
+        """The collective of a user's group; None: of all ranks."""
+        if group is not None and self.collective.world_size == 1:
+            return self.collective
+        if group is not None:
+            raise UsageError(f"{type(self).__name__} has no groups of ranks. Leave group= out.")
+        return self.collective
+
+    def channel(self, group: Any | None = None) -> Channel:
+        """What the tree verbs of a group run on."""
+        return Channel(self.group_collective(group), self.wire)
+
+    def meet(self, verb: str, what: str = "") -> None:
+        """Wait until all ranks make the same call; the first thing that a verb of several messages does."""
+        self.channel().meet(call_of(verb, what))
+
+    def all_reduce(
+        self,
+        tensor: Any,
+        group: Any | None = None,
+        reduce_op: Any = "mean",
+        *,
+        sync_grads: bool = False,
+        async_op: bool = False,
+    ) -> Any:
+        """The tree reduced over ranks, in place (with `sync_grads`: a new one), and returned."""
+        if sync_grads:
+            from fabric.plugins.collectives.grads import all_reduce_with_grads
+
+            return all_reduce_with_grads(tensor, reduce_op, self.channel(group))
+        from fabric.plugins.collectives.reduce import reduce_tree
+
+        return reduce_tree(tensor, reduce_op, self.channel(group), async_op=async_op)
+
+    def all_gather(
+        self,
+        tensor: Any,
+        group: Any | None = None,
+        sync_grads: bool = False,
+        *,
+        uneven: str = "error",
+        async_op: bool = False,
+    ) -> Any:
+        """The tree with leaves of shape (world_size, *shape), or as `uneven` says."""
+        if not sync_grads and uneven == "error":
+            from fabric.plugins.collectives.gather import gather_tree
+
+            return gather_tree(tensor, self.channel(group), async_op=async_op)
+        from fabric.plugins.collectives.grads import all_gather_uneven, all_gather_with_grads
+
+        if uneven == "error":
+            return all_gather_with_grads(tensor, self.channel(group))
+        if uneven not in UNEVEN:
+            raise ConfigurationError(
+                f"all_gather(uneven={uneven!r}): write 'error', 'list' or "
+                f"'cat'.{did_you_mean(uneven, UNEVEN)}"
+            )
+        return all_gather_uneven(tensor, uneven, self.channel(group), sync_grads)
+
+    def reduce_scatter(
+        self, tensor: Any, reduce_op: Any = "mean", group: Any | None = None, *, sync_grads: bool = False
+    ) -> Any:
+        """This rank's part (along dim 0) of the reduced tree."""
+        from fabric.plugins.collectives.grads import reduce_scatter_with_grads
+        from fabric.plugins.collectives.route import reduce_scatter_tree
+
+        scatter = reduce_scatter_with_grads if sync_grads else reduce_scatter_tree
+        return scatter(tensor, reduce_op, self.channel(group))
+
+    def all_to_all(self, tensor: Any, group: Any | None = None, *, sync_grads: bool = False) -> Any:
+        """The tree whose part r (along dim 0) came from rank r."""
+        from fabric.plugins.collectives.grads import all_to_all_with_grads
+        from fabric.plugins.collectives.route import all_to_all_tree
+
+        return (all_to_all_with_grads if sync_grads else all_to_all_tree)(tensor, self.channel(group))
+
+    def gather(self, tensor: Any, dst: int = 0, group: Any | None = None) -> Any:
+        """The tree with leaves of shape (world_size, *shape) on rank `dst`; None on the others."""
+        from fabric.plugins.collectives.gather import gather_to
+
+        return gather_to(tensor, dst, self.channel(group))
+
+    def scatter(self, tensor: Any, src: int = 0, group: Any | None = None) -> Any:
+        """This rank's part (along dim 0) of rank `src`'s tree."""
+        from fabric.plugins.collectives.shipping import scatter_tree
+
+        return scatter_tree(tensor, src, self.channel(group))
+
+    def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
+        """Rank `src`'s object on every rank."""
+        from fabric.plugins.collectives.shipping import broadcast_tree
+
+        return broadcast_tree(obj, src, self.channel(group))
+
+    def all_gather_object(self, obj: Any, group: Any | None = None) -> list[Any]:
+        """Every rank's object, in rank order."""
+        from fabric.plugins.collectives.gather import gather_objects
+
+        return gather_objects(obj, self.channel(group))
+
+    def agree(self, value: Any) -> Any:
+        """The value that all ranks hold.
+
+        Raises:
+            CollectiveMismatch: They hold different ones; the message shows which.
+        """
+        from fabric.plugins.collectives.agreement import agreed
+
+        return agreed(value, self.channel())
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all ranks are here; `name` must be the same on all."""
+        self.channel().meet(call_of("barrier()" if name is None else f"barrier({name!r})"))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks (or any rank) decided True."""
+        from fabric.plugins.collectives.reduce import reduce_tree
+
+        vote = torch.tensor(bool(decision))
+        label = "all" if all else "any"
+        return bool(reduce_tree(vote, "product" if all else "sum", self.channel(), label=label))
