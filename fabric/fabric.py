@@ -325,12 +325,41 @@ class Fabric(SetupVerbs, CollectiveVerbs):
             )
         self._strategy.load_checkpoint(path, obj, strict, weights_only)
 
-    def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """One value to every logger."""
-        self.log_dict({name: value}, step)
+    def log(
+        self,
+        name: str,
+        value: Any,
+        step: int | None = None,
+        *,
+        sync_dist: bool = False,
+        reduce_fx: str = "mean",
+    ) -> None:
+        """One value to every logger. See `log_dict`."""
+        self.log_dict({name: value}, step, sync_dist=sync_dist, reduce_fx=reduce_fx)
 
-    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Values by name to every logger; one-element tensors become numbers."""
+    def log_dict(
+        self,
+        metrics: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        sync_dist: bool = False,
+        reduce_fx: str = "mean",
+    ) -> None:
+        """Values by name to every logger; one-element tensors become numbers.
+
+        Args:
+            metrics: Numbers and one-element tensors by name.
+            step: Of the training; None: the logger counts.
+            sync_dist: Whether values are reduced over ranks first, by one collective of all ranks.
+            reduce_fx: "mean", "sum", "min", "max" or "product".
+
+        Raises:
+            CollectiveMismatch: With `sync_dist`: names differ between ranks; on all ranks.
+            ConfigurationError: A tensor of several elements; unknown `reduce_fx`.
+        """
+        if sync_dist:
+            self._require_launch("log_dict(sync_dist=True)")
+            metrics = self._strategy.reduce_scalars(metrics, reduce_fx)
         values = convert_tensors_to_scalars(metrics)
         for logger in self._loggers:
             logger.log_metrics(metrics=values, step=step)

@@ -12,7 +12,7 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.data.sharding import own_loader, shard_loader
 from fabric.data.streams import Share
 from fabric.facts import RankFacts
-from fabric.utilities.init import has_meta_parameters
+from fabric.utilities.init import describe_module, has_meta_parameters
 from fabric.utilities.seed import derive_seed
 from fabric.wrappers import (
     _FabricDataLoader,
@@ -131,6 +131,8 @@ class SetupVerbs(RankFacts):
         """
         self._require_launch("setup_dataloaders()")
         check_loaders(dataloaders)
+        if self._strategy.topology.world_size > 1:
+            self._strategy.meet("setup_dataloaders", f"{len(dataloaders)} loaders")
         ready = [
             self._ready_loader(loader, use_distributed_sampler, move_to_device, uneven)
             for loader in dataloaders
@@ -155,6 +157,8 @@ class SetupVerbs(RankFacts):
         inner = self._strategy.precision.convert_module(original)
         if move_to_device:
             self._strategy.module_to_device(inner)
+        if self._strategy.topology.world_size > 1:
+            self._strategy.meet("setup", describe_module(inner))
         if optimizers:
             joined, optimizers, scheduler = self._strategy.setup_module_and_optimizers(
                 inner, optimizers, scheduler

@@ -16,7 +16,7 @@ import torch
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import map_tree
 from fabric.facts import RankFacts
-from fabric.strategies.first import first_failure
+from fabric.strategies.first import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -193,12 +193,28 @@ class CollectiveVerbs(RankFacts):
         self._require_launch("agree()")
         return self._strategy.agree(value)
 
+    def compute_metrics(self, metrics: Any) -> Any:
+        """The values that one process would compute which saw the data of all ranks. All ranks.
+
+        Args:
+            metrics: A torchmetrics Metric, MetricCollection or MetricTracker (its current step), or any
+                nesting of them, alike on all ranks. They keep the states of this rank; one that was never
+                updated here contributes nothing.
+
+        Raises:
+            ArgumentTypeError: A leaf that is no metric.
+            CollectiveMismatch: Ranks hold different metrics, or states of different shapes; on all ranks.
+            UsageError: A metric is synchronised already, or a MetricCollection guessed wrong compute groups.
+        """
+        self._require_launch("compute_metrics()")
+        return self._strategy.compute_metrics(metrics)
+
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
         """The block on rank zero first (a download), then on the others. All ranks.
 
-        If rank zero (of any machine) raises in the block, all ranks raise, and those that come later do not
-        enter it.
+        All ranks come together before rank zero enters. If it raises in the block (of any machine), all ranks
+        raise, and those that come later do not enter it. It may take longer than collectives wait for a rank.
 
         Args:
             local: Rank zero of each machine first, instead of rank zero of the job.
@@ -207,17 +223,20 @@ class CollectiveVerbs(RankFacts):
             yield
             return
         self._require_launch("rank_zero_first()")
-        first = (self.local_rank if local else self.global_rank) == 0
-        if first:
+        turn = Turn(self._strategy, local)
+        if turn.leads:
             try:
-                yield
+                with turn.lead():
+                    yield
             except BaseException as error:
-                first_failure(self._strategy, local, error)
+                turn.follow()
+                turn.failure(error)
                 raise
-        failure = first_failure(self._strategy, local, None)
+        turn.follow()
+        failure = turn.failure(None)
         if failure is not None:
             raise failure
-        if not first:
+        if not turn.leads:
             yield
 
     def _check_rank(self, verb: str, name: str, rank: Any) -> None:

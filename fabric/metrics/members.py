@@ -5,6 +5,7 @@ Called by sync.py. Knows torchmetrics, and nothing of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,8 +27,8 @@ from fabric.core.tree import iter_paths
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-FOLDS = ("sum", "min", "max", "mean")
-"""Rules by which equal shapes become one; all others need every rank's part."""
+FOLDS = ("sum", "min", "max")
+"""Rules that a reduction over ranks can carry out; all others need every rank's part."""
 _RULES = {
     dim_zero_sum: "sum",
     dim_zero_min: "min",
@@ -36,6 +37,7 @@ _RULES = {
     dim_zero_cat: "cat",
     None: "none",
 }
+_RUNNING_COUNT = "_num_vals_seen"
 
 
 class State(NamedTuple):
@@ -58,12 +60,12 @@ class State(NamedTuple):
         """Where this rank keeps the state."""
         value = self.value
         if not isinstance(value, torch.Tensor):
-            kept = [entry for entry in value[:1] if isinstance(entry, torch.Tensor)] if value else []
-            if not kept:
-                on_host = self.metric.compute_on_cpu
-                return torch.device("cpu") if on_host else self.metric.device  # type: ignore[no-any-return]
-            value = kept[0]
-        return value.device  # type: ignore[no-any-return]
+            first = next(iter(value), None) if isinstance(value, Iterable) else None
+            if not isinstance(first, torch.Tensor):
+                on_host = self.metric.compute_on_cpu and first is None
+                return torch.device("cpu") if on_host else self.metric.device
+            value = first
+        return value.device
 
 
 class Member(NamedTuple):
@@ -124,9 +126,8 @@ def updates_of(metric: Any) -> int:
     if count or not isinstance(metric, WrapperMetric):
         return count
     # Wrappers do not count; torchmetrics' own one with states counts by itself.
-    count = getattr(metric, "_num_vals_seen", None)
-    if count is not None:
-        return int(count)
+    if hasattr(metric, _RUNNING_COUNT):
+        return int(getattr(metric, _RUNNING_COUNT))
     return int(any([_changed(getattr(metric, name), old) for name, old in metric._defaults.items()]))
 
 
@@ -142,9 +143,10 @@ def lent(found: Found, states: list[tuple[State, Any]], updates: list[int]) -> I
     saved: list[tuple[Any, dict[str, Any]]] = []
     try:
         for member, count in zip(found.members, updates, strict=True):
-            flags = {"_computed": None, "_to_sync": False}
+            flags: dict[str, Any] = {"_computed": None, "_to_sync": False}
             if count:
-                flags["_update_count"] = count
+                own_count = _RUNNING_COUNT if hasattr(member.metric, _RUNNING_COUNT) else "_update_count"
+                flags[own_count] = count
             _swap(member.metric, flags, saved)
         for group in found.groups:  # else it copies the states of one member over those of others
             _swap(group, {"_groups": {}, "_state_is_copy": group._state_is_copy}, saved)

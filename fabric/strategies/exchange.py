@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.errors import ConfigurationError, FabricError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.channel import Channel, Wire
 from fabric.plugins.collectives.frames import call_of
 from fabric.plugins.collectives.single_device import SingleDeviceCollective
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fabric.core.topology import Topology
     from fabric.plugins.collectives.collective import Collective
 
@@ -153,6 +155,44 @@ class Exchange:
         from fabric.plugins.collectives.agreement import agreed
 
         return agreed(value, self.channel())
+
+    def compute_metrics(self, metrics: Any) -> Any:
+        """The values of torchmetrics' metrics over the data of all ranks."""
+        from fabric.metrics.sync import compute_metrics
+
+        return compute_metrics(metrics, self.channel())
+
+    def reduce_scalars(self, values: Mapping[str, Any], reduce_op: Any = "mean") -> dict[str, Any]:
+        """Numbers and one-element tensors reduced over ranks, all in one tensor of float64 (mps: float32).
+
+        Raises:
+            ConfigurationError: A tensor of several elements.
+            ArgumentTypeError: A value that is neither number nor tensor.
+        """
+        from fabric.plugins.collectives.channel import to_tensors
+        from fabric.plugins.collectives.reduce import reduce_tree
+
+        channel, names = self.channel(), sorted(values, key=str)  # whatever order each rank filled it in
+        try:
+            tensors = to_tensors([values[name] for name in names], self.wire.via, "log_dict")
+            for name, tensor in zip(names, tensors, strict=True):
+                if tensor.numel() != 1:
+                    raise ConfigurationError(
+                        "log_dict(sync_dist=True) takes numbers and one-element tensors, but "
+                        f"{name!r} has shape {list(tensor.shape)}. Reduce it first: value.mean()"
+                    )
+        except FabricError as error:
+            channel.refuse("log_dict", error)
+            raise
+        if not names:
+            channel.meet(call_of(f"log_dict({reduce_op})", "nothing"))
+            return {}
+        away = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
+        wide = torch.float32 if away.type == "mps" else torch.float64
+        flat = torch.stack([t.detach().to(away, wide).reshape(()) for t in tensors])
+        label = f"log_dict({reduce_op})"
+        reduced = reduce_tree({", ".join(map(str, names)): flat}, reduce_op, channel, label=label)
+        return dict(zip(names, next(iter(reduced.values())), strict=True))
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks are here; `name` must be the same on all."""

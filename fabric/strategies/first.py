@@ -1,33 +1,112 @@
-"""How the others learn what became of the rank that goes first (a download before anyone reads it)."""
+"""Who goes first (a download before anyone reads it): how the others wait, and learn what became of it."""
 
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import RankError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fabric.strategies.strategy import Strategy
 
+_BEAT = 1.0
+"""Seconds between signs of life of a rank that goes first."""
 
-def first_failure(strategy: Strategy, local: bool, error: BaseException | None) -> BaseException | None:
-    """The error of the rank that went first, of this machine or else of another; None: all went well.
 
-    All ranks must call this.
+class Turn:
+    """One `rank_zero_first`. All ranks must make it, and then either `lead` or not, and `follow`.
+
+    The others wait through the store, not in a collective: however long the first rank takes, nothing times
+    out while it gives signs of life.
 
     Args:
         strategy: Carries the news.
         local: The first rank of each machine counts, not that of the job.
-        error: On a first rank: its own outcome. Ignored elsewhere.
     """
-    here = strategy.topology
-    sources = range(0, here.world_size, here.local_world_size) if local else range(1)
-    mine = here.rank - here.local_rank if local else 0
-    # Every rank takes part in every machine's news: a broadcast is a call of all ranks.
-    news = {source: strategy.broadcast(_portable(error, source), source) for source in sources}
-    failures = [news[mine], *news.values()]
-    return next((failure for failure in failures if failure is not None), None)
+
+    def __init__(self, strategy: Strategy, local: bool) -> None:
+        here = strategy.topology
+        self.leads = (here.local_rank if local else here.rank) == 0
+        self._strategy, self._local = strategy, local
+        self._firsts = range(0, here.world_size, here.local_world_size) if local else range(1)
+        strategy.meet(f"rank_zero_first(local={local})")
+        self._guard = strategy.collective.guard
+        # All ranks came to this call, so they have counted alike.
+        self._name = f"first/{self._guard.count}" if self._guard is not None else ""
+
+    @contextmanager
+    def lead(self) -> Iterator[None]:
+        """The block of a rank that goes first; a thread gives signs of life meanwhile."""
+        if self._guard is None:
+            yield
+            return
+        key = f"{self._name}/{self._strategy.topology.rank}"
+        over = threading.Event()
+        beating = threading.Thread(
+            target=_beat,
+            args=(self._guard.store.clone(), f"{key}/beat", over),
+            name="fabric-beat",
+            daemon=True,
+        )
+        beating.start()
+        try:
+            yield
+        finally:
+            over.set()
+            beating.join()
+            self._guard.store.set(f"{key}/done", "")
+
+    def follow(self) -> None:
+        """Wait until the first ranks are through.
+
+        Raises:
+            RankError: One of them has not given a sign of life for as long as collectives wait.
+        """
+        if self._guard is not None:
+            for rank in self._firsts:
+                self._await(rank)
+
+    def _await(self, rank: int) -> None:
+        guard: Any = self._guard
+        beats, seen, pause = 0, time.monotonic(), 0.002
+        while not guard.store.check([f"{self._name}/{rank}/done"]):
+            now = guard.store.add(f"{self._name}/{rank}/beat", 0)
+            if now != beats:
+                beats, seen = now, time.monotonic()
+            if time.monotonic() - seen > guard.timeout.total_seconds():
+                raise RankError(
+                    f"rank_zero_first: rank {rank} is in the block and has not given a sign of life for "
+                    f"{guard.timeout.total_seconds():.0f} s. Its process or machine has stopped."
+                )
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.1)
+
+    def failure(self, error: BaseException | None) -> BaseException | None:
+        """The error of the rank that went first, of this machine or else of another; None: all went well.
+
+        All ranks must call this.
+
+        Args:
+            error: On a first rank: its own outcome. Ignored elsewhere.
+        """
+        here = self._strategy.topology
+        mine = here.rank - here.local_rank if self._local else 0
+        # Every rank takes part in every machine's news: a broadcast is a call of all ranks.
+        news = {source: self._strategy.broadcast(_portable(error, source), source) for source in self._firsts}
+        failures = [news[mine], *news.values()]
+        return next((failure for failure in failures if failure is not None), None)
+
+
+def _beat(store: Any, key: str, over: threading.Event) -> None:
+    while not over.is_set():
+        store.add(key, 1)
+        over.wait(_BEAT)
 
 
 def _portable(error: BaseException | None, rank: int) -> BaseException | None:

@@ -5,7 +5,9 @@ Called by strategies around the user's module construction. Never changes a tens
 
 from __future__ import annotations
 
+import math
 import sys
+from hashlib import blake2b
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -54,3 +56,11 @@ def has_meta_parameters(module: nn.Module) -> bool:
 def _called_from_fill() -> bool:
     caller = sys._getframe(2)
     return caller.f_code.co_name in _FILLS and caller.f_globals.get("__name__") == "torch.nn.init"
+
+
+def describe_module(module: nn.Module) -> str:
+    """A module in a few words, the same for modules of the same parameters: `Net: 4 tensors, ...`."""
+    tensors = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
+    digest = blake2b(repr(tensors).encode(), digest_size=3).hexdigest()
+    count = sum([math.prod(shape) for _, shape, _ in tensors])
+    return f"{type(module).__name__}: {len(tensors)} tensors, {count} elements, names and shapes {digest}"

@@ -59,6 +59,16 @@ def guard_of(group: Any) -> Guard | None:
     return guard
 
 
+def starts_of(payload: list[Tensor]) -> tuple[list[int], int]:
+    """Where each flat tensor begins in a frame's data, as its dtype needs it, and where the last one ends."""
+    starts, at = [], 0
+    for data in payload:
+        at += -at % data.itemsize
+        starts.append(at)
+        at += data.nbytes
+    return starts, at
+
+
 class Meeting(NamedTuple):
     """What the frames of all ranks brought. The tensors are overwritten by the next call: copy them."""
 
@@ -66,6 +76,8 @@ class Meeting(NamedTuple):
     """Bytes of data that this rank announced."""
     rows: Tensor
     """(world_size, FRAME_BYTES): every rank's frame."""
+    views: dict[torch.dtype, list[Tensor]]
+    """Each rank's frame in other dtypes, made when first asked for."""
 
     @property
     def rides(self) -> bool:
@@ -78,8 +90,16 @@ class Meeting(NamedTuple):
         sizes: list[int] = head.flatten().tolist()
         return sizes
 
+    def each(self, start: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """What each rank sent from byte `start` of its data on. No copies."""
+        rows = self.views.get(dtype)
+        if rows is None:
+            rows = self.views[dtype] = list(self.rows.view(dtype))
+        at = (HEADER.size + start) // dtype.itemsize
+        return [row[at : at + numel] for row in rows]
+
     def column(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """(world_size, numel): what each rank sent from byte `start` of its data on. A copy."""
+        """(world_size, numel): the same, in one tensor. A copy."""
         at = HEADER.size + start
         bytes_ = self.rows[:, at : at + numel * dtype.itemsize]
         return bytes_.clone(memory_format=torch.contiguous_format).view(dtype)
@@ -103,11 +123,16 @@ class Guard:
         self._waits = _waits[world]
         self._waits.guards[self.name] = self
         self._counts = self._waits.counts
-        self._timeout = _timeout_of(group)
+        self.timeout = _timeout_of(group)
         self._control: Any = None
         self._whole = mode == "full" and len(self.members) <= FULL_UP_TO
         self._left: list[Any] = []  # operations that a verdict ended, and their memory
         self._make_buffers()
+
+    @property
+    def store(self) -> Any:
+        """A store that all ranks of the job share, with names of their own for what is not a collective."""
+        return self._waits.store
 
     @property
     def count(self) -> int:
@@ -119,17 +144,18 @@ class Guard:
         control = self._control or self._open(call)
         counts, name = self._counts, self.name
         count = counts[name] = counts.get(name, 0) + 1
-        size = sum([data.numel() for data in payload]) if payload else 0
+        starts, size = starts_of(payload) if payload else ([], 0)
         HEADER.pack_into(self._sent, 0, count, call.digest, size, 0)
         if not self._whole:
             self._compare(control, call)
             return None
         if payload and size <= ROOM:
-            at = HEADER.size
-            for data in payload:
-                end = at + data.numel()
-                self._own[at:end].copy_(data)
-                at = end
+            for start, data in zip(starts, payload, strict=True):
+                slots = self._slots.get(data.dtype)
+                if slots is None:
+                    slots = self._slots[data.dtype] = self._own.view(data.dtype)
+                at = (HEADER.size + start) // data.itemsize
+                slots[at : at + data.numel()].copy_(data)
         work = dist.all_gather(self._each, self._own, group=control, async_op=True)
         self._finish(work, call, name)
         # One comparison for each rank: the rest is looked at only where they differ.
@@ -139,11 +165,11 @@ class Guard:
                 self._disagree(
                     control, call, [HEADER.unpack_from(got, i)[3] for i in range(0, len(got), FRAME_BYTES)]
                 )
-        return Meeting(size, self._rows)
+        return Meeting(size, self._rows, self._views)
 
     def _compare(self, control: Any, call: Call) -> None:
         """Light: the greatest and the least of all keys, by one reduction of constant size."""
-        words = torch.frombuffer(self._sent, dtype=torch.int64, count=HEADER.size // 8)
+        words = torch.frombuffer(self._sent, dtype=torch.int64, count=5)
         both = torch.cat([words[:3], ~words[:3], words[-1:]])
         self._finish(dist.all_reduce(both, dist.ReduceOp.MAX, group=control, async_op=True), call, self.name)
         if not torch.equal(both[:3], ~both[3:6]):
@@ -179,7 +205,7 @@ class Guard:
         # members make depends on how many groups a rank has made before, so it may differ between them.
         store = dist.PrefixStore(f"control/{name}/{attempt}", self._waits.store)
         place = self.members.index(self._waits.rank)
-        self._control = dist.ProcessGroupGloo(store, place, len(self.members), self._timeout)
+        self._control = dist.ProcessGroupGloo(store, place, len(self.members), self.timeout)
         return self._control
 
     def _finish(self, work: Any, call: Call, name: str) -> None:
@@ -208,7 +234,7 @@ class Guard:
                     for wait in waits.missed(number):
                         waits.guards[self.name]._excuse(wait.group, wait.turn, number)
                     raise CollectiveMismatch(waits.text_of(number))
-                if time.monotonic() - start > self._timeout.total_seconds() + 10:
+                if time.monotonic() - start > self.timeout.total_seconds() + 10:
                     raise RuntimeError("Timed out waiting for its first call")
                 waits.judge()
                 seconds = min(1.5 * seconds, max(1.0, waits.world_size / 64))
@@ -233,16 +259,20 @@ class Guard:
             work = dist.all_gather(self._each, self._own, group=control, async_op=True)
             self._left.append((work, self._sent, self._got))
         else:
-            words = torch.frombuffer(self._sent, dtype=torch.int64, count=HEADER.size // 8)
+            words = torch.frombuffer(self._sent, dtype=torch.int64, count=5)
             both = torch.cat([words[:3], ~words[:3], words[-1:]])
             work = dist.all_reduce(both, dist.ReduceOp.MAX, group=control, async_op=True)
             self._left.append((work, both))
         self._make_buffers()
 
+    @torch.inference_mode(False)
     def _make_buffers(self) -> None:
+        """Memory for frames; made in evaluation it must serve outside of it, too."""
         self._left = [left for left in self._left if not left[0].is_completed()]
         self._sent = bytearray(FRAME_BYTES)
         self._own = torch.frombuffer(self._sent, dtype=torch.uint8)
+        self._slots: dict[torch.dtype, Tensor] = {}
+        self._views: dict[torch.dtype, list[Tensor]] = {}
         size = FRAME_BYTES if self._whole else 0
         self._got = bytearray(size * len(self.members))
         if size:
@@ -258,7 +288,7 @@ class Guard:
         reason = str(error).rpartition("] ")[2] or type(error).__name__
         text = (
             f"{call.verb} at {frames.user_place()} failed on rank {self._waits.rank}: "
-            f"a rank of the group ended, or did not come in {self._timeout.total_seconds():.0f} s ({reason})."
+            f"a rank of the group ended, or did not come in {self.timeout.total_seconds():.0f} s ({reason})."
         )
         try:
             rows = [wait.row() for wait in self._waits.read().values()]

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 FRAME_BYTES = 8192
 """Size of every frame, whatever it says: ranks that disagree still exchange equal sizes."""
-HEADER = struct.Struct("<q16sqq")
-"""How many calls the group made, digest of this call, bytes of data (that ride if there is room), verdict."""
+HEADER = struct.Struct("<q16sqq8x")
+"""How many calls the group made, digest of this call, bytes of data (that ride if there is room), verdict.
+
+A multiple of 16 bytes, so that data of every dtype may lie behind it.
+"""
 KEY_BYTES = 24
 """The part of the header in which all ranks must agree: count and digest."""
 ROOM = FRAME_BYTES - HEADER.size

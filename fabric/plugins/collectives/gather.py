@@ -5,6 +5,7 @@ is exact.
 from __future__ import annotations
 
 import ctypes
+import io
 import math
 import pickle
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,21 @@ if TYPE_CHECKING:
 
     from fabric.plugins.collectives.channel import Channel
     from fabric.plugins.collectives.frames import Call
+
+_PICKLED = {
+    *(
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+    ),
+    *(torch.float32, torch.float64, torch.complex64, torch.complex128),
+}
+"""Dtypes whose tensors come out of a pickle; torch 2.13 loads none of the others."""
 
 
 def gather_tree(data: Any, channel: Channel, *, async_op: bool = False, verb: str = "all_gather") -> Any:
@@ -59,11 +75,16 @@ def gather_tree(data: Any, channel: Channel, *, async_op: bool = False, verb: st
 
 
 def gather_to(data: Any, dst: int, channel: Channel) -> Any:
-    """As `gather_tree`, on rank `dst` only; None on the others."""
+    """As `gather_tree`, on rank `dst` only; None on the others.
+
+    Raises:
+        ConfigurationError: `dst` is not in the group; on all ranks.
+    """
     channel.world_size  # noqa: B018
     leaves, spec = flatten(data)
     try:
         tensors = to_tensors(leaves, channel.wire.device, "gather")
+        channel.collective.place_of(dst)
     except FabricError as error:
         channel.refuse(f"gather(dst={dst})", error)
         raise
@@ -118,12 +139,14 @@ def start_gather(tensors: list[Tensor], call: Call, channel: Channel, dst: int |
     return [work for work in works if work is not None], finish
 
 
-def gather_uneven(tensors: list[Tensor], spec: Any, how: str, channel: Channel) -> list[list[Tensor]]:
+def gather_uneven(
+    tensors: list[Tensor], spec: Any, how: str, channel: Channel, sync_grads: bool = False
+) -> list[list[Tensor]]:
     """For each tensor a list of what every rank has in its place, of any shapes ("cat": equal but for dim 0).
 
     One exchange of shapes, in which small data ride; else one gather per dtype follows.
     """
-    verb = f"all_gather(uneven={how!r})"
+    verb = f"all_gather(uneven={how!r}{', sync_grads=True' if sync_grads else ''})"
     try:
         kinds = [_kind(tensor, how) for tensor in tensors]
     except FabricError as error:
@@ -166,7 +189,8 @@ def gather_objects(obj: Any, channel: Channel, verb: str = "all_gather_object") 
     channel.world_size  # noqa: B018
     try:
         try:
-            data = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
+            file = io.BytesIO()
+            _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
         except Exception as error:
             raise ArgumentTypeError(
                 f"{verb}: a {type(obj).__name__} cannot be pickled ({type(error).__name__}: {error}). Pass "
@@ -176,8 +200,24 @@ def gather_objects(obj: Any, channel: Channel, verb: str = "all_gather_object") 
     except FabricError as error:
         channel.refuse(verb, error)
         raise
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    raw = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
     return [pickle.loads(to_bytes(text)) for text in gather_bytes(call_of(verb), raw, channel)]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors of every dtype; those that are younger than torch's own pickling go as bytes."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """How such a tensor is made again."""
+        if type(obj) is not torch.Tensor or obj.dtype in _PICKLED or obj.is_quantized:
+            return NotImplemented
+        if obj.layout is not torch.strided or obj.device.type == "meta":
+            return NotImplemented
+        return _from_bytes, (as_bytes(obj).clone(), obj.dtype, tuple(obj.shape))
+
+
+def _from_bytes(raw: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return raw.view(dtype).view(shape)
 
 
 def to_bytes(raw: Tensor) -> bytes:
@@ -241,7 +281,8 @@ def _gather_padded(
         flat = join(mine)
         padded = flat.new_zeros(most)
         padded[: flat.numel()] = flat
-        rows = _all_gather(as_bytes(channel.wire.ready(padded)), channel)
+        raw = as_bytes(channel.wire.ready(padded))
+        rows = list(_all_gather(raw, channel)) if most else [raw] * len(shapes)
         for theirs, row, count, parts in zip(shapes, rows, counts, cut, strict=True):
             values = row.view(flat.dtype)[: sum(count)].to(flat.device).split(count)
             for i, value in zip(positions, values, strict=True):
@@ -253,8 +294,7 @@ def _all_gather(raw: Tensor, channel: Channel) -> Tensor:
     """(world_size, numel): every rank's flat bytes, of one length."""
     sent = channel.wire.ready(raw)
     out = sent.new_empty(channel.world_size * raw.numel())
-    if raw.numel():
-        channel.collective.all_gather_flat(out, sent)
+    channel.collective.all_gather_flat(out, sent)
     return out.view(channel.world_size, -1)
 
 

@@ -15,7 +15,7 @@ from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import to_tensors
 from fabric.plugins.collectives.gather import gather_tree, gather_uneven
-from fabric.plugins.collectives.reduce import op_name, reduce_tree, reducible
+from fabric.plugins.collectives.reduce import fold, op_name, reduce_tree, reducible, wire_dtype
 from fabric.plugins.collectives.route import all_to_all_tree, reduce_scatter_tree
 from fabric.plugins.collectives.torch_collective import torch_op
 
@@ -34,14 +34,29 @@ class _Across(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, verb: Verb, back: Verb, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = tuple(verb([tensor.detach() for tensor in tensors]))
         ctx.back = back
-        return tuple(verb([tensor.detach() for tensor in tensors]))
+        ctx.flows = [_flows(tensor) for tensor in tensors], [_flows(result) for result in results]
+        ctx.mark_non_differentiable(*[result for result in results if not _flows(result)])
+        return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        into, out = ctx.flows
         # Copies: autograd may have lent a gradient to others, too.
-        return None, None, *ctx.back([grad.clone(memory_format=torch.contiguous_format) for grad in grads])
+        given = [
+            grad.clone(memory_format=torch.contiguous_format)
+            for grad, flows in zip(grads, out, strict=True)
+            if flows
+        ]
+        back = iter(ctx.back(given) if given else [])
+        return None, None, *[next(back) if flows else None for flows in into]
+
+
+def _flows(tensor: Tensor) -> bool:
+    """Whether gradients can flow through it: not so for integers, and there is no sum of float8."""
+    return tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1)
 
 
 def across(verb: Verb, back: Verb, tensors: list[Tensor]) -> list[Tensor]:
@@ -49,12 +64,12 @@ def across(verb: Verb, back: Verb, tensors: list[Tensor]) -> list[Tensor]:
     return list(_Across.apply(verb, back, *tensors))  # type: ignore[no-untyped-call]
 
 
-def all_gather_with_grads(data: Any, channel: Channel) -> Any:
+def all_gather_with_grads(data: Any, channel: Channel, *, verb: str = "all_gather(sync_grads=True)") -> Any:
     """`gather_tree` through which gradients flow back to the rank that a part came from."""
     tensors, spec = _tensors(data, channel, "all_gather")
 
     def gather(parts: list[Tensor]) -> list[Tensor]:
-        return flatten(gather_tree(unflatten(parts, spec), channel, verb="all_gather(sync_grads=True)"))[0]
+        return flatten(gather_tree(unflatten(parts, spec), channel, verb=verb))[0]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
         summed = reduce_scatter_tree(grads, "sum", channel, label="backward of all_gather")
@@ -75,10 +90,10 @@ def all_reduce_with_grads(data: Any, op: Any, channel: Channel) -> Any:
     except FabricError as error:
         channel.refuse("all_reduce", error)
         raise
-    if name in _ALONG_RANKS:  # as one process would compute it from everybody's data, ties included
-        gathered = flatten(all_gather_with_grads(unflatten(tensors, spec), channel))[0]
-        return unflatten([_ALONG_RANKS[name](table) for table in gathered], spec, data)
     label = f"all_reduce({name}, sync_grads=True)"
+    if name in _ALONG_RANKS:  # as one process would compute it from everybody's data, ties included
+        gathered = flatten(all_gather_with_grads(unflatten(tensors, spec), channel, verb=label))[0]
+        return unflatten([_along_ranks(table, op) for table in gathered], spec, data)
 
     def reduce(parts: list[Tensor]) -> list[Tensor]:
         copies = unflatten([part.clone() for part in parts], spec)
@@ -103,13 +118,12 @@ def reduce_scatter_with_grads(data: Any, op: Any, channel: Channel) -> Any:
     except FabricError as error:
         channel.refuse("reduce_scatter", error)
         raise
-    world = channel.world_size
+    world, label = channel.world_size, f"reduce_scatter({name}, sync_grads=True)"
     if name in _ALONG_RANKS:
         tree = unflatten(tensors, spec)
-        rows = flatten(all_to_all_with_grads(tree, channel))[0]
-        reduced = [_ALONG_RANKS[name](row.unflatten(0, (world, row.shape[0] // world))) for row in rows]
+        rows = flatten(all_to_all_with_grads(tree, channel, verb=label))[0]
+        reduced = [_along_ranks(row.unflatten(0, (world, row.shape[0] // world)), op) for row in rows]
         return unflatten(reduced, spec, data)
-    label = f"reduce_scatter({name}, sync_grads=True)"
 
     def scatter(parts: list[Tensor]) -> list[Tensor]:
         return flatten(reduce_scatter_tree(unflatten(parts, spec), op, channel, label=label))[0]
@@ -122,12 +136,12 @@ def reduce_scatter_with_grads(data: Any, op: Any, channel: Channel) -> Any:
     return unflatten(across(scatter, back, tensors), spec, data)
 
 
-def all_to_all_with_grads(data: Any, channel: Channel) -> Any:
+def all_to_all_with_grads(data: Any, channel: Channel, *, verb: str = "all_to_all(sync_grads=True)") -> Any:
     """`all_to_all_tree` through which gradients flow back the way the parts came."""
     tensors, spec = _tensors(data, channel, "all_to_all")
 
     def route(parts: list[Tensor]) -> list[Tensor]:
-        return flatten(all_to_all_tree(unflatten(parts, spec), channel))[0]
+        return flatten(all_to_all_tree(unflatten(parts, spec), channel, verb=verb))[0]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
         routed: list[Tensor] = all_to_all_tree(grads, channel, verb="backward of all_to_all")
@@ -146,19 +160,16 @@ def all_gather_uneven(data: Any, how: str, channel: Channel, sync_grads: bool) -
             ranks.
     """
     tensors, spec = _tensors(data, channel, "all_gather")
-    me = channel.collective.rank_in_group
-    count = len(tensors)
+    me, world = channel.collective.rank_in_group, channel.world_size
 
     def gather(parts: list[Tensor]) -> list[Tensor]:
-        return [part for leaf in gather_uneven(parts, spec, how, channel) for part in leaf]
+        return [part for leaf in gather_uneven(parts, spec, how, channel, sync_grads) for part in leaf]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
-        summed = reduce_tree(grads, "sum", channel, label="backward of all_gather")
-        world = len(grads) // count
-        return [summed[leaf * world + me] for leaf in range(count)]
+        summed: list[Tensor] = reduce_tree(grads, "sum", channel, label="backward of all_gather")
+        return summed[me::world]
 
-    flat = across(gather, back, tensors) if sync_grads and count else gather(tensors)
-    world = channel.world_size
+    flat = across(gather, back, tensors) if sync_grads and tensors else gather(tensors)
     leaves: list[Any] = [flat[i : i + world] for i in range(0, len(flat), world)]
     return unflatten([torch.cat(leaf) for leaf in leaves] if how == "cat" else leaves, spec, data)
 
@@ -168,6 +179,13 @@ _ALONG_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda table: table.amax(0),
     "product": lambda table: table.prod(0),
 }
+
+
+def _along_ranks(table: Tensor, op: Any) -> Tensor:
+    """The reduction of (world_size, ...) data along ranks, in their dtype."""
+    if table.is_floating_point():
+        return _ALONG_RANKS[op_name(op)](table)
+    return fold(table.to(wire_dtype(table.dtype, op), copy=True), op).to(table.dtype)
 
 
 def _tensors(data: Any, channel: Channel, verb: str) -> tuple[list[Tensor], Any]:

@@ -16,7 +16,8 @@ from torch._utils import _unflatten_dense_tensors as unflatten_tensors
 
 from fabric.core.errors import ArgumentTypeError, FabricError
 from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.channel import all_on_host, as_bytes, buckets, join, to_tensors
+from fabric.plugins.collectives.channel import all_on_host, buckets, join, to_tensors
+from fabric.plugins.collectives.control import starts_of
 from fabric.plugins.collectives.frames import ROOM, tree_call
 from fabric.plugins.collectives.handle import Handle
 from fabric.plugins.collectives.torch_collective import torch_op
@@ -49,6 +50,7 @@ _STEPS: dict[Any, Callable[[Tensor, Tensor], Any]] = {
     _Op.BXOR: torch.Tensor.bitwise_xor_,
 }
 """What a reduction does with the result so far and the next rank's data."""
+_NAMES = {op: "mean" if op == _Op.AVG else str(op).rpartition(".")[2].lower() for op in _STEPS}
 
 
 def reduce_tree(
@@ -90,15 +92,15 @@ def reduce_tree(
         with _writable(tensors):
             parcels = [_Parcel([tensors[i] for i in bucket], op, channel) for bucket in buckets(tensors)]
             payload = _payload(parcels, tensors, op)
-            meeting = channel.meet(tree_call(label, spec, tensors), payload)
-            start = 0
-            for parcel in parcels:
-                if payload is None or meeting is None:
-                    works.append(channel.collective.start_all_reduce(parcel.sent, engine_op(op)))
-                    continue
-                rows = meeting.column(start, parcel.sent.numel(), parcel.sent.dtype)
-                parcel.deliver(fold(rows, op))
-                start += parcel.sent.nbytes
+            starts, size = starts_of(payload)
+            rides = bool(payload) and size <= ROOM
+            meeting = channel.meet(tree_call(label, spec, tensors), payload if rides else None)
+            if rides and meeting is not None:
+                for parcel, start, flat in zip(parcels, starts, payload, strict=True):
+                    parcel.deliver(fold(meeting.each(start, flat.numel(), flat.dtype), op))
+            else:
+                start_reduce = channel.collective.start_all_reduce
+                works = [start_reduce(parcel.sent, engine_op(op)) for parcel in parcels]
     if works and not async_op:
         for work, parcel in zip(works, parcels, strict=True):
             _arrive(work, parcel, op, world)
@@ -125,14 +127,14 @@ def reducible(leaves: list[Any], op: Any, channel: Channel, verb: str) -> list[T
     return tensors
 
 
-def fold(rows: Tensor, op: Any) -> Tensor:
-    """The reduction of (world_size, numel) data along ranks, in their order: the same bits wherever it is
-    computed.
+def fold(rows: list[Tensor] | Tensor, op: Any) -> Tensor:
+    """The reduction of every rank's flat data, in the order of ranks: the same bits wherever it is computed.
 
-    Half-precision data are added up in float32. Overwrites `rows`.
+    Half-precision data are added up in float32.
     """
-    total = rows[0].float() if rows.dtype in (torch.bfloat16, torch.float16) else rows[0]
-    step = _STEPS[op if rows.dtype is not torch.bool else for_bools(op)]
+    first = rows[0]
+    total = first.float() if first.dtype in (torch.bfloat16, torch.float16) else first.clone()
+    step = _STEPS[op if first.dtype is not torch.bool else for_bools(op)]
     for row in rows[1:]:
         step(total, row)
     return total.div_(len(rows)) if op == _Op.AVG else total
@@ -158,6 +160,9 @@ def wire_dtype(dtype: torch.dtype, op: Any) -> torch.dtype:
 
 def op_name(op: Any) -> str:
     """The user's name of an operation."""
+    known = _NAMES.get(op) if isinstance(op, _Op.RedOpType) else None
+    if known is not None:
+        return known
     name = str(getattr(op, "op", op)).rpartition(".")[2].lower()
     return "mean" if name == "avg" else name
 
@@ -194,21 +199,22 @@ class _Parcel:
         first = self.tensors[0]
         if flat is first:
             return
+        if len(self.tensors) == 1:
+            first.copy_(flat.view(first.shape))
+            return
         values = unflatten_tensors(flat.to(first.device, first.dtype), self.tensors)
-        if len(self.tensors) == 1 or any([t.is_neg() or t.is_conj() for t in self.tensors]):
+        if any([t.is_neg() or t.is_conj() for t in self.tensors]):
             for tensor, value in zip(self.tensors, values, strict=True):  # views that the fused copy refuses
                 tensor.copy_(value)
         else:
             torch._foreach_copy_(self.tensors, values)
 
 
-def _payload(parcels: list[_Parcel], tensors: list[Tensor], op: Any) -> list[Tensor] | None:
-    """The bytes that ride in the frame; None where data are too large, on a device, or not to be folded
-    here.
-    """
-    if not all_on_host(tensors) or not foldable(op) or sum([p.sent.nbytes for p in parcels]) > ROOM:
-        return None
-    return [as_bytes(parcel.sent) for parcel in parcels]
+def _payload(parcels: list[_Parcel], tensors: list[Tensor], op: Any) -> list[Tensor]:
+    """What may ride in the frame; nothing where data are on a device, or not to be reduced here."""
+    if not all_on_host(tensors) or not foldable(op):
+        return []
+    return [parcel.sent if parcel.sent.dim() == 1 else parcel.sent.reshape(-1) for parcel in parcels]
 
 
 def _arrive(work: Any, parcel: _Parcel, op: Any, world: int) -> None:

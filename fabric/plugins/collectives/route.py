@@ -50,7 +50,9 @@ def reduce_scatter_tree(data: Any, op: Any, channel: Channel, *, label: str | No
     rides = all_on_host(tensors) and foldable(op) and sum([m.nbytes for m in sent]) <= ROOM
     call = tree_call(label or f"reduce_scatter({op_name(op)})", spec, tensors)
     meeting = channel.meet(call, [as_bytes(m) for m in sent] if rides else None)
-    results: list[Any] = [None] * len(tensors)
+    results: list[Any] = [
+        None if t.numel() else t.new_empty(t.shape[0] // world, *t.shape[1:]) for t in tensors
+    ]
     start = 0
     for group, matrix in zip(groups, sent, strict=True):
         if rides and meeting is not None:
@@ -90,7 +92,7 @@ def all_to_all_tree(data: Any, channel: Channel, *, verb: str = "all_to_all") ->
     sent = [_matrix([tensors[i] for i in group], world) for group in groups]
     rides = all_on_host(tensors) and sum([m.nbytes for m in sent]) <= ROOM
     meeting = channel.meet(tree_call(verb, spec, tensors), [as_bytes(m) for m in sent] if rides else None)
-    results: list[Any] = [None] * len(tensors)
+    results: list[Any] = [None if t.numel() else torch.empty_like(t) for t in tensors]
     start = 0
     for group, matrix in zip(groups, sent, strict=True):
         if rides and meeting is not None:
@@ -122,10 +124,11 @@ def check_parts(shapes: list[list[int]], world: int, verb: str) -> None:
 
 
 def _kinds(tensors: list[Tensor]) -> list[list[int]]:
-    """Positions of what travels together: tensors of a dtype and device, empty ones too."""
+    """Positions of what travels together: tensors of a dtype and device, but for empty ones."""
     kinds: dict[Any, list[int]] = {}
     for position, tensor in enumerate(tensors):
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(position)
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(position)
     return list(kinds.values())
 
 
@@ -143,8 +146,6 @@ def _column(meeting: Meeting, start: int, matrix: Tensor, channel: Channel) -> T
 
 def _reduce_row(matrix: Tensor, op: Any, channel: Channel) -> Tensor:
     collective, world = channel.collective, matrix.shape[0]
-    if not matrix.numel():
-        return matrix[0]
     if matrix.device.type == "cpu":  # gloo's reduce_scatter takes four times as long as its all_reduce
         matrix = matrix.clone(memory_format=torch.contiguous_format)
         collective.all_reduce(matrix, engine_op(op))
@@ -158,8 +159,7 @@ def _reduce_row(matrix: Tensor, op: Any, channel: Channel) -> Tensor:
 def _exchange_rows(matrix: Tensor, channel: Channel) -> Tensor:
     raw = as_bytes(matrix).view(matrix.shape[0], -1)
     out = torch.empty_like(raw)
-    if raw.numel():
-        channel.collective.all_to_all(list(out), list(raw))
+    channel.collective.all_to_all(list(out), list(raw))
     return out.view(matrix.dtype)
 
 
