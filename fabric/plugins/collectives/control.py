@@ -8,6 +8,7 @@ usable. On the host small data ride in the frame, and need no collective of thei
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import time
 import weakref
@@ -128,6 +129,12 @@ class Guard:
         self._whole = mode == "full" and len(self.members) <= FULL_UP_TO
         self._left: list[Any] = []  # operations that a verdict ended, and their memory
         self._make_buffers()
+
+    def __del__(self) -> None:
+        # Its destructor would wait for calls that a verdict ended and whose other ranks may never come.
+        for left in [left for left in self._left if not left[0].is_completed()]:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._control))
 
     @property
     def store(self) -> Any:
@@ -280,7 +287,7 @@ class Guard:
             self._each = list(self._rows)
 
     def _row(self, call: Call) -> Said:
-        verb = f"{call.verb} #{self.count}"
+        verb = f"{call.verb} #{max(self.count, 1)}"
         return Said(self._waits.rank, verb, call.what, frames.user_place())
 
     def _failure(self, call: Call, error: Exception) -> str:

@@ -99,6 +99,7 @@ def reduce_tree(
                 for parcel, start, flat in zip(parcels, starts, payload, strict=True):
                     parcel.deliver(fold(meeting.each(start, flat.numel(), flat.dtype), op))
             else:
+                _part_ways(parcels)
                 start_reduce = channel.collective.start_all_reduce
                 works = [start_reduce(parcel.sent, engine_op(op)) for parcel in parcels]
     if works and not async_op:
@@ -198,7 +199,7 @@ class _Parcel:
         """Write the result into the tensors."""
         first = self.tensors[0]
         if flat is first:
-            return
+            return  # it was reduced where it is
         if len(self.tensors) == 1:
             first.copy_(flat.view(first.shape))
             return
@@ -208,6 +209,16 @@ class _Parcel:
                 tensor.copy_(value)
         else:
             torch._foreach_copy_(self.tensors, values)
+
+
+def _part_ways(parcels: list[_Parcel]) -> None:
+    """A copy for each parcel that shares memory with one before it: a tensor may stand in a tree twice."""
+    taken = set()
+    for parcel in parcels:
+        memory = parcel.sent.untyped_storage().data_ptr()
+        if memory in taken:
+            parcel.sent = parcel.sent.clone()
+        taken.add(memory)
 
 
 def _payload(parcels: list[_Parcel], tensors: list[Tensor], op: Any) -> list[Tensor]:

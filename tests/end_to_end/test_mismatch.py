@@ -1,0 +1,88 @@
+"""Scripts whose ranks go different ways, as users write them: they end with the table, and never hang."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+GUARDED_SAVE = """
+from datetime import timedelta
+from fabric import Fabric
+from fabric.strategies import DDPStrategy
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=8)))
+fabric.launch()
+if fabric.is_global_zero:
+    fabric.save("model.pt", {"step": 1})
+loss = fabric.all_reduce(1.0)
+"""
+
+BUSY_RANK = """
+import time
+import torch.distributed as dist
+from fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", devices=3, strategy="ddp")
+fabric.launch()
+pair = dist.new_group([0, 1])
+fabric.barrier()
+if fabric.global_rank == 2:
+    time.sleep(600)
+if fabric.global_rank == 0:
+    fabric.all_reduce(1.0, group=pair)
+fabric.barrier("end")
+"""
+
+FORGOTTEN_HANDLE = """
+import torch
+from fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+data = torch.ones(10_000)
+fabric.all_reduce(data, async_op=True)
+"""
+
+
+def run(folder: Path, script: str, timeout: float) -> subprocess.CompletedProcess:
+    """The finished script; a hang fails by `timeout` (seconds)."""
+    (folder / "train.py").write_text(script)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "train.py"], cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def line_of(script: str, code: str) -> int:
+    """The number of the line that contains `code`."""
+    return next(number for number, line in enumerate(script.splitlines(), 1) if code in line)
+
+
+def test_save_on_rank_zero_only(tmp_path):
+    done = run(tmp_path, GUARDED_SAVE, 60)
+    assert done.returncode != 0
+    assert "CollectiveMismatch" in done.stderr
+    for verb, code in (("save", "fabric.save"), ("all_reduce(mean)", "fabric.all_reduce")):
+        rows = [row for row in done.stderr.splitlines() if f" {verb} " in row]
+        assert any(row.endswith(f"train.py:{line_of(GUARDED_SAVE, code)}") for row in rows), done.stderr
+    assert not (tmp_path / "model.pt").exists()
+
+
+def test_ranks_that_wait_for_each_other_end_though_another_is_busy(tmp_path):
+    done = run(tmp_path, BUSY_RANK, 90)
+    assert done.returncode != 0
+    assert "all_reduce(mean) #1 of ranks 0, 1" in done.stderr
+    assert "barrier('end')" in done.stderr
+
+
+def test_a_handle_that_nobody_waits_for_is_reported_at_exit(tmp_path):
+    done = run(tmp_path, FORGOTTEN_HANDLE, 60)
+    assert done.returncode == 0, done.stderr
+    place = f"train.py:{line_of(FORGOTTEN_HANDLE, 'async_op')}"
+    lines = [line for line in done.stderr.splitlines() if "nobody waited" in line]
+    assert len(lines) == 2, "one for each rank"
+    assert all("all_reduce(mean)" in line and place in line and ".wait()" in line for line in lines)
