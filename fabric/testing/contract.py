@@ -344,6 +344,21 @@ def collectives_are_right(fabric: Fabric, folder: Path) -> None:
     _must(decide(rank == 0, all=False), "reduce_boolean_decision(all=False) overlooks rank zero's True")
     _must(decide(rank == 0) == (world == 1), "reduce_boolean_decision(all=True) overlooks a False")
     fabric.barrier("contract")
+    parts = torch.arange(2.0 * world, device=device)
+    _equal(fabric.scatter(parts), parts[2 * rank : 2 * rank + 2], "scatter")
+    _equal(
+        fabric.reduce_scatter(parts * rank, "sum"),
+        parts[2 * rank : 2 * rank + 2] * mean * world,
+        "reduce_scatter",
+    )
+    routed = torch.cat([parts[2 * rank : 2 * rank + 2] + r for r in range(world)])
+    _equal(fabric.all_to_all(parts + rank), routed, "all_to_all")
+    joined = torch.cat([torch.full((r + 1,), r) for r in range(world)])
+    _equal(fabric.all_gather(joined[joined == rank], uneven="cat"), joined, "all_gather(uneven='cat')")
+    _must((fabric.gather(rank) is None) == (rank != 0), "gather gives the data on rank zero only")
+    _equal(fabric.all_gather_object(str(rank)), [str(r) for r in range(world)], "all_gather_object")
+    _must(fabric.any(rank == 0) and fabric.all(True), "any or all is wrong")
+    _equal(fabric.agree({"epoch": 3}), {"epoch": 3}, "agree")
 
 
 _OVERRIDABLE = (
