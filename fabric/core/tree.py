@@ -83,11 +83,16 @@ def _flatten_into(tree: Any, leaves: list[Any]) -> Spec:
     else:
         leaves.append(tree)
         return LEAF
-    specs = []
+    specs, known = [], None
     for child in children:
-        if isinstance(child, _CONTAINERS) or hasattr(type(child), "__dataclass_fields__"):
+        kind = type(child)  # leaves side by side are mostly of one type
+        if kind is known:
+            leaves.append(child)
+            specs.append(LEAF)
+        elif isinstance(child, _CONTAINERS) or hasattr(kind, "__dataclass_fields__"):
             specs.append(_flatten_into(child, leaves))
         else:
+            known = kind
             leaves.append(child)
             specs.append(LEAF)
     return Spec(type(tree), keys, tuple(specs))

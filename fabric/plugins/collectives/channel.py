@@ -114,7 +114,7 @@ def buckets(tensors: list[Tensor]) -> list[list[int]]:
     for position, tensor in enumerate(tensors):
         size = tensor.nbytes
         if size:
-            key = position if size > PACK_LIMIT else (tensor.dtype, tensor.device)
+            key = position if size > PACK_LIMIT else (tensor.dtype, tensor.get_device())
             groups.setdefault(key, []).append(position)
     return list(groups.values())
 
@@ -133,4 +133,4 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def all_on_host(tensors: list[Tensor]) -> bool:
     """Whether every tensor is in host memory, so that it may ride in a frame."""
-    return not any([t.device.type != "cpu" for t in tensors])
+    return all([t.is_cpu for t in tensors])

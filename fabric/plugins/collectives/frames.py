@@ -75,7 +75,7 @@ def call_of(verb: str, what: str = "") -> Call:
 def tree_call(verb: str, spec: Spec, tensors: list[Tensor]) -> Call:
     """The call of a verb on a tree: structure, shapes, dtypes, and whether tensors are on the host."""
     # Looked up by values that are at hand; a loop makes the same call a million times.
-    shapes, kinds = tuple([t.shape for t in tensors]), tuple([(t.dtype, t.device) for t in tensors])
+    shapes, kinds = tuple([t.shape for t in tensors]), tuple([(t.dtype, t.get_device()) for t in tensors])
     key = (verb, spec, shapes, kinds)
     return _known.get(key) or _keep(key, verb, describe(spec, tensors))
 

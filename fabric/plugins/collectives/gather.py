@@ -106,8 +106,9 @@ def start_gather(tensors: list[Tensor], call: Call, channel: Channel, dst: int |
         dst: The only rank that needs the result; None: all do.
     """
     world, groups = channel.world_size, buckets(tensors)
-    flats = [channel.wire.ready(join([tensors[i].detach() for i in group])) for group in groups]
-    raws = [as_bytes(flat) for flat in flats]
+    with torch.no_grad():
+        flats = [channel.wire.ready(join([tensors[i] for i in group])) for group in groups]
+        raws = [as_bytes(flat) for flat in flats]
     rides = all_on_host(tensors) and sum([raw.numel() for raw in raws]) <= ROOM
     meeting = channel.meet(call, raws if rides else None) if world > 1 else None
     works, tables, start = [], [], 0

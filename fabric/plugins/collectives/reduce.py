@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._utils import _unflatten_dense_tensors as unflatten_tensors
 
 from fabric.core.errors import ArgumentTypeError, FabricError
 from fabric.core.tree import flatten, unflatten
@@ -191,7 +190,7 @@ class _Parcel:
         ):
             self.sent = first
             return
-        self.sent = wire.ready(join([t.detach() for t in tensors]).resolve_conj().resolve_neg().to(dtype))
+        self.sent = wire.ready(join(tensors).resolve_conj().resolve_neg().to(dtype))
         if self.sent.data_ptr() == first.data_ptr():  # a view of what may only be written through `deliver`
             self.sent = self.sent.clone()
 
@@ -203,12 +202,13 @@ class _Parcel:
         if len(self.tensors) == 1:
             first.copy_(flat.view(first.shape))
             return
-        values = unflatten_tensors(flat.to(first.device, first.dtype), self.tensors)
-        if any([t.is_neg() or t.is_conj() for t in self.tensors]):
-            for tensor, value in zip(self.tensors, values, strict=True):  # views that the fused copy refuses
-                tensor.copy_(value)
-        else:
+        parts = flat.to(first.device, first.dtype).split([t.numel() for t in self.tensors])
+        values = [v if t.dim() == 1 else v.view(t.shape) for v, t in zip(parts, self.tensors, strict=True)]
+        try:
             torch._foreach_copy_(self.tensors, values)
+        except RuntimeError:  # conjugate and negative views
+            for tensor, value in zip(self.tensors, values, strict=True):
+                tensor.copy_(value)
 
 
 def _part_ways(parcels: list[_Parcel]) -> None:
