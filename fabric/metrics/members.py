@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 FOLDS = ("sum", "min", "max")
 """Rules that a reduction over ranks can carry out; all others need every rank's part."""
 _RULES = {
-    dim_zero_sum: "sum",
-    dim_zero_min: "min",
-    dim_zero_max: "max",
-    dim_zero_mean: "mean",
-    dim_zero_cat: "cat",
-    None: "none",
+    id(dim_zero_sum): "sum",
+    id(dim_zero_min): "min",
+    id(dim_zero_max): "max",
+    id(dim_zero_mean): "mean",
+    id(dim_zero_cat): "cat",
+    id(None): "none",
 }
+"""By id: a user's callable need not be hashable."""
 _RUNNING_COUNT = "_num_vals_seen"
 
 
@@ -190,7 +191,7 @@ def _states(metric: Any) -> list[State]:
     made = []
     for name in metric._defaults:
         reduction = metric._reductions[name]
-        rule = _RULES.get(reduction, "call")
+        rule = _RULES.get(id(reduction), "call")
         made.append(State(metric, name, rule, reduction if rule == "call" else None))
     return made
 

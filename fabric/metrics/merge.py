@@ -108,7 +108,7 @@ def merged_lists(parts: list[Part], layouts: list[Layout], readers: list[Reader]
         if part.folded:
             continue
         state = part.state
-        key = (state.rule, state.call, tuple([(rank, id(one)) for rank, one in part.held.items()]))
+        key = (state.rule, id(state.call), tuple([(rank, id(one)) for rank, one in part.held.items()]))
         if key not in made:
             made[key] = _gathered(part, layouts, readers)
         values.append((state, made[key]))

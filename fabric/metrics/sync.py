@@ -98,12 +98,14 @@ def _exchange(found: Found, packed: Packed, what: str, channel: Channel) -> tupl
     device = _common_device(layouts, channel)
     folded = world * max([fold_size(one.runs) for one in layouts]) <= PACK_LIMIT
     readers = _gather(packed, layouts, folded, device, channel)
-    values = merged_lists(parts, layouts, readers)
     if folded:
-        return layouts, values + folded_here(jobs, readers)
-    place = channel.collective.rank_in_group
-    mine = Reader(layout.runs, fill(_buffer(size, device), packed))
-    return layouts, values + folded_there(jobs, mine, place, device, channel)
+        values = folded_here(jobs, readers)
+    else:
+        place = channel.collective.rank_in_group
+        mine = Reader(layout.runs, fill(_buffer(size, device), packed))
+        values = folded_there(jobs, mine, place, device, channel)
+    # Last, since a metric's own reduction may raise, and others must not wait for this rank.
+    return layouts, values + merged_lists(parts, layouts, readers)
 
 
 def _gather(
