@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import ConfigurationError, FabricError, UsageError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.channel import Channel, Wire
 from fabric.plugins.collectives.frames import call_of
@@ -163,24 +163,17 @@ class Exchange:
         return compute_metrics(metrics, self.channel())
 
     def reduce_scalars(self, values: Mapping[str, Any], reduce_op: Any = "mean") -> dict[str, Any]:
-        """Numbers and one-element tensors reduced over ranks, all in one tensor of float64 (mps: float32).
+        """Numbers and one-element tensors reduced over ranks, all in one tensor of float64 on the host.
 
         Raises:
             ConfigurationError: A tensor of several elements.
-            ArgumentTypeError: A value that is neither number nor tensor.
+            ArgumentTypeError: A value that is neither real number nor tensor.
         """
-        from fabric.plugins.collectives.channel import to_tensors
         from fabric.plugins.collectives.reduce import reduce_tree
 
         channel, names = self.channel(), sorted(values, key=str)  # whatever order each rank filled it in
         try:
-            tensors = to_tensors([values[name] for name in names], self.wire.via, "log_dict")
-            for name, tensor in zip(names, tensors, strict=True):
-                if tensor.numel() != 1:
-                    raise ConfigurationError(
-                        "log_dict(sync_dist=True) takes numbers and one-element tensors, but "
-                        f"{name!r} has shape {list(tensor.shape)}. Reduce it first: value.mean()"
-                    )
+            tensors = [_scalar(name, values[name]) for name in names]
         except FabricError as error:
             channel.refuse("log_dict", error)
             raise
@@ -189,10 +182,12 @@ class Exchange:
             return {}
         away = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
         wide = torch.float32 if away.type == "mps" else torch.float64
-        flat = torch.stack([t.detach().to(away, wide).reshape(()) for t in tensors])
+        # One copy from a device, and alike on a rank that holds a number where another holds a tensor.
+        flat = torch.stack([t.detach().to(away, wide).reshape(()) for t in tensors]).to("cpu", torch.float64)
         label = f"log_dict({reduce_op})"
         reduced = reduce_tree({", ".join(map(str, names)): flat}, reduce_op, channel, label=label)
-        return dict(zip(names, next(iter(reduced.values())), strict=True))
+        by_name = dict(zip(names, next(iter(reduced.values())), strict=True))
+        return {name: by_name[name] for name in values}
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks are here; `name` must be the same on all."""
@@ -205,3 +200,19 @@ class Exchange:
         vote = torch.tensor(bool(decision))
         label = "all" if all else "any"
         return bool(reduce_tree(vote, "product" if all else "sum", self.channel(), label=label))
+
+
+def _scalar(name: str, value: Any) -> torch.Tensor:
+    if isinstance(value, bool | int | float):
+        return torch.tensor(float(value), dtype=torch.float64)  # torch's default dtype would round it
+    from fabric.plugins.collectives.channel import to_tensors
+
+    (tensor,) = to_tensors([value], torch.device("cpu"), "log_dict")
+    if tensor.is_complex():
+        raise ArgumentTypeError(f"log_dict takes real numbers, but {name!r} is complex. Log its abs().")
+    if tensor.numel() != 1:
+        raise ConfigurationError(
+            "log_dict(sync_dist=True) takes numbers and one-element tensors, but "
+            f"{name!r} has shape {list(tensor.shape)}. Reduce it first: value.mean()"
+        )
+    return tensor

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import RankError
+from fabric.core.errors import CollectiveMismatch, RankError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from fabric.strategies.strategy import Strategy
 
 _BEAT = 1.0
-"""Seconds between signs of life of a rank that goes first."""
+"""Seconds between signs of life of a rank that goes first; less where collectives wait for a short time."""
 
 
 class Turn:
@@ -38,7 +39,9 @@ class Turn:
         strategy.meet(f"rank_zero_first(local={local})")
         self._guard = strategy.collective.guard
         # All ranks came to this call, so they have counted alike.
-        self._name = f"first/{self._guard.count}" if self._guard is not None else ""
+        self._count = self._guard.count if self._guard is not None else 0
+        self._name = f"first/{self._count}"
+        self._answered: set[tuple[int, int]] = set()  # waits (rank, stamp) to which this rank has come
 
     @contextmanager
     def lead(self) -> Iterator[None]:
@@ -48,9 +51,10 @@ class Turn:
             return
         key = f"{self._name}/{self._strategy.topology.rank}"
         over = threading.Event()
+        pause = min(_BEAT, self._guard.timeout.total_seconds() / 4)
         beating = threading.Thread(
             target=_beat,
-            args=(self._guard.store.clone(), f"{key}/beat", over),
+            args=(self._guard.store.clone(), f"{key}/beat", over, pause),
             name="fabric-beat",
             daemon=True,
         )
@@ -64,6 +68,8 @@ class Turn:
 
     def follow(self) -> None:
         """Wait until the first ranks are through.
+
+        One that makes a collective in its block, which the others cannot come to, gets a CollectiveMismatch.
 
         Raises:
             RankError: One of them has not given a sign of life for as long as collectives wait.
@@ -79,6 +85,11 @@ class Turn:
             now = guard.store.add(f"{self._name}/{rank}/beat", 0)
             if now != beats:
                 beats, seen = now, time.monotonic()
+            if self._is_waited_for(rank):
+                # Come to it, with another call: the first rank gets the table of who called what, in its
+                # block, and `failure` brings it to all.
+                with suppress(CollectiveMismatch):
+                    self._strategy.meet("rank_zero_first", f"waiting until rank {rank} leaves the block")
             if time.monotonic() - seen > guard.timeout.total_seconds():
                 raise RankError(
                     f"rank_zero_first: rank {rank} is in the block and has not given a sign of life for "
@@ -86,6 +97,26 @@ class Turn:
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, 0.1)
+
+    def _is_waited_for(self, rank: int) -> bool:
+        """Whether a first rank waits in its block, in a collective that not only first ranks must make.
+
+        True once for each such wait.
+        """
+        from fabric.plugins.collectives.waits import Wait
+
+        guard: Any = self._guard
+        key = f"at/{rank}"
+        text = guard.store.get(key) if guard.store.check([key]) else b""
+        if not text:
+            return False
+        wait = Wait(*json.loads(text))
+        # What it waited for at the beginning of this turn may not be withdrawn yet, nor what a verdict ended.
+        over = (wait.group, wait.turn) == (guard.name, self._count) or (rank, wait.stamp) in self._answered
+        if over or {*wait.members} <= {*self._firsts}:
+            return False
+        self._answered.add((rank, wait.stamp))
+        return True
 
     def failure(self, error: BaseException | None) -> BaseException | None:
         """The error of the rank that went first, of this machine or else of another; None: all went well.
@@ -103,10 +134,10 @@ class Turn:
         return next((failure for failure in failures if failure is not None), None)
 
 
-def _beat(store: Any, key: str, over: threading.Event) -> None:
+def _beat(store: Any, key: str, over: threading.Event, pause: float) -> None:
     while not over.is_set():
         store.add(key, 1)
-        over.wait(_BEAT)
+        over.wait(pause)
 
 
 def _portable(error: BaseException | None, rank: int) -> BaseException | None:

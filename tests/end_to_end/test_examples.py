@@ -17,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 SHORT = {
     "collectives": [],
+    "contrastive": ["--epochs", "2", "--report-every", "1"],
     "custom_strategy": ["--epochs", "2"],
     "digits": ["--epochs", "2"],
     "gan": ["--epochs", "2", "--report-every", "1"],
@@ -24,7 +25,14 @@ SHORT = {
 }
 """Each example, and how to make it short."""
 
-AGREE = {"collectives": 1e-5, "custom_strategy": 3e-2, "digits": 1e-4, "gan": 1e-3, "language_model": 1e-4}
+AGREE = {
+    "collectives": 1e-5,
+    "contrastive": 1e-4,
+    "custom_strategy": 3e-2,
+    "digits": 1e-4,
+    "gan": 1e-3,
+    "language_model": 1e-4,
+}
 """Relative difference allowed between 1 and 2 processes; custom_strategy rounds gradients to bfloat16."""
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from fabric import Fabric
-from fabric.core.errors import RankError
+from fabric.core.errors import CollectiveMismatch, RankError
+from fabric.testing import rank_info
 
 MACHINES = 2
 
@@ -218,3 +221,196 @@ def test_one_process_just_goes(tmp_path):
     assert entered
     with pytest.raises(OSError, match="own"), fabric.rank_zero_first(local=True):
         raise OSError("own")
+
+
+@contextmanager
+def impatient(seconds: float):
+    """A group of this call's ranks whose collectives wait for a rank no longer than `seconds`."""
+    info = rank_info()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{info.store}",
+        rank=info.rank,
+        world_size=info.world_size,
+        timeout=timedelta(seconds=seconds),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def longer_than_collectives_wait(folder, local):
+    with impatient(seconds=2), two_machines() if local else nullcontext(None) as fabric:
+        fabric = fabric or launched()
+        order = Order(folder)
+        assert fabric.strategy.collective.guard.timeout == timedelta(seconds=2)
+        started = time.monotonic()
+        with fabric.rank_zero_first(local=local):
+            if fabric.global_rank == (2 if local else 0):
+                time.sleep(4)  # a download
+            seen = order.enter(fabric.global_rank)
+        took = time.monotonic() - started
+        fabric.barrier()
+        return seen, took
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", [False, True])
+def test_the_first_may_take_longer_than_collectives_wait(ranks, tmp_path, local):
+    world_size, firsts = (4, {"0", "2"}) if local else (2, {"0"})
+    results = ranks.run(
+        longer_than_collectives_wait, str(tmp_path), local, world_size=world_size, group=False
+    )
+    for rank, (seen, took) in enumerate(results):
+        if str(rank) not in firsts:
+            assert firsts <= {*seen}
+        if not local or rank != 0:
+            assert took >= 4
+
+
+def reduce_instead(folder):
+    fabric = launched()
+    order = Order(folder)
+    if fabric.global_rank == 1:
+        with pytest.raises(CollectiveMismatch) as caught:
+            fabric.all_reduce(1.0)
+    else:
+        with pytest.raises(CollectiveMismatch) as caught, fabric.rank_zero_first():
+            order.enter(fabric.global_rank)
+    fabric.barrier()
+    return str(caught.value), order.entered, fabric.all_reduce(1.0, reduce_op="sum").item()
+
+
+def test_nobody_enters_if_a_rank_does_something_else(ranks, tmp_path):
+    one, other = ranks.run(reduce_instead, str(tmp_path), world_size=2)
+    assert one == other
+    text, entered, total = one
+    assert "rank_zero_first(local=False)" in text
+    assert "all_reduce(mean)" in text
+    assert text.count("test_rank_zero_first.py:") == 2
+    assert entered == []
+    assert total == 2.0
+
+
+def different_arguments(folder):
+    fabric = launched()
+    order = Order(folder)
+    with (
+        pytest.raises(CollectiveMismatch, match=r"(?s)local=False.*local=True"),
+        fabric.rank_zero_first(local=fabric.global_rank == 1),
+    ):
+        order.enter(fabric.global_rank)
+    fabric.barrier()
+    return order.entered
+
+
+def test_ranks_must_agree_on_who_is_first(ranks, tmp_path):
+    assert ranks.run(different_arguments, str(tmp_path), world_size=2) == [[], []]
+
+
+def threads_around_blocks():
+    fabric = launched()
+    fabric.barrier()
+    before = {*threading.enumerate()}
+    inside = []
+    for _ in range(3):
+        with fabric.rank_zero_first():
+            inside.append([thread.name for thread in {*threading.enumerate()} - before])
+    assert {*threading.enumerate()} == before
+    with pytest.raises(KeyError), fabric.rank_zero_first():
+        raise KeyError("in the block")
+    assert {*threading.enumerate()} == before
+    return inside
+
+
+def test_no_thread_outlives_the_block(ranks):
+    assert ranks.run(threads_around_blocks, world_size=2) == [[["fabric-beat"]] * 3, [[]] * 3]
+
+
+def one_block_after_the_other(folder):
+    fabric = launched()
+    seen = []
+    for turn in range(20):
+        order = Order(folder)
+        with fabric.rank_zero_first(local=turn % 2 == 1):
+            (order.folder / f"{turn} {fabric.global_rank}").touch()
+            seen.append((order.folder / f"{turn} 0").exists())
+    return seen
+
+
+def test_many_blocks_in_a_row(ranks, tmp_path):
+    assert ranks.run(one_block_after_the_other, str(tmp_path), world_size=3) == [[True] * 20] * 3
+
+
+def collective_in_the_block(folder, group_of):
+    fabric = launched()
+    group = dist.new_group(group_of) if group_of else None
+    order, started = Order(folder), time.monotonic()
+    caught = None
+    try:
+        with fabric.rank_zero_first():
+            order.enter(fabric.global_rank)
+            fabric.all_reduce(1.0, group)
+    except CollectiveMismatch as raised:
+        caught = raised
+    waited = time.monotonic() - started
+    fabric.barrier()
+    total = fabric.all_reduce(1.0, reduce_op="sum").item()
+    of_group = None
+    if group_of and fabric.global_rank in group_of:
+        of_group = fabric.all_reduce(1.0, group, reduce_op="sum").item()
+    return str(caught), order.entered, waited, total, of_group
+
+
+@pytest.mark.parametrize("group_of", [None, [0, 1]])
+def test_a_collective_in_the_block_of_rank_zero_is_named_at_once(ranks, tmp_path, group_of):
+    """The others wait outside until the block is over, so it could never end."""
+    results = ranks.run(collective_in_the_block, str(tmp_path), group_of, world_size=3)
+    for text, entered, waited, total, _ in results:
+        assert text == results[0][0]
+        assert "all_reduce(mean)" in text
+        assert "waiting until rank 0 leaves the block" in text
+        assert "test_rank_zero_first.py:" in text
+        assert entered == ["0"]
+        assert waited < 20, "not the half hour that collectives wait"
+        assert total == 3.0
+    if group_of:
+        assert [of_group for *_, of_group in results] == [2.0, 2.0, None]
+
+
+def late_for_the_turn(folder):
+    fabric = launched()
+    order = Order(folder)
+    if fabric.global_rank == 1:
+        time.sleep(1.5)  # the others post where they wait, and withdraw that while rank 1 is in the turn
+    with fabric.rank_zero_first():
+        order.enter(fabric.global_rank)
+        time.sleep(0.05)
+    fabric.barrier()
+    return order.entered
+
+
+def test_who_waited_for_the_turn_to_begin_is_not_stuck(ranks, tmp_path):
+    assert ranks.run(late_for_the_turn, str(tmp_path), world_size=3) == [["0", "1", "2"]] * 3
+
+
+def collective_of_the_firsts(folder):
+    with two_machines() as fabric:
+        order = Order(folder)
+        group = dist.new_group([0, 2])
+        total = None
+        with fabric.rank_zero_first(local=True):
+            if fabric.local_rank == 0:
+                if fabric.node_rank == 1:
+                    time.sleep(1.5)  # long enough for rank 0 to post where it waits
+                total = fabric.all_reduce(fabric.global_rank, group, reduce_op="sum").item()
+            seen = order.enter(fabric.global_rank)
+        fabric.barrier()
+        return total, {"0", "2"} <= {*seen}
+
+
+def test_first_ranks_may_speak_to_each_other_in_the_block(ranks, tmp_path):
+    zero, one, two, three = ranks.run(collective_of_the_firsts, str(tmp_path), world_size=4)
+    assert zero[0] == two[0] == 2
+    assert one == three == (None, True)

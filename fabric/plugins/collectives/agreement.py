@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,13 +45,18 @@ def same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, torch.Tensor):
         return _same_tensor(one, other)
-    if isinstance(one, float):
-        return one == other or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, float | complex):
+        return one == other or (one != one and other != other)
+    if isinstance(one, dict) and not isinstance(one, OrderedDict):  # equal in any order, as in Python
+        return one.keys() == other.keys() and all([same(value, other[key]) for key, value in one.items()])
     if is_node(one):
         (mine, spec), (theirs, other_spec) = flatten(one), flatten(other)
         return spec == other_spec and all([same(a, b) for a, b in zip(mine, theirs, strict=True)])
-    equal = one == other
-    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)  # numpy arrays
+    if not hasattr(one, "dtype"):
+        return bool(one == other)
+    if one.dtype != other.dtype or one.shape != other.shape:  # numpy would broadcast
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:

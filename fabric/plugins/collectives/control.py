@@ -184,8 +184,10 @@ class Guard:
 
     def _disagree(self, control: Any, call: Call, verdicts: list[int]) -> None:
         """Raise on every rank: they all see that the keys differ, and say what they were about to do."""
-        if any(verdicts):
-            raise CollectiveMismatch(self._waits.text_of(max(verdicts) - 1))
+        if any(verdicts):  # a poisoned frame came before this rank looked at the verdict
+            numbers = sorted({verdict - 1 for verdict in verdicts if verdict})
+            self._excuse_all(numbers)
+            raise CollectiveMismatch(self._waits.text_of(numbers[-1]))
         text = frames.to_text(self._row(call))
         own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in self.members]
@@ -203,6 +205,7 @@ class Guard:
         modes = arrival.told()
         ended = [int(mode[1:]) for mode in modes if mode.startswith("!")]
         if ended:
+            self._excuse_all(sorted(set(ended)))
             raise CollectiveMismatch(self._waits.text_of(max(ended)))
         if len(set(modes)) > 1:
             table = ", ".join([f"rank {r}: {mode}" for r, mode in zip(self.members, modes, strict=True)])
@@ -238,8 +241,7 @@ class Guard:
                 if number is not None:
                     self._left.append((work, self._sent, self._got))
                     self._make_buffers()
-                    for wait in waits.missed(number):
-                        waits.guards[self.name]._excuse(wait.group, wait.turn, number)
+                    self._excuse_all([number])
                     raise CollectiveMismatch(waits.text_of(number))
                 if time.monotonic() - start > self.timeout.total_seconds() + 10:
                     raise RuntimeError("Timed out waiting for its first call")
@@ -247,6 +249,12 @@ class Guard:
                 seconds = min(1.5 * seconds, max(1.0, waits.world_size / 64))
         finally:
             waits.withdraw()
+
+    def _excuse_all(self, numbers: list[int]) -> None:
+        """Come to the calls of verdicts that this rank never makes, whichever way it learnt of them."""
+        for number in numbers:
+            for wait in self._waits.missed(number):
+                self._excuse(wait.group, wait.turn, number)
 
     def _excuse(self, name: str, count: int, number: int) -> None:
         """Come to a call that this rank never makes, with a poisoned frame, so that its group stays

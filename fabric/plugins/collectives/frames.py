@@ -182,9 +182,14 @@ def table(rows: Sequence[Said]) -> str:
 
 
 def _trimmed(texts: list[str], limit: int = 100) -> list[str]:
-    if max([len(text) for text in texts]) <= limit or any([text.startswith(REFUSED) for text in texts]):
-        return texts
-    alike = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
-    start = max(0, alike - limit // 3)
+    """The texts from a little before where they differ; refusals as they are, for people to read."""
+    start = 0
+    if max([len(text) for text in texts]) > limit and not any([text.startswith(REFUSED) for text in texts]):
+        letters = enumerate(zip(*texts, strict=False))
+        ends = min([len(text) for text in texts])
+        start = max(0, next((i for i, each in letters if len(set(each)) > 1), ends) - limit // 3)
     shown = [("..." if start else "") + text[start:] for text in texts]
-    return [text if len(text) <= limit else text[: limit - 3] + "..." for text in shown]
+    return [
+        text if len(text) <= limit or text.startswith(REFUSED) else text[: limit - 3] + "..."
+        for text in shown
+    ]
