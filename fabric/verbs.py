@@ -16,7 +16,7 @@ import torch
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import map_tree
 from fabric.facts import RankFacts
-from fabric.strategies.first import Turn
+from fabric.utilities.compile import eager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,21 +32,24 @@ class CollectiveVerbs(RankFacts):
     and `dst` are global ranks.
     """
 
+    @eager
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank is here. All ranks, with the same name."""
         self._require_launch("barrier()")
         self._strategy.barrier(name)
 
+    @eager
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
         """Rank `src`'s object on every rank. All ranks of the group. Tensors travel as tensors, never
         pickled.
         """
         self._require_launch("broadcast()")
-        self._check_rank("broadcast", "src", src)
+        self._check_rank("broadcast", "src", src, group)
         if group is None:
             return self._strategy.broadcast(obj, src)
         return self._strategy.broadcast(obj, src, group=group)
 
+    @eager
     def all_gather(
         self,
         data: Any,
@@ -75,7 +78,8 @@ class CollectiveVerbs(RankFacts):
         """
         self._require_launch("all_gather()")
         if async_op and (sync_grads or uneven != "error"):
-            raise ConfigurationError("all_gather(async_op=True) takes neither sync_grads=True nor uneven=.")
+            text = "all_gather(async_op=True) takes neither sync_grads=True nor uneven=."
+            self._strategy.refuse("all_gather", ConfigurationError(text), group)
         strategy = self._strategy
         if async_op:
             return strategy.all_gather(data, group, async_op=True)
@@ -83,6 +87,7 @@ class CollectiveVerbs(RankFacts):
             return strategy.all_gather(data, group, sync_grads)
         return strategy.all_gather(data, group, sync_grads, uneven=uneven)
 
+    @eager
     def all_reduce(
         self,
         data: Any,
@@ -111,7 +116,8 @@ class CollectiveVerbs(RankFacts):
         self._require_launch("all_reduce()")
         if sync_grads:
             if async_op:
-                raise ConfigurationError("all_reduce takes async_op=True or sync_grads=True, not both.")
+                text = "all_reduce takes async_op=True or sync_grads=True, not both."
+                self._strategy.refuse("all_reduce", ConfigurationError(text), group)
             return self._strategy.all_reduce(data, group, reduce_op, sync_grads=True)
         if not inplace:
             data = _copy_tensors(data)
@@ -119,6 +125,7 @@ class CollectiveVerbs(RankFacts):
             return self._strategy.all_reduce(data, group, reduce_op, async_op=True)
         return self._strategy.all_reduce(data, group, reduce_op)
 
+    @eager
     def reduce_scatter(
         self, data: Any, reduce_op: Any = "mean", group: Any | None = None, *, sync_grads: bool = False
     ) -> Any:
@@ -138,6 +145,7 @@ class CollectiveVerbs(RankFacts):
         self._require_launch("reduce_scatter()")
         return self._strategy.reduce_scatter(data, reduce_op, group, sync_grads=sync_grads)
 
+    @eager
     def all_to_all(self, data: Any, group: Any | None = None, *, sync_grads: bool = False) -> Any:
         """Part i of each leaf (along dim 0) to rank i, and part r from rank r. All ranks of the group.
 
@@ -153,12 +161,14 @@ class CollectiveVerbs(RankFacts):
         self._require_launch("all_to_all()")
         return self._strategy.all_to_all(data, group, sync_grads=sync_grads)
 
+    @eager
     def gather(self, data: Any, dst: int = 0, group: Any | None = None) -> Any:
         """As `all_gather`, on rank `dst` only; None on the others. All ranks of the group."""
         self._require_launch("gather()")
-        self._check_rank("gather", "dst", dst)
+        self._check_rank("gather", "dst", dst, group)
         return self._strategy.gather(data, dst, group)
 
+    @eager
     def scatter(self, data: Any, src: int = 0, group: Any | None = None) -> Any:
         """This rank's part of rank `src`'s data: (n / world_size, ...) of each (n, ...). All ranks of the
         group.
@@ -166,24 +176,28 @@ class CollectiveVerbs(RankFacts):
         What the other ranks pass is ignored. Raises, on all ranks, as `reduce_scatter`.
         """
         self._require_launch("scatter()")
-        self._check_rank("scatter", "src", src)
+        self._check_rank("scatter", "src", src, group)
         return self._strategy.scatter(data, src, group)
 
+    @eager
     def all_gather_object(self, obj: Any, group: Any | None = None) -> list[Any]:
         """Every rank's object, pickled on its way, in rank order. All ranks of the group."""
         self._require_launch("all_gather_object()")
         return self._strategy.all_gather_object(obj, group)
 
+    @eager
     def any(self, flag: Any) -> bool:
         """Whether the flag is true on any rank. All ranks."""
         self._require_launch("any()")
-        return self._strategy.reduce_boolean_decision(bool(flag), all=False)
+        return self._strategy.reduce_boolean_decision(self._checked_flag("any", flag), all=False)
 
+    @eager
     def all(self, flag: Any) -> bool:
         """Whether the flag is true on all ranks. All ranks."""
         self._require_launch("all()")
-        return self._strategy.reduce_boolean_decision(bool(flag), all=True)
+        return self._strategy.reduce_boolean_decision(self._checked_flag("all", flag), all=True)
 
+    @eager
     def agree(self, value: Any) -> Any:
         """The value, which all ranks must hold alike. All ranks.
 
@@ -193,6 +207,7 @@ class CollectiveVerbs(RankFacts):
         self._require_launch("agree()")
         return self._strategy.agree(value)
 
+    @eager
     def compute_metrics(self, metrics: Any) -> Any:
         """The values that one process would compute which saw the data of all ranks. All ranks.
 
@@ -223,6 +238,8 @@ class CollectiveVerbs(RankFacts):
             yield
             return
         self._require_launch("rank_zero_first()")
+        from fabric.strategies.first import Turn
+
         turn = Turn(self._strategy, local)
         if turn.leads:
             try:
@@ -239,13 +256,24 @@ class CollectiveVerbs(RankFacts):
         if not turn.leads:
             yield
 
-    def _check_rank(self, verb: str, name: str, rank: Any) -> None:
-        if not isinstance(rank, int):
-            raise ArgumentTypeError(
-                f"{verb}({name}={rank!r}): {name} is a rank, from 0 to {self.world_size - 1}."
+    def _checked_flag(self, verb: str, flag: Any) -> bool:
+        try:
+            return bool(flag)
+        except (RuntimeError, ValueError, TypeError) as error:  # a tensor or an array of several elements
+            text = (
+                f"fabric.{verb} takes one truth value, but got a {type(flag).__name__} that has none "
+                f"({error}). Write fabric.{verb}(flag.{verb}())."
             )
-        if not 0 <= rank < self.world_size:
-            raise ConfigurationError(f"{verb}({name}={rank}): ranks go from 0 to {self.world_size - 1}.")
+            self._strategy.refuse(verb, ArgumentTypeError(text))
+
+    def _check_rank(self, verb: str, name: str, rank: Any, group: Any) -> None:
+        last = self.world_size - 1
+        if not isinstance(rank, int):
+            text = f"{verb}({name}={rank!r}): {name} is a rank, from 0 to {last}."
+            self._strategy.refuse(verb, ArgumentTypeError(text), group)
+        if not 0 <= rank <= last:
+            text = f"{verb}({name}={rank}): ranks go from 0 to {last}."
+            self._strategy.refuse(verb, ConfigurationError(text), group)
 
 
 def _copy_tensors(data: Any) -> Any:

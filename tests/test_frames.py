@@ -129,7 +129,7 @@ def test_all_reduce_does_not_depend_on_the_number_of_leaves():
     fabric.all_reduce(1.0)  # imports
     few, many = frames(fabric.all_reduce, tree(2)), frames(fabric.all_reduce, tree(200))
     assert few == many
-    assert few[1] <= 6
+    assert few[1] <= 7  # one of them keeps torch.compile out
     assert len(few[0]) <= 20, few[0]
 
 

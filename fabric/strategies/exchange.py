@@ -6,7 +6,7 @@ CollectiveMismatch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -62,6 +62,11 @@ class Exchange:
         """Wait until all ranks make the same call; the first thing that a verb of several messages does."""
         self.channel().meet(call_of(verb, what))
 
+    def refuse(self, verb: str, error: FabricError, group: Any | None = None) -> NoReturn:
+        """Raise `error` about a verb's arguments, after the ranks that wait in the verb have heard of it."""
+        self.channel(group).refuse(verb, error)
+        raise error
+
     def all_reduce(
         self,
         tensor: Any,
@@ -99,10 +104,8 @@ class Exchange:
         if uneven == "error":
             return all_gather_with_grads(tensor, self.channel(group))
         if uneven not in UNEVEN:
-            raise ConfigurationError(
-                f"all_gather(uneven={uneven!r}): write 'error', 'list' or "
-                f"'cat'.{did_you_mean(uneven, UNEVEN)}"
-            )
+            error = f"all_gather(uneven={uneven!r}): write 'error', 'list' or 'cat'."
+            self.refuse("all_gather", ConfigurationError(error + did_you_mean(uneven, UNEVEN)), group)
         return all_gather_uneven(tensor, uneven, self.channel(group), sync_grads)
 
     def reduce_scatter(

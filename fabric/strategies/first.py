@@ -38,23 +38,27 @@ class Turn:
         self._firsts = range(0, here.world_size, here.local_world_size) if local else range(1)
         strategy.meet(f"rank_zero_first(local={local})")
         self._guard = strategy.collective.guard
-        # All ranks came to this call, so they have counted alike.
         self._count = self._guard.count if self._guard is not None else 0
-        self._name = f"first/{self._count}"
+        job = strategy.collective.job  # where the others wait; a job of another engine may have none
+        self._store: Any = None if job is None else job.store
+        self._timeout = 0.0 if job is None else job.timeout.total_seconds()
+        if job is not None:
+            job.counts["first"] = job.counts.get("first", 0) + 1  # alike on all ranks
+            self._name = f"first/{job.counts['first']}"
         self._answered: set[tuple[int, int]] = set()  # waits (rank, stamp) to which this rank has come
 
     @contextmanager
     def lead(self) -> Iterator[None]:
         """The block of a rank that goes first; a thread gives signs of life meanwhile."""
-        if self._guard is None:
+        if self._store is None:
             yield
             return
         key = f"{self._name}/{self._strategy.topology.rank}"
         over = threading.Event()
-        pause = min(_BEAT, self._guard.timeout.total_seconds() / 4)
+        pause = min(_BEAT, self._timeout / 4)
         beating = threading.Thread(
             target=_beat,
-            args=(self._guard.store.clone(), f"{key}/beat", over, pause),
+            args=(self._store.clone(), f"{key}/beat", over, pause),
             name="fabric-beat",
             daemon=True,
         )
@@ -64,7 +68,7 @@ class Turn:
         finally:
             over.set()
             beating.join()
-            self._guard.store.set(f"{key}/done", "")
+            self._store.set(f"{key}/done", "")
 
     def follow(self) -> None:
         """Wait until the first ranks are through.
@@ -74,15 +78,15 @@ class Turn:
         Raises:
             RankError: One of them has not given a sign of life for as long as collectives wait.
         """
-        if self._guard is not None:
+        if self._store is not None:
             for rank in self._firsts:
                 self._await(rank)
 
     def _await(self, rank: int) -> None:
-        guard: Any = self._guard
+        store: Any = self._store
         beats, seen, pause = 0, time.monotonic(), 0.002
-        while not guard.store.check([f"{self._name}/{rank}/done"]):
-            now = guard.store.add(f"{self._name}/{rank}/beat", 0)
+        while not store.check([f"{self._name}/{rank}/done"]):
+            now = store.add(f"{self._name}/{rank}/beat", 0)
             if now != beats:
                 beats, seen = now, time.monotonic()
             if self._is_waited_for(rank):
@@ -90,10 +94,10 @@ class Turn:
                 # block, and `failure` brings it to all.
                 with suppress(CollectiveMismatch):
                     self._strategy.meet("rank_zero_first", f"waiting until rank {rank} leaves the block")
-            if time.monotonic() - seen > guard.timeout.total_seconds():
+            if time.monotonic() - seen > self._timeout:
                 raise RankError(
                     f"rank_zero_first: rank {rank} is in the block and has not given a sign of life for "
-                    f"{guard.timeout.total_seconds():.0f} s. Its process or machine has stopped."
+                    f"{self._timeout:.0f} s. Its process or machine has stopped."
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, 0.1)
@@ -105,10 +109,9 @@ class Turn:
         """
         from fabric.plugins.collectives.waits import Wait
 
-        guard: Any = self._guard
-        key = f"at/{rank}"
-        text = guard.store.get(key) if guard.store.check([key]) else b""
-        if not text:
+        guard, store, key = self._guard, self._store, f"at/{rank}"
+        text = store.get(key) if guard is not None and store is not None and store.check([key]) else b""
+        if guard is None or not text:
             return False
         wait = Wait(*json.loads(text))
         # What it waited for at the beginning of this turn may not be withdrawn yet, nor what a verdict ended.
@@ -129,9 +132,21 @@ class Turn:
         here = self._strategy.topology
         mine = here.rank - here.local_rank if self._local else 0
         # Every rank takes part in every machine's news: a broadcast is a call of all ranks.
-        news = {source: self._strategy.broadcast(_portable(error, source), source) for source in self._firsts}
+        news = {source: self._told_by(source, error) for source in self._firsts}
+        if self._guard is not None and self._store is not None and self.leads:  # all ranks are past it now
+            for name in ("beat", "done"):
+                self._store.delete_key(f"{self._name}/{here.rank}/{name}")
         failures = [news[mine], *news.values()]
         return next((failure for failure in failures if failure is not None), None)
+
+    def _told_by(self, source: int, error: BaseException | None) -> BaseException | None:
+        while True:
+            try:
+                told: BaseException | None = self._strategy.broadcast(_portable(error, source), source)
+                return told
+            except CollectiveMismatch as mismatch:
+                if not mismatch.late:  # else that was a call of the block, which the others have given up
+                    raise
 
 
 def _beat(store: Any, key: str, over: threading.Event, pause: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter, OrderedDict, namedtuple
 from contextlib import contextmanager
 from functools import reduce
@@ -402,3 +403,47 @@ def barrier_counts():
 
 def test_barrier_is_one_message(ranks):
     assert ranks.run(barrier_counts, world_size=2) == [{"all_gather": 2}] * 2
+
+
+# NaN
+
+
+def extremes_with_nan(dtype, size, guard):
+    os.environ["FABRIC_GUARD"] = guard
+    try:
+        fabric = launched()
+        rank, world = fabric.global_rank, fabric.world_size
+        found = []
+        for op in ("min", "max"):
+            for holder in (*range(world), None):  # which rank holds the NaN
+                data = torch.linspace(-3, 3, world * size).to(dtype) * (-1) ** rank
+                if rank == holder:
+                    data[1] = float("nan")
+                found.append(fabric.all_reduce(data, reduce_op=op, inplace=False).float())
+                found.append(fabric.reduce_scatter(data, op).float())
+        return found
+    finally:
+        del os.environ["FABRIC_GUARD"]
+
+
+@pytest.mark.parametrize("guard", ["full", "light"])
+@pytest.mark.parametrize("size", [4, 5000])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_nan_is_not_lost_in_a_minimum(ranks, dtype, size, guard):
+    """gloo's own depends on which rank holds it."""
+    world = 2
+    results = ranks.run(extremes_with_nan, dtype, size, guard, world_size=world)
+    expected = []
+    for op in (torch.amin, torch.amax):
+        for holder in (0, 1, None):
+            base = torch.linspace(-3, 3, world * size).to(dtype)
+            rows = torch.stack([base * (-1) ** rank for rank in range(world)]).float()
+            if holder is not None:
+                rows[holder, 1] = float("nan")
+            expected.append(op(rows, 0))
+    for rank, found in enumerate(results):
+        for i, whole in enumerate(expected):
+            torch.testing.assert_close(found[2 * i], whole, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(
+                found[2 * i + 1], whole.chunk(world)[rank], rtol=0, atol=0, equal_nan=True
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -53,15 +54,25 @@ def same(one: Any, other: Any) -> bool:
         (mine, spec), (theirs, other_spec) = flatten(one), flatten(other)
         return spec == other_spec and all([same(a, b) for a, b in zip(mine, theirs, strict=True)])
     if not hasattr(one, "dtype"):
-        return bool(one == other)
+        return bool(one == other) or _same_content(one, other)
     if one.dtype != other.dtype or one.shape != other.shape:  # numpy would broadcast
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
+def _same_content(one: Any, other: Any) -> bool:
+    """Whether two objects that are not equal (they arrived as copies) hold the same."""
+    if getattr(one, "__dict__", None):
+        return same(vars(one), vars(other))
+    by_identity: Any = object.__eq__
+    return type(one).__eq__ is by_identity and pickle.dumps(one) == pickle.dumps(other)
+
+
 def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if one.dtype != other.dtype or one.shape != other.shape or one.layout != other.layout:
         return False
+    if one.layout is not torch.strided:
+        one, other = one.to_dense(), other.to_dense()
     plain = one.is_floating_point() or one.is_complex()
     if plain and one.itemsize > 1:
         return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())

@@ -80,7 +80,10 @@ class Channel(NamedTuple):
         Raises:
             CollectiveMismatch: Not all ranks refuse alike; raised on all of them.
         """
-        self.meet(call_of(verb, f"{REFUSED}{type(error).__name__}: {error}"))
+        # Alike is the kind of mistake; its text may name values, of which every rank has its own.
+        kind = f"{REFUSED}{type(error).__name__}"
+        self.world_size  # noqa: B018 - raises for ranks outside the group: nobody waits for them
+        self.meet(call_of(verb, kind)._replace(what=f"{kind}: {error}"))
 
 
 def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tensor]:
@@ -92,13 +95,17 @@ def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tenso
     tensors = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            if leaf.layout is not torch.strided:
-                raise ArgumentTypeError(
-                    f"{verb} takes dense tensors, but a leaf is {leaf.layout}. Write tensor.to_dense()."
-                )
+            if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
+                raise ArgumentTypeError(f"{verb} takes dense tensors, but a leaf {_why_not_dense(leaf)}")
             tensors.append(leaf)
         elif isinstance(leaf, bool | int | float | complex) or type(leaf).__module__ == "numpy":
-            tensors.append(torch.tensor(leaf, device=device))
+            try:
+                tensors.append(torch.tensor(leaf, device=device))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ArgumentTypeError(
+                    f"{verb}: torch makes no tensor of the {type(leaf).__name__} {leaf!r:.80} ({error}). "
+                    "Convert it to a tensor of a dtype that holds it."
+                ) from error
         else:
             raise ArgumentTypeError(
                 f"{verb} takes tensors, numbers, and nestings of them, but a leaf is "
@@ -106,6 +113,16 @@ def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tenso
                 "fabric.all_gather_object for objects."
             )
     return tensors
+
+
+def _why_not_dense(tensor: Tensor) -> str:
+    if tensor.is_nested:
+        return "is nested. Pass a list of its parts (tensor.unbind())."
+    if tensor.is_quantized:
+        return "is quantised. Write tensor.dequantize(), or tensor.int_repr()."
+    if tensor.is_meta:
+        return "is on the meta device and holds no values. Give it memory first."
+    return f"is {tensor.layout}. Write tensor.to_dense()."
 
 
 def buckets(tensors: list[Tensor]) -> list[list[int]]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from fabric.plugins.collectives.control import Guard
+    from fabric.plugins.collectives.waits import Waits
 
 
 class Collective(ABC):
@@ -42,6 +43,11 @@ class Collective(ABC):
     def place_of(self, rank: int) -> int:
         """The place of a global rank within the group."""
         return rank
+
+    @property
+    def job(self) -> Waits | None:
+        """What the ranks of the job share beside collectives; None: nothing."""
+        return None
 
     @property
     def guard(self) -> Guard | None:

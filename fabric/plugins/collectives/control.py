@@ -1,8 +1,7 @@
 """`Guard`: the ranks of a group meet on a control group of their own before each collective.
 
 They exchange one frame each (frames.py). If the frames differ, all ranks raise the same error and the group
-stays
-usable. On the host small data ride in the frame, and need no collective of their own.
+stays usable. On the host small data ride in the frame, and need no collective of their own.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import ctypes
 import os
 import time
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 MODES = ("full", "light", "off")
 FULL_UP_TO = 64
-"""Ranks up to which `full` exchanges whole frames; larger groups compare digests by a reduction, as
-`light`.
-"""
+"""Ranks up to which `full` exchanges whole frames; larger groups compare digests, as `light` does."""
 _PATIENCE = timedelta(seconds=PATIENCE)
 _POISON = b"\xff" * 16
 
@@ -41,23 +39,25 @@ _waits: weakref.WeakKeyDictionary[Any, Waits] = weakref.WeakKeyDictionary()
 
 
 def guard_of(group: Any) -> Guard | None:
-    """The guard of a torch process group; None for a group of one, or with FABRIC_GUARD=off.
-
-    Raises:
-        ConfigurationError: FABRIC_GUARD is none of its three values.
-    """
+    """The guard of a torch process group; None for a group of one, or once all said FABRIC_GUARD=off."""
     try:
         return _guards[group]
     except KeyError:
         pass
-    mode = os.environ.get("FABRIC_GUARD", "full")
-    if mode not in MODES:
-        raise ConfigurationError(f"FABRIC_GUARD={mode!r} is not one of {', '.join(MODES)}.")
     if not _guards:
         atexit.register(_guards.clear)  # threads of a group must end before the interpreter does
-    off = mode == "off" or dist.get_world_size(group) == 1
-    guard = _guards[group] = None if off else Guard(group, mode)
+    guard = None if dist.get_world_size(group) == 1 else Guard(group, os.environ.get("FABRIC_GUARD", "full"))
+    _guards[group] = guard
     return guard
+
+
+def waits_of_world() -> Waits:
+    """This rank's view of the job, in the store of torch's default group."""
+    world = dist.group.WORLD
+    if world not in _waits:
+        store = dist.distributed_c10d._get_default_store()
+        _waits[world] = Waits(store, dist.get_rank(), dist.get_world_size(), timeout_of(world))
+    return _waits[world]
 
 
 def starts_of(payload: list[Tensor]) -> tuple[list[int], int]:
@@ -117,14 +117,11 @@ class Guard:
         self.name: str = group.group_name
         self.members: list[int] = dist.get_process_group_ranks(group)
         self.mode = mode
-        world = dist.group.WORLD
-        if world not in _waits:
-            store = dist.distributed_c10d._get_default_store()
-            _waits[world] = Waits(store, dist.get_rank(), dist.get_world_size())
-        self._waits = _waits[world]
+        self._group = weakref.ref(group)
+        self._waits = waits_of_world()
         self._waits.guards[self.name] = self
         self._counts = self._waits.counts
-        self.timeout = _timeout_of(group)
+        self.timeout = timeout_of(group)
         self._control: Any = None
         self._whole = mode == "full" and len(self.members) <= FULL_UP_TO
         self._left: list[Any] = []  # operations that a verdict ended, and their memory
@@ -132,14 +129,10 @@ class Guard:
 
     def __del__(self) -> None:
         # Its destructor would wait for calls that a verdict ended and whose other ranks may never come.
-        for left in [left for left in self._left if not left[0].is_completed()]:
+        left_over = getattr(self, "_left", [])  # none, if __init__ failed
+        for left in [left for left in left_over if not left[0].is_completed()]:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._control))
-
-    @property
-    def store(self) -> Any:
-        """A store that all ranks of the job share, with names of their own for what is not a collective."""
-        return self._waits.store
 
     @property
     def count(self) -> int:
@@ -149,29 +142,31 @@ class Guard:
     def meet(self, call: Call, payload: list[Tensor] | None = None) -> Meeting | None:
         """Wait until all ranks make this call; see `Channel.meet`."""
         control = self._control or self._open(call)
-        counts, name = self._counts, self.name
-        count = counts[name] = counts.get(name, 0) + 1
+        if control is None:
+            return None
         starts, size = starts_of(payload) if payload else ([], 0)
+        if payload and size <= ROOM and self._whole:
+            for start, data in zip(starts, payload, strict=True):
+                slots = self._slots.get(data.dtype)
+                if slots is None:
+                    with torch.inference_mode(False):  # else nobody could write to it outside of that mode
+                        slots = self._slots[data.dtype] = self._own.view(data.dtype)
+                at = (HEADER.size + start) // data.itemsize
+                slots[at : at + data.numel()].copy_(data)
+        counts, name = self._counts, self.name
+        count = counts[name] = counts.get(name, 0) + 1  # last: nothing can fail between it and the frame
         HEADER.pack_into(self._sent, 0, count, call.digest, size, 0)
         if not self._whole:
             self._compare(control, call)
             return None
-        if payload and size <= ROOM:
-            for start, data in zip(starts, payload, strict=True):
-                slots = self._slots.get(data.dtype)
-                if slots is None:
-                    slots = self._slots[data.dtype] = self._own.view(data.dtype)
-                at = (HEADER.size + start) // data.itemsize
-                slots[at : at + data.numel()].copy_(data)
         work = dist.all_gather(self._each, self._own, group=control, async_op=True)
         self._finish(work, call, name)
         # One comparison for each rank: the rest is looked at only where they differ.
         key, got = self._sent[:KEY_BYTES], self._got
         for at in range(0, len(got), FRAME_BYTES):
             if got[at : at + KEY_BYTES] != key:
-                self._disagree(
-                    control, call, [HEADER.unpack_from(got, i)[3] for i in range(0, len(got), FRAME_BYTES)]
-                )
+                verdicts = [HEADER.unpack_from(got, i)[3] for i in range(0, len(got), FRAME_BYTES)]
+                self._disagree(control, call, verdicts)
         return Meeting(size, self._rows, self._views)
 
     def _compare(self, control: Any, call: Call) -> None:
@@ -185,18 +180,34 @@ class Guard:
     def _disagree(self, control: Any, call: Call, verdicts: list[int]) -> None:
         """Raise on every rank: they all see that the keys differ, and say what they were about to do."""
         if any(verdicts):  # a poisoned frame came before this rank looked at the verdict
-            numbers = sorted({verdict - 1 for verdict in verdicts if verdict})
-            self._excuse_all(numbers)
-            raise CollectiveMismatch(self._waits.text_of(numbers[-1]))
+            raise self._ended([verdict - 1 for verdict in verdicts if verdict])
         text = frames.to_text(self._row(call))
-        own = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = [torch.empty_like(own) for _ in self.members]
-        dist.all_gather(rows, own, group=control)
-        said = [frames.from_text(r, bytes(row.tolist())) for r, row in zip(self.members, rows, strict=True)]
+        try:
+            sizes = [int(size) for size in _all_gather(control, torch.tensor([len(text)]), self.members)]
+            own = torch.zeros(max(sizes), dtype=torch.uint8)
+            own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            rows = _all_gather(control, own, self.members)
+        except RuntimeError as error:
+            raise RankError(self._failure(call, error)) from error
+        said = [
+            frames.from_text(rank, bytes(row[:size].tolist()))
+            for rank, row, size in zip(self.members, rows, sizes, strict=True)
+        ]
         raise CollectiveMismatch(frames.mismatch_text(said))
 
+    def _ended(self, numbers: list[int]) -> CollectiveMismatch:
+        """The error for a call that verdicts ended, after this rank has come to all that they ended."""
+        self._excuse_all(sorted(set(numbers)))
+        error = CollectiveMismatch(self._waits.text_of(max(numbers)))
+        error.late = not self._waits.is_judged(max(numbers))
+        return error
+
     def _open(self, call: Call) -> Any:
-        """The control group, made by the first call of the group, when all its ranks are there."""
+        """The control group, made by the first call of the group, when all its ranks are there; None: off.
+
+        Raises:
+            ConfigurationError: FABRIC_GUARD is none of its values, or differs between ranks; on all of them.
+        """
         name = f"open {self.name}"
         attempt = self._counts[name] = self._counts.get(name, 0) + 1
         arrival = _Arrival(self._waits.store, name, attempt, self.members)
@@ -205,14 +216,17 @@ class Guard:
         modes = arrival.told()
         ended = [int(mode[1:]) for mode in modes if mode.startswith("!")]
         if ended:
-            self._excuse_all(sorted(set(ended)))
-            raise CollectiveMismatch(self._waits.text_of(max(ended)))
-        if len(set(modes)) > 1:
-            table = ", ".join([f"rank {r}: {mode}" for r, mode in zip(self.members, modes, strict=True)])
-            raise ConfigurationError(f"FABRIC_GUARD must be the same on all ranks, but is {table}.")
+            raise self._ended(ended)
+        if len(set(modes)) > 1 or self.mode not in MODES:
+            table = ", ".join([f"{mode} on rank {r}" for r, mode in zip(self.members, modes, strict=True)])
+            raise ConfigurationError(
+                f"FABRIC_GUARD must be one of {', '.join(MODES)} and the same on all ranks, but is {table}."
+            )
+        if self.mode == "off":
+            _guards[self._group()] = None
+            return None
         # Not dist.new_group: all ranks of the job would have to call it; and its name for a group that only
-        # the
-        # members make depends on how many groups a rank has made before, so it may differ between them.
+        # the members make depends on how many groups a rank has made before: it may differ between them.
         store = dist.PrefixStore(f"control/{name}/{attempt}", self._waits.store)
         place = self.members.index(self._waits.rank)
         self._control = dist.ProcessGroupGloo(store, place, len(self.members), self.timeout)
@@ -221,19 +235,16 @@ class Guard:
     def _finish(self, work: Any, call: Call, name: str) -> None:
         """Wait for the others; after a while, look where they are."""
         try:
-            work.wait(_PATIENCE)
-        except RuntimeError:
-            try:
+            if not _is_done(work, PATIENCE):
                 self._wait_long(work, call, name)
-            except RuntimeError as error:
-                if isinstance(error, CollectiveMismatch):
-                    raise
-                raise RankError(self._failure(call, error)) from error
+        except CollectiveMismatch:
+            raise
+        except RuntimeError as error:
+            raise RankError(self._failure(call, error, work)) from error
 
     def _wait_long(self, work: Any, call: Call, name: str) -> None:
         waits, seconds, start = self._waits, 0.2, time.monotonic()
-        if _is_done(work, seconds):
-            return
+        limit = self.timeout.total_seconds() - PATIENCE
         stamp = waits.post(name, self._counts[name], self.members, self._row(call))
         try:
             while not _is_done(work, seconds):
@@ -241,10 +252,9 @@ class Guard:
                 if number is not None:
                     self._left.append((work, self._sent, self._got))
                     self._make_buffers()
-                    self._excuse_all([number])
-                    raise CollectiveMismatch(waits.text_of(number))
-                if time.monotonic() - start > self.timeout.total_seconds() + 10:
-                    raise RuntimeError("Timed out waiting for its first call")
+                    raise self._ended([number])
+                if isinstance(work, _Arrival) and time.monotonic() - start > limit:  # others have their own
+                    raise RuntimeError("it was the first call of the group")
                 waits.judge()
                 seconds = min(1.5 * seconds, max(1.0, waits.world_size / 64))
         finally:
@@ -257,15 +267,15 @@ class Guard:
                 self._excuse(wait.group, wait.turn, number)
 
     def _excuse(self, name: str, count: int, number: int) -> None:
-        """Come to a call that this rank never makes, with a poisoned frame, so that its group stays
-        usable.
-        """
+        """Come to a call that this rank never makes, with a poisoned frame: its group stays usable."""
         waits = self._waits
-        waits.counts[name] = count
-        if name.startswith("open "):
-            _Arrival(waits.store, name, count, []).tell(waits.rank, f"!{number}")
-        else:
-            waits.guards[name]._poison(count, number)
+        # One for each turn: a rank that was late for an earlier verdict, too, owes several.
+        for turn in range(waits.counts.get(name, 0) + 1, count + 1):
+            waits.counts[name] = turn
+            if name.startswith("open "):
+                _Arrival(waits.store, name, turn, []).tell(waits.rank, f"!{number}")
+            else:
+                waits.guards[name]._poison(turn, number)
 
     def _poison(self, count: int, number: int) -> None:
         control = self._control
@@ -298,19 +308,22 @@ class Guard:
         verb = f"{call.verb} #{max(self.count, 1)}"
         return Said(self._waits.rank, verb, call.what, frames.user_place())
 
-    def _failure(self, call: Call, error: Exception) -> str:
-        """The error for ranks that went away or did not come: who is known to be where."""
+    def _failure(self, call: Call, error: Exception, work: Any = None) -> str:
+        """The error for ranks that ended or did not come: who is missing, and where the others wait."""
         reason = str(error).rpartition("] ")[2] or type(error).__name__
-        text = (
-            f"{call.verb} at {frames.user_place()} failed on rank {self._waits.rank}: "
-            f"a rank of the group ended, or did not come in {self.timeout.total_seconds():.0f} s ({reason})."
-        )
+        text = f"{call.verb} at {frames.user_place()} failed on rank {self._waits.rank}: "
         try:
-            rows = [wait.row() for wait in self._waits.read().values()]
+            waits = self._waits.read()
+            came = {wait.rank for wait in waits.values() if wait.counts.get(self.name, 0) >= self.count}
+            if isinstance(work, _Arrival):
+                came = work.came()
+            missing = [str(rank) for rank in self.members if rank not in {*came, self._waits.rank}]
+            rows = [wait.row() for wait in waits.values() if wait.rank != self._waits.rank]
         except Exception:  # the store went with the rank that kept it
-            return text
-        others = [row for row in rows if row.rank != self._waits.rank]
-        return f"{text}\nWaiting at that time:\n{frames.table(others)}" if others else text
+            missing, rows = [], []
+        who = f"rank {', '.join(missing)}" if missing else "a rank of the group"
+        text += f"{who} ended, or did not come within {self.timeout.total_seconds():.0f} s ({reason})."
+        return f"{text}\nWaiting at that time:\n{frames.table(rows)}" if rows else text
 
 
 class _Arrival:
@@ -323,6 +336,10 @@ class _Arrival:
     def tell(self, rank: int, text: str) -> None:
         """Say that this rank is here."""
         self._store.set(f"{self._prefix}/{rank}", text)
+
+    def came(self) -> set[int]:
+        """The members that are here."""
+        return {int(key.rpartition("/")[2]) for key in self._keys if self._store.check([key])}
 
     def told(self) -> list[str]:
         """What every member said."""
@@ -345,16 +362,23 @@ class _Arrival:
 
 def _is_done(work: Any, seconds: float) -> bool:
     """Whether the operation ended within `seconds`; raises what it raised."""
-    try:
-        work.wait(timedelta(seconds=seconds))
-    except RuntimeError:
-        if not work.is_completed():
-            return False
-        work.wait(timedelta(seconds=seconds))
+    patience = _PATIENCE if seconds == PATIENCE else timedelta(seconds=seconds)
+    with suppress(RuntimeError):
+        work.wait(patience)
+        return True
+    if not work.is_completed():
+        return False
+    work.wait(patience)
     return True
 
 
-def _timeout_of(group: Any) -> timedelta:
+def _all_gather(control: Any, own: Tensor, members: list[int]) -> list[Tensor]:
+    rows = [torch.empty_like(own) for _ in members]
+    dist.all_gather(rows, own, group=control)
+    return rows
+
+
+def timeout_of(group: Any) -> timedelta:
     """How long the group's collectives wait for a rank."""
     for kind in ("cpu", "cuda"):
         try:

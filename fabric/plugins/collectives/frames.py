@@ -32,8 +32,8 @@ KEY_BYTES = 24
 """The part of the header in which all ranks must agree: count and digest."""
 ROOM = FRAME_BYTES - HEADER.size
 """Bytes of data that ride in a frame."""
-TEXT_BYTES = 4096
-"""Size of the message in which ranks that disagree say what they were about to do."""
+TEXT_BYTES = 1 << 20
+"""Longest text in which a rank of those that disagree says what it was about to do."""
 
 REFUSED = "refused: "
 """How the description of a call begins whose arguments this rank did not accept."""
@@ -133,15 +133,13 @@ def _is_plumbing(filename: str) -> bool:
 
 
 def to_text(said: Said) -> bytes:
-    """A row on its way to the other ranks, of `TEXT_BYTES` bytes."""
-    where = said.where[-512:]
-    text = "\n".join((said.verb[:512], where, said.what)).encode(errors="replace")[:TEXT_BYTES]
-    return text.ljust(TEXT_BYTES, b"\0")
+    """A row on its way to the other ranks."""
+    return "\n".join((said.verb, said.where, said.what)).encode(errors="replace")[:TEXT_BYTES]
 
 
 def from_text(rank: int, text: bytes) -> Said:
     """The row that `to_text` sent."""
-    verb, where, what = [*text.rstrip(b"\0").decode(errors="replace").split("\n", 2), "", ""][:3]
+    verb, where, what = [*text.decode(errors="replace").split("\n", 2), "", ""][:3]
     return Said(rank, verb, what, where)
 
 

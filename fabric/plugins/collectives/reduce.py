@@ -19,6 +19,7 @@ from fabric.plugins.collectives.channel import all_on_host, buckets, join, to_te
 from fabric.plugins.collectives.control import starts_of
 from fabric.plugins.collectives.frames import ROOM, tree_call
 from fabric.plugins.collectives.handle import Handle
+from fabric.plugins.collectives.ordered import from_ordered, loses_nan, to_ordered
 from fabric.plugins.collectives.torch_collective import torch_op
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fabric.plugins.collectives.channel import Channel
+    from fabric.plugins.collectives.control import Meeting
 
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 """Dtypes that backends do not reduce, and those in which they are reduced with the same result."""
@@ -93,12 +95,15 @@ def reduce_tree(
             payload = _payload(parcels, tensors, op)
             starts, size = starts_of(payload)
             rides = bool(payload) and size <= ROOM
-            meeting = channel.meet(tree_call(label, spec, tensors), payload if rides else None)
+            notes = [] if rides else _nan_notes(parcels, op)
+            meeting = channel.meet(tree_call(label, spec, tensors), payload if rides else notes)
             if rides and meeting is not None:
                 for parcel, start, flat in zip(parcels, starts, payload, strict=True):
                     parcel.deliver(fold(meeting.each(start, flat.numel(), flat.dtype), op))
             else:
                 _part_ways(parcels)
+                if op in (_Op.MIN, _Op.MAX):
+                    _keep_nan(parcels, op, meeting if notes else None)
                 start_reduce = channel.collective.start_all_reduce
                 works = [start_reduce(parcel.sent, engine_op(op)) for parcel in parcels]
     if works and not async_op:
@@ -181,6 +186,8 @@ class _Parcel:
         first, wire = tensors[0], channel.wire
         dtype = wire_dtype(first.dtype, op)
         self.tensors = tensors
+        self.ordered: torch.dtype | None = None
+        """The dtype of floats that travel as integers."""
         if (
             len(tensors) == 1
             and dtype is first.dtype
@@ -197,6 +204,8 @@ class _Parcel:
     def deliver(self, flat: Tensor) -> None:
         """Write the result into the tensors."""
         first = self.tensors[0]
+        if self.ordered is not None:
+            flat = from_ordered(flat, self.ordered)
         if flat is first:
             return  # it was reduced where it is
         if len(self.tensors) == 1:
@@ -219,6 +228,23 @@ def _part_ways(parcels: list[_Parcel]) -> None:
         if memory in taken:
             parcel.sent = parcel.sent.clone()
         taken.add(memory)
+
+
+def _nan_notes(parcels: list[_Parcel], op: Any) -> list[Tensor]:
+    """For the frame: which parcels have a NaN that the engine might lose; nothing where it cannot."""
+    if op not in (_Op.MIN, _Op.MAX) or not any([loses_nan(parcel.sent) for parcel in parcels]):
+        return []
+    has_nan = [loses_nan(p.sent) and bool(p.sent.amax().isnan()) for p in parcels]
+    return [torch.tensor(has_nan, dtype=torch.uint8)]
+
+
+def _keep_nan(parcels: list[_Parcel], op: Any, meeting: Meeting | None) -> None:
+    """Turn floats into integers of the same order where any rank has a NaN (or nobody can tell)."""
+    noted = fold(meeting.each(0, len(parcels), torch.uint8), _Op.MAX).tolist() if meeting else None
+    for place, parcel in enumerate(parcels):
+        if loses_nan(parcel.sent) and (noted is None or noted[place]):
+            parcel.ordered = parcel.sent.dtype
+            parcel.sent = to_ordered(parcel.sent, largest=op == _Op.MAX)
 
 
 def _payload(parcels: list[_Parcel], tensors: list[Tensor], op: Any) -> list[Tensor]:

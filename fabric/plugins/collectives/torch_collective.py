@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.collective import Collective
-from fabric.plugins.collectives.control import guard_of
+from fabric.plugins.collectives.control import guard_of, waits_of_world
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from fabric.plugins.collectives.control import Guard
+    from fabric.plugins.collectives.waits import Waits
 
 _OPS = {
     "sum": "SUM",
@@ -125,6 +126,11 @@ class TorchCollective(Collective):
                 f"Rank {rank} is not in the group of ranks {', '.join(map(str, members))}."
             )
         return members.index(rank)
+
+    @property
+    def job(self) -> Waits | None:
+        """The store of torch's default group, and what is known of its ranks; None: one rank."""
+        return waits_of_world() if dist.get_world_size() > 1 else None
 
     @property
     def guard(self) -> Guard | None:

@@ -23,6 +23,7 @@ from fabric.plugins.collectives.frames import Said, mismatch_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from datetime import timedelta
 
 PATIENCE = 1.0
 """Seconds that a call waits before its rank looks where the others are."""
@@ -79,11 +80,12 @@ class Waits:
         store: The store of the default process group.
         rank: This process among all.
         world_size: How many processes there are.
+        timeout: How long collectives of the job wait for a rank.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
         self.store = dist.PrefixStore("fabric/waits", store)
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.counts: dict[str, int] = {}
         """How many calls of each group this rank has come to."""
         self.guards: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -143,6 +145,11 @@ class Waits:
             for (group, turn), wait in calls.items()
             if self.rank in wait.members and self.counts.get(group, 0) < turn
         ]
+
+    def is_judged(self, number: int) -> bool:
+        """Whether a verdict ended a wait of this rank."""
+        self._hear()
+        return self.rank in self._verdicts[number]
 
     def text_of(self, number: int) -> str:
         """The error of a verdict, the same on all ranks."""

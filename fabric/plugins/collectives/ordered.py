@@ -1,0 +1,44 @@
+"""Floats as integers of the same order, for backends that lose NaN in a minimum or maximum.
+
+gloo keeps whichever operand its comparison happens to keep: on 2 ranks `max(0, NaN)` is NaN or 0, by which
+rank holds it (measured). torch, and a reduction inside a frame, give NaN.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_AS_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def loses_nan(values: Tensor) -> bool:
+    """Whether the backend that reduces these values may lose a NaN: floats on the host, by gloo."""
+    return values.is_cpu and values.is_floating_point()
+
+
+def to_ordered(values: Tensor, largest: bool) -> Tensor:
+    """Integers in the order of the floats; NaN is the largest of all (or the smallest).
+
+    float16 and bfloat16 go by float32, which holds them exactly.
+    """
+    wide = values if values.dtype in _AS_INTEGERS else values.float()
+    keys = _flip(wide.contiguous().view(_AS_INTEGERS[wide.dtype]))
+    limits = torch.iinfo(keys.dtype)
+    return keys.masked_fill_(wide.isnan(), limits.max if largest else limits.min)
+
+
+def from_ordered(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """The floats that `to_ordered` was given; its NaN is some NaN."""
+    wide = next(wide for wide, integers in _AS_INTEGERS.items() if integers is keys.dtype)
+    return _flip(keys).view(wide).to(dtype)
+
+
+def _flip(bits: Tensor) -> Tensor:
+    # Floats are sign and magnitude, integers two's complement: the negative ones run the other way.
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)

@@ -1,0 +1,377 @@
+"""What people read when ranks disagree: calls in words, the table, and who waits for whom in a circle."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fabric
+from fabric.core.tree import flatten
+from fabric.plugins.collectives.frames import (
+    REFUSED,
+    TEXT_BYTES,
+    Said,
+    call_of,
+    describe,
+    draw,
+    from_text,
+    mismatch_text,
+    table,
+    to_text,
+    tree_call,
+    user_place,
+)
+from fabric.plugins.collectives.waits import Wait, Waits, stuck
+
+Pair = namedtuple("Pair", ["left", "right"])
+PACKAGE = Path(fabric.__file__).parent
+
+
+@dataclass
+class Batch:
+    x: Any
+    y: Any = None
+
+
+# Trees in words
+
+F, L = torch.zeros(2, 3), torch.zeros((), dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        (F, "float32[2, 3]"),
+        (L, "int64[]"),
+        ({"loss": L, 3: F}, "{'loss': int64[], 3: float32[2, 3]}"),
+        ([F, (L,)], "[float32[2, 3], (int64[])]"),
+        ((), "()"),
+        ({}, "{}"),
+        ([[], {"a": ()}], "[[], {'a': ()}]"),
+        (Pair(F, L), "Pair(left=float32[2, 3], right=int64[])"),
+        (Batch(L, [F]), "Batch(x=int64[], y=[float32[2, 3]])"),
+        (OrderedDict(a=L), "OrderedDict({'a': int64[]})"),
+        (defaultdict(list, b=L), "defaultdict({'b': int64[]})"),
+        (torch.zeros(0, dtype=torch.bfloat16), "bfloat16[0]"),
+        (torch.zeros(1, dtype=torch.bool, device="meta"), "bool[1] on meta"),
+    ],
+)
+def test_a_tree_as_a_person_would_write_it(tree, text):
+    leaves, spec = flatten(tree)
+    assert describe(spec, leaves) == text
+
+
+def test_other_texts_in_place_of_the_leaves():
+    assert draw(flatten({"a": [1, 2]})[1], ["one", "two"]) == "{'a': [one, two]}"
+
+
+def test_calls_are_equal_if_and_only_if_what_must_agree_is():
+    def call(verb, tree):
+        leaves, spec = flatten(tree)
+        return tree_call(verb, spec, leaves)
+
+    base = call("all_reduce(sum)", {"a": F, "b": L})
+    assert call("all_reduce(sum)", {"a": torch.ones(2, 3), "b": L + 1}) == base
+    others = [
+        call("all_reduce(mean)", {"a": F, "b": L}),
+        call("all_reduce(sum)", {"a": F, "c": L}),
+        call("all_reduce(sum)", {"b": L, "a": F}),
+        call("all_reduce(sum)", OrderedDict(a=F, b=L)),
+        call("all_reduce(sum)", {"a": F.t(), "b": L}),
+        call("all_reduce(sum)", {"a": F, "b": L.int()}),
+        call("all_reduce(sum)", [F, L]),
+        call("all_reduce(sum)", (F, L)),
+        call_of("all_reduce(sum)"),
+        call_of("all_reduce(sum)", base.what + " "),
+    ]
+    digests = {call.digest for call in (base, *others)}
+    assert len(digests) == 1 + len(others)
+    assert all(len(digest) == 16 for digest in digests)
+
+
+# Rows on their way
+
+
+@settings(deadline=None)
+@given(verb=st.text(max_size=20), where=st.text(max_size=20), what=st.text())
+def test_a_row_arrives_as_it_left(verb, where, what):
+    verb, where, what = [text.replace("\n", " ").replace("\0", " ") for text in (verb, where, what)]
+    sent = to_text(Said(3, verb, what, where))
+    assert from_text(3, sent) == Said(3, verb, what, where)
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "🏖"])
+def test_a_long_row_is_cut_and_keeps_verb_and_place(letter):
+    sent = to_text(Said(0, "save", letter * TEXT_BYTES, f"{'deep/' * 500}train.py:12"))
+    row = from_text(0, sent)
+    assert len(sent) == TEXT_BYTES
+    assert row.verb == "save"
+    assert row.where.endswith("deep/train.py:12")
+    assert row.what.rstrip("\N{REPLACEMENT CHARACTER}") in letter * TEXT_BYTES
+    assert len(row.what.encode()) > TEXT_BYTES - 6000
+
+
+# The table
+
+
+def test_the_columns_of_the_table_stand_below_each_other():
+    text = table([Said(0, "save #1", "", "a.py:1"), Said(10, "all_reduce(mean) #12", "float32[]", "b.py:22")])
+    assert text.splitlines() == [
+        "  rank  call                  data       at",
+        "  0     save #1                          a.py:1",
+        "  10    all_reduce(mean) #12  float32[]  b.py:22",
+    ]
+
+
+def shown(*whats):
+    """The data column, as the table shows it."""
+    lines = table([Said(rank, "v", what, "|") for rank, what in enumerate(whats)]).splitlines()[1:]
+    return [line[12:-1].strip() for line in lines]
+
+
+def test_short_data_are_shown_whole():
+    assert shown("a" * 100, "b") == ["a" * 100, "b"]
+
+
+def test_long_data_are_shown_from_where_they_differ():
+    alike, tail = "x" * 200, "z" * 200
+    one, two = shown(f"{alike}1{tail}", f"{alike}2{tail}")
+    assert one == f"...{'x' * 33}1{'z' * 60}..."
+    assert two == f"...{'x' * 33}2{'z' * 60}..."
+
+
+def test_data_that_only_go_on_longer_are_shown_at_their_end():
+    assert shown("x" * 150, "x" * 160) == [f"...{'x' * 33}", f"...{'x' * 43}"]
+
+
+def test_a_refusal_is_shown_whole_and_the_other_data_from_their_beginning():
+    refusal = f"{REFUSED}ArgumentTypeError: {'long ' * 50}end"
+    assert shown(refusal, "y" * 500) == [refusal, f"{'y' * 97}..."]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.text("ab", max_size=400), min_size=2, max_size=4))
+def test_a_difference_is_always_visible(texts):
+    lines = shown(*texts)
+    assert all(len(line) <= 100 for line in lines)
+    assert all(line.strip(".") in text for line, text in zip(lines, texts, strict=True))
+    assert (len(set(lines)) == 1) == (len(set(texts)) == 1)
+
+
+def test_what_the_error_begins_and_ends_with():
+    a, b = "a.py:1", "b.py:2"
+    other_verbs = mismatch_text([Said(0, "save #1", "", a), Said(1, "barrier() #1", "", b)])
+    assert other_verbs.startswith("Ranks made different calls where all must make the same.\n")
+    assert "`if rank == 0:`" in other_verbs.splitlines()[-1]
+
+    other_data = mismatch_text([Said(0, "gather #2", "int64[1]", a), Said(1, "gather #2", "int64[2]", b)])
+    assert other_data.startswith("Ranks called gather #2 with different data.\n")
+    assert "same structure, shapes and dtypes" in other_data.splitlines()[-1]
+
+    refusal = Said(1, "all_reduce #2", f"{REFUSED}ArgumentTypeError: no", b)
+    refused = mismatch_text([Said(0, "all_reduce(mean) #2", "int64[1]", a), refusal])
+    assert refused.startswith("Rank 1 refused the arguments of all_reduce #2.\n")
+    assert refused.splitlines()[-1] == "Call it on all ranks with arguments that every rank accepts."
+    both = mismatch_text([refusal._replace(rank=0), refusal])
+    assert both.startswith("Rank 0, 1 refused the arguments of all_reduce #2.\n")
+
+    for text, places in ((other_verbs, (a, b)), (other_data, (a, b)), (refused, (a, b)), (both, (b, b))):
+        assert [line.split()[-1] for line in text.splitlines()[2:-1]] == list(places)
+
+
+# The user's line
+
+
+def in_file(filename: str, body: str, **names):
+    """Run code that pretends to be in another file."""
+    exec(compile(body, filename, "exec"), names)
+    return names["place"]
+
+
+def test_the_place_is_the_callers_own_line():
+    place = user_place()
+    assert place == f"{__file__}:{test_the_place_is_the_callers_own_line.__code__.co_firstlineno + 1}"
+
+
+@pytest.mark.parametrize(
+    "filename",
+    [
+        str(PACKAGE / "verbs.py"),
+        str(PACKAGE / "plugins" / "collectives" / "deep.py"),
+        contextlib.__file__,
+        str(Path("lib", "site-packages", "torch", "nn", "module.py")),
+    ],
+)
+def test_plumbing_is_not_a_place(filename):
+    place = in_file(filename, "place = user_place()", user_place=user_place)
+    assert place.startswith(f"{__file__}:")
+
+
+@pytest.mark.parametrize(
+    "filename",
+    ["train.py", str(PACKAGE.parent / "fabric_train.py"), "lib/site-packages/torchmetrics/metric.py"],
+)
+def test_other_files_are_places(filename):
+    assert in_file(filename, "\n\nplace = user_place()", user_place=user_place) == f"{filename}:3"
+
+
+def test_a_user_who_is_called_by_the_package_has_the_place():
+    def make_call():
+        return user_place()
+
+    body = "place = call()"
+    assert in_file(str(PACKAGE / "x.py"), body, call=make_call).startswith(f"{__file__}:")
+
+
+# Circles of waiting ranks
+
+
+def wait(rank, group, turn, members, **counts):
+    """A rank that has come to call `turn` of its group, and to `counts` calls of others."""
+    return Wait(
+        rank, 1, group, turn, list(members), {**counts, group: turn}, "barrier() #1", "", "train.py:1"
+    )
+
+
+def circle_of(*waits):
+    return stuck({one.rank: one for one in waits})
+
+
+def test_two_groups_in_a_circle():
+    assert circle_of(wait(0, "a", 1, (0, 1)), wait(1, "b", 1, (0, 1))) == {0, 1}
+
+
+def test_three_pairs_in_a_circle():
+    pairs = {"a": (0, 1), "b": (1, 2), "c": (0, 2)}
+    assert circle_of(
+        wait(0, "a", 1, pairs["a"]), wait(1, "b", 1, pairs["b"]), wait(2, "c", 1, pairs["c"])
+    ) == {0, 1, 2}
+
+
+def test_a_chain_that_ends_at_a_free_rank_moves():
+    assert circle_of(wait(0, "a", 1, (0, 1)), wait(1, "b", 1, (1, 2)), wait(2, "c", 1, (2, 3))) == set()
+
+
+def test_who_waits_for_a_circle_is_stuck_with_it():
+    circle = [wait(0, "a", 1, (0, 1)), wait(1, "b", 1, (0, 1))]
+    assert circle_of(*circle, wait(2, "c", 1, (1, 2))) == {0, 1, 2}
+    assert circle_of(*circle, wait(2, "c", 1, (2, 3))) == {0, 1}
+
+
+def test_ranks_that_meet_in_one_call_are_not_stuck():
+    assert circle_of(*[wait(rank, "a", 3, (0, 1, 2)) for rank in range(3)]) == set()
+    assert circle_of(*[wait(rank, "a", 3, (0, 1, 2)) for rank in range(2)]) == set(), "rank 2 is on its way"
+
+
+def test_who_has_been_in_the_call_is_not_waited_for():
+    # Rank 1 left call 2 of the group "a" long ago; rank 0 has only not noticed yet.
+    assert circle_of(wait(0, "a", 2, (0, 1)), wait(1, "b", 1, (0, 1), a=2)) == set()
+    assert circle_of(wait(0, "a", 3, (0, 1)), wait(1, "b", 1, (0, 1), a=2)) == {0, 1}
+
+
+def test_nobody_waits():
+    assert stuck({}) == set()
+
+
+@st.composite
+def worlds(draw):
+    """Some ranks of a world that wait, each in a call of a group that it belongs to."""
+    size = draw(st.integers(2, 6))
+    groups = draw(st.lists(st.sets(st.integers(0, size - 1), min_size=1), min_size=1, max_size=4))
+    waits = {}
+    for rank in range(size):
+        mine = [place for place, members in enumerate(groups) if rank in members]
+        if mine and draw(st.booleans()):
+            counts = {str(place): draw(st.integers(0, 2)) for place in mine}
+            place = draw(st.sampled_from(mine))
+            turn = counts.pop(str(place)) + 1
+            waits[rank] = wait(rank, str(place), turn, sorted(groups[place]), **counts)
+    return waits
+
+
+@settings(deadline=None, max_examples=500)
+@given(worlds())
+def test_stuck_is_the_union_of_all_sets_that_wait_within_themselves(waits):
+    def waits_within(ranks):
+        """Whether each of them waits for one of them that has not come to its call."""
+        return all(
+            any(
+                other in waits[rank].members
+                and waits[other].counts.get(waits[rank].group, 0) < waits[rank].turn
+                for other in ranks
+            )
+            for rank in ranks
+        )
+
+    sets = [ranks for size in range(1, len(waits) + 1) for ranks in combinations(waits, size)]
+    expected = {rank for ranks in sets if waits_within(ranks) for rank in ranks}
+    assert stuck(waits) == expected
+
+
+@settings(deadline=None, max_examples=300)
+@given(worlds(), st.randoms(use_true_random=False))
+def test_all_others_come_to_an_end_in_any_order(waits, random_):
+    """A simulation: a call ends when all members have come; whoever does not wait may come to any call."""
+    waiting = dict(waits)
+    while True:
+        free = [
+            rank
+            for rank, one in waiting.items()
+            if all(
+                other not in waiting or waiting[other].counts.get(one.group, 0) >= one.turn
+                for other in one.members
+            )
+        ]
+        if not free:
+            break
+        del waiting[random_.choice(free)]
+    assert stuck(waits) == set(waiting)
+
+
+# Verdicts through a store
+
+
+def test_a_verdict_is_the_same_for_all_and_ends_only_the_waits_that_it_saw():
+    store = dist.HashStore()
+    zero, one, two = [Waits(store, rank, 3, timedelta(minutes=1)) for rank in range(3)]
+    row = Said(0, "barrier() #1", "", "train.py:7")
+    zero.counts["a"], one.counts["b"] = 1, 1
+    first = zero.post("a", 1, [0, 1], row)
+    zero.judge()
+    assert zero.verdict_on(first) is None, "rank 1 may be on its way"
+    second = one.post("b", 1, [0, 1], row._replace(where="train.py:9"))
+    two.judge()
+    assert zero.verdict_on(first) is None, "who is not stuck does not judge"
+    one.judge()
+    zero.judge()
+    assert zero.verdict_on(first) == one.verdict_on(second) == 0
+    assert two.verdict_on(1) is None
+    assert zero.text_of(0) == one.text_of(0) == two.text_of(0)
+    assert zero.text_of(0).endswith(
+        "They wait in different groups for each other, and none of them can go on."
+    )
+    for line in ("  0     barrier() #1 of ranks 0, 1        train.py:7", "train.py:9"):
+        assert line in zero.text_of(0)
+    assert [(wait.group, wait.turn) for wait in zero.missed(0)] == [("b", 1)]
+    assert [(wait.group, wait.turn) for wait in one.missed(0)] == [("a", 1)]
+    assert two.missed(0) == []
+
+    assert zero.read() == {}, "a verdict ended both waits"
+    zero.withdraw()
+    zero.counts.update(a=2, b=1)
+    assert zero.missed(0) == [], "it has come to that call by now"
+    third = zero.post("a", 2, [0, 1], row)
+    zero.judge()
+    assert zero.verdict_on(third) is None
+    assert set(zero.read()) == {0}
