@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import resource
 import signal
 import socket
@@ -41,7 +42,7 @@ def interleave(
     clock: Callable[[], float] = time.perf_counter,
     before: Callable[[], Any] | None = None,
 ) -> Samples:
-    """Seconds per call of each case, one sample a round; the order rotates, the first rounds are thrown away.
+    """Seconds per call of each case, one sample a round, in an order drawn for each round.
 
     Args:
         cases: What to time, by name.
@@ -51,11 +52,12 @@ def interleave(
         clock: `time.thread_time` leaves out the time in which other processes held the core.
         before: Called before each sample, outside its time (a barrier that aligns the ranks).
     """
-    names = list(cases)
+    # Seeded: all ranks take the same turns. Random: a case is timed after each of the others equally often.
+    names, order = list(cases), random.Random(0)
     samples: Samples = {name: [] for name in names}
     for number in range(-warmup, rounds):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        order.shuffle(names)
+        for name in names:
             call = cases[name]
             if before is not None:
                 before()

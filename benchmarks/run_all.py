@@ -8,7 +8,7 @@ import sys
 
 from harness import HERE, child, header, markdown
 
-TOPICS = ("import_time", "step", "ddp", "collectives", "loader", "launch")
+TOPICS = ("import_time", "step", "ddp", "collectives", "guard", "metrics", "loader", "launch")
 HEAD = ["what", "Lightning Fabric", "Accelerate", "limit", "ours", "target"]
 
 
@@ -18,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("topics", nargs="*", choices=[*TOPICS, []], help="default: all")
     parser.add_argument("--date", default=datetime.date.today().isoformat())
+    parser.add_argument("--name", default="", help="a word in the file's name, for a run of some topics")
     options = parser.parse_args()
     facts, tables, failures = header(), [], []
     for topic in options.topics or TOPICS:
@@ -34,7 +35,7 @@ def main() -> None:
         "note": "Medians over rounds of paired ratios (or differences), all variants in turn in one run.",
     }
     kind = "gpu" if torch.cuda.is_available() else "cpu"
-    path = HERE / "results" / f"{options.date}-{kind}.md"
+    path = HERE / "results" / f"{options.date}-{kind}{options.name and '-' + options.name}.md"
     path.parent.mkdir(exist_ok=True)
     first = [f"# Benchmarks of {options.date}", "", *facts, *[f"- **{text}**" for text in failures], ""]
     path.write_text("\n".join(first) + "\n" + markdown([summary, *tables]), encoding="utf-8")

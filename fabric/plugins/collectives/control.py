@@ -123,7 +123,8 @@ class Guard:
         self._counts = self._waits.counts
         self.timeout = timeout_of(group)
         self._control: Any = None
-        self._whole = mode == "full" and len(self.members) <= FULL_UP_TO
+        self.whole = mode == "full" and len(self.members) <= FULL_UP_TO
+        """Whether whole frames are exchanged, in which data ride."""
         self._left: list[Any] = []  # operations that a verdict ended, and their memory
         self._make_buffers()
 
@@ -145,7 +146,7 @@ class Guard:
         if control is None:
             return None
         starts, size = starts_of(payload) if payload else ([], 0)
-        if payload and size <= ROOM and self._whole:
+        if payload and size <= ROOM and self.whole:
             for start, data in zip(starts, payload, strict=True):
                 slots = self._slots.get(data.dtype)
                 if slots is None:
@@ -156,7 +157,7 @@ class Guard:
         counts, name = self._counts, self.name
         count = counts[name] = counts.get(name, 0) + 1  # last: nothing can fail between it and the frame
         HEADER.pack_into(self._sent, 0, count, call.digest, size, 0)
-        if not self._whole:
+        if not self.whole:
             self._compare(control, call)
             return None
         work = dist.all_gather(self._each, self._own, group=control, async_op=True)
@@ -182,18 +183,21 @@ class Guard:
         if any(verdicts):  # a poisoned frame came before this rank looked at the verdict
             raise self._ended([verdict - 1 for verdict in verdicts if verdict])
         text = frames.to_text(self._row(call))
-        try:
-            sizes = [int(size) for size in _all_gather(control, torch.tensor([len(text)]), self.members)]
-            own = torch.zeros(max(sizes), dtype=torch.uint8)
-            own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            rows = _all_gather(control, own, self.members)
-        except RuntimeError as error:
-            raise RankError(self._failure(call, error)) from error
+        sizes = [int(size) for size in self._all_gather(control, torch.tensor([len(text)]), call)]
+        own = torch.zeros(max(sizes), dtype=torch.uint8)
+        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = self._all_gather(control, own, call)
         said = [
             frames.from_text(rank, bytes(row[:size].tolist()))
             for rank, row, size in zip(self.members, rows, sizes, strict=True)
         ]
         raise CollectiveMismatch(frames.mismatch_text(said))
+
+    def _all_gather(self, control: Any, own: Tensor, call: Call) -> list[Tensor]:
+        rows = [torch.empty_like(own) for _ in self.members]
+        # Not in one step: torch cannot report a failure of a group that is not in its table.
+        self._finish(dist.all_gather(rows, own, group=control, async_op=True), call, self.name)
+        return rows
 
     def _ended(self, numbers: list[int]) -> CollectiveMismatch:
         """The error for a call that verdicts ended, after this rank has come to all that they ended."""
@@ -280,7 +284,7 @@ class Guard:
     def _poison(self, count: int, number: int) -> None:
         control = self._control
         HEADER.pack_into(self._sent, 0, count, _POISON, 0, number + 1)
-        if self._whole:
+        if self.whole:
             work = dist.all_gather(self._each, self._own, group=control, async_op=True)
             self._left.append((work, self._sent, self._got))
         else:
@@ -298,7 +302,7 @@ class Guard:
         self._own = torch.frombuffer(self._sent, dtype=torch.uint8)
         self._slots: dict[torch.dtype, Tensor] = {}
         self._views: dict[torch.dtype, list[Tensor]] = {}
-        size = FRAME_BYTES if self._whole else 0
+        size = FRAME_BYTES if self.whole else 0
         self._got = bytearray(size * len(self.members))
         if size:
             self._rows = torch.frombuffer(self._got, dtype=torch.uint8).view(-1, FRAME_BYTES)
@@ -370,12 +374,6 @@ def _is_done(work: Any, seconds: float) -> bool:
         return False
     work.wait(patience)
     return True
-
-
-def _all_gather(control: Any, own: Tensor, members: list[int]) -> list[Tensor]:
-    rows = [torch.empty_like(own) for _ in members]
-    dist.all_gather(rows, own, group=control)
-    return rows
 
 
 def timeout_of(group: Any) -> timedelta:
