@@ -49,7 +49,7 @@ def far() -> dict[str, Any]:
         ["full and light beyond 64 ranks", f"2 (P - 1) x {HOP:.0f} us", f"{light / 1000:.1f} ms", f"{KEY} B"],
         ["off", "", "0", "0"],
     ]  # fmt: skip
-    note = f"{HOP:.0f} us per message is an assumption for a network; on one host it was about a third."
+    note = f"{HOP:.0f} us per message is an assumption for a network."
     return table(f"By calculation, {FAR} ranks", ["mode", "formula", "time", "memory per rank"], rows, note)
 
 
