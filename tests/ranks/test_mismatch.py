@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -909,3 +910,33 @@ def many_turns():
 
 def test_turns_leave_no_keys_behind(ranks):
     assert max(ranks.run(many_turns, world_size=2)) <= 2
+
+
+class Alarm(Exception):
+    pass
+
+
+def interrupted_while_waiting():
+    """Rank 0 gives up waiting, as by Ctrl+C, and goes on; its call stands, and rank 1 comes to it later."""
+    fabric = launched()
+    rank, store = fabric.global_rank, dist.distributed_c10d._get_default_store()
+    fabric.barrier()
+    if rank == 0:
+
+        def ring(*_):
+            raise Alarm
+
+        before = signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Alarm):
+            fabric.barrier("late")
+        signal.signal(signal.SIGALRM, before)
+        store.set("test/interrupted", "")
+    else:
+        store.wait(["test/interrupted"])
+        fabric.barrier("late")
+    return [fabric.all_reduce(float(rank + i), reduce_op="sum").item() for i in range(3)]
+
+
+def test_a_call_that_was_interrupted_leaves_the_group_usable(ranks):
+    assert ranks.run(interrupted_while_waiting, world_size=2) == [[1.0, 3.0, 5.0]] * 2

@@ -245,6 +245,15 @@ class Guard:
             raise
         except RuntimeError as error:
             raise RankError(self._failure(call, error, work)) from error
+        except BaseException:  # Ctrl+C: the operation goes on, and its memory must not be used again
+            if not isinstance(work, _Arrival):
+                self._leave(work)
+            raise
+
+    def _leave(self, work: Any) -> None:
+        """Give up waiting for an operation that is still on its way."""
+        self._left.append((work, self._sent, self._got))
+        self._make_buffers()
 
     def _wait_long(self, work: Any, call: Call, name: str) -> None:
         waits, seconds, start = self._waits, 0.2, time.monotonic()
@@ -254,8 +263,8 @@ class Guard:
             while not _is_done(work, seconds):
                 number = waits.verdict_on(stamp)
                 if number is not None:
-                    self._left.append((work, self._sent, self._got))
-                    self._make_buffers()
+                    if not isinstance(work, _Arrival):
+                        self._leave(work)
                     raise self._ended([number])
                 if isinstance(work, _Arrival) and time.monotonic() - start > limit:  # others have their own
                     raise RuntimeError("it was the first call of the group")
@@ -286,13 +295,13 @@ class Guard:
         HEADER.pack_into(self._sent, 0, count, _POISON, 0, number + 1)
         if self.whole:
             work = dist.all_gather(self._each, self._own, group=control, async_op=True)
-            self._left.append((work, self._sent, self._got))
+            self._leave(work)
         else:
             words = torch.frombuffer(self._sent, dtype=torch.int64, count=5)
             both = torch.cat([words[:3], ~words[:3], words[-1:]])
             work = dist.all_reduce(both, dist.ReduceOp.MAX, group=control, async_op=True)
             self._left.append((work, both))
-        self._make_buffers()
+            self._make_buffers()
 
     @torch.inference_mode(False)
     def _make_buffers(self) -> None:
