@@ -262,7 +262,7 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         """
         used = seed_everything(seed, workers=True if workers is None else workers, verbose=verbose)
         if per_rank:
-            seed_rank(used, self.global_rank)
+            seed_rank(used, self._data_rank)
         return used
 
     def save(self, path: PathLike, state: dict[str, Any], filter: Filter | None = None) -> None:

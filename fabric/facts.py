@@ -11,6 +11,7 @@ from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from fabric.accelerators.accelerator import Accelerator
     from fabric.loggers.logger import Logger
@@ -62,6 +63,22 @@ class RankFacts:
         return self._strategy.topology.world_size
 
     @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of ranks that parameters lie on, of strategies that shard or split models.
+
+        Raises:
+            UsageError: The strategy has none, or `fabric.launch()` has not been called.
+        """
+        self._require_launch("device_mesh")
+        mesh = self._strategy.device_mesh
+        if mesh is None:
+            raise UsageError(
+                f"fabric.device_mesh: {type(self._strategy).__name__} keeps whole parameters and has no mesh. "
+                f"Choose a strategy that shards or splits models (see the README's table)."
+            )
+        return mesh
+
+    @property
     def is_global_zero(self) -> bool:
         """Whether this process is rank zero."""
         return self._strategy.is_global_zero
@@ -88,6 +105,11 @@ class RankFacts:
         """`print`, on rank zero of each machine only."""
         if self.local_rank == 0:
             print(*args, **kwargs)
+
+    @property
+    def _data_rank(self) -> int:
+        """Which part of the data this rank sees; ranks that split one model see the same part."""
+        return (self._strategy.distributed_sampler_kwargs or {"rank": self.global_rank})["rank"]
 
     def _require_launch(self, verb: str) -> None:
         if not self._ready:

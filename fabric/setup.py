@@ -98,6 +98,8 @@ class SetupVerbs(RankFacts):
         if not optimizers:
             raise ConfigurationError("fabric.setup_optimizers() needs at least one optimizer.")
         check_optimizers(optimizers, "fabric.setup_optimizers")
+        for optimizer in optimizers:
+            self._strategy.layout.follow(optimizer)
         if self._modules:
             check_owned(optimizers, list(self._modules), "fabric.setup_optimizers")
         views = [
@@ -148,14 +150,16 @@ class SetupVerbs(RankFacts):
                 f"This {type(original).__name__} is set up already: its gradients would be averaged twice. "
                 f"Set each model up once and keep the result."
             )
-        if move_to_device and has_meta_parameters(original):
+        empty = has_meta_parameters(original)
+        materialises = empty and self._strategy.layout.materialises(original)
+        if move_to_device and empty and not materialises:
             raise UsageError(
                 f"{type(original).__name__} has parameters on the meta device, which hold no values. Build "
                 f"it under `with fabric.init_module():`, or give it values with "
                 f"model.to_empty(device=fabric.device) and load them."
             )
         inner = self._strategy.precision.convert_module(original)
-        if move_to_device:
+        if move_to_device and not materialises:
             self._strategy.module_to_device(inner)
         if self._strategy.topology.world_size > 1:
             self._strategy.meet("setup", describe_module(inner))
@@ -182,7 +186,7 @@ class SetupVerbs(RankFacts):
             part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
             loader = shard_loader(loader, Share(part["rank"], part["num_replicas"]), seed, uneven)
         else:
-            loader = own_loader(loader, self.global_rank, seed)
+            loader = own_loader(loader, self._data_rank, seed)
         loader = self._strategy.process_dataloader(loader)
         moves = move_to_device and not self._strategy.traits.owns_transfer
         return _FabricDataLoader(loader, self.device if moves else None, move=self._strategy.batch_to_device)

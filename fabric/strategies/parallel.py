@@ -110,7 +110,8 @@ class ParallelStrategy(Strategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """`num_replicas` and `rank` by which loaders are sharded."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        rank, count = self.layout.data_rank or (self.global_rank, self.world_size)
+        return {"num_replicas": count, "rank": rank}
 
     @property
     def launcher(self) -> Launcher | None:
@@ -141,6 +142,8 @@ class ParallelStrategy(Strategy):
         self._take_place()
         self.wire = self.make_wire()
         super().setup_environment()
+
+    def _join_ranks(self) -> None:
         share_cores(self.topology.local_world_size)
         if not dist.is_initialized():
             self._join_group()

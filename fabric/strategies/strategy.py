@@ -6,7 +6,7 @@ setup.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
@@ -18,7 +18,6 @@ from fabric.strategies.exchange import Exchange
 from fabric.strategies.layouts.whole import Whole
 from fabric.strategies.plans import overridden, precision_plan
 from fabric.utilities.apply_func import move_data_to_device
-from fabric.utilities.init import EmptyInit
 from fabric.utilities.state_keys import clean_keys, fit_keys
 from fabric.wrappers import unwrap
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
@@ -115,6 +115,11 @@ class Strategy(Exchange):
         return None
 
     @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh that parameters lie on; None where there is none."""
+        return self.layout.device_mesh
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """`num_replicas` and `rank` by which loaders are sharded; None where all ranks see all data."""
         return None
@@ -149,6 +154,11 @@ class Strategy(Exchange):
         """Bring this process in place: its device, and its group where there are several ranks."""
         if self._accelerator is not None:
             self._accelerator.setup_device(self.root_device)
+        self._join_ranks()
+        self.layout.join(self.topology, self._precision.policy)
+
+    def _join_ranks(self) -> None:
+        """Meet the other ranks, where there are any."""
 
     def teardown(self) -> None:
         """Let go of groups, files and settings that this strategy took."""
@@ -173,21 +183,20 @@ class Strategy(Exchange):
         stack = ExitStack()
         stack.enter_context(self.root_device)
         stack.enter_context(self._precision.module_init_context())
-        stack.enter_context(self.layout.init_context())
-        stack.enter_context(EmptyInit() if empty_init else nullcontext())
+        stack.enter_context(self.layout.init_context(empty_init))
         return stack
 
     def module_sharded_context(self) -> AbstractContextManager[Any]:
         """Context in which `run()` builds its modules."""
-        return self.layout.init_context()
+        return self.layout.init_context(empty_init=None)
 
     def setup_module(self, module: Module) -> Module:
         """The module that forwards go through. All ranks must call this."""
         return self.layout.wrap(module, self.topology)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer that steps."""
-        return optimizer
+        """The optimizer that steps. All ranks must call this."""
+        return self.layout.setup_optimizer(optimizer)
 
     def check_added(self, parameters: list[Tensor]) -> None:
         """Raise if parameters that an optimizer takes in after setup would not be synchronised."""

@@ -1,6 +1,4 @@
-"""`Whole`: every parameter on this rank, nothing shared. The base of all layouts: its defaults are plain
-torch.
-"""
+"""`Whole`: every parameter on this rank, nothing shared. The base of all layouts; its defaults: plain torch."""
 
 from __future__ import annotations
 
@@ -10,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.traits import Traits
+from fabric.utilities.init import EmptyInit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from fabric.core.policy import DtypePolicy
     from fabric.core.topology import Topology
 
 
@@ -33,13 +34,38 @@ class Whole:
     def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
         return self
 
+    def join(self, topology: Topology, policy: DtypePolicy) -> None:
+        """Called on all ranks when this process is in place and its group stands: make meshes here."""
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh that parameters lie on; None where there is none."""
+        return None
+
+    @property
+    def data_rank(self) -> tuple[int, int] | None:
+        """(which part of the data this rank sees, of how many); None: one part for each rank of the world."""
+        return None
+
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module that the forward goes through; `module` itself where nothing is added."""
         return module
 
+    def follow(self, optimizer: Optimizer) -> None:
+        """Give an optimizer that was made before its model was set up the parameters that it has now."""
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer that steps. All ranks must call this, after the models of its parameters."""
+        self.follow(optimizer)
+        return optimizer
+
     def unwrap(self, wrapped: Module) -> Module:
         """The module that `wrap` was given."""
         return wrapped
+
+    def materialises(self, module: Module) -> bool:
+        """Whether `wrap` gives values to parameters on the meta device."""
+        return False
 
     def adopt(self, wrapped: Module) -> None:
         """Take in a wrapped module that came to be by copying or unpickling a model."""
@@ -77,9 +103,9 @@ class Whole:
         """Clamp every gradient element to [-clip_value, clip_value]."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def init_context(self) -> AbstractContextManager[Any]:
-        """Context around the construction of modules for this layout."""
-        return nullcontext()
+    def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
+        """Context around the construction of modules; `empty_init` leaves weights without values."""
+        return EmptyInit() if empty_init else nullcontext()
 
     def module_state(self, module: Module) -> dict[str, Any]:
         """The full state dict of the user's module."""
