@@ -6,7 +6,7 @@ setup.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
