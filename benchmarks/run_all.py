@@ -8,7 +8,7 @@ import sys
 
 from harness import HERE, child, header, markdown
 
-TOPICS = ("import_time", "step", "ddp", "collectives", "guard", "metrics", "loader", "launch")
+TOPICS = ("import_time", "step", "ddp", "collectives", "guard", "metrics", "loader", "launch", "at_scale")
 HEAD = ["what", "Lightning Fabric", "Accelerate", "limit", "ours", "target"]
 
 

@@ -9,7 +9,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.wrappers import _FabricModule, is_compiled, is_wrapped, unwrap
+from fabric.utilities.compile import is_compiled
+from fabric.wrappers import _FabricModule, is_wrapped, unwrap
 
 
 def check_module(module: Any, verb: str) -> None:

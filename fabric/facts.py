@@ -73,8 +73,8 @@ class RankFacts:
         mesh = self._strategy.device_mesh
         if mesh is None:
             raise UsageError(
-                f"fabric.device_mesh: {type(self._strategy).__name__} keeps whole parameters and has no mesh. "
-                f"Choose a strategy that shards or splits models (see the README's table)."
+                f"fabric.device_mesh: {type(self._strategy).__name__} keeps whole parameters and has no "
+                "mesh. Choose a strategy that shards or splits models (see the README's table)."
             )
         return mesh
 

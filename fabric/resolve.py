@@ -87,11 +87,12 @@ def resolve(request: Request, machine: Machine) -> Plan:
     accelerator = choose_accelerator(request.accelerator, named)
     nodes = choose_nodes(request, environment, named)
     devices = choose_devices(request, accelerator, environment, named)
-    check_started(environment, named, len(devices), nodes)
+    processes = count_processes(devices, named)
+    check_started(environment, named, processes, nodes)
     strategy = named or auto_strategy(len(devices) * nodes, environment, machine)
     check_accelerator(strategy, accelerator, request)
     check_size(strategy, devices, nodes, request)
-    check_interactive(strategy, environment, machine, len(devices))
+    check_interactive(strategy, environment, machine, processes)
     precision = choose_precision(request.precision, precision_plugin, strategy, devices[0].type)
     return Plan(strategy, accelerator, devices, nodes, precision, environment, choose_io(io_plugin, strategy))
 
@@ -180,11 +181,14 @@ def choose_accelerator(choice: Any, strategy: Strategy | None) -> Accelerator:
 
 
 def choose_nodes(request: Request, environment: ClusterEnvironment, strategy: Strategy | None) -> int:
-    """The number of machines; devices="auto" follows who started the processes in this too."""
+    """The number of machines; devices="auto" follows who started the processes in this too, and so does a
+    strategy whose processes are machines.
+    """
     nodes = request.num_nodes
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         raise ConfigurationError(f"num_nodes={nodes!r} must be a whole number of machines, 1 or more.")
-    if _is_auto(request.devices) and environment.creates_processes_externally and _needs_launch(strategy):
+    follows = _is_auto(request.devices) or _is_machine_each(strategy)
+    if follows and environment.creates_processes_externally and _needs_launch(strategy):
         return max(nodes, environment.num_nodes() or 1)
     return nodes
 
@@ -192,7 +196,7 @@ def choose_nodes(request: Request, environment: ClusterEnvironment, strategy: St
 def choose_devices(
     request: Request, accelerator: Accelerator, environment: ClusterEnvironment, strategy: Strategy | None
 ) -> list[torch.device]:
-    """One device per process of this machine: the strategy's own, or what `devices=` means here."""
+    """The devices of this machine's processes: the strategy's own, or what `devices=` means here."""
     wanted, own = request.devices, _own_devices(strategy)
     if own and not _is_auto(wanted):
         _check_same_devices(own, request, accelerator, strategy)
@@ -200,17 +204,31 @@ def choose_devices(
         return own
     if _is_auto(wanted) and not _needs_launch(strategy):
         wanted = "auto" if strategy is not None and strategy.traits.data_parallel else 1
-    elif _is_auto(wanted) and environment.creates_processes_externally:
+    elif _is_auto(wanted) and environment.creates_processes_externally and not _is_machine_each(strategy):
         wanted = environment.local_world_size() or "auto"
     return select_devices(accelerator, wanted)
+
+
+def count_processes(devices: list[torch.device], strategy: Strategy | None) -> int:
+    """How many processes this machine runs: one for each device, unless one holds them all."""
+    return 1 if not _needs_launch(strategy) or _is_machine_each(strategy) else len(devices)
 
 
 def check_started(
     environment: ClusterEnvironment, strategy: Strategy | None, processes: int, num_nodes: int
 ) -> None:
     """Raise if the processes that exist are not those that were asked for."""
-    if environment.creates_processes_externally and _needs_launch(strategy):
-        environment.validate_settings(num_devices=processes, num_nodes=num_nodes)
+    if not (environment.creates_processes_externally and _needs_launch(strategy)):
+        return
+    here = (environment.local_world_size() or 1) if _is_machine_each(strategy) else 1
+    if here > 1:
+        raise ConfigurationError(
+            f"{type(strategy).__name__} runs one process per machine, which holds all of its devices, but "
+            f"{here} were started on this machine. Start one (torchrun --nnodes N --nproc-per-node 1, or the "
+            f"script itself on each machine with MASTER_ADDR, MASTER_PORT and NODE_RANK set), or write "
+            f'strategy="ddp" for a process per device.'
+        )
+    environment.validate_settings(num_devices=processes, num_nodes=num_nodes)
 
 
 def auto_strategy(world_size: int, environment: ClusterEnvironment, machine: Machine) -> Strategy:
@@ -322,6 +340,10 @@ def _check_same_devices(
 
 def _needs_launch(strategy: Strategy | None) -> bool:
     return strategy is None or strategy.traits.needs_launch
+
+
+def _is_machine_each(strategy: Strategy | None) -> bool:
+    return strategy is not None and strategy.traits.one_process_per_node
 
 
 def _is_auto(devices: Any) -> bool:

@@ -12,14 +12,13 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.data.sharding import own_loader, shard_loader
 from fabric.data.streams import Share
 from fabric.facts import RankFacts
+from fabric.utilities.compile import is_compiled, recompile
 from fabric.utilities.init import describe_module, has_meta_parameters
 from fabric.utilities.seed import derive_seed
 from fabric.wrappers import (
     _FabricDataLoader,
     _FabricModule,
     _FabricOptimizer,
-    is_compiled,
-    recompile,
     unwrap,
 )
 
@@ -151,15 +150,16 @@ class SetupVerbs(RankFacts):
                 f"Set each model up once and keep the result."
             )
         empty = has_meta_parameters(original)
-        materialises = empty and self._strategy.layout.materialises(original)
-        if move_to_device and empty and not materialises:
+        if empty and self._strategy.layout.fills:
+            move_to_device = False  # where the values are made
+        if move_to_device and empty:
             raise UsageError(
                 f"{type(original).__name__} has parameters on the meta device, which hold no values. Build "
                 f"it under `with fabric.init_module():`, or give it values with "
                 f"model.to_empty(device=fabric.device) and load them."
             )
         inner = self._strategy.precision.convert_module(original)
-        if move_to_device and not materialises:
+        if move_to_device:
             self._strategy.module_to_device(inner)
         if self._strategy.topology.world_size > 1:
             self._strategy.meet("setup", describe_module(inner))

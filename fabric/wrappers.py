@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.utilities.compile import is_compiled
 from fabric.utilities.state_keys import clean_keys, fit_keys
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ class _FabricModule(Module):
         self._fabric_marked.add(name)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's state dict under the user's own keys."""
+        """The state dict under the user's own keys; where split: full, and all ranks call it."""
+        if self._strategy.layout.splits and not kwargs.get("keep_vars"):
+            return self._full_state(args[0] if args else kwargs.get("destination"), prefix)
         state: dict[str, Any] = self.module.state_dict(*args, prefix=prefix, **kwargs)
         cleaned = clean_keys(state)
         if cleaned is not state:
@@ -104,8 +107,20 @@ class _FabricModule(Module):
             state._metadata = cleaned._metadata  # type: ignore[attr-defined]
         return state
 
+    def _full_state(self, destination: dict[str, Any] | None, prefix: str) -> dict[str, Any]:
+        strategy = self._strategy
+        strategy.meet("state_dict", f"of {type(self.module).__name__}")
+        full: dict[str, Any] = strategy.get_module_state_dict(self)
+        if destination is None and not prefix:
+            return full
+        destination = {} if destination is None else destination
+        destination.update({prefix + key: value for key, value in full.items()})
+        return destination
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
         """Load a state dict under the user's own keys (or those of a compiled module)."""
+        if self._strategy.layout.splits:
+            return self._strategy.load_module_state_dict(self, dict(state_dict), strict)
         fitted = fit_keys(state_dict, self.module)  # type: ignore[arg-type]
         return self.module.load_state_dict(fitted, strict=strict, **kwargs)
 
@@ -122,6 +137,13 @@ class _FabricModule(Module):
         self.__dict__["training"] = mode
         self._forward_module.train(mode)
         return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parameters, those that a layout holds beside `.grad` too."""
+        layout = self._strategy.layout
+        if layout.splits:
+            layout.forget_gradients(list(self.module.parameters()))
+        self.module.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[Module], None]) -> Self:
         """`fn` on every module of the user's module."""
@@ -226,6 +248,7 @@ class _FabricOptimizer:
         own["_fabric_inner"] = optimizer
         own["_fabric_strategy"] = strategy
         own["_fabric_plan"] = strategy.step_plan(optimizer)
+        own["_fabric_forget"] = strategy.layout.forget_gradients if strategy.layout.splits else None
         own["_fabric_callbacks"] = [
             callback
             for callback in callbacks or []
@@ -263,12 +286,19 @@ class _FabricOptimizer:
         self.optimizer.add_param_group({**param_group, "params": params})
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """The real optimizer's own; inherited, it would look everything up through the view."""
-        return self.__dict__["_fabric_inner"].zero_grad(*args, **kwargs)
+        """The real optimizer's own, and gradients that a layout holds beside `.grad`."""
+        # Inherited, it would look everything up through the view.
+        inner, forget = self.__dict__["_fabric_inner"], self.__dict__["_fabric_forget"]
+        if forget is not None:
+            forget([p for group in inner.param_groups for p in group["params"]])
+        return inner.zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The full state of the real optimizer."""
-        state: dict[str, Any] = self.__dict__["_fabric_strategy"].get_optimizer_state(self.optimizer)
+        """The full state of the real optimizer. Where it is split, all ranks must call this."""
+        strategy = self.__dict__["_fabric_strategy"]
+        if strategy.layout.splits_optimizers:
+            strategy.meet("state_dict", f"of {type(self.optimizer).__name__}")
+        state: dict[str, Any] = strategy.get_optimizer_state(self.optimizer)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -408,18 +438,6 @@ def unwrap(obj: Any) -> Any:
             obj = obj._orig_mod
         else:
             return obj
-
-
-def is_compiled(obj: object) -> bool:
-    """Whether `obj` is what `torch.compile(module)` gave."""
-    # By name: importing the class would load all of dynamo.
-    return isinstance(obj, Module) and type(obj).__name__ == "OptimizedModule" and hasattr(obj, "_orig_mod")
-
-
-def recompile(module: Module, like: Any) -> Module:
-    """`module` compiled with the settings of `like`, a result of `torch.compile`."""
-    compiled: Module = like.dynamo_ctx(module)
-    return compiled
 
 
 def is_wrapped(obj: object) -> bool:

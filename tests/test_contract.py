@@ -11,7 +11,14 @@ import torch.distributed as dist
 
 from fabric.core.errors import ContractError
 from fabric.core.traits import Traits
-from fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, ParallelStrategy
+from fabric.plugins.environments import ProcessGroupEnvironment
+from fabric.strategies import (
+    STRATEGY_REGISTRY,
+    DataParallelStrategy,
+    DDP2Strategy,
+    DDPStrategy,
+    ParallelStrategy,
+)
 from fabric.strategies.layouts.whole import Whole
 from fabric.testing.contract import PROMISES, check_strategy
 
@@ -91,6 +98,15 @@ class SumsGradients(DDPStrategy):
         super().backward(tensor * self.world_size, module, *args, **kwargs)
 
 
+class SplitsAndForgets(DataParallelStrategy):
+    """Broken: gives back the output of the first replica."""
+
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        split = super().setup_module(module)
+        split.forward = lambda x: module(x[: -(-len(x) // split.count)])
+        return split
+
+
 class Dies(DDPStrategy):
     """Broken: cannot even broadcast."""
 
@@ -102,9 +118,35 @@ def not_launchable() -> DDPStrategy:
     return DDPStrategy(find_unused_parameters=True)
 
 
+class MachineEach(ProcessGroupEnvironment):
+    """Every rank of the pool as a machine of its own."""
+
+    def local_rank(self) -> int:
+        return 0
+
+    def node_rank(self) -> int:
+        return dist.get_rank()
+
+    def local_world_size(self) -> int:
+        return 1
+
+
+def ddp2_on_machines() -> DDP2Strategy:
+    return DDP2Strategy(cluster_environment=MachineEach())
+
+
+OF_MACHINES = {"ddp2": ddp2_on_machines}
+"""Strategies whose ranks are machines: the pool's ranks, which share one, are told that each is its own."""
+
+
 @pytest.mark.parametrize("name", STRATEGY_REGISTRY.names())
 def test_every_registered_strategy(ranks, name):
-    check_strategy(name, pool=ranks)
+    check_strategy(OF_MACHINES.get(name, name), pool=ranks)
+
+
+@pytest.mark.parametrize("strategy", ["dp", ddp2_on_machines])
+def test_batches_split_over_three_devices(ranks, strategy):
+    check_strategy(strategy, devices=3, pool=ranks)
 
 
 @pytest.mark.parametrize("make", [ThirdParty, not_launchable])
@@ -112,8 +154,9 @@ def test_strategies_of_third_parties(ranks, make):
     check_strategy(make, pool=ranks)
 
 
-def test_on_three_ranks(ranks):
-    check_strategy("ddp", devices=3, pool=ranks)
+@pytest.mark.parametrize("name", ["ddp", "zero1"])
+def test_on_three_ranks(ranks, name):
+    check_strategy(name, devices=3, pool=ranks)
 
 
 def test_a_pool_is_made_where_none_is_given():
@@ -154,6 +197,12 @@ def test_a_strategy_that_sums_for_means_is_found_out(ranks):
 def test_a_strategy_whose_gradients_have_the_wrong_size_is_found_out(ranks):
     found, _ = broken(SumsGradients, ranks)
     assert {"training_equals_plain_torch", "clipping_sees_the_whole_gradient"} <= set(found)
+
+
+def test_a_strategy_of_one_process_that_loses_rows_is_found_out(ranks):
+    found, message = broken(SplitsAndForgets, ranks)
+    assert {"forward_equals_plain_torch", "training_equals_plain_torch"} <= set(found)
+    assert "'SplitsAndForgets' on 2 x cpu" in message
 
 
 def test_a_strategy_that_raises_is_found_out(ranks):

@@ -67,6 +67,9 @@ is_wrapped(obj)
 seed_everything(seed=None, workers=False, verbose=True)
 """,
     "fabric.strategies": """
+DataParallelStrategy(accelerator=None, parallel_devices=None, checkpoint_io=None,
+        precision=None) < ParallelStrategy
+DDP2Strategy < DDPStrategy
 DDPStrategy(accelerator=None, parallel_devices=None, cluster_environment=None, checkpoint_io=None,
         precision=None, process_group_backend=None, timeout=timedelta(seconds=1800),
         start_method='popen', **kwargs) < ParallelStrategy
@@ -82,6 +85,9 @@ ParallelStrategy(accelerator=None, parallel_devices=None, cluster_environment=No
     .parallel_devices
     .distributed_sampler_kwargs
 SingleDeviceStrategy(device='cpu', accelerator=None, checkpoint_io=None, precision=None) < Strategy
+ZeRO1Strategy(accelerator=None, parallel_devices=None, cluster_environment=None, checkpoint_io=None,
+        precision=None, process_group_backend=None, timeout=timedelta(seconds=1800),
+        start_method='popen', **kwargs) < DDPStrategy
 Strategy(accelerator=None, checkpoint_io=None, precision=None)
     .root_device
     .is_global_zero
@@ -347,6 +353,7 @@ ReduceOp
 
 STRATEGIES = [
     "ddp",
+    "ddp2",
     "ddp_find_unused_parameters_true",
     "ddp_find_unused_parameters_true_fork",
     "ddp_find_unused_parameters_true_notebook",
@@ -354,7 +361,9 @@ STRATEGIES = [
     "ddp_fork",
     "ddp_notebook",
     "ddp_spawn",
+    "dp",
     "single_device",
+    "zero1",
 ]
 ACCELERATORS = ["cpu", "cuda", "mps"]
 PACKAGES = [

@@ -19,6 +19,8 @@ class Traits:
     """The engine moves modules and batches to the device itself."""
     data_parallel: bool = False
     """Each rank sees its own part of the data."""
+    one_process_per_node: bool = False
+    """A rank is a machine, and holds all of its devices; else each device has a rank of its own."""
     checkpoint: str = "full"
     """What `save` writes: "full" (one file) or "sharded" (one file per rank)."""
     accelerators: tuple[str, ...] = ()

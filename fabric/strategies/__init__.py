@@ -6,20 +6,41 @@ from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fabric.strategies.ddp import DDPStrategy
+    from fabric.strategies.ddp2 import DDP2Strategy
+    from fabric.strategies.dp import DataParallelStrategy
+    from fabric.strategies.fsdp import FSDPStrategy
+    from fabric.strategies.model_parallel import ModelParallelStrategy
     from fabric.strategies.parallel import ParallelStrategy
     from fabric.strategies.registry import STRATEGY_REGISTRY
     from fabric.strategies.single_device import SingleDeviceStrategy
     from fabric.strategies.strategy import Strategy
+    from fabric.strategies.zero1 import ZeRO1Strategy
 
-__all__ = ["STRATEGY_REGISTRY", "DDPStrategy", "ParallelStrategy", "SingleDeviceStrategy", "Strategy"]
+__all__ = [
+    "STRATEGY_REGISTRY",
+    "DDP2Strategy",
+    "DDPStrategy",
+    "DataParallelStrategy",
+    "FSDPStrategy",
+    "ModelParallelStrategy",
+    "ParallelStrategy",
+    "SingleDeviceStrategy",
+    "Strategy",
+    "ZeRO1Strategy",
+]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "STRATEGY_REGISTRY": "fabric.strategies.registry",
+        "DDP2Strategy": "fabric.strategies.ddp2",
         "DDPStrategy": "fabric.strategies.ddp",
+        "DataParallelStrategy": "fabric.strategies.dp",
+        "FSDPStrategy": "fabric.strategies.fsdp",
+        "ModelParallelStrategy": "fabric.strategies.model_parallel",
         "ParallelStrategy": "fabric.strategies.parallel",
         "SingleDeviceStrategy": "fabric.strategies.single_device",
         "Strategy": "fabric.strategies.strategy",
+        "ZeRO1Strategy": "fabric.strategies.zero1",
     },
 )

@@ -32,11 +32,11 @@ START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
 class ParallelStrategy(Strategy):
-    """Several ranks, each a process with one device.
+    """Several ranks, each a process with one device, or with all devices of its machine.
 
     Args:
         accelerator: As in `Strategy`.
-        parallel_devices: One device per rank of this machine; None: chosen by `Fabric`.
+        parallel_devices: The devices of this machine's ranks; None: chosen by `Fabric`.
         cluster_environment: Who this process is; None: detected.
         checkpoint_io: As in `Strategy`.
         precision: As in `Strategy`.
@@ -94,7 +94,7 @@ class ParallelStrategy(Strategy):
     @property
     def num_processes(self) -> int:
         """How many processes there are on this machine."""
-        return len(self.parallel_devices or [])
+        return 1 if self.traits.one_process_per_node else len(self.parallel_devices or [])
 
     @property
     def process_group_backend(self) -> str:
@@ -186,20 +186,22 @@ class ParallelStrategy(Strategy):
             raise ConfigurationError(
                 f"{type(self).__name__} is not bound yet. Pass it as Fabric(strategy=...)."
             )
-        environment.set_global_rank(environment.node_rank() * len(devices) + environment.local_rank())
-        environment.set_world_size(self._num_nodes * len(devices))
-        if environment.local_rank() >= len(devices):
+        count = self.num_processes
+        environment.set_global_rank(environment.node_rank() * count + environment.local_rank())
+        environment.set_world_size(self._num_nodes * count)
+        if environment.local_rank() >= count:
+            each = " (one for all devices)" if self.traits.one_process_per_node else ""
             raise ConfigurationError(
-                f"This process has local rank {environment.local_rank()}, but devices= gives "
-                f"{len(devices)} per machine. "
-                f"Start {len(devices)} processes per machine, or give as many devices as processes."
+                f"This process has local rank {environment.local_rank()}, but {type(self).__name__} with "
+                f"devices={len(devices)} runs {count} per machine{each}. "
+                f"Start {count} per machine, or choose devices= and strategy= for as many as there are."
             )
         self.topology = Topology(
             rank=environment.global_rank(),
             local_rank=environment.local_rank(),
             node_rank=environment.node_rank(),
             world_size=environment.world_size(),
-            local_world_size=len(devices),
+            local_world_size=count,
             num_nodes=self._num_nodes,
             device=devices[environment.local_rank()],
         )

@@ -15,6 +15,25 @@ STRATEGY_REGISTRY.register(
     "one process, one device",
     device=None,
 )
+STRATEGY_REGISTRY.register(
+    "dp", "fabric.strategies.dp:DataParallelStrategy", "one process, the batch split over its devices"
+)
+STRATEGY_REGISTRY.register(
+    "ddp2",
+    "fabric.strategies.ddp2:DDP2Strategy",
+    "one process per machine, its batch split over its devices; DDP across machines",
+)
+
+_FSDP = "fabric.strategies.fsdp:FSDPStrategy"
+for _name, _what, _settings in (
+    ("fsdp", "parameters, gradients and optimizer states split over ranks (FSDP2)", {}),
+    ("zero3", "the same as fsdp", {}),
+    ("fsdp_cpu_offload", "fsdp in host memory", {"cpu_offload": True}),
+    ("zero2", "gradients and optimizer states split over ranks", {"sharding_strategy": "SHARD_GRAD_OP"}),
+    ("ddp_sharded", "the same as zero2", {"sharding_strategy": "SHARD_GRAD_OP"}),
+    ("hsdp", "fsdp within each node, replicated across nodes", {"sharding_strategy": "HYBRID_SHARD"}),
+):
+    STRATEGY_REGISTRY.register(_name, _FSDP, _what, **_settings)
 
 for _suffix, _method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
     STRATEGY_REGISTRY.register(
@@ -27,3 +46,7 @@ for _suffix, _method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_note
         start_method=_method,
         find_unused_parameters=True,
     )
+
+STRATEGY_REGISTRY.register(
+    "zero1", "fabric.strategies.zero1:ZeRO1Strategy", "DDP with the optimizer states divided over ranks"
+)

@@ -227,7 +227,7 @@ class Strategy(Exchange):
 
     def method_plan(self, module: Module, method: Callable[..., Any], marked: bool) -> Callable[..., Any]:
         """What another method of the user's module runs; a marked one gets the precision of forward too."""
-        synced = self.layout.method_plan(module, method)
+        synced = self.layout.method_plan(module, method, marked)
         if marked:
             return self.forward_plan(module, synced)
         return GuardedForward(synced, self.gate) if self._needs_gate() else synced
@@ -308,7 +308,7 @@ class Strategy(Exchange):
         # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
         # before
         # the old file is touched.
-        with states.together(self, f"saving {path}"):
+        with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.is_global_zero):
             checkpoint = states.gather(self, state, filter)
         with states.together(self, f"saving {path}"):
             if self.is_global_zero:
@@ -333,10 +333,10 @@ class Strategy(Exchange):
         """The full state dict under the user's own keys."""
         return clean_keys(self.layout.module_state(unwrap(module)))
 
-    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load a state dict saved under any wrapping."""
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:
+        """Load a state dict saved under any wrapping; gives torch's missing and unexpected keys."""
         plain = unwrap(module)
-        self.layout.load_module_state(plain, fit_keys(state_dict, plain), strict)
+        return self.layout.load_module_state(plain, fit_keys(state_dict, plain), strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state of an optimizer."""

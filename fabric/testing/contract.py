@@ -37,32 +37,35 @@ def check_strategy(
 ) -> None:
     """Check a strategy against every promise, and report all broken ones at once.
 
-    A strategy that needs no launch is checked on one rank. The pool has started the processes, so strategies
-    that differ only in how they start them behave alike here.
+    A strategy that needs no launch is checked on one rank, with `devices` devices if it splits data over them
+    and with one if not. The pool has started the processes, so strategies that differ only in how they start
+    them behave alike here.
 
     Args:
         strategy: A registered name, or a class or function, at the top level of a module, that makes one.
         accelerator: As in `Fabric`.
-        devices: How many ranks, 2 or more.
+        devices: How many ranks, or devices of one rank, 2 or more.
         pool: Warm ranks to use; None: a pool of its own.
         timeout: Seconds for each promise; a promise that takes longer is broken.
 
     Raises:
         ContractError: Promises are broken; the message names each, with what went wrong.
     """
-    ranks = devices if _make(strategy).traits.needs_launch else 1
+    traits = _make(strategy).traits
+    ranks = devices if traits.needs_launch else 1
+    devices = devices if traits.needs_launch or traits.data_parallel else 1
     with nullcontext(pool) if pool is not None else RankPool(ranks, timeout) as used:
         broken = {
             promise.__name__: wrong
             for promise in PROMISES
-            if (wrong := _try(used, promise, strategy, accelerator, ranks, timeout)) is not None
+            if (wrong := _try(used, promise, strategy, accelerator, (ranks, devices), timeout)) is not None
         }
     if broken:
         name = strategy if isinstance(strategy, str) else getattr(strategy, "__name__", repr(strategy))
         details = "\n".join([f"- {promise}: {wrong}" for promise, wrong in broken.items()])
         raise ContractError(
-            f"strategy {name!r} on {ranks} x {accelerator} breaks {len(broken)} of {len(PROMISES)} promises "
-            f"(each is a function in fabric/testing/contract.py):\n{details}"
+            f"strategy {name!r} on {devices} x {accelerator} breaks {len(broken)} of {len(PROMISES)} "
+            f"promises (each is a function in fabric/testing/contract.py):\n{details}"
         )
 
 
@@ -71,14 +74,14 @@ def _try(
     promise: Callable[..., None],
     strategy: str | Callable[[], Strategy],
     accelerator: str,
-    ranks: int,
+    size: tuple[int, int],
     timeout: float,
 ) -> str | None:
     """What was wrong, on the first rank where anything was; None: the promise is kept."""
     with tempfile.TemporaryDirectory(prefix="fabric-contract-") as folder:
-        arguments = (promise.__name__, strategy, accelerator, ranks, folder)
+        arguments = (promise.__name__, strategy, accelerator, size[1], folder)
         try:
-            pool.run(keep_promise, *arguments, world_size=ranks, timeout=timeout)
+            pool.run(keep_promise, *arguments, world_size=size[0], timeout=timeout)
         except RankFailure as failure:
             if not failure.exceptions:
                 return f"did not end within {timeout:g} s\n{failure}"
@@ -89,13 +92,13 @@ def _try(
     return None
 
 
-def keep_promise(name: str, strategy: Any, accelerator: str, ranks: int, folder: str) -> None:
+def keep_promise(name: str, strategy: Any, accelerator: str, devices: int, folder: str) -> None:
     """Run one promise on this rank. Public to be found by the ranks of a pool."""
     promise = next(promise for promise in PROMISES if promise.__name__ == name)
     made = _make(strategy)
     if promise is overrides_take_effect:
         made.__class__ = _spied(type(made))
-    fabric = Fabric(accelerator=accelerator, devices=ranks, strategy=made)
+    fabric = Fabric(accelerator=accelerator, devices=devices, strategy=made)
     fabric.launch()
     try:
         promise(fabric, Path(folder))

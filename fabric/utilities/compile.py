@@ -1,10 +1,14 @@
-"""`eager`: verbs that torch.compile must not look into. It breaks the graph around them instead."""
+"""What the package knows of torch.compile, without importing it: compiled modules, verbs that stay plain
+Python.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.nn import Module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,3 +35,15 @@ def eager(verb: Verb) -> Verb:
         return disabled(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def is_compiled(obj: object) -> bool:
+    """Whether `obj` is what `torch.compile(module)` gave."""
+    # By name: importing the class would load all of dynamo.
+    return isinstance(obj, Module) and type(obj).__name__ == "OptimizedModule" and hasattr(obj, "_orig_mod")
+
+
+def recompile(module: Module, like: Any) -> Module:
+    """`module` compiled with the settings of `like`, a result of `torch.compile`."""
+    compiled: Module = like.dynamo_ctx(module)
+    return compiled

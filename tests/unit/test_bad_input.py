@@ -27,7 +27,7 @@ REFUSED = {
         {"strategy": "dpp"},
         {},
         ConfigurationError,
-        ["strategy='dpp'", "mean 'ddp'", "ddp_spawn"],
+        ["strategy='dpp'", "or 'ddp'", "ddp_spawn"],
     ),
     "unknown accelerator": ({"accelerator": "cdua"}, {}, ConfigurationError, ["='cdua'", "mean 'cuda'"]),
     "unknown precision": (
@@ -223,7 +223,7 @@ REFUSED = {
         {},
         {"flags": {"strategy": "dpp"}},
         ConfigurationError,
-        ["strategy='dpp'", "mean 'ddp'"],
+        ["strategy='dpp'", "or 'ddp'"],
     ),
 }
 

@@ -12,7 +12,8 @@ import torch._dynamo
 from torch import nn
 
 from fabric import Fabric
-from fabric.wrappers import is_compiled, unwrap
+from fabric.utilities.compile import is_compiled
+from fabric.wrappers import unwrap
 
 X = torch.ones(2, 4)
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "64-true", "16-mixed"]

@@ -19,7 +19,7 @@ from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from fabric.plugins.environments.local import LocalEnvironment
 from fabric.plugins.io import TorchCheckpointIO
 from fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from fabric.resolve import Machine, Request, resolve
+from fabric.resolve import Machine, Request, count_processes, resolve
 from fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, SingleDeviceStrategy, Strategy
 from fabric.strategies.layouts.whole import Whole
 
@@ -165,6 +165,17 @@ def test_nothing_given_runs_on_one_device(monkeypatch):
             1,
             1,
         ),
+        # one process that holds several devices, on this machine or on each
+        ({"strategy": "dp", "devices": 3}, {}, "", 3, 1),
+        ({"strategy": "dp"}, {}, "", 1, 1),
+        ({"strategy": "dp", "accelerator": Cards()}, {}, "", 4, 1),
+        ({"strategy": "dp", "devices": 2}, {"interactive": True}, "", 2, 1),
+        ({"strategy": "ddp2", "devices": 3}, {}, "popen", 3, 1),
+        ({"strategy": "ddp2", "devices": 3, "num_nodes": 2}, {}, "popen", 3, 2),
+        ({"strategy": "ddp2", "devices": 3}, {"interactive": True}, "popen", 3, 1),
+        ({"strategy": "ddp2", "devices": 3, "num_nodes": 2}, {"environment": Started(1, 2)}, "popen", 3, 2),
+        ({"strategy": "ddp2", "devices": 3}, {"environment": Started(1, 2)}, "popen", 3, 2),
+        ({"strategy": "ddp2", "accelerator": Cards()}, {"environment": Started(1, 2)}, "popen", 4, 2),
         # what `fabric run` was given
         ({}, {"flags": {"devices": "2"}}, "popen", 2, 1),
         ({}, {"flags": {"devices": "2", "num_nodes": "2"}}, "popen", 2, 2),
@@ -257,6 +268,19 @@ def test_auto_accelerator_heeds_what_the_strategy_runs_on(monkeypatch):
 def test_a_strategy_that_splits_batches_over_devices_gets_all_of_them():
     made = plan(strategy=Custom(Traits(data_parallel=True)), accelerator=Cards())
     assert len(made.devices) == 4
+
+
+def test_a_machine_has_one_process_or_one_for_each_device():
+    dp, ddp2, ddp = (STRATEGY_REGISTRY.get(name) for name in ("dp", "ddp2", "ddp"))
+    assert [count_processes([CPU] * 3, strategy) for strategy in (dp, ddp2, ddp, None)] == [1, 1, 3, 3]
+
+
+def test_a_strategy_of_machines_with_several_processes_on_one():
+    message = refusal(strategy="ddp2", accelerator="cpu", devices=2, environment=Started(2, 2))
+    assert "2 were started on this machine" in message
+    assert "--nproc-per-node 1" in message
+    message = refusal(strategy="ddp2", accelerator="cpu", devices=2, num_nodes=3, environment=Started(1, 2))
+    assert message == "1 x 3 is not 2"
 
 
 def test_resolving_is_repeatable_and_changes_no_argument():

@@ -122,7 +122,7 @@ def _check_tensor(data: torch.Tensor, name: str) -> None:
             f"{name} is a {kind.__module__}.{kind.__qualname__}, a kind of tensor that safe loading would "
             f"not read back. Save {name}.as_subclass(torch.Tensor)."
         )
-    if data.is_meta:
+    if data.is_meta and not getattr(data, "kept_elsewhere", False):
         raise ArgumentTypeError(
             f"{name} is on the meta device and holds no values. Give it some before saving, for example with "
             f"model.to_empty(device=fabric.device) and loading."

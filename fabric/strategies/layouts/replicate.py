@@ -1,10 +1,8 @@
 """`Replicate`: every rank holds all parameters; gradients are averaged (torch's DistributedDataParallel).
 
-Invariant: the reducer is armed at the start of every `fabric.backward`, and checked at its end. torch arms
-it in
-`DDP.forward` only, so that two forwards with two backwards, a backward outside `no_sync` of a forward inside
-it, and any
-method other than forward silently leave gradients unsynchronised (measured:
+Invariant: the reducer is armed at the start of every `fabric.backward`, and checked at its end. torch arms it
+in `DDP.forward` only, so that two forwards with two backwards, a backward outside `no_sync` of a forward
+inside it, and any method other than forward silently leave gradients unsynchronised (measured:
 tests/equivalence/test_gradient_sync.py).
 """
 
@@ -23,9 +21,9 @@ import torch.distributed as dist
 
 from fabric.core.errors import UsageError
 from fabric.core.traits import Traits
-from fabric.forward import differentiable
+from fabric.strategies.layouts.hooked import HookedCall, broadcast_from_zero
 from fabric.strategies.layouts.whole import Whole
-from fabric.wrappers import is_compiled
+from fabric.utilities.compile import is_compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -79,7 +77,7 @@ class Replicate(Whole):
             (name, weakref.ref(p)) for name, p in module.named_parameters() if not p.requires_grad
         ]
         if not any([p.requires_grad for p in module.parameters()]):
-            _broadcast_from_zero([*module.parameters(), *module.buffers()])
+            broadcast_from_zero([*module.parameters(), *module.buffers()])
             return module
         from torch.nn.parallel import DistributedDataParallel
 
@@ -91,7 +89,7 @@ class Replicate(Whole):
         settings[_BUFFER_KEYWORDS[renamed]] = False
         if topology.device.type != "cpu" and "device_ids" not in settings:
             settings["device_ids"] = [topology.device.index]
-        _broadcast_from_zero(list(module.buffers()))
+        broadcast_from_zero(list(module.buffers()))
         replica = DistributedDataParallel(module, **settings)
         self.adopt(replica)
         return replica
@@ -124,7 +122,9 @@ class Replicate(Whole):
             return HookedCall(wrapped.__call__, self, replica, arms=False)
         return wrapped.__call__
 
-    def method_plan(self, wrapped: Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    def method_plan(
+        self, wrapped: Module, method: Callable[..., Any], marked: bool = False
+    ) -> Callable[..., Any]:
         """The method, hooked so that a plain `loss.backward()` through its outputs is synchronised."""
         replica = self._replica_of(wrapped)
         return method if replica is None else HookedCall(method, self, replica, arms=True)
@@ -200,7 +200,7 @@ class Replicate(Whole):
             if replica not in self._buffered or id(replica) not in self.reached:
                 continue
             if replica.training and replica.require_backward_grad_sync:
-                _broadcast_from_zero(list(replica.buffers()))
+                broadcast_from_zero(list(replica.buffers()))
         self.reached.clear()
 
     def teardown(self) -> None:
@@ -238,7 +238,7 @@ class Replicate(Whole):
         running = torch._C._current_graph_task_id()
         if replica.training and replica in self._buffered and self._synced_in.get(replica) != running:
             self._synced_in[replica] = running
-            sync = partial(_broadcast_from_zero, list(replica.buffers()))
+            sync = partial(broadcast_from_zero, list(replica.buffers()))
             torch.autograd.Variable._execution_engine.queue_callback(sync)
 
     def _arm(self, replica: DistributedDataParallel) -> None:
@@ -298,58 +298,6 @@ class PlainBackwardWatch:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlainBackwardWatch:
         return self
-
-
-class HookedCall:
-    """A forward or bound method whose outputs tell the layout when a plain `loss.backward()` reaches them.
-
-    Buffers are sent at the end of a backward pass, where all ranks are. DDP sends them before each forward,
-    evaluation included; like this an evaluation forward makes no collective and ranks agree during it.
-    """
-
-    __slots__ = ("arms", "call", "layout", "replica")
-
-    def __init__(
-        self, call: Callable[..., Any], layout: Replicate, replica: DistributedDataParallel, arms: bool
-    ) -> None:
-        self.call = call
-        self.layout = layout
-        self.replica = replica
-        self.arms = arms
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it; one hook for each output that a backward may start from."""
-        out = self.call(*args, **kwargs)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            one = out.__class__ is torch.Tensor and out.grad_fn is not None
-            for leaf in (out,) if one else differentiable(out):
-                if leaf.grad_fn is not None:
-                    leaf.register_hook(self._reached)
-        return out
-
-    def _reached(self, grad: Tensor) -> None:
-        self.layout.on_plain_backward(self.replica, self.arms)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in HookedCall.__slots__:  # not set yet, while copying
-            raise AttributeError(name)
-        return getattr(self.call, name)
-
-
-def _broadcast_from_zero(tensors: list[Tensor]) -> None:
-    """Rank zero's values in `tensors` on all ranks, one message per dtype. All ranks must call this.
-
-    Writes through `.data`: batch norm saves its running statistics for backward, and a counted in-place
-    change between a forward and a later backward would make autograd refuse that.
-    """
-    by_dtype: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor.data)
-    for group in by_dtype.values():
-        flat = torch.cat([b.reshape(-1) for b in group])
-        dist.broadcast(flat, 0)
-        parts = flat.split([b.numel() for b in group])
-        torch._foreach_copy_(group, [part.view(b.shape) for part, b in zip(parts, group, strict=True)])
 
 
 def _unused_parameters(replica: DistributedDataParallel, error: RuntimeError) -> Exception:

@@ -1,8 +1,8 @@
-"""`Whole`: every parameter on this rank, nothing shared. The base of all layouts; its defaults: plain torch."""
+"""`Whole`: every parameter on this rank, nothing shared. The base of all layouts, plain torch by itself."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +11,7 @@ from fabric.core.traits import Traits
 from fabric.utilities.init import EmptyInit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +30,14 @@ class Whole:
     """
 
     traits = Traits()
+    splits = False
+    """Whether a rank holds parts of parameters: state is gathered then; gradients may be elsewhere."""
+    splits_optimizers = False
+    """Whether a rank holds parts of optimizer states: they are gathered then."""
+    fills = False
+    """Whether `wrap` gives values to parameters on the meta device."""
+    keeps_full = True
+    """Whether this rank keeps the full values that it gathers, or only takes part."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
         return self
@@ -47,6 +55,11 @@ class Whole:
         """(which part of the data this rank sees, of how many); None: one part for each rank of the world."""
         return None
 
+    @property
+    def data_group(self) -> Any | None:
+        """The process group of ranks that see different data; None: all ranks."""
+        return None
+
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module that the forward goes through; `module` itself where nothing is added."""
         return module
@@ -56,16 +69,23 @@ class Whole:
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer that steps. All ranks must call this, after the models of its parameters."""
-        self.follow(optimizer)
         return optimizer
 
     def unwrap(self, wrapped: Module) -> Module:
         """The module that `wrap` was given."""
         return wrapped
 
-    def materialises(self, module: Module) -> bool:
-        """Whether `wrap` gives values to parameters on the meta device."""
-        return False
+    def forget_gradients(self, parameters: list[Tensor]) -> None:
+        """Drop gradients that are not in `.grad`: the user has called `zero_grad()`."""
+
+    @contextmanager
+    def gathering(self, keep: bool) -> Iterator[None]:
+        """Context in which full states are gathered on all ranks, and kept by those that say so."""
+        self.keeps_full = keep
+        try:
+            yield
+        finally:
+            del self.keeps_full
 
     def adopt(self, wrapped: Module) -> None:
         """Take in a wrapped module that came to be by copying or unpickling a model."""
@@ -77,8 +97,13 @@ class Whole:
         """What a forward of the wrapped module calls."""
         return wrapped.__call__
 
-    def method_plan(self, wrapped: Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        """What a call of another method of the module runs, so that its gradients are synchronised too."""
+    def method_plan(
+        self, wrapped: Module, method: Callable[..., Any], marked: bool = False
+    ) -> Callable[..., Any]:
+        """What a call of another method of the module runs, so that its gradients are synchronised too.
+
+        `marked`: by `mark_forward_method`, so that it surely computes.
+        """
         return method
 
     def no_sync(self, wrapped: Module) -> AbstractContextManager[Any]:

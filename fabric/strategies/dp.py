@@ -1,0 +1,128 @@
+"""`DataParallelStrategy`: one process, the batch split over its devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import ConfigurationError
+from fabric.core.topology import Topology
+from fabric.strategies.exchange import Exchange
+from fabric.strategies.layouts.data_parallel import SplitBatch
+from fabric.strategies.parallel import ParallelStrategy
+
+if TYPE_CHECKING:
+    import torch
+
+    from fabric.accelerators.accelerator import Accelerator
+    from fabric.plugins.collectives.channel import Wire
+    from fabric.plugins.collectives.collective import Collective
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from fabric.plugins.io.checkpoint_io import CheckpointIO
+    from fabric.plugins.precision.precision import Precision
+    from fabric.strategies.launchers.launcher import Launcher
+
+
+class DataParallelStrategy(ParallelStrategy):
+    """One process that splits each batch over its devices and gathers the outputs (torch's DataParallel).
+
+    One `batch_size` means the batch of all devices together: with batch_size=32 and devices=4, each replica
+    sees 8 rows, and the loss sees 32. `fabric.world_size` is 1, loaders are not sharded, `launch` starts
+    nothing. Gradients are those of plain torch on the whole batch, apart from layers that look at the rows of
+    a batch together (batch norm): these see a replica's part, and keep the statistics of replica 0.
+
+    Tensors in the arguments of `model(...)`, in any nesting, are split along dim 0 as by `torch.chunk`; all
+    must have the same number of rows. Other arguments go to every replica. Outputs come back as one: tensors
+    are joined along dim 0, a 0-dim output becomes a vector with one entry a replica (average it weighted by
+    rows), other values must be equal on all replicas. Methods other than `forward` are not split.
+
+    On the CPU `devices=k` makes k replicas on shared parameters, which run in order, each in a thread, so
+    that random draws depend on the seed alone; they save no time. On CUDA replicas run at the same time, and
+    each draws from its device's stream. An exception in a replica reaches the caller with the replica's
+    number. torch.compile around the model compiles nothing inside the replicas; compile its parts instead.
+
+    Args:
+        accelerator: As in `Strategy`.
+        parallel_devices: The devices of this process; None: chosen by `Fabric`, which takes all GPUs
+            there are for devices="auto".
+        checkpoint_io: As in `Strategy`.
+        precision: As in `Strategy`.
+
+    Raises:
+        ConfigurationError: When `Fabric` is made: several machines, or several processes that were started.
+    """
+
+    start_method = ""  # there is nothing to start
+    layout: SplitBatch
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, None, checkpoint_io, precision)
+        self.layout = SplitBatch()
+
+    @property
+    def num_processes(self) -> int:
+        """One, whatever the number of devices."""
+        return 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """None: this process sees all data."""
+        return None
+
+    def bind(
+        self,
+        accelerator: Accelerator,
+        devices: list[torch.device],
+        num_nodes: int,
+        precision: Precision,
+        environment: ClusterEnvironment,
+        checkpoint_io: CheckpointIO | None,
+    ) -> None:
+        """Complete the composition; called once, by `Fabric`.
+
+        Raises:
+            ConfigurationError: Several machines, or several processes that were started.
+        """
+        started = environment.world_size() if environment.creates_processes_externally else 1
+        if num_nodes > 1 or started > 1:
+            what = f"num_nodes={num_nodes} asks for more" if num_nodes > 1 else f"{started} were started"
+            raise ConfigurationError(
+                f'strategy="dp" is one process that holds all devices={len(devices)}, but {what}. Start one '
+                f'process with num_nodes=1, or write strategy="ddp" (a process for each device) or "ddp2" '
+                f"(one for each machine)."
+            )
+        self.layout.devices = devices
+        super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)
+
+    def make_wire(self) -> Wire:
+        """As of a single device: there is no other process to send to."""
+        return Exchange.make_wire(self)
+
+    def group_collective(self, group: Any | None) -> Collective:
+        """That of one rank, whatever the group."""
+        return Exchange.group_collective(self, group)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Return at once: no other rank is waited for."""
+        Exchange.barrier(self, name)
+
+    def _take_place(self) -> None:
+        if not self.parallel_devices:
+            raise ConfigurationError(
+                f"{type(self).__name__} is not bound yet. Pass it as Fabric(strategy=...)."
+            )
+        self.topology = Topology(device=self.parallel_devices[0])
+
+    def _join_ranks(self) -> None:
+        """Meet nobody."""
+
+    def _make_launcher(self, environment: ClusterEnvironment) -> Launcher | None:
+        return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)

@@ -1,0 +1,140 @@
+"""`FSDPStrategy`: parameters, gradients and optimizer states split over ranks. FSDP2 underneath."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from fabric.core.errors import ConfigurationError
+from fabric.core.traits import Traits
+from fabric.strategies.fsdp_keywords import sharding, translate
+from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings, offload_error
+from fabric.strategies.parallel import START_METHODS, ParallelStrategy
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from fabric.accelerators.accelerator import Accelerator
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from fabric.plugins.io.checkpoint_io import CheckpointIO
+    from fabric.plugins.precision.precision import Precision
+
+
+class FSDPStrategy(ParallelStrategy):
+    """Sharded data parallel training by torch's `fully_shard` (FSDP2), one process per device.
+
+    `fabric.setup` splits the model in place, group by group: its parameters become DTensors. Optimizers made
+    before or after setup, `clip_gradients`, `save` and `load` deal in the whole model, with the user's keys.
+    Every forward is a collective: all ranks must make it. The keywords are those of FSDP1 wherever FSDP2 has
+    the like; one that has none is refused.
+
+    Args:
+        accelerator: As in `Strategy`.
+        parallel_devices: As in `ParallelStrategy`.
+        cluster_environment: As in `ParallelStrategy`.
+        precision: As in `Strategy`.
+        process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
+        timeout: How long a collective waits for the other ranks.
+        cpu_offload: Parameters, gradients and optimizer states in host memory (True, or torch's CPUOffload).
+            Make optimizers after `fabric.setup_module`, from `model.parameters()`.
+        mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; None: by `precision=`.
+        auto_wrap_policy: Which modules are gathered and freed together: a set of classes, a function
+            (module) -> bool, or a policy of torch.distributed.fsdp.wrap. None: repeated blocks and large layers.
+        activation_checkpointing: A module class, or a list of them: see the next.
+        activation_checkpointing_policy: Which modules compute their activations again in backward; as
+            `auto_wrap_policy`.
+        sharding_strategy: "FULL_SHARD" (zero3), "SHARD_GRAD_OP" (zero2: parameters stay whole between forward
+            and backward), "HYBRID_SHARD" (split within a node, replicated across), "_HYBRID_SHARD_ZERO2",
+            "NO_SHARD", or torch's ShardingStrategy.
+        state_dict_type: "full" or "sharded". Until sharded files exist, both save one full file.
+        device_mesh: (replicate, shard) sizes, or a DeviceMesh; None: all ranks.
+        checkpoint_io: As in `Strategy`.
+        start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
+        startup_timeout: How long ranks wait for each other at the start.
+        find_unused_parameters: Whether ranks may use different parameters in one step (conditional branches).
+            A parameter that nobody used then has a gradient of zeros instead of none.
+        kwargs: Further keywords of FSDP1: limit_all_gathers, use_orig_params, sync_module_states,
+            forward_prefetch, backward_prefetch, ignored_modules, ignored_states, param_init_fn, device_id; and
+            `reshard_after_forward` of FSDP2.
+
+    Raises:
+        ConfigurationError: A keyword or value that FSDP2 has nothing like.
+        ArgumentTypeError: An argument of the wrong kind.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(seconds=1800),
+        cpu_offload: Any = None,
+        mixed_precision: Any = None,
+        auto_wrap_policy: Any = None,
+        activation_checkpointing: type[Module] | list[type[Module]] | None = None,
+        activation_checkpointing_policy: Any = None,
+        sharding_strategy: Any = "FULL_SHARD",
+        state_dict_type: Literal["full", "sharded"] = "sharded",
+        device_mesh: tuple[int, int] | DeviceMesh | None = None,
+        *,
+        checkpoint_io: CheckpointIO | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        startup_timeout: timedelta = timedelta(minutes=10),
+        find_unused_parameters: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        if start_method not in START_METHODS:
+            raise ConfigurationError(
+                f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
+            )
+        if state_dict_type not in ("full", "sharded"):
+            raise ConfigurationError(f"state_dict_type={state_dict_type!r} is neither 'full' nor 'sharded'.")
+        if activation_checkpointing is not None and activation_checkpointing_policy is not None:
+            raise ConfigurationError(
+                "activation_checkpointing and activation_checkpointing_policy say the same thing. Keep the policy."
+            )
+        settings = ShardSettings(
+            blocks=auto_wrap_policy,
+            checkpointed=activation_checkpointing or activation_checkpointing_policy,
+            mesh=device_mesh,
+            unused=find_unused_parameters,
+            **sharding(sharding_strategy),
+            **translate(cpu_offload, mixed_precision, kwargs),
+        )
+        self.layout: FullyShard = FullyShard(settings)
+        self.state_dict_type = state_dict_type
+        self._backend = process_group_backend
+        self.process_group_timeout = timeout or timedelta(seconds=1800)
+        self.startup_timeout = startup_timeout
+        self.start_method = start_method
+
+    @property
+    def traits(self) -> Traits:
+        """As of the layout; loss scaling is not there for offloaded parameters."""
+        return self.layout.traits
+
+    @property
+    def mixed_precision_config(self) -> Any:
+        """The MixedPrecisionPolicy that parameters are gathered and gradients reduced by."""
+        self.layout.policy = self._precision.policy
+        return self.layout.precision_policy()
+
+    def setup_module_and_optimizers(
+        self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
+    ) -> tuple[Module, list[Optimizer], Any | None]:
+        """Module and optimizers together. All ranks must call this.
+
+        Raises:
+            ConfigurationError: Parameters are offloaded, and optimizers were made before.
+        """
+        if self.layout.settings.offload and optimizers:
+            raise offload_error(optimizers[0])
+        return super().setup_module_and_optimizers(module, optimizers, scheduler)

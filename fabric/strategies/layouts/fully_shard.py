@@ -1,0 +1,266 @@
+"""`FullyShard`: parameters, gradients and optimizer states split over ranks (torch's FSDP2, `fully_shard`).
+
+One layout with settings: zero2, zero3, hsdp and CPU offload differ only in them. Which modules form a group
+is `blocks.py`; full values and norms of what is split is `dtensors.py`; meta tensors are `materialise.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.traits import Traits
+from fabric.strategies.layouts.blocks import choose_blocks
+from fabric.strategies.layouts.hooked import broadcast_from_zero
+from fabric.strategies.layouts.materialise import Materialiser
+from fabric.strategies.layouts.sharded import Sharded
+from fabric.strategies.layouts.split import is_split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from fabric.core.policy import DtypePolicy
+    from fabric.core.topology import Topology
+
+
+@dataclass
+class ShardSettings:
+    """What `fully_shard` is told. See `FSDPStrategy` for what users write."""
+
+    blocks: Any = None
+    """Which modules form groups: see `choose_blocks`."""
+    checkpointed: Any = None
+    """Which modules recompute their activations in backward: see `choose_blocks`; None: none."""
+    reshard_after_forward: bool | int | None = None
+    """Whether parameters are freed between forward and backward; None: all but the root group's."""
+    mesh: Any = None
+    """(replicate, shard) sizes or a DeviceMesh; None: all ranks, or by node where `hybrid`."""
+    hybrid: bool = False
+    """Split within a node, replicate across nodes."""
+    whole: bool = False
+    """Not split at all: a replica on every rank."""
+    mixed_precision: Any = None
+    """torch's MixedPrecisionPolicy; None: by the precision."""
+    offload: bool = False
+    """Whether parameters, gradients and optimizer states stay in host memory."""
+    ignored: set[Any] = field(default_factory=set)
+    """Parameters that are left whole, and whose gradients are left local."""
+    unused: bool = False
+    """Whether ranks may use different parameters."""
+    init: Callable[[Module], Any] | None = None
+    """Initialises a module's own parameters that are on the meta device."""
+    prefetch: bool = False
+    """Whether the next group is gathered while one computes."""
+
+
+class FullyShard(Sharded):
+    """FSDP2 on all ranks or on a mesh.
+
+    Args:
+        settings: See `ShardSettings`.
+    """
+
+    traits = Traits(
+        needs_launch=True, data_parallel=True, start_methods=("popen", "spawn", "fork", "forkserver")
+    )
+
+    def __init__(self, settings: ShardSettings | None = None) -> None:
+        super().__init__()
+        self.settings = settings or ShardSettings()
+        self._matched: set[str] = set()
+
+    def join(self, topology: Topology, policy: DtypePolicy) -> None:
+        """Make the mesh. All ranks must call this.
+
+        Raises:
+            ConfigurationError: The sizes of the mesh do not multiply to the number of ranks.
+        """
+        super().join(topology, policy)
+        self.mesh = self._make_mesh(topology)
+
+    def wrap(self, module: Module, topology: Topology) -> Module:
+        """The module itself, split group by group; rank zero's values count. All ranks must call this.
+
+        Raises:
+            ConfigurationError: Fewer elements than ranks, or a policy that matches nothing.
+            UsageError: A parameter on the meta device that nothing initialises.
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        if isinstance(module, FSDPModule):
+            raise UsageError(
+                f"This {type(module).__name__} is sharded already: fully_shard was called on it before "
+                f"fabric.setup. Leave that to the strategy, or use ModelParallelStrategy(parallelize_fn)."
+            )
+        size = sum([p.numel() for p in module.parameters()])
+        if size < topology.world_size:
+            raise ConfigurationError(
+                f"{type(module).__name__} has {size} parameter elements for {topology.world_size} ranks: "
+                f'some would hold nothing. Write devices={max(size, 1)}, or strategy="ddp".'
+            )
+        blocks = self._choose(module, "auto_wrap_policy", self.settings.blocks)
+        if self.settings.checkpointed is not None:
+            _recompute(self._choose(module, "activation_checkpointing_policy", self.settings.checkpointed))
+        with self.following(module):
+            self._split(module, set(blocks), topology)
+        self._finish(module, blocks)
+        return module
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """As `Split`.
+
+        Raises:
+            ConfigurationError: The optimizer was made before setup, and parameters are offloaded.
+        """
+        if self.settings.offload and any(
+            [self.has_moved(p) for g in optimizer.param_groups for p in g["params"]]
+        ):
+            raise offload_error(optimizer)
+        super().follow(optimizer)
+
+    def _choose(self, module: Module, name: str, policy: Any) -> list[Module]:
+        """The modules that a policy names; it must match something in one of the models that are set up."""
+        may_be_empty = name in self._matched or next(module.children(), None) is None
+        chosen = choose_blocks(module, policy, name, may_be_empty)
+        if chosen:
+            self._matched.add(name)
+        return chosen
+
+    def _make_mesh(self, topology: Topology) -> DeviceMesh:
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        wanted, world, kind = self.settings.mesh, topology.world_size, topology.device.type
+        if isinstance(wanted, DeviceMesh):
+            sizes = tuple(wanted.shape)
+        elif wanted is not None:
+            sizes = tuple(wanted)
+        elif self.settings.whole:
+            sizes = (world, 1)
+        elif self.settings.hybrid and topology.num_nodes > 1:
+            sizes = (topology.num_nodes, topology.local_world_size)
+        else:
+            sizes = (world,)
+        if len(sizes) > 2 or torch.Size(sizes).numel() != world:
+            raise ConfigurationError(
+                f"device_mesh={sizes} has {torch.Size(sizes).numel()} ranks in {len(sizes)} dimensions, but "
+                f"there are {world} ranks. Write (replicate, shard) sizes that multiply to {world}, such as "
+                f"device_mesh=({1 if world < 4 else 2}, {world if world < 4 else world // 2})."
+            )
+        if isinstance(wanted, DeviceMesh):
+            return wanted
+        return init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+
+    def _split(self, module: Module, blocks: set[Module], topology: Topology) -> None:
+        """Bring up and split group after group, inner ones first, so that only one is whole at a time."""
+        maker = Materialiser(module, topology.device, self.deferred, self.settings.init)
+        seen: set[Module] = set()
+        held_back: list[Module] = []
+
+        def visit(part: Module, held: bool) -> None:
+            if part in seen:
+                return
+            seen.add(part)
+            waits = maker.waits(part)
+            for child in part.children():
+                visit(child, held or waits)
+            maker.reset(part)
+            if part in blocks or part is module:
+                held_back.append(part)
+            if not (held or (waits and part is not module)):
+                ready, held_back[:] = list(held_back), []
+                for block in ready:
+                    self._split_block(block, maker, topology, root=block is module)
+
+        visit(module, held=False)
+
+    def _split_block(self, block: Module, maker: Materialiser, topology: Topology, root: bool) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        maker.fill(block, replay=topology.rank == 0)
+        self._bring(block, topology)
+        maker.release(block)
+        settings = self.settings
+        fully_shard(
+            block,
+            mesh=self.mesh,
+            reshard_after_forward=settings.reshard_after_forward,
+            mp_policy=self.precision_policy(block),
+            offload_policy=_offload_policy(settings.offload, topology.device),
+            ignored_params=settings.ignored or None,
+        )
+
+    def _bring(self, block: Module, topology: Topology) -> None:
+        """The block's whole tensors on the device, with rank zero's values. All ranks must call this."""
+        held: dict[int, Tensor] = {}
+        for part in _own_modules(block):
+            for tensor in [*part._parameters.values(), *part._buffers.values()]:
+                if tensor is not None and not is_split(tensor) and tensor not in self.settings.ignored:
+                    if tensor.device != topology.device:
+                        tensor.data = tensor.data.to(topology.device)
+                    held[id(tensor)] = tensor
+        broadcast_from_zero(list(held.values()))
+
+    def precision_policy(self, block: Module | None = None) -> Any:
+        """torch's MixedPrecisionPolicy for a group: the one given, or what the precision means."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        given, policy = self.settings.mixed_precision, self.policy
+        if given is not None or policy is None or not policy.autocast:
+            return given or MixedPrecisionPolicy()
+        # Gathered in half precision, summed in single; autocast around the forward decides the rest, as on
+        # one rank. Batch norm takes no half parameters for inputs in single precision: its group stays as it
+        # is.
+        normed = block is not None and any([isinstance(part, _BatchNorm) for part in _own_modules(block)])
+        half = None if normed else policy.compute
+        return MixedPrecisionPolicy(half, policy.reduce, cast_forward_inputs=False)
+
+    def _finish(self, module: Any, blocks: list[Module]) -> None:
+        self.open_gate(module)
+        if self.settings.unused:
+            module.set_reduce_scatter_unused_params(True)
+        if self.settings.prefetch:
+            for one, following in itertools.pairwise(blocks):
+                one.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+
+
+def offload_error(optimizer: Any) -> ConfigurationError:
+    """Why an optimizer made before setup is refused where parameters are offloaded."""
+    return ConfigurationError(
+        f"{type(optimizer).__name__} was made before the model was set up with cpu_offload, which moves "
+        "parameters to host memory: its choice of kernels and its state were for the device. Write model = "
+        "fabric.setup_module(model), then make the optimizer from model.parameters(), then "
+        "fabric.setup_optimizers(optimizer)."
+    )
+
+
+def _own_modules(block: Module) -> Iterator[Module]:
+    """The block and the modules in it, less those that are split already."""
+    from torch.distributed.fsdp import FSDPModule
+
+    yield block
+    for child in block.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_modules(child)
+
+
+def _offload_policy(offload: bool, device: torch.device) -> Any:
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
+
+
+def _recompute(modules: list[Module]) -> None:
+    from torch.distributed._composable import checkpoint
+
+    for module in modules:
+        checkpoint(module)

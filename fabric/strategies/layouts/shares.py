@@ -1,0 +1,190 @@
+"""Who owns which parameter of an optimizer, the stand-in that steps one rank's share, and sending what it
+stepped. What `ShardedStates` is made of.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fabric.plugins.collectives.channel import PACK_LIMIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+BUCKET_BYTES = 25 << 20
+"""Up to how many bytes of small parameters travel in one message."""
+_IN_FLIGHT = 8  # messages: bounds the memory of packed ones
+
+
+class Share:
+    """Which rank owns which parameter of one optimizer, and the step that this rank is in."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.params: list[Tensor] = []  # each once; empty until the ranks have agreed
+        self.owners: dict[Any, int] = {}
+        self.handles: list[Any] = []
+        self.step: Step | None = None
+
+    def is_own(self, param: Any) -> bool:
+        """Whether this rank steps it; so do all where nothing is agreed on yet."""
+        return self.owners.get(param, self.rank) == self.rank
+
+    def own(self) -> list[tuple[int, Tensor]]:
+        """Positions and parameters that this rank steps."""
+        return [(i, p) for i, p in enumerate(self.params) if self.owners[p] == self.rank]
+
+    def load(self) -> int:
+        """How many elements this rank steps."""
+        return sum([p.numel() for _, p in self.own() if p.requires_grad])
+
+    def versions(self) -> list[int]:
+        """How often each own parameter was changed in place."""
+        return [p._version for _, p in self.own()]
+
+    def drop_foreign(self, optimizer: Optimizer) -> None:
+        """Forget states of what other ranks own: those made before setup, or by a load behind our back."""
+        for param in [key for key in optimizer.state if not self.is_own(key)]:
+            del optimizer.state[param]
+
+
+class Step:
+    """One step of one optimizer: who stands in for it, and which parameters have gradients in it."""
+
+    def __init__(self, share: Share, optimizer: Optimizer) -> None:
+        groups = [
+            OwnGroup(group, [p for p in group["params"] if share.is_own(p)])
+            for group in optimizer.param_groups
+        ]
+        self.before = dict(optimizer.__dict__)
+        # Hooks run in the user's optimizer, around this: in `super().step()` parameters are not sent yet.
+        self.replaced: dict[str, Any] = {
+            "param_groups": groups,
+            "_optimizer_step_pre_hooks": OrderedDict(),
+            "_optimizer_step_post_hooks": OrderedDict(),
+        }
+        self.stand_in = stand_in(optimizer, **self.replaced)
+        self.versions = share.versions()
+        self.note_gradients(share)
+
+    def note_gradients(self, share: Share) -> None:
+        """Before the update: torch steps what has a gradient, and some optimizers clear it then."""
+        self.with_gradient = [p.grad is not None for p in share.params]
+
+    def give_back(self, optimizer: Optimizer) -> None:
+        """Attributes that the step has set belong to the user's optimizer."""
+        for name, value in self.stand_in.__dict__.items():
+            if name not in self.replaced and value is not self.before.get(name, self):
+                optimizer.__dict__[name] = value
+
+
+class OwnGroup(MutableMapping[str, Any]):
+    """The user's parameter group, read and written through, with this rank's parameters only."""
+
+    def __init__(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        self.group, self.params = group, params
+
+    def __getitem__(self, key: str) -> Any:
+        return self.params if key == "params" else self.group[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.group)
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+
+def stand_in(optimizer: Optimizer, **replaced: Any) -> Any:
+    """An optimizer of the same class with the same attributes, but for those given."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update({**optimizer.__dict__, **replaced})
+    return twin
+
+
+def divide(sizes: list[int], loads: list[int], holders: list[list[int]]) -> list[int]:
+    """The owner of each parameter: its one holder, else the rank that has least, the largest first.
+
+    Args:
+        sizes: Elements of each parameter.
+        loads: Elements that each rank has of other optimizers.
+        holders: For each parameter the ranks that hold a state of it.
+    """
+    loads, owners = list(loads), [0] * len(sizes)
+    for i, ranks in enumerate(holders):
+        if len(ranks) == 1:
+            owners[i] = ranks[0]
+            loads[ranks[0]] += sizes[i]
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    free = [i for i, ranks in enumerate(holders) if len(ranks) != 1]
+    for i in sorted(free, key=lambda i: -sizes[i]):
+        load, owners[i] = heap[0]
+        heapq.heapreplace(heap, (load + sizes[i], owners[i]))
+    return owners
+
+
+def parcels(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """What travels together: large tensors alone, small ones of a dtype and device up to `BUCKET_BYTES`."""
+    alone, packed = [], []
+    filling: dict[Any, tuple[int, list[Tensor]]] = {}
+    for tensor in tensors:
+        if tensor.nbytes > PACK_LIMIT:
+            alone.append([tensor])
+        elif tensor.nbytes:
+            key = (tensor.dtype, tensor.device)
+            size, parcel = filling.get(key, (BUCKET_BYTES, []))
+            if size + tensor.nbytes > BUCKET_BYTES:
+                size, parcel = 0, []
+                packed.append(parcel)
+            parcel.append(tensor)
+            filling[key] = (size + tensor.nbytes, parcel)
+    return alone + packed
+
+
+def send(params: list[Tensor], share: Share) -> None:
+    """Every owner's values of its parameters on all ranks. All ranks of the default group."""
+    by_owner: dict[int, list[Tensor]] = {}
+    for param in params:
+        # Detached, and not .data: a graph that saved the old values must find out, as after a plain step.
+        by_owner.setdefault(share.owners[param], []).append(param.detach())
+    queue = [(i, owner, p) for owner, own in by_owner.items() for i, p in enumerate(parcels(own))]
+    pending: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
+    for _, owner, parcel in sorted(
+        queue, key=lambda entry: entry[:2]
+    ):  # owners take turns: all links are busy
+        pending.append(_start(parcel, owner, share.rank))
+        if len(pending) > _IN_FLIGHT:
+            _end(*pending.popleft())
+    while pending:
+        _end(*pending.popleft())
+
+
+def _start(parcel: list[Tensor], owner: int, rank: int) -> tuple[Any, Tensor, list[Tensor]]:
+    first, parts = parcel[0], parcel
+    if len(parcel) == 1 and first.is_contiguous():
+        flat, parts = first.view(-1), []
+    elif owner == rank:
+        flat, parts = torch.cat([t.reshape(-1) for t in parcel]), []
+    else:
+        flat = first.new_empty(sum([t.numel() for t in parcel]))
+    return dist.broadcast(flat.view(torch.uint8), owner, async_op=True), flat, parts
+
+
+def _end(work: Any, flat: Tensor, parts: list[Tensor]) -> None:
+    work.wait()
+    if parts:
+        pieces = flat.split([t.numel() for t in parts])
+        torch._foreach_copy_(parts, [piece.view(t.shape) for piece, t in zip(pieces, parts, strict=True)])

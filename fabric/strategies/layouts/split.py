@@ -1,0 +1,191 @@
+"""`Split`: the base of layouts whose parameters are parts of tensors (DTensor), however they came to be.
+
+Full state in and out, norms, optimizers made before setup, modules built without memory, buffers kept alike.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.strategies.layouts.hooked import broadcast_from_zero
+from fabric.strategies.layouts.whole import Whole
+from fabric.utilities.deferred import DeferredInit
+from fabric.utilities.init import has_meta_parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from fabric.core.policy import DtypePolicy
+    from fabric.core.topology import Topology
+
+
+class Split(Whole):
+    """Parameters are replaced by their parts at setup; optimizers, state dicts and norms follow."""
+
+    splits = splits_optimizers = fills = True
+
+    def __init__(self) -> None:
+        self.mesh: DeviceMesh | None = None
+        self.device = torch.device("cpu")
+        self.policy: DtypePolicy | None = None
+        self.deferred: list[DeferredInit] = []
+        self._moved: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
+        self._models: list[weakref.ref[Module]] = []
+        self._reached: set[int] = set()
+        self._queued_in = -1
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh that parameters lie on; None before launch."""
+        return self.mesh
+
+    def join(self, topology: Topology, policy: DtypePolicy) -> None:
+        """Remember where this process is. Subclasses make their mesh here."""
+        self.device, self.policy = topology.device, policy
+
+    def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
+        """With `empty_init`: parameters without memory, whose values come at setup, part by part."""
+        if not empty_init:
+            return nullcontext()
+        self.deferred.append(DeferredInit(self.device))
+        return self.deferred[-1]
+
+    @contextmanager
+    def following(self, module: Module) -> Iterator[None]:
+        """Note which parameter takes the place of which, so that optimizers made before can follow."""
+        before = [
+            (m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None
+        ]
+        yield
+        for owner, name, old in before:
+            new = owner._parameters[name]
+            if new is not None and new is not old:
+                self._moved[id(old)] = (weakref.ref(old), weakref.ref(new))
+        self._models.append(weakref.ref(module))
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Put the parts of parameters in the place of the whole ones, in groups and state."""
+        from fabric.strategies.layouts.dtensors import part_like
+
+        for group in optimizer.param_groups:
+            for i, old in enumerate(group["params"]):
+                new = self._now(old)
+                if new is old:
+                    continue
+                group["params"][i] = new
+                if old in optimizer.state:
+                    held = optimizer.state.pop(old)
+                    optimizer.state[new] = {key: part_like(value, new) for key, value in held.items()}
+
+    def clip_norm(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """As `Whole`; the norm is that of the whole model, the same on all ranks, which all call this."""
+        from fabric.strategies.layouts.dtensors import clip_norm_
+
+        return clip_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element to [-clip_value, clip_value]."""
+        from fabric.strategies.layouts.dtensors import clip_value_
+
+        clip_value_(parameters, clip_value)
+
+    def module_state(self, module: Module) -> dict[str, Any]:
+        """The full state dict, in host memory. All ranks must call this."""
+        from fabric.strategies.layouts.dtensors import full_tree
+
+        state: dict[str, Any] = module.state_dict()
+        state.update(full_tree(dict(state), self.keeps_full))
+        return state
+
+    def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
+        """Load this rank's part of a full state dict; a module without memory takes the tensors."""
+        if has_meta_parameters(module):
+            return _assign(module, state, strict)
+        from fabric.strategies.layouts.dtensors import part_of
+
+        own = module.state_dict()
+        parts = {key: part_of(value, own.get(key), key) for key, value in state.items()}
+        return module.load_state_dict(parts, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The full state, in host memory. All ranks must call this."""
+        from fabric.strategies.layouts.dtensors import full_tree
+
+        state = optimizer.state_dict()
+        return {**state, "state": full_tree(state["state"], self.keeps_full)}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load this rank's part of a full state."""
+        from fabric.strategies.layouts.dtensors import place_optimizer_state
+
+        optimizer.load_state_dict(place_optimizer_state(optimizer, state))
+
+    def teardown(self) -> None:
+        """Let go of the mesh and of what was recorded."""
+        self.mesh = None
+        self.deferred.clear()
+        self._moved.clear()
+
+    def buffered(self, module: Module) -> bool:
+        """Whether the module has buffers, which are kept alike on all ranks after training backwards."""
+        return next(module.buffers(), None) is not None
+
+    def on_plain_backward(self, module: Module, arms: bool) -> None:
+        """A backward has reached an output of `module`: send rank zero's buffers at the end of it."""
+        if not module.training:
+            return
+        self._reached.add(id(module))
+        running = torch._C._current_graph_task_id()
+        if self._queued_in != running:
+            self._queued_in = running
+            torch.autograd.Variable._execution_engine.queue_callback(self._send_buffers)
+
+    def _send_buffers(self) -> None:
+        reached = [m for m in self.models() if id(m) in self._reached]
+        self._reached.clear()
+        self._queued_in = -1
+        broadcast_from_zero([b for m in reached for b in m.buffers() if not is_split(b)])
+
+    def models(self) -> list[Any]:
+        """The models that were set up and are still about, in the order of setup: the same on all ranks."""
+        return [model for ref in self._models if (model := ref()) is not None]
+
+    def has_moved(self, parameter: Tensor) -> bool:
+        """Whether a part has taken the parameter's place."""
+        return self._now(parameter) is not parameter
+
+    def _now(self, parameter: Tensor) -> Tensor:
+        old, new = self._moved.get(id(parameter), (None, None))
+        now = new() if new is not None and old is not None and old() is parameter else None
+        return parameter if now is None else now
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; asked without importing it."""
+    return hasattr(tensor, "device_mesh")
+
+
+def _assign(module: Module, state: dict[str, Any], strict: bool) -> Any:
+    """Make the tensors of `state` the parameters of a module without memory; tied ones stay tied."""
+    places = [
+        (m, name, id(p)) for m in module.modules() for name, p in m._parameters.items() if p is not None
+    ]
+    copied = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
+    }
+    result = module.load_state_dict(copied, strict=strict, assign=True)
+    first: dict[int, Any] = {}
+    for owner, name, key in places:
+        owner._parameters[name] = first.setdefault(key, owner._parameters[name])
+    return result

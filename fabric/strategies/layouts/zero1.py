@@ -1,0 +1,304 @@
+"""`ShardedStates`: as `Replicate`, but each rank steps only its share of the parameters and holds the states
+of those; after the step its owner sends each parameter to the other ranks (ZeRO stage 1).
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import defaultdict
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
+from fabric.core.tree import map_tree
+from fabric.plugins.collectives.frames import call_of
+from fabric.plugins.collectives.gather import gather_objects
+from fabric.plugins.collectives.shipping import broadcast_tree
+from fabric.strategies.layouts.replicate import Replicate
+from fabric.strategies.layouts.shares import Share, Step, divide, send, stand_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from fabric.plugins.collectives.channel import Channel
+
+
+class ShardedStates(Replicate):
+    """Parameters and gradients on every rank, optimizer states on one rank each.
+
+    The user's optimizer stays what it is. In its step, torch's own hooks put a stand-in for it in place: of
+    the same class, with the same state, whose groups have this rank's parameters only. The optimizer and the
+    gradients are so never changed, and neither a closure nor an error inside the step can leave them changed.
+
+    Args:
+        settings: As in `Replicate`.
+    """
+
+    def __init__(self, settings: dict[str, Any] | None = None) -> None:
+        super().__init__(settings)
+        self.channel: Channel | None = None  # set by the strategy, when its group stands
+        self._shares: weakref.WeakKeyDictionary[Optimizer, Share] = weakref.WeakKeyDictionary()
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The same optimizer, which steps this rank's share. All ranks must call this.
+
+        Raises:
+            ConfigurationError: It has fewer elements than there are ranks, or cannot be divided.
+        """
+        optimizer = super().setup_optimizer(optimizer)
+        if self.attend(optimizer) is not None:
+            self._current(optimizer)
+        return optimizer
+
+    def attend(self, optimizer: Optimizer) -> Share | None:
+        """Hook into an optimizer's step, once; None where there is one rank. No communication."""
+        if self.channel is None or self.channel.world_size == 1:
+            return None
+        share = self._shares.get(optimizer)
+        if share is None:
+            _check_divisible(optimizer, self.channel.world_size)
+            compiled = getattr(optimizer.__dict__.get("step"), "_torchdynamo_orig_callable", None)
+            if compiled is not None:
+                optimizer.step = compiled  # type: ignore[method-assign]
+            share = self._shares[optimizer] = Share()
+            first = optimizer.register_step_post_hook(self._after)
+            # Before those of the user, which must see what all ranks have.
+            first.hooks_dict_ref().move_to_end(first.id, last=False)  # type: ignore[union-attr]
+            share.handles = [
+                first,
+                optimizer.register_step_pre_hook(self._before),
+                optimizer.register_state_dict_pre_hook(self._refuse_partial_state),
+                optimizer.register_load_state_dict_pre_hook(self._keep_own_state),
+            ]
+        return share
+
+    def joint_step(self, optimizer: Optimizer, plan: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """`plan` (None: the optimizer's own step) such that a failure on one rank is one on all.
+
+        Also where a copied or unpickled optimizer, which has lost its hooks, gets them back.
+        """
+        if self.attend(optimizer) is None:
+            return plan
+        step: Callable[..., Any] = torch.compiler.disable(JointStep(self, plan))  # no compiler sees messages
+        return step
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """A copy of the full state as torch writes it, in host memory. All ranks must call this."""
+        if self.attend(optimizer) is None:
+            return super().optimizer_state(optimizer)
+        share, channel = self._current(optimizer), self._group()
+        mine = {i: optimizer.state[p] for i, p in share.own() if p in optimizer.state}
+        gathered: dict[int, Any] = {}
+        for src in range(channel.world_size):
+            own = src == share.rank
+            part = broadcast_tree(mine if own else None, src, channel)
+            # One owner's tensors at a time: all of them on the device is what this layout is there to avoid.
+            gathered.update(map_tree(partial(_full, keep=self.keeps_full, copy=own), part))
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        state.update({share.params[i]: gathered[i] for i in sorted(gathered)})
+        state.update({key: value for key, value in optimizer.state.items() if key not in share.owners})
+        full: dict[str, Any] = stand_in(optimizer, state=state).state_dict()
+        return full
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load this rank's share of a full state."""
+        self.attend(optimizer)
+        super().load_optimizer_state(optimizer, state)
+        if optimizer in self._shares:
+            self._shares[optimizer].drop_foreign(optimizer)  # of classes that load in a way of their own
+
+    def teardown(self) -> None:
+        """Let go of groups, and of optimizers: they are plain again, with this rank's states."""
+        for share in self._shares.values():
+            for handle in share.handles:
+                handle.remove()
+        self._shares.clear()
+        self.channel = None
+        super().teardown()
+
+    def finish(self, optimizer: Optimizer, error: Exception | None = None) -> None:
+        """End a step that this rank is in: send and receive parameters. All ranks must come here.
+
+        Raises:
+            RankError: The step failed on another rank.
+            CollectiveMismatch: Gradients are there on some ranks only; raised on all of them.
+        """
+        share = self._shares.get(optimizer)
+        if share is None or share.step is None:
+            return
+        step, share.step = share.step, None
+        step.give_back(optimizer)
+        stepped = [p for p, there in zip(share.params, step.with_gradient, strict=True) if there]
+        told = f"{len(stepped)} of {len(share.params)} parameters have gradients"
+        code = zlib.crc32(bytes(step.with_gradient))
+        failed = _any_failed(self._group(), call_of("optimizer.step", f"{told} ({code:08x})"), error)
+        # Also after a failure: the ranks' parameters stay equal, whatever was stepped before it.
+        send(stepped, share)
+        if failed:
+            said = "" if error is None else f"{type(error).__name__}: {error}"
+            texts = gather_objects(said, self._group(), "failed in optimizer.step")
+            if error is None:
+                where = [f"rank {rank} failed in optimizer.step: {text}" for rank, text in enumerate(texts)]
+                raise RankError("; ".join([line for line, text in zip(where, texts, strict=True) if text]))
+
+    def _group(self) -> Channel:
+        if self.channel is None:
+            raise UsageError("The strategy was torn down. Make a new Fabric, and set the optimizer up again.")
+        return self.channel
+
+    def _current(self, optimizer: Optimizer) -> Share:
+        """The optimizer's share, divided anew if its parameters have changed. All ranks must call this."""
+        share = self._shares[optimizer]
+        params = _parameters(optimizer)
+        if len(params) != len(share.params) or any(
+            [new is not old for new, old in zip(params, share.params, strict=True)]
+        ):
+            self._divide(optimizer, share, params)
+        share.drop_foreign(optimizer)
+        return share
+
+    def _divide(self, optimizer: Optimizer, share: Share, params: list[Tensor]) -> None:
+        """Agree on who owns what. A state that one rank alone holds stays there: nothing is moved."""
+        channel = self._group()
+        sizes = [p.numel() for p in params]
+        others = [other.load() for other in self._shares.values() if other is not share]
+        # What has no gradients gets no states, either.
+        weights = [size if p.requires_grad else 0 for p, size in zip(params, sizes, strict=True)]
+        held = [i for i, p in enumerate(params) if optimizer.state.get(p)]
+        verb = f"setup of {type(optimizer).__name__}: {len(params)} parameters, {sum(sizes)} elements"
+        code = zlib.crc32(repr(sizes).encode())
+        told = gather_objects((weights, sum(others), held), channel, f"{verb} ({code:08x})")
+        holders: list[list[int]] = [[] for _ in params]
+        for rank, (_, _, positions) in enumerate(told):
+            for i in positions:
+                holders[i].append(rank)
+        owners = divide(told[0][0], [load for _, load, _ in told], holders)
+        share.rank, share.params = channel.collective.rank, params
+        share.owners = dict(zip(params, owners, strict=True))
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Step pre-hook: the stand-in steps. One that steps itself (`super().step()`) is left alone."""
+        if optimizer not in self._shares:
+            return None
+        share = self._current(optimizer)
+        share.step = step = Step(share, optimizer)
+        if callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": self._watched(share, kwargs["closure"])}
+        elif len(args) > 1 and callable(args[1]):
+            args = (args[0], self._watched(share, args[1]), *args[2:])
+        return (step.stand_in, *args[1:]), kwargs
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Step post-hook."""
+        self.finish(optimizer)
+
+    def _watched(self, share: Share, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, seen from inside the step: it writes gradients, and must come before any update."""
+
+        def run() -> Any:
+            step, share.step = share.step, None  # if the closure fails, the others are in its backward pass
+            early = step is not None and step.versions != share.versions()
+            if True in gather_objects(early, self._group(), "closure"):
+                raise UsageError(
+                    "The optimizer changed parameters before it called its closure, which would see those of "
+                    "this rank's share changed and the others not. Optimizers that evaluate the model in the "
+                    'middle of a step cannot be sharded: write Fabric(strategy="ddp").'
+                )
+            loss = closure()
+            if step is not None:
+                step.note_gradients(share)
+            share.step = step
+            return loss
+
+        return run
+
+    def _refuse_partial_state(self, optimizer: Optimizer) -> None:
+        if optimizer in self._shares:
+            raise UsageError(
+                f"{type(optimizer).__name__}.state_dict() of the optimizer that was given to fabric.setup "
+                f"has only this rank's share of the states. Call state_dict() of what fabric.setup returned, "
+                f"on all ranks, or fabric.save."
+            )
+
+    def _keep_own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Load hook: without what other ranks own, so that it never gets memory on this device."""
+        share = self._shares.get(optimizer)
+        ids = [i for group in state["param_groups"] for i in group["params"]]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if share is None or len(ids) != len(params):  # torch raises in that case
+            return None
+        foreign = {i for i, p in zip(ids, params, strict=True) if not share.is_own(p)}
+        kept = {key: value for key, value in state["state"].items() if key not in foreign}
+        return {**state, "state": kept}
+
+
+class JointStep:
+    """A step that all ranks end together: one on which it raises still meets the others, which then raise."""
+
+    def __init__(self, layout: ShardedStates, plan: Callable[..., Any] | None) -> None:
+        self.layout = layout
+        self.plan = plan
+
+    def __call__(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """One step; what the optimizer returns."""
+        try:
+            if self.plan is None:
+                return optimizer.step(**kwargs) if closure is None else optimizer.step(closure, **kwargs)
+            given = {} if closure is None else {"closure": closure}
+            return self.plan(optimizer, **given, **kwargs)
+        except Exception as error:
+            with suppress(CollectiveMismatch, RankError):  # what went wrong here comes first
+                self.layout.finish(optimizer, error)
+            raise
+
+
+def _any_failed(channel: Channel, call: Any, error: Exception | None) -> bool:
+    """Whether the step failed on any rank; the guard's frame says so where it carries data."""
+    mark = torch.ones(1, dtype=torch.uint8)
+    meeting = channel.meet(call, None if error is None else [mark])
+    if meeting is not None:
+        return any(meeting.sizes())
+    flag = channel.wire.ready(mark * (error is not None))
+    return bool(channel.collective.all_reduce(flag, "max").item())
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's parameters in its order, each once."""
+    return list(dict.fromkeys([p for group in optimizer.param_groups for p in group["params"]]))
+
+
+def _check_divisible(optimizer: Optimizer, ranks: int) -> None:
+    """Raise for an optimizer whose states cannot lie on several ranks."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError(
+            f'{kind} computes one direction from all parameters, so strategy="zero1" cannot divide them over '
+            f'ranks. Write Fabric(strategy="ddp").'
+        )
+    if any([group.get("differentiable") for group in optimizer.param_groups]):
+        raise ConfigurationError(
+            f'{kind}(differentiable=True): autograd cannot follow parameters that strategy="zero1" receives '
+            f'from other ranks. Leave differentiable out, or write Fabric(strategy="ddp").'
+        )
+    elements = sum([p.numel() for p in _parameters(optimizer)])
+    if elements < ranks:
+        raise ConfigurationError(
+            f'strategy="zero1" divides the states of {kind} over {ranks} ranks, but its parameters have only '
+            f'{elements} elements. Write Fabric(strategy="ddp"), or devices={max(elements, 1)} or fewer.'
+        )
+
+
+def _full(leaf: Any, keep: bool, copy: bool) -> Any:
+    """A tensor of a state in host memory; without `keep` zeros of the same shape, in memory for one."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if not keep:
+        return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)
+    return leaf.detach().to("cpu", copy=copy)

@@ -1,0 +1,102 @@
+"""`ModelParallelStrategy`: one model over several devices, by a function of the user's; replicas over the rest."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.strategies.layouts.mesh import Mesh
+from fabric.strategies.parallel import START_METHODS, ParallelStrategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fabric.accelerators.accelerator import Accelerator
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from fabric.plugins.io.checkpoint_io import CheckpointIO
+    from fabric.plugins.precision.precision import Precision
+
+
+class ModelParallelStrategy(ParallelStrategy):
+    """Tensor parallel, sequence parallel and FSDP2 on a 2-D mesh, as `parallelize_fn` says.
+
+    `fabric.setup` calls parallelize_fn(model, mesh) on all ranks. It applies `parallelize_module` with
+    mesh["tensor_parallel"] and, if it likes, `fully_shard` with mesh["data_parallel"], and returns the model.
+    Loaders are sharded by the data parallel rank: ranks of one tensor parallel group see the same batches, so one
+    `batch_size` is that of such a group. Seed all ranks alike. Every forward is a collective.
+
+    Args:
+        parallelize_fn: (model, device_mesh) -> model, in place.
+        data_parallel_size: Groups that see different data; "auto": the number of nodes.
+        tensor_parallel_size: Ranks that share one replica; "auto": the number of devices of a node.
+        save_distributed_checkpoint: Until sharded files exist, one full file is saved either way.
+        process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
+        timeout: How long a collective waits for the other ranks.
+        accelerator: As in `Strategy`.
+        parallel_devices: As in `ParallelStrategy`.
+        cluster_environment: As in `ParallelStrategy`.
+        checkpoint_io: As in `Strategy`.
+        precision: As in `Strategy`.
+        start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
+        startup_timeout: How long ranks wait for each other at the start.
+
+    Raises:
+        ArgumentTypeError: `parallelize_fn` is no function.
+        ConfigurationError: Sizes that do not multiply to the number of ranks, when `Fabric` is made.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
+    """
+
+    def __init__(
+        self,
+        parallelize_fn: Callable[[Any, DeviceMesh], Any],
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(seconds=1800),
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        startup_timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        if not callable(parallelize_fn):
+            raise ArgumentTypeError(
+                f"parallelize_fn must be a function (model, device_mesh) -> model, but is {parallelize_fn!r}."
+            )
+        if start_method not in START_METHODS:
+            raise ConfigurationError(
+                f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
+            )
+        self.layout: Mesh = Mesh(parallelize_fn, data_parallel_size, tensor_parallel_size)
+        self.save_distributed_checkpoint = save_distributed_checkpoint
+        self._backend = process_group_backend
+        self.process_group_timeout = timeout or timedelta(seconds=1800)
+        self.startup_timeout = startup_timeout
+        self.start_method = start_method
+
+    def bind(
+        self,
+        accelerator: Accelerator,
+        devices: list[torch.device],
+        num_nodes: int,
+        precision: Precision,
+        environment: ClusterEnvironment,
+        checkpoint_io: CheckpointIO | None,
+    ) -> None:
+        """Complete the composition; called once, by `Fabric`.
+
+        Raises:
+            ConfigurationError: Sizes that do not multiply to the number of ranks.
+        """
+        self.layout.sizes(len(devices), num_nodes)
+        super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)

@@ -1,0 +1,212 @@
+"""`DeferredInit`: modules are built without memory for their weights, whose values are made later.
+
+Used by layouts that shard. `torch.empty` gives tensors on the meta device; what a constructor does to them is
+recorded, with the state of the random generator, and replayed by `make`. Everything else is made as always.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fabric.core.errors import UsageError
+from fabric.core.tree import map_tree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+_EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+_RANDOM = (
+    "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_",
+)  # fmt: skip
+
+
+class _View:
+    """How to see a part of a tensor once it has memory. No dataclass, so that it is a leaf of trees."""
+
+    __slots__ = ("offset", "size", "stride")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.size, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One change that a constructor made: `function(*args, **kwargs)`, drawn from `state`."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: Tensor | None
+
+
+@dataclass
+class _Record:
+    """What became of one piece of memory that is not there yet."""
+
+    storage: Any  # kept, so that no other storage gets its address
+    steps: list[_Step] = field(default_factory=list)
+
+
+class DeferredInit(TorchFunctionMode):
+    """Context in which modules are built without memory for what `torch.empty` makes: nearly all parameters.
+
+    The random generators move on as in a plain construction: each initialisation is drawn once on a scratch
+    tensor, so that peak memory is one parameter. `make` gives a tensor the values of that construction.
+
+    Args:
+        device: Where the values will be drawn.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self._records: dict[int, _Record] = {}
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the constructor gave the tensor values, which `make` can repeat."""
+        record = self._records.get(_key(tensor)) if tensor.is_meta else None
+        return record is not None and bool(record.steps)
+
+    @torch.no_grad()
+    def make(self, tensor: Tensor, replay: bool = True) -> Tensor:
+        """Memory on the device for `tensor`, and with `replay` the values that the constructor gave it."""
+        itemsize = tensor.element_size()
+        whole = torch.empty(
+            tensor.untyped_storage().nbytes() // itemsize, dtype=tensor.dtype, device=self.device
+        )
+        if replay:
+            self._replay(tensor, whole)
+        part = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return part if part.numel() == whole.numel() else part.clone()
+
+    def _replay(self, tensor: Tensor, real: Tensor) -> None:
+        before = _get_state(None, self.device)
+        try:
+            for step in self._records[_key(tensor)].steps:
+                args, kwargs = _onto(step.args, real), _onto(step.kwargs, real)
+                if step.state is not None and kwargs.get("generator") is not None:
+                    kwargs["generator"] = torch.Generator(self.device).set_state(step.state)
+                elif step.state is not None:
+                    _set_state(step.state, self.device)
+                step.function(*args, **kwargs)
+        finally:
+            _set_state(before, self.device)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Let go of what is known of a tensor that has its values now."""
+        self._records.pop(_key(tensor), None)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func is torch.empty and kwargs.get("device") is None and kwargs.get("out") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        elif name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.is_meta:
+            self._asked(args[0])
+        changed = self._changed(func, name, args, kwargs)
+        if changed is not None:
+            self._record(func, args, kwargs, changed)
+            return changed
+        out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and out.is_meta and _key(out) not in self._records:
+            if name in _EMPTY:
+                self._records[_key(out)] = _Record(out.untyped_storage())
+            elif name == "clone" and _key(args[0]) in self._records:
+                steps = list(self._records[_key(args[0])].steps)
+                self._records[_key(out)] = _Record(out.untyped_storage(), steps)
+        return out
+
+    def _changed(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+        """The known tensor without memory that this call changes; None: it changes none."""
+        inplace = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        target = kwargs.get("out")
+        if target is None and (inplace or name in ("__iadd__", "__imul__", "__isub__", "__itruediv__")):
+            target = args[0] if args else kwargs.get("tensor")
+        if not isinstance(target, torch.Tensor) or not target.is_meta or name == "requires_grad_":
+            return None
+        return target if _key(target) in self._records else None
+
+    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], target: Tensor) -> None:
+        others: list[Tensor] = []
+        key = _key(target)
+
+        def kept(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if not leaf.is_meta:
+                return leaf.detach().clone()
+            if _key(leaf) != key:
+                others.append(leaf)
+            return _View(leaf)
+
+        own_args, own_kwargs = map_tree(kept, tuple(args)), map_tree(kept, dict(kwargs))
+        name = getattr(func, "__name__", str(func))
+        if others:
+            raise UsageError(
+                f"{name} reads a tensor of shape {list(others[0].shape)} that has no values yet, under "
+                f"init_module(empty_init=True). Leave empty_init out, or do this after fabric.setup."
+            )
+        random = name in _RANDOM or getattr(func, "__module__", "") == "torch.nn.init"
+        state = self._draw(func, own_args, own_kwargs, target) if random else None
+        self._records[key].steps.append(_Step(func, own_args, own_kwargs, state))
+
+    @torch.no_grad()
+    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any], target: Tensor) -> Tensor:
+        """Draw once for the generator's sake; gives the state before."""
+        state = _get_state(kwargs.get("generator"), self.device)
+        extent = target.storage_offset() + sum(
+            [(n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)], 1
+        )
+        scratch = torch.empty(max(extent, 0), dtype=target.dtype, device=self.device)
+        func(*_onto(args, scratch), **_onto(kwargs, scratch))
+        return state
+
+    def _asked(self, tensor: Tensor) -> None:
+        """Record functions of torch.nn.init that do nothing for meta tensors (trunc_normal_)."""
+        frame = sys._getframe(2)
+        code = frame.f_code
+        if frame.f_globals.get("__name__") != "torch.nn.init":
+            return
+        public = code.co_name.removeprefix("_no_grad_")
+        given = {name: frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
+        if given.pop("tensor") is tensor and _key(tensor) in self._records:
+            self._record(getattr(torch.nn.init, public), (tensor,), given, tensor)
+
+
+def _key(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _onto(tree: Any, real: Tensor) -> Any:
+    def leaf_onto(leaf: Any) -> Any:
+        if isinstance(leaf, _View):
+            return real.as_strided(leaf.size, leaf.stride, leaf.offset)
+        return leaf
+
+    return map_tree(leaf_onto, tree)
+
+
+def _get_state(generator: torch.Generator | None, device: torch.device) -> Tensor:
+    if generator is not None:
+        return generator.get_state()
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def _set_state(state: Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -1,0 +1,414 @@
+"""Models without memory get the values of a plain construction; full states travel between all layouts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fabric import Fabric
+from fabric.core.errors import RankError, UsageError
+from fabric.strategies import FSDPStrategy, ModelParallelStrategy
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.inner = nn.Linear(6, 8)
+        self.outer = nn.Linear(8, 6)
+
+    def forward(self, x):
+        h = self.norm(x)
+        return x + self.attention(h, h, h, need_weights=False)[0] + self.outer(torch.tanh(self.inner(h)))
+
+
+class Net(nn.Module):
+    """Initialised in many ways: by layers, by a second pass over all of them, by hand, by values, tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6, padding_idx=0)
+        self.place = nn.Parameter(torch.randn(1, 3, 6) * 0.02)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(6, 9, bias=False)
+        self.gain = nn.Parameter(torch.empty(7))
+        self.gain.data.uniform_(0.5, 1.5).mul_(2)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.apply(self._initialise)
+
+    def _initialise(self, module):
+        if isinstance(module, nn.Linear) and module is not self.head:
+            nn.init.trunc_normal_(module.weight, std=0.2)
+            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.LayerNorm):
+            nn.init.constant_(module.weight, 0.9)
+
+    def forward(self, x):
+        h = self.embed(x) + self.place
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h)) * self.scale * self.gain.mean()
+
+
+def adam(model):
+    # A large eps: some gradients are zero but for rounding, which Adam would blow up to full steps.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
+
+
+def plain_net() -> tuple[Net, torch.Tensor]:
+    torch.manual_seed(21)
+    return Net(), torch.rand(1)
+
+
+def tensor_parallel(model, mesh):
+    for block in model.blocks:
+        parallelize_module(
+            block, mesh["tensor_parallel"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()}
+        )
+    return model
+
+
+def tensor_and_sharded(model, mesh):
+    tensor_parallel(model, mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+STRATEGIES = {
+    "single": lambda: "auto",
+    "ddp": lambda: "ddp",
+    "zero1": lambda: "zero1",
+    "zero2": lambda: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP", auto_wrap_policy={Block}),
+    "zero3": lambda: FSDPStrategy(auto_wrap_policy={Block}),
+    "one-group": FSDPStrategy,
+    "layers": lambda: FSDPStrategy(auto_wrap_policy={nn.Linear, nn.LayerNorm, Block}),
+    "hsdp": lambda: FSDPStrategy(device_mesh=(2, 2), auto_wrap_policy={Block}),
+    "tp": lambda: ModelParallelStrategy(tensor_parallel, 1, "auto"),
+    "tp-dp": lambda: ModelParallelStrategy(tensor_parallel, 2, "auto"),
+    "tp-fsdp": lambda: ModelParallelStrategy(tensor_and_sharded, 2, 2),
+}
+
+
+def launched(strategy: str, **settings) -> Fabric:
+    fabric = Fabric(
+        accelerator="cpu", devices=dist.get_world_size(), strategy=STRATEGIES[strategy](), **settings
+    )
+    fabric.launch()
+    return fabric
+
+
+def assert_states(got, expected) -> None:
+    assert list(got) == list(expected)
+    torch.testing.assert_close(dict(got), dict(expected), atol=0, rtol=0)
+
+
+# Built without memory
+
+
+def built_empty(strategy: str, seed_apart: bool = False) -> None:
+    fabric = launched(strategy)
+    torch.manual_seed(21 + (seed_apart and fabric.global_rank))
+    with fabric.init_module(empty_init=True):
+        model = Net()
+    drawn = torch.rand(1)
+    assert all(p.is_meta for name, p in model.named_parameters() if name != "place")
+    optimizer = adam(model)
+    model, optimizer = fabric.setup(model, optimizer)
+    expected, after = plain_net()
+    assert_states(fabric.strategy.get_module_state_dict(model), expected.state_dict())
+    assert model.head.weight is model.embed.weight
+    if not seed_apart:
+        assert torch.equal(drawn, after)  # the random stream goes on as in a plain script
+    part = fabric.strategy.distributed_sampler_kwargs
+    tokens = torch.arange(12 * part["num_replicas"]).view(part["num_replicas"], 4, 3)[part["rank"]] % 9
+    before = fabric.strategy.get_module_state_dict(model)["gain"].clone()
+    fabric.backward(model(tokens).pow(2).mean())
+    optimizer.step()
+    assert not torch.equal(before, fabric.strategy.get_module_state_dict(model)["gain"])
+
+
+SPLIT = [(name, world) for name in STRATEGIES if name not in ("single", "ddp", "zero1")
+         for world in ((4,) if name in ("hsdp", "tp-dp", "tp-fsdp") else (1, 2, 4))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), SPLIT)
+def test_values_equal_a_plain_construction_on_any_number_of_ranks(ranks, strategy, world_size):
+    ranks.run(built_empty, strategy, world_size=world_size)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "tp"])
+def test_rank_zeros_values_count_where_seeds_differ(ranks, strategy):
+    ranks.run(built_empty, strategy, True, world_size=2)
+
+
+def built_in(precision: str) -> list[torch.dtype]:
+    fabric = launched("zero3", precision=precision)
+    torch.manual_seed(21)
+    with fabric.init_module(empty_init=True):
+        model = Net()
+    model = fabric.setup(model)
+    return sorted({p.dtype for p in model.parameters()}, key=str)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("bf16-true", torch.bfloat16), ("64-true", torch.float64), ("bf16-mixed", torch.float32)],
+)
+def test_an_empty_model_has_the_dtype_of_the_precision(ranks, precision, dtype):
+    assert ranks.run(built_in, precision, world_size=2) == [[dtype]] * 2
+
+
+class Unset(nn.Module):
+    """A parameter that nothing initialises, two layers deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.Module())
+        self.body[1].gain = nn.Parameter(torch.empty(4))
+
+
+def never_initialised(strategy: str) -> None:
+    fabric = launched(strategy)
+    with fabric.init_module(empty_init=True):
+        model = Unset()
+    with pytest.raises(
+        UsageError, match=r"Unset has no initial values for body\.1\.gain of Module: .*reset_parameters"
+    ):
+        fabric.setup(model)
+
+
+@pytest.mark.parametrize("strategy", ["one-group", "tp"])
+def test_what_nothing_initialises_is_named(ranks, strategy):
+    ranks.run(never_initialised, strategy, world_size=2)
+
+
+class Forgetful(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+class Parent(nn.Module):
+    """A root that initialises its children's parameters as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.gain = nn.Parameter(torch.ones(4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gain, 3)
+        for layer in self.layers:
+            nn.init.normal_(layer.weight)
+
+
+def users_own_meta(kind: str) -> None:
+    fabric = launched("layers" if kind != "tp" else "tp")
+    torch.manual_seed(4)
+    if kind == "forgetful":
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), Forgetful(4, 4))
+        with pytest.raises(UsageError, match=r"bias in Forgetful has no values after\s+reset_parameters"):
+            fabric.setup(model)
+        return
+    if kind == "tp":
+        fabric.strategy.layout.parallelize = lambda model, mesh: model
+    with torch.device("meta"):
+        model = Parent()
+    model = fabric.setup(model)
+    torch.manual_seed(4)
+    assert_states(fabric.strategy.get_module_state_dict(model), Parent().state_dict())
+
+
+@pytest.mark.parametrize("kind", ["parent", "forgetful", "tp"])
+def test_a_users_meta_model_is_initialised_by_its_own_functions(ranks, kind):
+    ranks.run(users_own_meta, kind, world_size=2)
+
+
+def given_function() -> None:
+    def init(module):
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, 0.25)
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FSDPStrategy(param_init_fn=init))
+    fabric.launch()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = fabric.setup(model)
+    assert all(bool((value == 0.25).all()) for value in fabric.strategy.get_module_state_dict(model).values())
+
+
+def test_param_init_fn_initialises_meta_parameters(ranks):
+    ranks.run(given_function, world_size=2)
+
+
+def reads_what_is_not_there() -> None:
+    fabric = launched("zero3")
+    with fabric.init_module(empty_init=True):
+        one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+        with pytest.raises(UsageError, match=r"copy_ reads a tensor of shape \[2, 2\] that has no values yet"):
+            two.weight.data.copy_(one.weight.data)
+
+
+def test_a_constructor_that_reads_deferred_values_is_told_so(ranks):
+    ranks.run(reads_what_is_not_there, world_size=2)
+
+
+def loads_before_setup(folder) -> None:
+    plain, _ = plain_net()
+    fabric = launched("zero3")
+    if fabric.is_global_zero:
+        torch.save({"model": plain.state_dict()}, folder / "plain")
+    fabric.barrier()
+    torch.manual_seed(99)
+    with fabric.init_module(empty_init=True):
+        model = Net()
+    fabric.load(folder / "plain", {"model": model})
+    assert model.head.weight is model.embed.weight
+    model = fabric.setup(model)
+    assert_states(fabric.strategy.get_module_state_dict(model), plain.state_dict())
+
+
+def test_a_checkpoint_loaded_before_setup_counts(ranks, tmp_path):
+    ranks.run(loads_before_setup, tmp_path, world_size=2)
+
+
+# Saved under one layout, loaded under another
+
+
+def trained(fabric: Fabric, steps: int, seed: int = 21):
+    torch.manual_seed(seed)
+    model = Net()
+    model, optimizer = fabric.setup(model, adam(model))
+    model.norm.eval()
+    for step in range(steps):
+        optimizer.zero_grad()
+        fabric.backward(model((torch.arange(12).view(4, 3) + step) % 9).pow(2).mean())
+        optimizer.step()
+    return model, optimizer
+
+
+def saved(strategy: str, path) -> None:
+    fabric = launched(strategy)
+    model, optimizer = trained(fabric, 2)
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 2})
+
+
+def loaded(strategy: str, path) -> tuple[dict, dict, dict]:
+    fabric = launched(strategy)
+    model, optimizer = trained(fabric, 0, seed=5)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    fabric.load(path, state)
+    assert state["step"] == 2
+    weights, moments = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model.norm.eval()
+    fabric.backward(model((torch.arange(12).view(4, 3) + 2) % 9).pow(2).mean())
+    optimizer.step()
+    return weights, moments, fabric.strategy.get_module_state_dict(model)
+
+
+def oracle(steps: int) -> tuple[dict, dict]:
+    model, _ = plain_net()
+    model.norm.eval()
+    optimizer = adam(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model((torch.arange(12).view(4, 3) + step) % 9).pow(2).mean().backward()
+        optimizer.step()
+    return model.state_dict(), optimizer.state_dict()
+
+
+PLACES = [
+    ("single", 1),
+    ("ddp", 2),
+    ("zero1", 2),
+    ("zero2", 2),
+    ("zero3", 4),
+    ("hsdp", 4),
+    ("tp", 2),
+    ("tp-fsdp", 4),
+]
+TRIPS = [
+    (a, b)
+    for a in PLACES
+    for b in PLACES
+    if a != b and (a == ("zero3", 4) or b in (("zero3", 4), ("single", 1)))
+]
+
+
+@pytest.mark.parametrize(("source", "target"), TRIPS, ids=str)
+def test_states_travel_between_layouts(ranks, tmp_path, source, target):
+    path = tmp_path / "checkpoint"
+    ranks.run(saved, source[0], path, world_size=source[1])
+    weights, moments = oracle(2)
+    plain = torch.load(path, weights_only=True)
+    assert list(plain["model"]) == list(weights)
+    torch.testing.assert_close(dict(plain["model"]), dict(weights), atol=1e-6, rtol=1e-5)
+    for got, held, after in ranks.run(loaded, target[0], path, world_size=target[1]):
+        assert list(got) == list(weights)
+        torch.testing.assert_close(dict(got), dict(plain["model"]), atol=0, rtol=0)
+        assert held["param_groups"] == moments["param_groups"]
+        torch.testing.assert_close(held["state"], plain["optimizer"]["state"], atol=0, rtol=0)
+        torch.testing.assert_close(held["state"], moments["state"], atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(dict(after), dict(oracle(3)[0]), atol=1e-6, rtol=1e-4)
+
+
+def who_keeps(path) -> list[bool]:
+    fabric = launched("zero3")
+    model, _ = trained(fabric, 0)
+    seen: list[bool] = []
+
+    def keep(name, value):
+        seen.append(value.is_meta)
+        return value.dim() == 2
+
+    fabric.save(path, {"model": model}, filter={"model": keep})
+    return sorted(set(seen))
+
+
+def test_only_rank_zero_keeps_full_values_while_saving(ranks, tmp_path):
+    first, second = ranks.run(who_keeps, tmp_path / "c", world_size=2)
+    assert first == [False]
+    assert second == [False, True]  # buffers are whole on every rank
+
+
+def wrong_checkpoint(path) -> str:
+    fabric = launched("zero3")
+    model, _ = trained(fabric, 0)
+    state = model.state_dict()
+    state["blocks.0.inner.weight"] = torch.zeros(3, 3)
+    if fabric.is_global_zero:
+        torch.save({"model": state}, path)
+    fabric.barrier()
+    with pytest.raises((UsageError, RankError)) as raised:
+        fabric.load(path, {"model": model})
+    return str(raised.value)
+
+
+def test_a_shape_that_does_not_fit_is_named_on_all_ranks(ranks, tmp_path):
+    for text in ranks.run(wrong_checkpoint, tmp_path / "c", world_size=2):
+        assert "blocks.0.inner.weight has shape [3, 3] in the checkpoint and [8, 6] in the model" in text
+
+
+def missing_key(path) -> None:
+    fabric = launched("zero3")
+    model, _ = trained(fabric, 0)
+    state = model.state_dict()
+    del state["gain"]
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"gain\""):
+        fabric.strategy.load_module_state_dict(model, state)
+    fabric.strategy.load_module_state_dict(model, state, strict=False)
+
+
+def test_missing_keys_are_errors_unless_not_strict(ranks, tmp_path):
+    ranks.run(missing_key, tmp_path, world_size=2)
