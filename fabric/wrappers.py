@@ -134,6 +134,8 @@ class _FabricModule(Module):
 
     def train(self, mode: bool = True) -> Self:
         """Training or evaluation mode, for the user's module and what is around it."""
+        if mode != self.training:
+            self._strategy.layout.turned(self._fabric_joined)
         self.__dict__["training"] = mode
         self._forward_module.train(mode)
         return self

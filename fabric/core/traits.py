@@ -9,6 +9,8 @@ class Traits:
 
     needs_launch: bool = False
     """Collectives work only after `fabric.launch()`."""
+    late_optimizers: bool = False
+    """Optimizers must be made after `setup_module`, from the parameters that the model has then."""
     joint_setup: bool = False
     """Module and optimizers must be set up in one call."""
     owns_backward: bool = False

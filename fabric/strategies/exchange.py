@@ -54,6 +54,11 @@ class Exchange:
             raise UsageError(f"{type(self).__name__} has no groups of ranks. Leave group= out.")
         return self.collective
 
+    @property
+    def data_group(self) -> Any | None:
+        """The ranks that see different data; None: all of them."""
+        return None
+
     def channel(self, group: Any | None = None) -> Channel:
         """What the tree verbs of a group run on."""
         return Channel(self.group_collective(group), self.wire)
@@ -160,10 +165,10 @@ class Exchange:
         return agreed(value, self.channel())
 
     def compute_metrics(self, metrics: Any) -> Any:
-        """The values of torchmetrics' metrics over the data of all ranks."""
+        """The values of torchmetrics' metrics over the data of all ranks, each part of the data once."""
         from fabric.metrics.sync import compute_metrics
 
-        return compute_metrics(metrics, self.channel())
+        return compute_metrics(metrics, self.channel(self.data_group))
 
     def reduce_scalars(self, values: Mapping[str, Any], reduce_op: Any = "mean") -> dict[str, Any]:
         """Numbers and one-element tensors reduced over ranks, all in one tensor of float64 on the host.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from fabric.core.errors import ConfigurationError
-from fabric.core.traits import Traits
-from fabric.strategies.fsdp_keywords import sharding, translate
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.policy import POLICIES
+from fabric.strategies.fsdp_keywords import check_mesh, check_ranks, sharding, translate
+from fabric.strategies.layouts.blocks import check_policy, check_whole
 from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings, offload_error
 from fabric.strategies.parallel import START_METHODS, ParallelStrategy
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.accelerators.accelerator import Accelerator
+    from fabric.core.traits import Traits
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
@@ -41,8 +45,9 @@ class FSDPStrategy(ParallelStrategy):
         cpu_offload: Parameters, gradients and optimizer states in host memory (True, or torch's CPUOffload).
             Make optimizers after `fabric.setup_module`, from `model.parameters()`.
         mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; None: by `precision=`.
-        auto_wrap_policy: Which modules are gathered and freed together: a set of classes, a function
-            (module) -> bool, or a policy of torch.distributed.fsdp.wrap. None: repeated blocks and large layers.
+        auto_wrap_policy: Which modules are gathered and freed together: a set of classes (an empty one: the
+            model is one group), a function (module) -> bool, or a policy of torch.distributed.fsdp.wrap.
+            None: repeated blocks and large layers. All ranks must call these modules, in one order.
         activation_checkpointing: A module class, or a list of them: see the next.
         activation_checkpointing_policy: Which modules compute their activations again in backward; as
             `auto_wrap_policy`.
@@ -55,10 +60,11 @@ class FSDPStrategy(ParallelStrategy):
         start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
         startup_timeout: How long ranks wait for each other at the start.
         find_unused_parameters: Whether ranks may use different parameters in one step (conditional branches).
-            A parameter that nobody used then has a gradient of zeros instead of none.
+            A parameter that nobody used then has a gradient of zeros instead of none. Without a policy the
+            model is then one group; modules that a policy names are still called by all ranks.
         kwargs: Further keywords of FSDP1: limit_all_gathers, use_orig_params, sync_module_states,
-            forward_prefetch, backward_prefetch, ignored_modules, ignored_states, param_init_fn, device_id; and
-            `reshard_after_forward` of FSDP2.
+            forward_prefetch, backward_prefetch, ignored_modules, ignored_states, param_init_fn, device_id;
+            and `reshard_after_forward` of FSDP2.
 
     Raises:
         ConfigurationError: A keyword or value that FSDP2 has nothing like.
@@ -99,15 +105,27 @@ class FSDPStrategy(ParallelStrategy):
             raise ConfigurationError(f"state_dict_type={state_dict_type!r} is neither 'full' nor 'sharded'.")
         if activation_checkpointing is not None and activation_checkpointing_policy is not None:
             raise ConfigurationError(
-                "activation_checkpointing and activation_checkpointing_policy say the same thing. Keep the policy."
+                "activation_checkpointing and activation_checkpointing_policy say the same thing. "
+                "Keep the policy."
             )
+        if not isinstance(find_unused_parameters, bool):
+            raise ArgumentTypeError(
+                f"find_unused_parameters={find_unused_parameters!r} must be True or False."
+            )
+        check_policy(auto_wrap_policy, "auto_wrap_policy")
+        check_policy(activation_checkpointing, "activation_checkpointing")
+        check_policy(activation_checkpointing_policy, "activation_checkpointing_policy")
+        check_mesh(device_mesh, sharding(sharding_strategy))
+        own = {
+            **sharding(sharding_strategy),
+            **translate(cpu_offload, mixed_precision, kwargs, inspect.signature(FSDPStrategy).parameters),
+        }
         settings = ShardSettings(
-            blocks=auto_wrap_policy,
+            blocks=set() if find_unused_parameters and auto_wrap_policy is None else auto_wrap_policy,
             checkpointed=activation_checkpointing or activation_checkpointing_policy,
             mesh=device_mesh,
             unused=find_unused_parameters,
-            **sharding(sharding_strategy),
-            **translate(cpu_offload, mixed_precision, kwargs),
+            **own,
         )
         self.layout: FullyShard = FullyShard(settings)
         self.state_dict_type = state_dict_type
@@ -119,13 +137,42 @@ class FSDPStrategy(ParallelStrategy):
     @property
     def traits(self) -> Traits:
         """As of the layout; loss scaling is not there for offloaded parameters."""
-        return self.layout.traits
+        if not self.layout.settings.offload:
+            return self.layout.traits
+        unscaled = tuple([name for name, policy in POLICIES.items() if not policy.loss_scale])
+        return replace(self.layout.traits, precisions=unscaled)
+
+    def bind(
+        self,
+        accelerator: Accelerator,
+        devices: list[torch.device],
+        num_nodes: int,
+        precision: Precision,
+        environment: ClusterEnvironment,
+        checkpoint_io: CheckpointIO | None,
+    ) -> None:
+        """Complete the composition; called once, by `Fabric`.
+
+        Raises:
+            ConfigurationError: Sizes of a mesh that do not multiply to the number of ranks.
+        """
+        check_ranks(self.layout.settings.mesh, len(devices), num_nodes)
+        super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)
 
     @property
     def mixed_precision_config(self) -> Any:
         """The MixedPrecisionPolicy that parameters are gathered and gradients reduced by."""
         self.layout.policy = self._precision.policy
         return self.layout.precision_policy()
+
+    def module_to_device(self, module: Module) -> None:
+        """Move parameters and buffers to the root device, in place.
+
+        Raises:
+            UsageError: A part of it is sharded already.
+        """
+        check_whole(module)
+        super().module_to_device(module)
 
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None

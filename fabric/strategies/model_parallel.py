@@ -1,4 +1,4 @@
-"""`ModelParallelStrategy`: one model over several devices, by a function of the user's; replicas over the rest."""
+"""`ModelParallelStrategy`: one model over several devices, as a function of the user's splits it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ModelParallelStrategy(ParallelStrategy):
 
     `fabric.setup` calls parallelize_fn(model, mesh) on all ranks. It applies `parallelize_module` with
     mesh["tensor_parallel"] and, if it likes, `fully_shard` with mesh["data_parallel"], and returns the model.
-    Loaders are sharded by the data parallel rank: ranks of one tensor parallel group see the same batches, so one
-    `batch_size` is that of such a group. Seed all ranks alike. Every forward is a collective.
+    Loaders are sharded by the data parallel rank: ranks of one tensor parallel group see the same batches, so
+    one `batch_size` is that of such a group. Seed all ranks alike. Every forward is a collective.
 
     Args:
         parallelize_fn: (model, device_mesh) -> model, in place.

@@ -114,6 +114,11 @@ class ParallelStrategy(Strategy):
         return {"num_replicas": count, "rank": rank}
 
     @property
+    def data_group(self) -> Any | None:
+        """The ranks that see different data; None: all of them."""
+        return self.layout.data_group
+
+    @property
     def launcher(self) -> Launcher | None:
         """What starts the other processes; None where something else started them."""
         return self._launcher

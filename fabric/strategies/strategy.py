@@ -155,6 +155,7 @@ class Strategy(Exchange):
         if self._accelerator is not None:
             self._accelerator.setup_device(self.root_device)
         self._join_ranks()
+        self.layout.channel = self.channel()
         self.layout.join(self.topology, self._precision.policy)
 
     def _join_ranks(self) -> None:

@@ -72,11 +72,6 @@ class ZeRO1Strategy(DDPStrategy):
         )
         self.layout: ShardedStates = ShardedStates(kwargs)
 
-    def setup_environment(self) -> None:
-        """Bring this process in place, as in `ParallelStrategy`. All ranks call this."""
-        super().setup_environment()
-        self.layout.channel = self.channel()
-
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
         """What `optimizer.step(closure)` runs: a step that fails on one rank fails on all."""
         return self.layout.joint_step(optimizer, super().step_plan(optimizer))

@@ -256,7 +256,9 @@ def reads_what_is_not_there() -> None:
     fabric = launched("zero3")
     with fabric.init_module(empty_init=True):
         one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-        with pytest.raises(UsageError, match=r"copy_ reads a tensor of shape \[2, 2\] that has no values yet"):
+        with pytest.raises(
+            UsageError, match=r"copy_ reads a tensor of shape \[2, 2\] that has no values yet"
+        ):
             two.weight.data.copy_(one.weight.data)
 
 

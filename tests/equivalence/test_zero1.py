@@ -350,12 +350,15 @@ def failing_closure():
     data = batches()
     step_on(fabric, model, optimizer, data[0])
     before, gradients = weights(model), [p.grad.clone() for p in model.parameters()]
+    versions = [p._version for p in model.parameters()]
 
     def closure():
         raise ValueError("no loss")
 
     told = error_of(lambda: optimizer.step(closure))
     kept = same(before, weights(model)) and same(gradients, [p.grad for p in model.parameters()])
+    # Nothing was sent: a rank whose closure fails must not wait for those that are in their backward pass.
+    kept = kept and versions == [p._version for p in model.parameters()]
     step_on(fabric, model, optimizer, data[1])
     return told, kept, equal_on_ranks(fabric, model), weights(model)
 
@@ -470,6 +473,26 @@ def test_the_optimizer_its_groups_gradients_and_hooks_stay_the_users(ranks):
         assert found.pop("count") == (8, 4, 4)
         assert found.pop("string state") == 4
         assert all(all(value) if isinstance(value, list) else value for value in found.values()), found
+
+
+class Clearing(SGD):
+    """Drops each gradient that it has used."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad)
+                p.grad = None
+
+
+def clearing(strategy):
+    fabric, model, optimizer = ready(strategy, Clearing)
+    return [step_on(fabric, model, optimizer, data) for data in batches()], weights(model)
+
+
+def test_an_optimizer_that_drops_the_gradients_in_its_step(ranks):
+    assert same(ranks.run(clearing, "zero1", world_size=2), ranks.run(clearing, "ddp", world_size=2))
 
 
 def one_rank_adds_nothing():
@@ -620,6 +643,29 @@ def test_large_tied_frozen_and_unused_parameters(ranks):
         assert same(state, want_state)
         assert sorted(results[0][2] + results[1][2]) == sorted(all_names)
         assert not {name for name in all_names if name.startswith(("frozen", "unused", "second"))}
+
+
+class Frozen(nn.Sequential):
+    """Most of it gets no states."""
+
+    def __init__(self):
+        torch.manual_seed(2)
+        super().__init__(
+            nn.Linear(5, 90), nn.Linear(90, 5), nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+        )
+        for layer in list(self)[:2]:
+            layer.requires_grad_(False)
+
+
+def frozen():
+    fabric, model, optimizer = ready("zero1", Adam, Frozen)
+    for data in batches(2):
+        step_on(fabric, model, optimizer, data)
+    return held(unwrap(optimizer))
+
+
+def test_what_is_frozen_does_not_count_in_the_division(ranks):
+    assert sorted(ranks.run(frozen, world_size=2)) == [[4], [5]]
 
 
 def stale_graph(strategy):

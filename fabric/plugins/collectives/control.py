@@ -24,6 +24,8 @@ from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, RO
 from fabric.plugins.collectives.waits import PATIENCE, Waits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from fabric.plugins.collectives.frames import Call
@@ -125,6 +127,8 @@ class Guard:
         self._control: Any = None
         self.whole = mode == "full" and len(self.members) <= FULL_UP_TO
         """Whether whole frames are exchanged, in which data ride."""
+        self.assistants: dict[str, Callable[[str], None]] = {}
+        """By verb: what a rank in another call does for ranks in this one, before it tries its own again."""
         self._left: list[Any] = []  # operations that a verdict ended, and their memory
         self._make_buffers()
 
@@ -155,31 +159,38 @@ class Guard:
                 at = (HEADER.size + start) // data.itemsize
                 slots[at : at + data.numel()].copy_(data)
         counts, name = self._counts, self.name
-        count = counts[name] = counts.get(name, 0) + 1  # last: nothing can fail between it and the frame
-        HEADER.pack_into(self._sent, 0, count, call.digest, size, 0)
-        if not self.whole:
-            self._compare(control, call)
-            return None
-        work = dist.all_gather(self._each, self._own, group=control, async_op=True)
-        self._finish(work, call, name)
-        # One comparison for each rank: the rest is looked at only where they differ.
-        key, got = self._sent[:KEY_BYTES], self._got
-        for at in range(0, len(got), FRAME_BYTES):
-            if got[at : at + KEY_BYTES] != key:
-                verdicts = [HEADER.unpack_from(got, i)[3] for i in range(0, len(got), FRAME_BYTES)]
-                self._disagree(control, call, verdicts)
-        return Meeting(size, self._rows, self._views)
+        while True:
+            count = counts[name] = counts.get(name, 0) + 1  # last: nothing can fail between it and the frame
+            HEADER.pack_into(self._sent, 0, count, call.digest, size, 0)
+            if not self.whole:
+                if self._compare(control, call):
+                    return None
+                continue
+            work = dist.all_gather(self._each, self._own, group=control, async_op=True)
+            self._finish(work, call, name)
+            # One comparison for each rank: the rest is looked at only where they differ.
+            key, got = self._sent[:KEY_BYTES], self._got
+            done = True
+            for at in range(0, len(got), FRAME_BYTES):
+                if got[at : at + KEY_BYTES] != key:
+                    verdicts = [HEADER.unpack_from(got, i)[3] for i in range(0, len(got), FRAME_BYTES)]
+                    done = self._disagree(control, call, verdicts)
+                    break
+            if done:
+                return Meeting(size, self._rows, self._views)
 
-    def _compare(self, control: Any, call: Call) -> None:
-        """Light: the greatest and the least of all keys, by one reduction of constant size."""
+    def _compare(self, control: Any, call: Call) -> bool:
+        """Light: the greatest and the least of all keys, by one reduction; whether the call goes on."""
         words = torch.frombuffer(self._sent, dtype=torch.int64, count=5)
         both = torch.cat([words[:3], ~words[:3], words[-1:]])
         self._finish(dist.all_reduce(both, dist.ReduceOp.MAX, group=control, async_op=True), call, self.name)
-        if not torch.equal(both[:3], ~both[3:6]):
-            self._disagree(control, call, [int(both[-1])])
+        return torch.equal(both[:3], ~both[3:6]) or self._disagree(control, call, [int(both[-1])])
 
-    def _disagree(self, control: Any, call: Call, verdicts: list[int]) -> None:
-        """Raise on every rank: they all see that the keys differ, and say what they were about to do."""
+    def _disagree(self, control: Any, call: Call, verdicts: list[int]) -> bool:
+        """All ranks see that the keys differ: say what each was about to do, and assist, or raise on all.
+
+        Gives whether this rank's call goes on; else it is made again.
+        """
         if any(verdicts):  # a poisoned frame came before this rank looked at the verdict
             raise self._ended([verdict - 1 for verdict in verdicts if verdict])
         text = frames.to_text(self._row(call))
@@ -191,7 +202,22 @@ class Guard:
             frames.from_text(rank, bytes(row[:size].tolist()))
             for rank, row, size in zip(self.members, rows, sizes, strict=True)
         ]
-        raise CollectiveMismatch(frames.mismatch_text(said))
+        goes_on = self._help(said, call)
+        if goes_on is None:
+            raise CollectiveMismatch(frames.mismatch_text(said))
+        return goes_on
+
+    def _help(self, said: list[Said], call: Call) -> bool | None:
+        """Take part in what other ranks need for their call; None: nobody can help, on any rank."""
+        verbs = [row.verb.rpartition(" #")[0] for row in said]
+        asked = min([verb for verb in verbs if verb in self.assistants], default=None)
+        hints = [row.what for row, verb in zip(said, verbs, strict=True) if verb == asked and row.what]
+        if asked is None or not (hints or set(verbs) == {asked}):
+            return None
+        if call.verb == asked:
+            return True
+        self.assistants[asked](hints[0])
+        return False
 
     def _all_gather(self, control: Any, own: Tensor, call: Call) -> list[Tensor]:
         rows = [torch.empty_like(own) for _ in self.members]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -21,6 +22,48 @@ SMALL = 100_000
 """Elements below which a module is not worth messages of its own."""
 
 
+def check_policy(policy: Any, name: str) -> None:
+    """Raise unless `choose_blocks` can use `policy`.
+
+    Raises:
+        ArgumentTypeError: `policy` is of another kind.
+    """
+    if isinstance(policy, set | frozenset | list | tuple | type):
+        wrong = [c for c in _as_tuple(policy) if not (isinstance(c, type) and issubclass(c, Module))]
+        if wrong:
+            raise ArgumentTypeError(
+                f"{name} takes classes of modules, but has {wrong[0]!r}. Write {name}={{TransformerBlock}}."
+            )
+    elif policy is not None and (isinstance(policy, Module) or not _is_function(policy)):
+        raise ArgumentTypeError(
+            f"{name}={policy!r} must be a set of module classes or a function, but is a "
+            f"{type(policy).__name__}. Write {name}={{TransformerBlock}}."
+        )
+    elif policy is not None and not (_asks_twice(policy) or _binds(policy, None)):
+        raise ArgumentTypeError(
+            f"{name}={_spell(policy)} cannot be called as (module) nor as (module=, recurse=, "
+            f"nonwrapped_numel=). Write {name}=lambda module: isinstance(module, TransformerBlock)."
+        )
+
+
+def check_whole(model: Module) -> None:
+    """Raise unless `fully_shard` was called on no part of the model.
+
+    Raises:
+        UsageError: It was; the message names the part.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise UsageError(
+                f"{path or 'This model'} ({type(module).__name__.removeprefix('FSDP')}) is sharded already: "
+                f"fully_shard was called on it before, by you or by a fabric.setup of its own. Set the whole "
+                f"model up once, and leave fully_shard to the strategy, or to ModelParallelStrategy("
+                f"parallelize_fn)."
+            )
+
+
 def choose_blocks(model: Module, policy: Any, name: str, may_be_empty: bool = False) -> list[Module]:
     """The modules inside `model` that form groups of their own, innermost first. The rest goes with `model`.
 
@@ -29,41 +72,42 @@ def choose_blocks(model: Module, policy: Any, name: str, may_be_empty: bool = Fa
 
     Args:
         model: The user's model.
-        policy: None (automatic), module classes, a function (module) -> bool, or a policy of
-            torch.distributed.fsdp.wrap; its functions are called with module=, recurse=, nonwrapped_numel=.
+        policy: None (automatic), module classes (an empty set: no groups), a function (module) -> bool, or a
+            policy of torch.distributed.fsdp.wrap; its functions are called with module=, recurse=,
+            nonwrapped_numel=.
         name: Of the argument, for errors.
         may_be_empty: Whether a policy may match nothing here: it matched in another model.
 
     Raises:
         ArgumentTypeError: `policy` is none of these.
         ConfigurationError: `policy` matches no module.
+        UsageError: A part of the model is sharded already.
     """
+    check_policy(policy, name)
+    check_whole(model)
+    if isinstance(policy, set | frozenset | list | tuple) and not policy:
+        return []
     if policy is None:
         chosen = _repeated(model)
-    elif hasattr(policy, "_run_policy"):  # torch's ModuleWrapPolicy, CustomPolicy, LambdaWrapPolicy
-        chosen = set(policy._run_policy(model, set(), {}))
+    elif hasattr(policy, "_run_policy"):  # torch's ModuleWrapPolicy, CustomPolicy
+        chosen = _run(model, policy, name)
     elif isinstance(policy, set | frozenset | list | tuple | type):
-        chosen = _of_classes(model, _classes(policy, name))
-    elif callable(policy):
-        chosen = _accepted(model, policy)
+        chosen = {module for module in model.modules() if isinstance(module, _as_tuple(policy))}
     else:
-        raise ArgumentTypeError(
-            f"{name}={policy!r} must be a set of module classes or a function, but is a "
-            f"{type(policy).__name__}. Write {name}={{TransformerBlock}}."
-        )
+        chosen = _accepted(model, policy)
     chosen = {m for m in chosen if m is not model and not isinstance(m, _UNCALLED)}
     if policy is not None and not chosen and not may_be_empty:
         kinds = sorted({type(m).__name__ for m in model.modules() if m is not model})
         raise ConfigurationError(
             f"{name}={_spell(policy)} matches no module inside {type(model).__name__}, which has "
-            f"{', '.join(kinds) or 'no modules'}. Name classes of these, or leave {name} out to have them chosen."
+            f"{', '.join(kinds) or 'no modules'}. {_remedy(policy, name)}"
         )
     uses = Counter([id(p) for m in model.modules() for p in m._parameters.values() if p is not None])
     return [m for m in _innermost_first(model) if m in chosen and _stands_alone(m, uses)]
 
 
 def _repeated(model: Module) -> set[Module]:
-    """Repeated blocks (siblings of one class in a container), and single modules that hold much by themselves."""
+    """Repeated blocks (siblings of one class in a container), and single modules that hold much."""
     total = sum([p.numel() for p in model.parameters()])
     least = min(1_000_000, max(SMALL, total // 100))
     chosen: set[Module] = set()
@@ -85,28 +129,44 @@ def _repeated(model: Module) -> set[Module]:
     return chosen
 
 
-def _classes(policy: Any, name: str) -> tuple[type, ...]:
-    classes = (policy,) if isinstance(policy, type) else tuple(policy)
-    wrong = [c for c in classes if not (isinstance(c, type) and issubclass(c, Module))]
-    if wrong:
-        raise ArgumentTypeError(
-            f"{name} takes classes of modules, but has {wrong[0]!r}. Write {name}={{TransformerBlock}}."
+def _as_tuple(policy: Any) -> tuple[Any, ...]:
+    return (policy,) if isinstance(policy, type) else tuple(policy)
+
+
+def _is_function(policy: Any) -> bool:
+    return callable(policy) or hasattr(policy, "_run_policy")
+
+
+def _asks_twice(policy: Any) -> bool:
+    """Whether a function has the three arguments of torch's policies."""
+    return hasattr(policy, "_run_policy") or _binds(policy, module=None, recurse=True, nonwrapped_numel=0)
+
+
+def _binds(policy: Any, *args: Any, **kwargs: Any) -> bool:
+    try:
+        inspect.signature(policy).bind(*args, **kwargs)
+    except ValueError:  # written in C: it cannot be asked
+        return not kwargs
+    except TypeError:
+        return False
+    return True
+
+
+def _run(model: Module, policy: Any, name: str) -> set[Module]:
+    """What a policy of torch.distributed.fsdp.wrap chooses."""
+    chosen: dict[Module, dict[str, Any]] = policy._run_policy(model, set(), {})
+    settings = next((own for own in chosen.values() if own), None)
+    if settings:  # CustomPolicy may give keywords of FSDP1 for a module
+        raise ConfigurationError(
+            f"{name}: {type(policy).__name__} gives settings for single modules ({settings!r}), but all "
+            f"groups have those of the strategy. Return True, and write them as FSDPStrategy(...)."
         )
-    return classes
-
-
-def _of_classes(model: Module, classes: tuple[type, ...]) -> set[Module]:
-    return {module for module in model.modules() if isinstance(module, classes)}
+    return set(chosen)
 
 
 def _accepted(model: Module, policy: Callable[..., Any]) -> set[Module]:
-    """What a function chooses: of one argument, asked for each module; or of torch's three, asked top down."""
-    try:
-        given = inspect.signature(policy).parameters
-        several = "recurse" in given or any([p.kind is p.VAR_KEYWORD for p in given.values()])
-    except (TypeError, ValueError):
-        several = False
-    if not several:
+    """What a function chooses: of one argument, asked for each module; of torch's three, asked top down."""
+    if not _asks_twice(policy):
         return {module for module in model.modules() if module is not model and policy(module)}
     chosen: set[Module] = set()
 
@@ -144,7 +204,16 @@ def _innermost_first(model: Module) -> Iterable[Module]:
     return visit(model)
 
 
+def _remedy(policy: Any, name: str) -> str:
+    classes = isinstance(policy, set | frozenset | list | tuple | type)
+    say = "Name classes of these" if classes else "Let it accept some of these"
+    automatic = name == "auto_wrap_policy"
+    return f"{say}, or leave {name} out{' to have them chosen' if automatic else ''}."
+
+
 def _spell(policy: Any) -> str:
+    if isinstance(policy, functools.partial):
+        policy = policy.func
     if isinstance(policy, type):
         return policy.__name__
     if isinstance(policy, set | frozenset | list | tuple):

@@ -7,7 +7,7 @@ is `blocks.py`; full values and norms of what is split is `dtensors.py`; meta te
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,6 +77,7 @@ class FullyShard(Sharded):
     def __init__(self, settings: ShardSettings | None = None) -> None:
         super().__init__()
         self.settings = settings or ShardSettings()
+        self.traits = replace(self.traits, late_optimizers=self.settings.offload)
         self._matched: set[str] = set()
 
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
@@ -225,12 +226,12 @@ class FullyShard(Sharded):
         return MixedPrecisionPolicy(half, policy.reduce, cast_forward_inputs=False)
 
     def _finish(self, module: Any, blocks: list[Module]) -> None:
-        self.open_gate(module)
         if self.settings.unused:
             module.set_reduce_scatter_unused_params(True)
         if self.settings.prefetch:
             for one, following in itertools.pairwise(blocks):
                 one.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        self.open_gate(module)
 
 
 def offload_error(optimizer: Any) -> ConfigurationError:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
+    from fabric.strategies.layouts.evaluation import Evaluation
+
 _SIMPLE = (torch.Tensor, tuple, list, dict)
 
 
@@ -28,10 +30,12 @@ class RootGate:
 
     Args:
         root: The outermost module that `fully_shard` was called on.
+        evaluation: Meets the other ranks where they need not evaluate alike; None: there are none.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, evaluation: Evaluation | None = None) -> None:
         self.root = root
+        self.evaluation = evaluation
         self.method = False
         self.opener: Any = None
         for layer in _layers_of_root(root):
@@ -41,6 +45,8 @@ class RootGate:
     def open(self, opener: Any) -> None:
         """Gather the root group; `opener` closes it."""
         self.opener = opener
+        if self.evaluation is not None:
+            self.evaluation.entering(0)
         self.root._get_fsdp_state()._pre_forward(self.root, (), {})
 
     def close(self, out: Any) -> Any:
@@ -84,6 +90,9 @@ class GatheredCall:
             UsageError: A method used a parameter of its own that is split.
         """
         gate, nested = self.gate, self.gate.method
+        evaluation = None if nested else gate.evaluation
+        if evaluation is not None:
+            evaluation.enter()
         try:
             gate.method = self.method or nested
             if self.opens and not nested and gate.opener is None:
@@ -99,6 +108,8 @@ class GatheredCall:
             raise
         finally:
             gate.method = nested
+            if evaluation is not None:
+                evaluation.leave()
         if not isinstance(out, _SIMPLE):
             self._hook(out)
         return out

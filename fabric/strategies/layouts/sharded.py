@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import UsageError
+from fabric.strategies.layouts.evaluation import Evaluation
 from fabric.strategies.layouts.gathered import GatheredCall, RootGate, own_output
 from fabric.strategies.layouts.hooked import HookedCall
 from fabric.strategies.layouts.split import Split
@@ -25,6 +27,7 @@ class Sharded(Split):
 
     def __init__(self) -> None:
         super().__init__()
+        self._numbers = itertools.count()
         self._local: weakref.WeakSet[Any] = (
             weakref.WeakSet()
         )  # roots that ran under no_sync since the last step
@@ -82,10 +85,19 @@ class Sharded(Split):
                     group.mesh_info = group.post_forward_mesh_info = None
         super().teardown()
 
+    def turned(self, wrapped: Module) -> None:
+        """The model goes from training to evaluation or back: the next training forward meets all ranks."""
+        gate = _gate(_root(wrapped))
+        if gate is not None and gate.evaluation is not None:
+            gate.evaluation.turned = True
+
     def open_gate(self, module: Any) -> None:
         """Call this when all groups of a model stand, and `module` is the outermost."""
         module._get_fsdp_state()._lazy_init()  # the root is this one, whatever is called first
-        module.__dict__["_fabric_gate"] = RootGate(module)
+        channel, evaluation = self.channel, None
+        if channel is not None and channel.world_size > 1:
+            evaluation = Evaluation(module, next(self._numbers), channel)
+        module.__dict__["_fabric_gate"] = RootGate(module, evaluation)
         for state in _states(module):
             for group in state._modules:
                 group.register_forward_hook(own_output, prepend=True)

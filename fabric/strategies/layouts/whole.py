@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from fabric.core.policy import DtypePolicy
     from fabric.core.topology import Topology
+    from fabric.plugins.collectives.channel import Channel
 
 
 class Whole:
@@ -36,6 +37,8 @@ class Whole:
     """Whether a rank holds parts of optimizer states: they are gathered then."""
     fills = False
     """Whether `wrap` gives values to parameters on the meta device."""
+    channel: Channel | None = None
+    """All ranks, for what a layout itself sends; there once this process is in place."""
     keeps_full = True
     """Whether this rank keeps the full values that it gathers, or only takes part."""
 
@@ -105,6 +108,9 @@ class Whole:
         `marked`: by `mark_forward_method`, so that it surely computes.
         """
         return method
+
+    def turned(self, wrapped: Module) -> None:
+        """Called where a model goes from training to evaluation or back."""
 
     def no_sync(self, wrapped: Module) -> AbstractContextManager[Any]:
         """Context in which backward passes keep their gradients local."""

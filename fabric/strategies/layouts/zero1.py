@@ -43,7 +43,6 @@ class ShardedStates(Replicate):
 
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         super().__init__(settings)
-        self.channel: Channel | None = None  # set by the strategy, when its group stands
         self._shares: weakref.WeakKeyDictionary[Optimizer, Share] = weakref.WeakKeyDictionary()
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -1,0 +1,596 @@
+"""Bad input to strategies that shard, split or divide: what each message says, on every rank."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_resolve import Started
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecision, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+
+from fabric import Fabric
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.strategies import FSDPStrategy, ModelParallelStrategy
+
+
+def unchanged(model, mesh):
+    return model
+
+
+def made(strategy, **settings) -> Fabric:
+    return Fabric(accelerator="cpu", devices=2, strategy=strategy, **settings)
+
+
+def parallel(*sizes, **settings) -> Fabric:
+    return made(ModelParallelStrategy(unchanged, *sizes), **settings)
+
+
+# Refused when the strategy or the Fabric is made: no rank is started
+
+KINDS = ["set of module classes or a function", "{TransformerBlock}"]
+SIZES = ['"auto" or a whole number, 1 or more']
+MESH = ["must be (replicate, shard) sizes", "device_mesh=(2, 4) for 2 replicas that are split over 4"]
+SHARDINGS = "not one of 'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD', '_HYBRID_SHARD_ZERO2', 'NO_SHARD'."
+AT_ONCE = {
+    "policy a string": (
+        lambda: FSDPStrategy(auto_wrap_policy="Block"),
+        ArgumentTypeError,
+        ["auto_wrap_policy='Block'", "is a str", *KINDS],
+    ),
+    "policy a module": (
+        lambda: FSDPStrategy(auto_wrap_policy=nn.Tanh()),
+        ArgumentTypeError,
+        ["auto_wrap_policy=Tanh()", *KINDS],
+    ),
+    "policy a set of names": (
+        lambda: FSDPStrategy(auto_wrap_policy={"Block"}),
+        ArgumentTypeError,
+        ["auto_wrap_policy takes classes of modules, but has 'Block'", "{TransformerBlock}"],
+    ),
+    "policy a class of no modules": (
+        lambda: FSDPStrategy(auto_wrap_policy=[dict]),
+        ArgumentTypeError,
+        ["takes classes of modules, but has <class 'dict'>"],
+    ),
+    "policy of two arguments": (
+        lambda: FSDPStrategy(auto_wrap_policy=lambda one, two: True),
+        ArgumentTypeError,
+        ["auto_wrap_policy=<lambda> cannot be called as (module)", "nonwrapped_numel=", "isinstance(module"],
+    ),
+    "checkpointing a string": (
+        lambda: FSDPStrategy(activation_checkpointing="Block"),
+        ArgumentTypeError,
+        ["activation_checkpointing='Block'", *KINDS],
+    ),
+    "checkpointing a list of numbers": (
+        lambda: FSDPStrategy(activation_checkpointing=[3]),
+        ArgumentTypeError,
+        ["activation_checkpointing takes classes of modules, but has 3"],
+    ),
+    "checkpointing policy a number": (
+        lambda: FSDPStrategy(activation_checkpointing_policy=3),
+        ArgumentTypeError,
+        ["activation_checkpointing_policy=3 must be"],
+    ),
+    "checkpointing twice": (
+        lambda: FSDPStrategy(activation_checkpointing=nn.Linear, activation_checkpointing_policy={nn.Linear}),
+        ConfigurationError,
+        ["activation_checkpointing and activation_checkpointing_policy", "same thing", "Keep the policy"],
+    ),
+    "mesh larger than the ranks": (
+        lambda: made(FSDPStrategy(device_mesh=(2, 3))),
+        ConfigurationError,
+        [
+            "device_mesh=(2, 3) has 6 ranks, but devices=2 and num_nodes=1 make 2",
+            "such as device_mesh=(1, 2)",
+        ],
+    ),
+    "mesh smaller than two machines": (
+        lambda: made(FSDPStrategy(device_mesh=(1, 2)), num_nodes=2),
+        ConfigurationError,
+        ["device_mesh=(1, 2) has 2 ranks, but devices=2 and num_nodes=2 make 4", "device_mesh=(2, 2)"],
+    ),
+    "mesh of a number": (lambda: FSDPStrategy(device_mesh=2), ArgumentTypeError, ["device_mesh=2", *MESH]),
+    "mesh of a string": (
+        lambda: FSDPStrategy(device_mesh="22"),
+        ArgumentTypeError,
+        ["device_mesh='22'", *MESH],
+    ),
+    "mesh with a bool": (
+        lambda: FSDPStrategy(device_mesh=(True, 2)),
+        ArgumentTypeError,
+        ["device_mesh=(True, 2)", *MESH],
+    ),
+    "mesh with nothing": (lambda: FSDPStrategy(device_mesh=(0, 2)), ArgumentTypeError, ["(0, 2)", *MESH]),
+    "mesh of three": (lambda: FSDPStrategy(device_mesh=(1, 1, 2)), ArgumentTypeError, ["(1, 1, 2)", *MESH]),
+    "mesh and no sharding": (
+        lambda: FSDPStrategy(sharding_strategy="NO_SHARD", device_mesh=(1, 2)),
+        ConfigurationError,
+        ["'NO_SHARD' keeps a replica", "device_mesh=(1, 2)", "Leave one of the two out"],
+    ),
+    "sizes that do not multiply": (
+        lambda: parallel(2, 2),
+        ConfigurationError,
+        [
+            "data_parallel_size=2 x tensor_parallel_size=2 does not make 2 ranks",
+            "size=1, tensor_parallel_size=2",
+        ],
+    ),
+    "a size that does not divide": (
+        lambda: parallel("auto", 3),
+        ConfigurationError,
+        ["data_parallel_size='auto' x tensor_parallel_size=3 does not make 2 ranks", "multiply to 2"],
+    ),
+    "size 0": (lambda: parallel(0, 2), ConfigurationError, ["data_parallel_size=0", *SIZES]),
+    "size negative": (lambda: parallel(-1, -2), ConfigurationError, ["data_parallel_size=-1", *SIZES]),
+    "size a bool": (lambda: parallel(1, True), ConfigurationError, ["tensor_parallel_size=True", *SIZES]),
+    "size a string": (lambda: parallel("2", 1), ConfigurationError, ["data_parallel_size='2'", *SIZES]),
+    "size a float": (lambda: parallel(1, 2.0), ConfigurationError, ["tensor_parallel_size=2.0", *SIZES]),
+    "fp16 with tensor parallel": (
+        lambda: parallel(precision="16-mixed"),
+        ConfigurationError,
+        ["ModelParallelStrategy does not run with precision='16-mixed'", "'bf16-mixed'"],
+    ),
+    "fp16 with offload": (
+        lambda: made(FSDPStrategy(cpu_offload=True), precision="16-mixed"),
+        ConfigurationError,
+        ["FSDPStrategy does not run with precision='16-mixed'", "'bf16-mixed'"],
+    ),
+    "fp16 with offload by name": (
+        lambda: made("fsdp_cpu_offload", precision=16),
+        ConfigurationError,
+        ["FSDPStrategy does not run with precision='16-mixed'"],
+    ),
+    "a keyword of the signature misspelt": (
+        lambda: FSDPStrategy(sharding_stategy="FULL_SHARD"),
+        ConfigurationError,
+        [
+            "no keyword 'sharding_stategy'. Did you mean 'sharding_strategy'?",
+            "those of its signature and use_orig",
+        ],
+    ),
+    "a further keyword misspelt": (
+        lambda: FSDPStrategy(forward_prefech=True),
+        ConfigurationError,
+        ["no keyword 'forward_prefech'. Did you mean 'forward_prefetch'"],
+    ),
+    "use_orig_params": (
+        lambda: FSDPStrategy(use_orig_params=False),
+        ConfigurationError,
+        [
+            "use_orig_params=False cannot be had: FSDP2 always keeps the parameters",
+            "Leave use_orig_params out",
+        ],
+    ),
+    "limit_all_gathers": (
+        lambda: FSDPStrategy(limit_all_gathers=False),
+        ConfigurationError,
+        ["limit_all_gathers=False cannot be had: FSDP2 always limits", "Leave limit_all_gathers out"],
+    ),
+    "sync_module_states": (
+        lambda: FSDPStrategy(sync_module_states=False),
+        ConfigurationError,
+        ["sync_module_states=False cannot be had: rank zero's values", "Leave sync_module_states out"],
+    ),
+    "sharding_strategy": (
+        lambda: FSDPStrategy(sharding_strategy="FULL"),
+        ConfigurationError,
+        [f"sharding_strategy='FULL' is {SHARDINGS} Did you mean 'FULL_SHARD'?"],
+    ),
+    "sharding_strategy a number": (
+        lambda: FSDPStrategy(sharding_strategy=3),
+        ConfigurationError,
+        [f"sharding_strategy=3 is {SHARDINGS}"],
+    ),
+    "state_dict_type": (
+        lambda: FSDPStrategy(state_dict_type="both"),
+        ConfigurationError,
+        ["state_dict_type='both' is neither 'full' nor 'sharded'"],
+    ),
+    "start_method": (
+        lambda: FSDPStrategy(start_method="threads"),
+        ConfigurationError,
+        ["start_method='threads' is not one of 'popen', 'spawn', 'fork', 'forkserver'"],
+    ),
+    "start_method of a mesh": (
+        lambda: ModelParallelStrategy(unchanged, start_method="threads"),
+        ConfigurationError,
+        ["start_method='threads' is not one of 'popen', 'spawn', 'fork', 'forkserver'"],
+    ),
+    "mixed_precision a name": (
+        lambda: FSDPStrategy(mixed_precision="bf16"),
+        ArgumentTypeError,
+        ["mixed_precision='bf16' must be a MixedPrecision or", 'write Fabric(precision="bf16-mixed")'],
+    ),
+    "mixed_precision of buffers": (
+        lambda: FSDPStrategy(mixed_precision=MixedPrecision(buffer_dtype=torch.float16)),
+        ConfigurationError,
+        ["buffer_dtype=torch.float16 cannot be had: FSDP2 leaves buffers", "Cast them in the model"],
+    ),
+    "mixed_precision of gradients": (
+        lambda: FSDPStrategy(mixed_precision=MixedPrecision(keep_low_precision_grads=True)),
+        ConfigurationError,
+        ["keep_low_precision_grads=True cannot be had", 'write Fabric(precision="bf16-true")'],
+    ),
+    "cpu_offload": (
+        lambda: FSDPStrategy(cpu_offload="yes"),
+        ArgumentTypeError,
+        ["cpu_offload='yes' must be True, False or a CPUOffload(offload_params=...)"],
+    ),
+    "ignored_modules one": (
+        lambda: FSDPStrategy(ignored_modules=nn.Linear(1, 1)),
+        ArgumentTypeError,
+        ["ignored_modules takes a list of Modules of the model, but is a Linear", "=[model.head]"],
+    ),
+    "ignored_modules names": (
+        lambda: FSDPStrategy(ignored_modules=["head"]),
+        ArgumentTypeError,
+        ["ignored_modules takes a list of Modules", "has a str"],
+    ),
+    "ignored_states names": (
+        lambda: FSDPStrategy(ignored_states="head"),
+        ArgumentTypeError,
+        ["ignored_states takes a list of Modules or Parameters", "is a str"],
+    ),
+    "ignored_modules without values": (
+        lambda: FSDPStrategy(ignored_modules=[nn.Linear(1, 1, device="meta")]),
+        ConfigurationError,
+        ["Ignored parameters are on the meta device", "Give them values before"],
+    ),
+    "param_init_fn": (
+        lambda: FSDPStrategy(param_init_fn=3),
+        ArgumentTypeError,
+        ["param_init_fn=3 must be a function (module)"],
+    ),
+    "reshard_after_forward": (
+        lambda: FSDPStrategy(reshard_after_forward="yes"),
+        ArgumentTypeError,
+        ["reshard_after_forward='yes' must be True (", "False (", "a number of ranks above 1"],
+    ),
+    "forward_prefetch": (
+        lambda: FSDPStrategy(forward_prefetch="yes"),
+        ArgumentTypeError,
+        ["forward_prefetch='yes' must be True or False"],
+    ),
+    "find_unused_parameters": (
+        lambda: FSDPStrategy(find_unused_parameters="yes"),
+        ArgumentTypeError,
+        ["find_unused_parameters='yes' must be True or False"],
+    ),
+    "parallelize_fn no function": (
+        lambda: ModelParallelStrategy("tensor_parallel"),
+        ArgumentTypeError,
+        ["parallelize_fn must be a function (model, device_mesh) -> model", "is 'tensor_parallel'"],
+    ),
+    "parallelize_fn None": (lambda: ModelParallelStrategy(None), ArgumentTypeError, ["but is None"]),
+    "mesh before launch": (
+        lambda: made("fsdp").device_mesh,
+        UsageError,
+        ["fabric.device_mesh came before fabric.launch()", "Write fabric.launch() right after Fabric(...)"],
+    ),
+    "mesh of whole parameters": (
+        lambda: Fabric(accelerator="cpu").device_mesh,
+        UsageError,
+        ["SingleDeviceStrategy keeps whole parameters and has no mesh", "Choose a strategy that shards"],
+    ),
+    "dp on two machines": (
+        lambda: made("dp", num_nodes=2),
+        ConfigurationError,
+        ['strategy="dp" is one process that holds all devices=2, but num_nodes=2', '"ddp"', '"ddp2"'],
+    ),
+    "dp in started processes": (
+        lambda: made("dp", plugins=Started(2)),
+        ConfigurationError,
+        ['strategy="dp" is one process', "but 2 were started", '"ddp"'],
+    ),
+    "ddp2 in two processes a machine": (
+        lambda: made("ddp2", plugins=Started(2)),
+        ConfigurationError,
+        ["DDP2Strategy runs one process per machine", "2 were started", "--nproc-per-node 1", '"ddp"'],
+    ),
+    "dp with uneven rows": (
+        lambda: made("dp").setup(nn.Bilinear(2, 2, 1))(torch.ones(4, 2), torch.ones(3, 2)),
+        ConfigurationError,
+        ["split over replicas along dim 0", "argument 0 has 4", "argument 1 has 3", "tensor.expand"],
+    ),
+    "dp with outputs that differ": (
+        lambda: made("dp").setup(Rows())(torch.ones(3, 2)),
+        UsageError,
+        ["outputs that cannot be joined along dim 0", "(pad the others)"],
+    ),
+}
+
+
+class Rows(nn.Module):
+    """Its output has as many columns as there are rows."""
+
+    def forward(self, x):
+        return x.new_ones(1, len(x))
+
+
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_what_is_refused_before_anything_starts(case):
+    call, kind, parts = AT_ONCE[case]
+    with pytest.raises(kind) as caught:
+        call()
+    for part in parts:
+        assert part in str(caught.value)
+
+
+# Refused where the ranks are: all of them raise the same, and can go on together
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+        self.outer = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def start(strategy, **settings) -> Fabric:
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **settings)
+    fabric.launch()
+    return fabric
+
+
+def setup(make=Net, parallelize=None, sizes=(1, "auto"), **keywords):
+    """A call that sets `make()` up under FSDP with keywords, or with a function under tensor parallel."""
+
+    def call():
+        strategy = (
+            FSDPStrategy(**keywords) if parallelize is None else ModelParallelStrategy(parallelize, *sizes)
+        )
+        return start(strategy).setup(make())
+
+    return call
+
+
+def zero1_of_one_element():
+    start("zero1").setup(model := nn.Linear(1, 1, bias=False), sgd(model))
+
+
+def offload_by_setup():
+    start("fsdp_cpu_offload").setup(model := Net(), sgd(model))
+
+
+def offload_by_two_calls():
+    fabric = start(FSDPStrategy(cpu_offload=True))
+    optimizer = sgd(model := Net())
+    fabric.setup_module(model)
+    fabric.setup_optimizers(optimizer)
+
+
+def shards_parts_only(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["data_parallel"])
+    return model
+
+
+def replaces_the_head(model, mesh):
+    model.head = nn.Linear(4, 2)
+    return model
+
+
+def optimizer_of_what_was_replaced():
+    start(ModelParallelStrategy(replaces_the_head)).setup(model := Net(), sgd(model))
+
+
+def optimizer_of_another_model():
+    fabric = start("fsdp")
+    fabric.setup_module(Net())
+    fabric.setup_optimizers(sgd(Net()))
+
+
+def sharded_whole():
+    return fully_shard(Net())
+
+
+def sharded_in_part():
+    fully_shard((model := Net()).blocks[0])
+    return model
+
+
+def set_up_in_part():
+    fabric, model = start("fsdp"), Net()
+    fabric.setup(model.blocks)
+    fabric.setup(model)
+
+
+def mesh_of_one_rank():
+    start(FSDPStrategy(device_mesh=DeviceMesh("cpu", [0])))
+
+
+def mesh_of_three_dimensions():
+    start(FSDPStrategy(device_mesh=init_device_mesh("cpu", (1, 1, dist.get_world_size()))))
+
+
+large = functools.partial(size_based_auto_wrap_policy, min_num_params=10**6)
+HAS = "matches no module inside Net, which has Block, Linear, Sequential."
+CHOSEN = "or leave auto_wrap_policy out to have them chosen"
+OFFLOAD = [
+    "SGD was made before the model was set up with cpu_offload",
+    "then make the optimizer from model.par",
+]
+WHOLE = ["sharded already", "fully_shard was called on it before", "ModelParallelStrategy(parallelize_fn)"]
+AT_SETUP = {
+    "fewer elements than ranks": (
+        setup(lambda: nn.Linear(1, 1, bias=False)),
+        ConfigurationError,
+        ["Linear has 1 parameter elements for {world} ranks", 'Write devices=1, or strategy="ddp"'],
+    ),
+    "fewer elements than ranks, zero1": (
+        zero1_of_one_element,
+        ConfigurationError,
+        ['strategy="zero1"', "SGD over {world} ranks", "only 1 elements", 'strategy="ddp"', "devices=1"],
+    ),
+    "a set that matches nothing": (
+        setup(auto_wrap_policy={nn.Conv2d}),
+        ConfigurationError,
+        [f"auto_wrap_policy={{Conv2d}} {HAS}".replace("{", "{{").replace("}", "}}"), "Name classes", CHOSEN],
+    ),
+    "a function that matches nothing": (
+        setup(auto_wrap_policy=lambda module: False),
+        ConfigurationError,
+        [f"auto_wrap_policy=<lambda> {HAS}", "Let it accept some of these", CHOSEN],
+    ),
+    "a size that nothing has": (
+        setup(auto_wrap_policy=large),
+        ConfigurationError,
+        [f"auto_wrap_policy=size_based_auto_wrap_policy {HAS}", "Let it accept some of these", CHOSEN],
+    ),
+    "a ModuleWrapPolicy that matches nothing": (
+        setup(auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d})),
+        ConfigurationError,
+        [f"auto_wrap_policy=ModuleWrapPolicy {HAS}", CHOSEN],
+    ),
+    "a CustomPolicy with settings": (
+        setup(auto_wrap_policy=CustomPolicy(lambda module: {"forward_prefetch": True})),
+        ConfigurationError,
+        ["CustomPolicy gives settings for single modules ({{'forward_prefetch': True}})", "Return True"],
+    ),
+    "a class that no checkpoint is for": (
+        setup(activation_checkpointing=nn.Conv2d),
+        ConfigurationError,
+        [f"=Conv2d {HAS} Name classes of these, or leave activation_checkpointing"],
+    ),
+    "a list that no checkpoint is for": (
+        setup(activation_checkpointing=[nn.Conv2d, nn.ReLU]),
+        ConfigurationError,
+        [f"={{Conv2d, ReLU}} {HAS}".replace("{", "{{").replace("}", "}}")],
+    ),
+    "a checkpointing function that matches nothing": (
+        setup(activation_checkpointing_policy=lambda module: False),
+        ConfigurationError,
+        [f"activation_checkpointing_policy=<lambda> {HAS} Let it accept some of these, or leave act"],
+    ),
+    "a checkpointing size that nothing has": (
+        setup(activation_checkpointing_policy=large),
+        ConfigurationError,
+        [f"activation_checkpointing_policy=size_based_auto_wrap_policy {HAS}"],
+    ),
+    "a checkpointing ModuleWrapPolicy that matches nothing": (
+        setup(activation_checkpointing_policy=ModuleWrapPolicy({nn.Conv2d})),
+        ConfigurationError,
+        [f"activation_checkpointing_policy=ModuleWrapPolicy {HAS}"],
+    ),
+    "an optimizer before offload, in one call": (offload_by_setup, ConfigurationError, OFFLOAD),
+    "an optimizer before offload, in two calls": (offload_by_two_calls, ConfigurationError, OFFLOAD),
+    "a function that returns nothing": (
+        setup(parallelize=lambda model, mesh: None),
+        ArgumentTypeError,
+        ["parallelize_fn must change the Net that it is given in place and return it", "returned None"],
+    ),
+    "a function that returns another model": (
+        setup(parallelize=lambda model, mesh: Net()),
+        ArgumentTypeError,
+        ["must change the Net", "returned another module"],
+    ),
+    "shards without a root": (
+        setup(parallelize=shards_parts_only),
+        UsageError,
+        ["fully_shard on parts of Net, but not on it", 'Call fully_shard(model, mesh=mesh["data_parallel"])'],
+    ),
+    "a model that is sharded": (setup(sharded_whole), UsageError, ["This model (Net) is", *WHOLE]),
+    "a model that is sharded in part": (setup(sharded_in_part), UsageError, ["blocks.0 (Block) is", *WHOLE]),
+    "a model of which a part is set up": (set_up_in_part, UsageError, ["blocks (Sequential) is", *WHOLE]),
+    "an optimizer of parameters that are gone": (
+        optimizer_of_what_was_replaced,
+        UsageError,
+        [
+            "SGD holds 2 parameters (shapes (2, 4), (2,)) that setup took out",
+            "Make it from model.parameters()",
+        ],
+    ),
+    "an optimizer of another model": (
+        optimizer_of_another_model,
+        ConfigurationError,
+        [
+            "10 of 10 parameters of SGD",
+            "belong to no model that is set up",
+            "Make the optimizer from this model",
+        ],
+    ),
+    "mesh under ddp": (
+        lambda: start("ddp").device_mesh,
+        UsageError,
+        [
+            "fabric.device_mesh: DDPStrategy keeps whole parameters and has no mesh",
+            "Choose a strategy that shards",
+        ],
+    ),
+    "a DeviceMesh of one rank": (
+        mesh_of_one_rank,
+        ConfigurationError,
+        ["device_mesh=(1,) has 1 ranks", "there are {world} ranks", "sizes that multiply to {world}"],
+    ),
+    "a DeviceMesh of three dimensions": (
+        mesh_of_three_dimensions,
+        ConfigurationError,
+        ["device_mesh=(1, 1, {world}) has {world} ranks in 3 dimensions", "(replicate, shard)"],
+    ),
+    "a part that does not divide the ranks": (
+        setup(reshard_after_forward=3),
+        ValueError,
+        ["reshard_after_forward", "factor of {world}, not 3"],
+    ),
+}
+
+
+def refused(case: str) -> str:
+    call, kind, _ = AT_SETUP[case]
+    with pytest.raises(kind) as caught:
+        call()
+    after = torch.ones(1)  # no rank stands in a collective that the others left out
+    dist.all_reduce(after)
+    assert after.item() == dist.get_world_size()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("case", AT_SETUP)
+def test_what_all_ranks_refuse(ranks, case, world_size):
+    for message in ranks.run(refused, case, world_size=world_size):
+        for part in AT_SETUP[case][2]:
+            assert part.format(world=world_size) in message
+
+
+def policy_in_the_second_model() -> None:
+    fabric = start(FSDPStrategy(auto_wrap_policy={Block}))
+    fabric.setup(Net())
+    fabric.setup(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+
+
+def test_a_policy_need_not_match_in_every_model(ranks):
+    ranks.run(policy_in_the_second_model, world_size=2)
+
+
+def root_is_completed() -> set[str]:
+    """Over several data parallel ranks the strategy shards what the function left whole."""
+    model = start(ModelParallelStrategy(shards_parts_only, "auto", 1)).setup(Net())
+    return {type(parameter.data).__name__ for parameter in model.parameters()}
+
+
+def test_what_a_function_leaves_whole_is_sharded_over_data_parallel_ranks(ranks):
+    assert ranks.run(root_is_completed, world_size=2) == [{"DTensor"}] * 2
