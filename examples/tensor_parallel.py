@@ -22,7 +22,7 @@ from fabric.strategies import ModelParallelStrategy
 
 
 class Block(nn.Module):
-    """Attention to the past, then a perceptron. The number of heads is read off the tensors: a rank has some."""
+    """Attention to the past, then a perceptron. A rank has some of the heads: their number is not fixed."""
 
     def __init__(self, width=64, head=16):
         super().__init__()
@@ -104,13 +104,7 @@ def train(fabric, args):
         fabric.print(f"epoch {epoch}: loss {mean:.4f}")
 
     up = model.blocks[0].up.weight
-    placed = ", ".join(
-        f"{name} {placement}"
-        for name, placement in zip(up.device_mesh.mesh_dim_names, up.placements, strict=True)
-    )
-    fabric.print(
-        f"rank 0 holds {tuple(up.to_local().shape)} of {tuple(up.shape)} of blocks.0.up.weight: {placed}"
-    )
+    fabric.print(f"rank 0 holds {tuple(up.to_local().shape)} of {tuple(up.shape)} of blocks.0.up.weight")
     fabric.print(f"tensor_parallel: {fabric.world_size} process(es), loss {mean:.6f}")
     return mean
 

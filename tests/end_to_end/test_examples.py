@@ -22,6 +22,8 @@ SHORT = {
     "digits": ["--epochs", "2"],
     "gan": ["--epochs", "2", "--report-every", "1"],
     "language_model": ["--steps", "20", "--report-every", "10"],
+    "sharded": ["--steps", "10"],
+    "tensor_parallel": ["--epochs", "1"],
 }
 """Each example, and how to make it short."""
 
@@ -32,6 +34,8 @@ AGREE = {
     "digits": 1e-4,
     "gan": 1e-3,
     "language_model": 1e-4,
+    "sharded": 1e-4,
+    "tensor_parallel": 1e-4,
 }
 """Relative difference allowed between 1 and 2 processes; custom_strategy rounds gradients to bfloat16."""
 
@@ -90,6 +94,25 @@ def test_one_and_two_processes_agree(name):
 def test_what_is_printed_once_is_printed_once():
     lines = example("digits", "--devices", "2").stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1", "digits"]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "fsdp_cpu_offload"])
+def test_the_sharded_example_agrees_with_plain_torch(strategy):
+    done = example("sharded", "--devices", "2", "--strategy", strategy)
+    first, last = done.stdout.strip().splitlines()
+    held, total = map(int, re.fullmatch(r"rank 0 holds (\d+) of (\d+) parameters", first).groups())
+    assert total / 2 <= held < 0.51 * total
+    split, plain = results(done.stdout, "sharded")
+    assert split == pytest.approx(plain, abs=2e-6)
+    assert last.endswith(": the same")
+
+
+@pytest.mark.parametrize(("devices", "held"), [("1", "256, 64"), ("2", "128, 64"), ("4", "64, 64")])
+def test_the_tensor_parallel_example_splits_over_both_axes(devices, held):
+    done = example("tensor_parallel", "--devices", devices)
+    assert f"rank 0 holds ({held}) of (256, 64) of blocks.0.up.weight\n" in done.stdout
+    expected = results(example("tensor_parallel", "--devices", "1").stdout, "tensor_parallel")
+    assert results(done.stdout, "tensor_parallel") == pytest.approx(expected, rel=1e-4)
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")

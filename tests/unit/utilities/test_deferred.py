@@ -1,0 +1,142 @@
+"""Modules built without memory: every way to initialise is repeated exactly, and the draws go on."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import init
+
+from fabric.core.errors import UsageError
+from fabric.utilities.deferred import DeferredInit
+
+CPU = torch.device("cpu")
+
+
+def parameter(change, *shape: int) -> nn.Module:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.empty(*shape or (6, 5)))
+    change(module.weight)
+    return module
+
+
+def by_hand(weight) -> None:
+    weight.data.uniform_(-1, 1).mul_(3).clamp_(-2, 2)
+    weight.data[0].fill_(7)
+    weight.data[:, 1] = torch.arange(6.0)
+    with torch.no_grad():
+        weight += 1
+        weight[2].normal_()
+        weight.view(-1)[3:9].zero_()
+
+
+def stacked() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def second_pass() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    for module in model:
+        init.normal_(module.weight, std=0.02)
+    init.kaiming_normal_(model[2].weight)
+    return model
+
+
+FILLS = (
+    "uniform_", "normal_", "ones_", "zeros_", "eye_", "xavier_uniform_", "xavier_normal_",
+    "kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "orthogonal_",
+)  # fmt: skip
+MAKERS = {
+    **{name: partial(parameter, getattr(init, name)) for name in FILLS},
+    "constant_": lambda: parameter(lambda w: init.constant_(w, 0.3)),
+    "sparse_": lambda: parameter(lambda w: init.sparse_(w, 0.2)),
+    "dirac_": lambda: parameter(init.dirac_, 4, 4, 3),
+    "trunc_normal_ far out": lambda: parameter(lambda w: init.trunc_normal_(w, mean=3.0, a=2.9, b=3.0)),
+    "generator": lambda: parameter(lambda w: init.normal_(w, generator=torch.Generator().manual_seed(3))),
+    "bernoulli_": lambda: parameter(lambda w: w.data.bernoulli_(0.3)),
+    "exponential_": lambda: parameter(lambda w: w.data.exponential_()),
+    "by hand": lambda: parameter(by_hand),
+    "Linear": lambda: nn.Linear(3, 4),
+    "Embedding": lambda: nn.Embedding(7, 4, padding_idx=1),
+    "Conv2d": lambda: nn.Conv2d(2, 3, 3),
+    "LSTM": lambda: nn.LSTM(2, 3, 2),
+    "Bilinear": lambda: nn.Bilinear(2, 3, 4),
+    "BatchNorm1d": lambda: nn.BatchNorm1d(4),
+    "MultiheadAttention": lambda: nn.MultiheadAttention(4, 2),
+    "Transformer": lambda: nn.Transformer(4, 2, 1, 1, 8, batch_first=True),
+    "copies": stacked,
+    "second pass": second_pass,
+    "deepcopy": lambda: copy.deepcopy(nn.Linear(3, 3)),
+    "EmbeddingBag": lambda: nn.EmbeddingBag(5, 3),
+    "PReLU": lambda: nn.PReLU(3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_draws_are_those_of_a_plain_construction(name, dtype):
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        if dtype is torch.bfloat16 and name == "orthogonal_":
+            pytest.skip("torch has no QR in bfloat16")
+        torch.manual_seed(1)
+        plain, after = MAKERS[name](), torch.rand(3)
+        torch.manual_seed(1)
+        deferred = DeferredInit(CPU)
+        with deferred:
+            empty = MAKERS[name]()
+        assert torch.equal(torch.rand(3), after)
+        state = torch.get_rng_state()
+        for (key, want), got in zip(plain.named_parameters(), empty.parameters(), strict=True):
+            assert got.is_meta, key
+            assert deferred.knows(got), key
+            assert torch.equal(deferred.make(got), want), key
+        for (key, want), got in zip(plain.named_buffers(), empty.buffers(), strict=True):
+            assert torch.equal(got, want), key
+        assert torch.equal(torch.get_rng_state(), state)
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def test_tensors_with_values_stay_as_they_are():
+    with DeferredInit(CPU):
+        made = (
+            nn.Parameter(torch.randn(3)),
+            torch.zeros(2),
+            torch.tensor([1.0]),
+            torch.linspace(0, 1, 3).tolist(),
+        )
+    assert not made[0].is_meta
+    assert not made[1].is_meta
+    assert made[3] == [0, 0.5, 1]
+
+
+def test_what_is_never_initialised_is_not_known():
+    deferred = DeferredInit(CPU)
+    with deferred:
+        weight = nn.Parameter(torch.empty(3))
+    assert weight.is_meta
+    assert not deferred.knows(weight)
+
+
+def test_a_part_of_a_tensor_is_made_by_itself():
+    deferred = DeferredInit(CPU)
+    with deferred:
+        whole = torch.empty(2, 3)
+        whole.copy_(torch.arange(6.0).view(2, 3))
+        part = nn.Parameter(whole[1])
+    made = deferred.make(part)
+    assert torch.equal(made, torch.tensor([3.0, 4.0, 5.0]))
+    assert made.untyped_storage().nbytes() == 12
+
+
+def test_reading_what_is_not_there_is_an_error():
+    with DeferredInit(CPU):
+        one, two = torch.empty(2), torch.empty(2)
+        with pytest.raises(UsageError, match=r"copy_ reads a tensor of shape \[2\] that has no values yet"):
+            one.copy_(two)
