@@ -163,17 +163,15 @@ def measure() -> None:
         dist.barrier()
     head = ["layout", "messages a step", "payload MB"]
     note = (
-        "Collectives that the second rank starts in one step, at the level of the process group, with the bytes of "
-        "the whole tensor (gathered; before it is scattered; reduced; sent). The wire of a ring carries half of it "
-        "per rank for gather and scatter on 2 ranks, and all of it for a reduction."
+        "Collectives of one step as the process group sees them, DDP's own included. Payload: the whole "
+        "tensor (gathered; before it is scattered; reduced; sent). On a ring of 2 a rank sends half for "
+        "a gather or a scatter, and all of it for a reduction."
     )
     tables.append(table("Messages of a step", head, messages, note))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, tables)
     rank = dist.get_rank()
     dist.destroy_process_group()
     if rank == 0:
-        report([*found[0][:-1], found[1][-1]])
+        report(tables)
 
 
 def compare(pair: Pair, cases: dict[str, Callable[[], None]]) -> Table:
@@ -200,7 +198,7 @@ def step_of(x: Any, model: Any, optimizer: Any, backward: Callable[[Any], None])
 
 
 class Messages(TorchDispatchMode):
-    """Counts the collectives of this process, DDP's own in C++ included, and the bytes of their largest side."""
+    """Counts the collectives of this rank, DDP's own in C++ included, and the bytes of their larger side."""
 
     def __init__(self) -> None:
         super().__init__()

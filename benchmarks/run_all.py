@@ -8,7 +8,19 @@ import sys
 
 from harness import HERE, child, header, markdown
 
-TOPICS = ("import_time", "step", "ddp", "collectives", "guard", "metrics", "loader", "launch", "at_scale")
+TOPICS = (
+    "import_time",
+    "step",
+    "ddp",
+    "collectives",
+    "guard",
+    "metrics",
+    "loader",
+    "launch",
+    "at_scale",
+    "layouts",
+    "memory",
+)
 HEAD = ["what", "Lightning Fabric", "Accelerate", "limit", "ours", "target"]
 
 

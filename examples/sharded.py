@@ -55,7 +55,7 @@ def train(fabric, args):
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     fabric.print(f"rank 0 holds {held} of {sum(p.numel() for p in model.parameters())} parameters")
 
-    # All ranks make every forward together, so they must have equally many batches: these sizes divide.
+    # Sizes that divide: all ranks make every training step together, and a mean of means is then the mean.
     rows = args.batch_size // args.accumulate // fabric.world_size
     loaders = [DataLoader(part, batch_size=rows) for part in (windows, held_out)]
     loader, held_out_loader = fabric.setup_dataloaders(*loaders)
@@ -80,8 +80,8 @@ def train(fabric, args):
         shutil.rmtree(path.parent)
         alone = loss_of(plain, held_out.to(fabric.device)).item()
         print(
-            f"sharded: {fabric.world_size} process(es), held-out loss {loss:.6f}; of the saved weights in one "
-            f"plain process {alone:.6f}: {'the same' if abs(alone - loss) < 1e-4 else 'NOT the same'}"
+            f"sharded: {fabric.world_size} process(es), held-out loss {loss:.6f}; of the saved weights in "
+            f"one plain process {alone:.6f}: {'the same' if abs(alone - loss) < 1e-4 else 'NOT the same'}"
         )
 
 

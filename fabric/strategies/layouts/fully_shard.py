@@ -80,6 +80,10 @@ class FullyShard(Sharded):
         self.traits = replace(self.traits, late_optimizers=self.settings.offload)
         self._matched: set[str] = set()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Groups and models belong to their process; a spawned rank joins anew.
+        return type(self), (self.settings,)
+
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Make the mesh. All ranks must call this.
 

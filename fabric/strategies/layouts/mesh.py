@@ -56,6 +56,10 @@ class Mesh(Sharded):
         self.parallelize = parallelize
         self.asked = (data_parallel_size, tensor_parallel_size)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Groups and models belong to their process; a spawned rank joins anew.
+        return type(self), (self.parallelize, *self.asked)
+
     @property
     def data_rank(self) -> tuple[int, int] | None:
         """This rank's part of the data, of how many: the place along "data_parallel"."""
