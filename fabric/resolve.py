@@ -307,11 +307,11 @@ def check_interactive(
 
 
 def _check_precision(precision: Precision, strategy: Strategy) -> None:
-    allowed = strategy.traits.precisions
+    allowed, why = strategy.traits.precisions, strategy.traits.precisions_why
     if allowed and precision.precision not in allowed:
         raise ConfigurationError(
-            f"{type(strategy).__name__} does not run with precision={precision.precision!r}. "
-            f"Write one of {', '.join(map(repr, allowed))}, or another strategy."
+            f"{type(strategy).__name__} does not run with precision={precision.precision!r}"
+            f"{': ' * bool(why)}{why}. Write one of {', '.join(map(repr, allowed))}, or another strategy."
         )
 
 

@@ -160,7 +160,7 @@ class SetupVerbs(RankFacts):
             )
         inner = self._strategy.precision.convert_module(original)
         if move_to_device:
-            self._strategy.module_to_device(inner)
+            self._strategy.place_module(inner)
         if self._strategy.topology.world_size > 1:
             self._strategy.meet("setup", describe_module(inner))
         if optimizers:

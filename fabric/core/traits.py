@@ -29,5 +29,7 @@ class Traits:
     """Names of the accelerators that this strategy runs on."""
     precisions: tuple[str, ...] = ()
     """Precision names that this strategy can apply."""
+    precisions_why: str = ""
+    """What it is about the others."""
     start_methods: tuple[str, ...] = ()
     """How its processes may be started: "popen", "spawn", "fork", "forkserver"."""

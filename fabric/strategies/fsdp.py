@@ -140,7 +140,8 @@ class FSDPStrategy(ParallelStrategy):
         if not self.layout.settings.offload:
             return self.layout.traits
         unscaled = tuple([name for name, policy in POLICIES.items() if not policy.loss_scale])
-        return replace(self.layout.traits, precisions=unscaled)
+        why = "torch's loss scaling does not reach gradients in host memory (cpu_offload)"
+        return replace(self.layout.traits, precisions=unscaled, precisions_why=why)
 
     def bind(
         self,

@@ -213,6 +213,13 @@ class Strategy(Exchange):
         """Move parameters and buffers to the root device, in place."""
         module.to(self.root_device)
 
+    def place_module(self, module: Module) -> None:
+        """Before the layout wraps it: bring the module to the device, unless the layout does, part by
+        part.
+        """
+        if not self.layout.moves or overridden(type(self), Strategy, "module_to_device"):
+            self.module_to_device(module)
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
         """The batch (a tree) on `device`, or on the root device."""
         return move_data_to_device(batch, device or self.root_device)

@@ -4,17 +4,20 @@ buffers.
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fabric import Fabric
-from fabric.core.errors import UsageError
+from fabric.core.errors import CollectiveMismatch, UsageError
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 
 
@@ -459,3 +462,86 @@ def scaler_skips(strategy: str) -> list:
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "one-group"])
 def test_an_inf_on_one_rank_skips_the_step_on_all(ranks, strategy):
     assert ranks.run(scaler_skips, strategy, world_size=2) == [[32768.0, True]] * 2
+
+
+class Branches(nn.Module):
+    """Ranks take different branches: torch would mix their gradients up, since they are of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.body = nn.Linear(5, 5)
+        self.left, self.right = nn.Linear(5, 2), nn.Linear(5, 2)
+
+    def forward(self, x, left: bool):
+        return (self.left if left else self.right)(self.body(x))
+
+
+def different_branches(policy) -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FSDPStrategy(auto_wrap_policy=policy))
+    fabric.launch()
+    model, optimizer = fabric.setup(*with_sgd(Branches()))
+    before = model.state_dict()
+    fabric.backward(model(batches(1)[0, fabric.global_rank], left=fabric.global_rank == 0).pow(2).mean())
+    with pytest.raises(CollectiveMismatch, match=r"SGD.step.*no gradient for (left|right)"):
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
+    optimizer.zero_grad()
+    fabric.backward(model(batches(1)[0, fabric.global_rank], left=True).pow(2).mean())
+    optimizer.step()  # a branch that no rank uses has no gradient, as in plain torch
+    assert torch.equal(model.state_dict()["right.weight"], before["right.weight"])
+
+
+@pytest.mark.parametrize("policy", [None, {nn.Linear}])
+def test_different_branches_are_an_error_before_weights_change(ranks, policy):
+    ranks.run(different_branches, policy, world_size=2)
+
+
+def models_let_go() -> list[bool]:
+    fabric = start()
+    model = fabric.setup(Net())
+    model(batches(1)[0, 0])
+    kept = weakref.ref(model.module)
+    del model
+    gc.collect()
+    return [kept() is None]
+
+
+def test_models_that_the_user_forgot_are_let_go(ranks):
+    assert ranks.run(models_let_go, world_size=2) == [[True]] * 2
+
+
+def different_policies() -> None:
+    own = {Block} if dist.get_rank() == 0 else {nn.Linear}
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FSDPStrategy(auto_wrap_policy=own))
+    fabric.launch()
+    with pytest.raises(CollectiveMismatch, match=r"(?s)in 1 groups: body .*in 3 groups"):
+        fabric.setup(Net())
+    fabric.barrier()
+
+
+def test_policies_that_differ_between_ranks_are_an_error(ranks):
+    ranks.run(different_policies, world_size=2)
+
+
+def no_parameters() -> None:
+    fabric = start()
+    model = fabric.setup(nn.Sequential(nn.Flatten(), nn.Tanh()))
+    assert model(torch.ones(2, 3, 1)).shape == (2, 3)
+
+
+def test_a_model_without_parameters_is_left_as_it_is(ranks):
+    ranks.run(no_parameters, world_size=2)
+
+
+def already_split() -> None:
+    model = Net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    with pytest.raises(UsageError, match=r"split over ranks \(DTensor\), which DDP cannot average"):
+        fabric.setup(model)
+
+
+def test_ddp_refuses_a_model_that_is_split(ranks):
+    ranks.run(already_split, world_size=2)

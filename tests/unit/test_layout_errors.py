@@ -399,8 +399,9 @@ def optimizer_of_what_was_replaced():
 
 def optimizer_of_another_model():
     fabric = start("fsdp")
-    fabric.setup_module(Net())
+    model = fabric.setup_module(Net())
     fabric.setup_optimizers(sgd(Net()))
+    return model
 
 
 def sharded_whole():
@@ -507,11 +508,6 @@ AT_SETUP = {
         ArgumentTypeError,
         ["must change the Net", "returned another module"],
     ),
-    "shards without a root": (
-        setup(parallelize=shards_parts_only),
-        UsageError,
-        ["fully_shard on parts of Net, but not on it", 'Call fully_shard(model, mesh=mesh["data_parallel"])'],
-    ),
     "a model that is sharded": (setup(sharded_whole), UsageError, ["This model (Net) is", *WHOLE]),
     "a model that is sharded in part": (setup(sharded_in_part), UsageError, ["blocks.0 (Block) is", *WHOLE]),
     "a model of which a part is set up": (set_up_in_part, UsageError, ["blocks (Sequential) is", *WHOLE]),
@@ -586,11 +582,12 @@ def test_a_policy_need_not_match_in_every_model(ranks):
     ranks.run(policy_in_the_second_model, world_size=2)
 
 
-def root_is_completed() -> set[str]:
-    """Over several data parallel ranks the strategy shards what the function left whole."""
-    model = start(ModelParallelStrategy(shards_parts_only, "auto", 1)).setup(Net())
+def root_is_completed(size: int) -> set[str]:
+    """The strategy shards what the function left whole over data parallel ranks, so that there is a root."""
+    model = start(ModelParallelStrategy(shards_parts_only, size, "auto")).setup(Net())
     return {type(parameter.data).__name__ for parameter in model.parameters()}
 
 
-def test_what_a_function_leaves_whole_is_sharded_over_data_parallel_ranks(ranks):
-    assert ranks.run(root_is_completed, world_size=2) == [{"DTensor"}] * 2
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_function_leaves_whole_is_sharded_over_data_parallel_ranks(ranks, size):
+    assert ranks.run(root_is_completed, size, world_size=2) == [{"DTensor"}] * 2

@@ -8,11 +8,13 @@ call again.
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.errors import UsageError
 from fabric.plugins.collectives.frames import call_of
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class Evaluation:
             for module in state._modules:
                 module.register_forward_pre_hook(partial(self.entering, index), prepend=True)
         if channel.collective.guard is not None:
-            channel.collective.guard.assistants[self.verb] = self._assist
+            channel.collective.guard.assistants[self.verb] = partial(_assist, weakref.ref(self))
 
     def enter(self) -> None:
         """A forward or method of the model begins."""
@@ -78,7 +80,7 @@ class Evaluation:
         if any([not group.is_unsharded for group in self._states[index]._fsdp_param_groups]):
             self._trace.append(index)
 
-    def _assist(self, order: str) -> None:
+    def assist(self, order: str) -> None:
         """Gather along with a forward of other ranks."""
         with torch.inference_mode(False), torch.no_grad():
             self._split_all()
@@ -90,3 +92,10 @@ class Evaluation:
     def _split_all(self) -> None:
         for state in self._states:
             state._modules[0].reshard()
+
+
+def _assist(evaluation: weakref.ref[Evaluation], order: str) -> None:
+    model = evaluation()
+    if model is None:
+        raise UsageError("Other ranks evaluate a model that this rank has let go of. Keep it on all ranks.")
+    model.assist(order)

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.traits import Traits
+from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.blocks import choose_blocks
 from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser
@@ -70,6 +71,7 @@ class FullyShard(Sharded):
         settings: See `ShardSettings`.
     """
 
+    moves = True
     traits = Traits(
         needs_launch=True, data_parallel=True, start_methods=("popen", "spawn", "fork", "forkserver")
     )
@@ -108,6 +110,9 @@ class FullyShard(Sharded):
                 f"fabric.setup. Leave that to the strategy, or use ModelParallelStrategy(parallelize_fn)."
             )
         size = sum([p.numel() for p in module.parameters()])
+        if size == 0:
+            self._bring(module, topology)
+            return module
         if size < topology.world_size:
             raise ConfigurationError(
                 f"{type(module).__name__} has {size} parameter elements for {topology.world_size} ranks: "
@@ -116,6 +121,7 @@ class FullyShard(Sharded):
         blocks = self._choose(module, "auto_wrap_policy", self.settings.blocks)
         if self.settings.checkpointed is not None:
             _recompute(self._choose(module, "activation_checkpointing_policy", self.settings.checkpointed))
+        self._agree(module, blocks)
         with self.following(module):
             self._split(module, set(blocks), topology)
         self._finish(module, blocks)
@@ -140,6 +146,13 @@ class FullyShard(Sharded):
         if chosen:
             self._matched.add(name)
         return chosen
+
+    def _agree(self, module: Module, blocks: list[Module]) -> None:
+        """Raise on all ranks if a policy chose other groups on some of them."""
+        if self.channel is not None:
+            inside = {part: name for name, part in module.named_modules()}
+            names = ", ".join([inside[block] for block in blocks])
+            self.channel.meet(call_of("setup", f"{type(module).__name__} in {len(blocks)} groups: {names}"))
 
     def _make_mesh(self, topology: Topology) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module, Parameter
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.traits import Traits
 from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser
@@ -43,6 +43,7 @@ class Mesh(Sharded):
         needs_launch=True,
         data_parallel=True,
         precisions=("64-true", "32-true", "bf16-true", "16-true", "bf16-mixed"),
+        precisions_why="torch's loss scaling does not take parameters that are split beside whole ones",
         start_methods=("popen", "spawn", "fork", "forkserver"),
     )
 
@@ -139,7 +140,8 @@ class Mesh(Sharded):
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         mesh: Any = self.mesh
-        if mesh.size(0) > 1 and not isinstance(module, FSDPModule):
+        parts = any([isinstance(part, FSDPModule) for part in module.modules()])
+        if (mesh.size(0) > 1 or parts) and not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh[DIMS[0]])
 
     def _give_values(
@@ -168,11 +170,6 @@ class Mesh(Sharded):
 
         if isinstance(module, FSDPModule):
             self.open_gate(module)
-        elif any([isinstance(part, FSDPModule) for part in module.modules()]):
-            raise UsageError(
-                f"parallelize_fn called fully_shard on parts of {type(module).__name__}, but not on it. Call "
-                f'fully_shard(model, mesh=mesh["data_parallel"]) at the end, so that it has a root.'
-            )
 
 
 def _tensors(module: Module) -> list[tuple[str, Any]]:

@@ -73,6 +73,12 @@ class Replicate(Whole):
         """DDP around the module. All ranks must call this; a module without trainable parameters is not
         wrapped.
         """
+        if any([hasattr(p, "device_mesh") for p in module.parameters()]):
+            raise UsageError(
+                f"{type(module).__name__} has parameters that are split over ranks (DTensor), which DDP "
+                'cannot average. Set up a plain model, or write strategy="fsdp" or '
+                "ModelParallelStrategy(...)."
+            )
         self._frozen += [
             (name, weakref.ref(p)) for name, p in module.named_parameters() if not p.requires_grad
         ]

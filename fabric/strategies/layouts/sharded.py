@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import UsageError
+from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.evaluation import Evaluation
 from fabric.strategies.layouts.gathered import GatheredCall, RootGate, own_output
 from fabric.strategies.layouts.hooked import HookedCall
@@ -65,7 +66,7 @@ class Sharded(Split):
         self.follow(optimizer)
         self._check_current(optimizer)
         if not getattr(optimizer, "_fabric_checked", False):
-            optimizer.register_step_pre_hook(self._check_synced)
+            optimizer.register_step_pre_hook(self._check_step)
             optimizer._fabric_checked = True  # type: ignore[attr-defined]
         return optimizer
 
@@ -121,7 +122,26 @@ class Sharded(Split):
                 "fabric.setup_optimizers(optimizer)."
             )
 
-    def _check_synced(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _check_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """A hook before each step: gradients are synchronised, and all ranks have those of the same
+        parameters.
+
+        FSDP2 reduces what it finds. Where ranks used different parameters it mixes them up without an error.
+        """
+        self._check_synced(optimizer)
+        guard = None if self.channel is None else self.channel.collective.guard
+        if guard is None or not guard.whole or len(args) > 1 or kwargs:
+            return  # a closure makes gradients in the step
+        bare = [p for p in _parameters(optimizer) if p.grad is None and p.requires_grad]
+        guard.meet(call_of(f"{type(optimizer).__name__}.step", self._names(bare)))
+
+    def _names(self, bare: list[Tensor]) -> str:
+        if not bare:
+            return "all parameters have gradients"
+        known = {id(p): name for model in self.models() for name, p in model.named_parameters()}
+        return "no gradient for " + ", ".join([known.get(id(p), "a parameter") for p in bare])
+
+    def _check_synced(self, optimizer: Any) -> None:
         if self._local and list(self._with_local([p for g in optimizer.param_groups for p in g["params"]])):
             raise UsageError(
                 f"{type(optimizer).__name__}.step() came while gradients of backwards under "
@@ -141,6 +161,10 @@ class Sharded(Split):
                         local = part.unsharded_accumulated_grad is not None or grad is not None
                         if local and id(part.sharded_param) in wanted:
                             yield part
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _gate(root: Any) -> Any:

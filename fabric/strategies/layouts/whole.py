@@ -35,6 +35,8 @@ class Whole:
     """Whether a rank holds parts of parameters: state is gathered then; gradients may be elsewhere."""
     splits_optimizers = False
     """Whether a rank holds parts of optimizer states: they are gathered then."""
+    moves = False
+    """Whether `wrap` brings modules to the device, part by part."""
     fills = False
     """Whether `wrap` gives values to parameters on the meta device."""
     channel: Channel | None = None
