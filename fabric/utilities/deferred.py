@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import UsageError
-from fabric.core.tree import map_tree
+from fabric.core.tree import flatten, map_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,17 @@ class _Record:
     """What became of one piece of memory that is not there yet."""
 
     storage: Any  # kept, so that no other storage gets its address
+    dtype: torch.dtype
     steps: list[_Step] = field(default_factory=list)
+    origin: tuple[_Record, list[_Step], _Step] | None = None
+    """Where it was computed from another such piece: that, what had become of it by then, and how."""
+
+    @property
+    def initialised(self) -> bool:
+        """Whether the constructor gave it values."""
+        return bool(self.steps) or (
+            self.origin is not None and (bool(self.origin[1]) or self.origin[0].initialised)
+        )
 
 
 class DeferredInit(TorchFunctionMode):
@@ -72,32 +82,42 @@ class DeferredInit(TorchFunctionMode):
     def knows(self, tensor: Tensor) -> bool:
         """Whether the constructor gave the tensor values, which `make` can repeat."""
         record = self._records.get(_key(tensor)) if tensor.is_meta else None
-        return record is not None and bool(record.steps)
+        return record is not None and record.initialised
 
     @torch.no_grad()
     def make(self, tensor: Tensor, replay: bool = True) -> Tensor:
         """Memory on the device for `tensor`, and with `replay` the values that the constructor gave it."""
-        itemsize = tensor.element_size()
-        whole = torch.empty(
-            tensor.untyped_storage().nbytes() // itemsize, dtype=tensor.dtype, device=self.device
-        )
-        if replay:
-            self._replay(tensor, whole)
+        record = self._records[_key(tensor)]
+        whole = self._memory(record, record.steps) if replay else self._empty(record)
         part = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return part if part.numel() == whole.numel() else part.clone()
 
-    def _replay(self, tensor: Tensor, real: Tensor) -> None:
-        before = _get_state(None, self.device)
+    def _empty(self, record: _Record) -> Tensor:
+        return torch.empty(
+            record.storage.nbytes() // record.dtype.itemsize, dtype=record.dtype, device=self.device
+        )
+
+    def _memory(self, record: _Record, steps: list[_Step]) -> Tensor:
+        """The piece of memory, flat, after `steps`."""
+        if record.origin is None:
+            whole = self._empty(record)
+        else:
+            source, before, step = record.origin
+            base = self._memory(source, before)
+            made = step.function(*_onto(step.args, base), **_onto(step.kwargs, base))
+            whole = made.as_strided((record.storage.nbytes() // record.dtype.itemsize,), (1,), 0)
+        state = _get_state(None, self.device)
         try:
-            for step in self._records[_key(tensor)].steps:
-                args, kwargs = _onto(step.args, real), _onto(step.kwargs, real)
+            for step in steps:
+                args, kwargs = _onto(step.args, whole), _onto(step.kwargs, whole)
                 if step.state is not None and kwargs.get("generator") is not None:
                     kwargs["generator"] = torch.Generator(self.device).set_state(step.state)
                 elif step.state is not None:
                     _set_state(step.state, self.device)
                 step.function(*args, **kwargs)
         finally:
-            _set_state(before, self.device)
+            _set_state(state, self.device)
+        return whole
 
     def forget(self, tensor: Tensor) -> None:
         """Let go of what is known of a tensor that has its values now."""
@@ -116,14 +136,46 @@ class DeferredInit(TorchFunctionMode):
         if changed is not None:
             self._record(func, args, kwargs, changed)
             return changed
-        out = func(*args, **kwargs)
+        if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
+            return self._set_data(func, *args)
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            without = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor) and t.is_meta]
+            if without and "meta" in str(error).lower():
+                raise self._refusal(name, without[0]) from error
+            raise
         if isinstance(out, torch.Tensor) and out.is_meta and _key(out) not in self._records:
             if name in _EMPTY:
-                self._records[_key(out)] = _Record(out.untyped_storage())
-            elif name == "clone" and _key(args[0]) in self._records:
-                steps = list(self._records[_key(args[0])].steps)
-                self._records[_key(out)] = _Record(out.untyped_storage(), steps)
+                self._records[_key(out)] = _Record(out.untyped_storage(), out.dtype)
+            else:
+                self._derive(func, args, kwargs, out)
         return out
+
+    def _derive(self, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> None:
+        """Note how a tensor was computed from one without values (`weight * 0.5`, `weight.half()`)."""
+        known = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor) and t.is_meta]
+        known = [t for t in known if _key(t) in self._records]
+        if not known:
+            return
+        name = getattr(func, "__name__", str(func))
+        if "rand" in name or name in ("bernoulli", "dropout", "normal", "multinomial"):
+            raise self._refusal(name, known[0])
+        source = self._records[_key(known[0])]
+        step = _Step(func, *self._kept(name, args, kwargs, known[0]), None)
+        self._records[_key(out)] = _Record(
+            out.untyped_storage(), out.dtype, [], (source, list(source.steps), step)
+        )
+
+    def _set_data(self, func: Any, target: Tensor, value: Tensor) -> None:
+        """`weight.data = values`: of a tensor without memory, a copy of them."""
+        if not target.is_meta or value.is_meta or _key(target) not in self._records:
+            func(target, value)
+        elif target.shape != value.shape or target.dtype != value.dtype:
+            raise self._refusal("weight.data = other", target)
+        else:
+            step = _Step(torch.Tensor.copy_, (_View(target), value.detach().clone()), {}, None)
+            self._records[_key(target)].steps.append(step)
 
     def _changed(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """The known tensor without memory that this call changes; None: it changes none."""
@@ -136,28 +188,32 @@ class DeferredInit(TorchFunctionMode):
         return target if _key(target) in self._records else None
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], target: Tensor) -> None:
-        others: list[Tensor] = []
         key = _key(target)
+        name = getattr(func, "__name__", str(func))
+        own_args, own_kwargs = self._kept(name, args, kwargs, target)
+        random = name in _RANDOM or getattr(func, "__module__", "") == "torch.nn.init"
+        state = self._draw(func, own_args, own_kwargs, target) if random else None
+        self._records[key].steps.append(_Step(func, own_args, own_kwargs, state))
+
+    def _kept(self, name: str, args: Any, kwargs: dict[str, Any], target: Tensor) -> tuple[Any, Any]:
+        """Arguments as they are repeated later; of tensors without values only `target` may be among them."""
 
         def kept(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if not leaf.is_meta:
                 return leaf.detach().clone()
-            if _key(leaf) != key:
-                others.append(leaf)
+            if _key(leaf) != _key(target):
+                raise self._refusal(name, leaf)
             return _View(leaf)
 
-        own_args, own_kwargs = map_tree(kept, tuple(args)), map_tree(kept, dict(kwargs))
-        name = getattr(func, "__name__", str(func))
-        if others:
-            raise UsageError(
-                f"{name} reads a tensor of shape {list(others[0].shape)} that has no values yet, under "
-                f"init_module(empty_init=True). Leave empty_init out, or do this after fabric.setup."
-            )
-        random = name in _RANDOM or getattr(func, "__module__", "") == "torch.nn.init"
-        state = self._draw(func, own_args, own_kwargs, target) if random else None
-        self._records[key].steps.append(_Step(func, own_args, own_kwargs, state))
+        return map_tree(kept, tuple(args)), map_tree(kept, dict(kwargs))
+
+    def _refusal(self, name: str, tensor: Tensor) -> UsageError:
+        return UsageError(
+            f"{name} reads a tensor of shape {list(tensor.shape)} that has no values yet, under "
+            f"init_module(empty_init=True). Leave empty_init out, or do this after fabric.setup."
+        )
 
     @torch.no_grad()
     def _draw(self, func: Any, args: Any, kwargs: dict[str, Any], target: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import gc
 import warnings
 import weakref
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -545,3 +546,79 @@ def already_split() -> None:
 
 def test_ddp_refuses_a_model_that_is_split(ranks):
     ranks.run(already_split, world_size=2)
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError("on purpose")
+
+
+def failing_backward(strategy: str, plain: bool) -> None:
+    fabric = start(strategy)
+    model, optimizer = fabric.setup(*with_sgd(Net()))
+    data = batches(2)
+    loss = model.head(Raises.apply(model.middle(model.body(data[0, fabric.global_rank])))).pow(2).mean()
+    with pytest.raises(MemoryError, match="on purpose"):
+        loss.backward() if plain else fabric.backward(loss)
+    optimizer.zero_grad()
+    fabric.backward(model(data[1, fabric.global_rank]).pow(2).mean())
+    assert_grads(model, joined_grads(lambda m, x: m(x).pow(2).mean(), data[1]))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "one-group", "checkpointed"])
+def test_a_failed_backward_leaves_no_gradients(ranks, strategy, plain):
+    ranks.run(failing_backward, strategy, plain, world_size=2)
+
+
+def layer_after_setup(strategy) -> None:
+    made = strategy if isinstance(strategy, str) and strategy == "ddp" else make(strategy)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=made)
+    fabric.launch()
+    model = fabric.setup_module(Net())
+    model.module.late = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"SGD trains 2 parameters|2 parameters .* were in no model"):
+        fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_layer_added_after_setup_is_named(ranks, strategy):
+    ranks.run(layer_after_setup, strategy, world_size=2)
+
+
+def refused(case: str) -> None:
+    fabric = start()
+    model = Net()
+    if case == "hook":
+        model.head.weight.register_hook(lambda grad: grad * 0.5)
+        with pytest.raises(UsageError, match=r"head\.weight has a hook on its gradient"):
+            fabric.setup(model)
+    elif case == "scalar":
+        model.temperature = nn.Parameter(torch.tensor(1.0))
+        with pytest.raises(UsageError, match=r"temperature has no dimension \(shape \[\]\)"):
+            fabric.setup(model)
+    elif case == "LBFGS":
+        with pytest.raises(UsageError, match="LBFGS joins all parameters in one vector"):
+            fabric.setup(model, torch.optim.LBFGS(model.parameters()))
+    elif case == "functional_call":
+        model = fabric.setup(model)
+        others = {name: value * 2 for name, value in Net().state_dict().items()}
+        with pytest.raises(UsageError, match=r"functional_call or other swaps of parameters"):
+            torch.func.functional_call(model, others, (batches(1)[0, 0],))
+        fabric.backward(model(batches(1)[0, fabric.global_rank]).pow(2).mean())
+    else:
+        model, optimizer = fabric.setup(*with_sgd(model))
+        fabric.backward(model(batches(1)[0, fabric.global_rank]).pow(2).mean())
+        clip = partial(fabric.clip_gradients, model, optimizer, max_norm=1.0)
+        with pytest.raises(CollectiveMismatch, match=r"clip_gradients"):
+            (clip if fabric.is_global_zero else fabric.barrier)()
+
+
+@pytest.mark.parametrize("case", ["hook", "scalar", "LBFGS", "functional_call", "clip on rank zero"])
+def test_what_would_go_wrong_silently_is_refused(ranks, case):
+    ranks.run(refused, case, world_size=2)

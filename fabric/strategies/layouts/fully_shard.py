@@ -118,6 +118,7 @@ class FullyShard(Sharded):
                 f"{type(module).__name__} has {size} parameter elements for {topology.world_size} ranks: "
                 f'some would hold nothing. Write devices={max(size, 1)}, or strategy="ddp".'
             )
+        self._check_parameters(module)
         blocks = self._choose(module, "auto_wrap_policy", self.settings.blocks)
         if self.settings.checkpointed is not None:
             _recompute(self._choose(module, "activation_checkpointing_policy", self.settings.checkpointed))
@@ -139,6 +140,17 @@ class FullyShard(Sharded):
             raise offload_error(optimizer)
         super().follow(optimizer)
 
+    def _check_split(self, optimizer: Any) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        ignored = {id(p) for p in self.settings.ignored}
+        whole = [tuple(p.shape) for p in held if p.requires_grad and not is_split(p) and id(p) not in ignored]
+        if whole and any([is_split(p) for model in self.models() for p in model.parameters()]):
+            raise UsageError(
+                f"{type(optimizer).__name__} trains {len(whole)} parameters (shapes "
+                f"{', '.join(map(str, whole[:3]))}) that came into the model after fabric.setup, and whose "
+                f"gradients would not be averaged over ranks. Add layers before fabric.setup."
+            )
+
     def _choose(self, module: Module, name: str, policy: Any) -> list[Module]:
         """The modules that a policy names; it must match something in one of the models that are set up."""
         may_be_empty = name in self._matched or next(module.children(), None) is None
@@ -146,6 +158,22 @@ class FullyShard(Sharded):
         if chosen:
             self._matched.add(name)
         return chosen
+
+    def _check_parameters(self, module: Module) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter in self.settings.ignored:
+                continue
+            if parameter.dim() == 0:
+                raise UsageError(
+                    f"{name} has no dimension (shape []) along which it could be split. Write "
+                    "nn.Parameter(torch.ones(1)) instead of torch.tensor(1.0), or name it in "
+                    "ignored_states=."
+                )
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise UsageError(
+                    f"{name} has a hook on its gradient, which setup would lose: a part takes the place of "
+                    "the parameter. Register hooks after fabric.setup, on model.named_parameters()."
+                )
 
     def _agree(self, module: Module, blocks: list[Module]) -> None:
         """Raise on all ranks if a policy chose other groups on some of them."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fabric.strategies.layouts.evaluation import Evaluation
 
 _SIMPLE = (torch.Tensor, tuple, list, dict)
+_OWN = ("_unsharded_param", "_sharded_post_forward_param")
+"""Where FSDP2 keeps what it puts in the place of a part."""
 
 
 class RootGate:
@@ -53,6 +55,35 @@ class RootGate:
         """Free the root group as after a forward; gives `out`, from which a backward gathers it again."""
         self.opener = None
         return self.root._get_fsdp_state()._post_forward(self.root, (), out)
+
+    def recover(self) -> None:
+        """Forget a forward or backward that failed: groups are split again, half-made gradients are gone."""
+        self.opener = None
+        self.root.reset_iter_state()
+        for state in self.root._get_fsdp_state()._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                for part in group.fsdp_params:
+                    part.unsharded_accumulated_grad = None
+                    if hasattr(part, "_unsharded_param"):
+                        part._unsharded_param.grad = None
+
+    def check(self) -> None:
+        """Before a forward: a plain `loss.backward()` has not failed, and nobody has swapped parameters.
+
+        Raises:
+            UsageError: `torch.func.functional_call` or the like has put other tensors in the place of parts.
+        """
+        context = self.root._get_fsdp_state()._state_ctx
+        if context.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1:
+            self.recover()
+        for state in context.all_states:
+            for group in state._fsdp_param_groups:
+                for part in group.fsdp_params:
+                    here = part._module_info.module._parameters.get(part._module_info.param_name)
+                    if here is not part.sharded_param and all(
+                        [here is not getattr(part, n, None) for n in _OWN]
+                    ):
+                        raise _swapped(part._module_info)
 
     def _before(self, layer: Module, args: Any) -> None:
         if torch.compiler.is_compiling() or self.opener is not None:
@@ -95,14 +126,15 @@ class GatheredCall:
             evaluation.enter()
         try:
             gate.method = self.method or nested
+            if not nested and gate.opener is None and not torch.compiler.is_compiling():
+                gate.check()
             if self.opens and not nested and gate.opener is None:
                 gate.open(gate)
             out = self.call(*args, **kwargs)
             if gate.opener is gate and not nested:
                 out = gate.close(out)
         except BaseException as error:
-            gate.opener = None
-            gate.root.reset_iter_state()
+            gate.recover()
             if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
                 raise self._split_error() from error
             raise
@@ -139,6 +171,15 @@ class GatheredCall:
         if name in GatheredCall.__slots__:  # not set yet, while copying
             raise AttributeError(name)
         return getattr(self.call, name)
+
+
+def _swapped(info: Any) -> UsageError:
+    return UsageError(
+        f"{info.param_name} of {type(info.module).__name__} is not the tensor that setup left there. A model "
+        "that is split over ranks cannot be used with torch.func.functional_call or other swaps of "
+        "parameters: use "
+        f'strategy="ddp" for them.'
+    )
 
 
 def own_output(module: Module, args: Any, out: Any) -> Any:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
     from torch.nn.parallel import DistributedDataParallel
+    from torch.optim import Optimizer
 
     from fabric.core.topology import Topology
 
@@ -104,16 +105,25 @@ class Replicate(Whole):
         """Take in a replica that came to be by copying or unpickling a model."""
         self._replica_of(wrapped)
 
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The user's own optimizer.
+
+        Raises:
+            UsageError: It trains parameters that came into a model after its setup.
+        """
+        if self._replicas:
+            self.check_added([p for group in optimizer.param_groups for p in group["params"]])
+        return optimizer
+
     def check_added(self, parameters: list[Tensor]) -> None:
         """Raise if a parameter was in no model at its setup: DDP averages only those that it knew then."""
         known = set().union(*[replica.__dict__["_fabric_ids"] for replica in self._replicas.values()])
         foreign = [tuple(p.shape) for p in parameters if p.requires_grad and id(p) not in known]
         if foreign:
             raise UsageError(
-                f"add_param_group: {len(foreign)} parameters (shapes {', '.join(map(str, foreign[:3]))}) "
-                f"were in no "
-                f"model when it was set up, and their gradients would not be averaged over ranks. "
-                f"Add layers before fabric.setup."
+                f"{len(foreign)} parameters (shapes {', '.join(map(str, foreign[:3]))}) were in no model "
+                "when it was set up, and their gradients would not be averaged over ranks. Add layers "
+                "before fabric.setup."
             )
 
     def unwrap(self, wrapped: Module) -> Module:
@@ -179,10 +189,8 @@ class Replicate(Whole):
         Raises:
             UsageError: Parameters got no gradient, so the ranks' gradients could not be averaged; names them.
         """
-        for name, frozen in self._frozen:
-            parameter = frozen()
-            if parameter is not None and parameter.requires_grad:
-                raise _thawed(name)
+        frozen = [(name, p) for name, ref in self._frozen if (p := ref()) is not None]
+        thawed = [(name, p, _stamp(p)) for name, p in frozen if p.requires_grad]
         syncing = []
         for replica in self._replicas.values():
             if replica.require_backward_grad_sync and not replica.static_graph:
@@ -194,6 +202,9 @@ class Replicate(Whole):
             run(tensor, *args, **kwargs)
         finally:
             self.in_backward = False
+        for name, parameter, stamp in thawed:
+            if _stamp(parameter) != stamp:  # this backward went through it
+                raise _thawed(name)
         for replica in syncing:
             try:
                 replica._check_reducer_finalized()
@@ -306,6 +317,12 @@ class PlainBackwardWatch:
         return self
 
 
+def _stamp(parameter: Tensor) -> Any:
+    """Something that changes when a gradient is accumulated."""
+    grad = parameter.grad
+    return None if grad is None else (id(grad), grad._version)
+
+
 def _unused_parameters(replica: DistributedDataParallel, error: RuntimeError) -> Exception:
     found = re.search(r"did not receive grad for rank \d+:([ \d]*)", str(error))
     if found is None:
@@ -322,7 +339,8 @@ def _unused_parameters(replica: DistributedDataParallel, error: RuntimeError) ->
         f"Rank {dist.get_rank()}: these parameters of {type(replica.module).__name__} got no gradient in "
         f"this "
         f"backward, so the gradients of the ranks cannot be averaged: {', '.join(unused)}. {way}, or write "
-        f'Fabric(strategy="ddp_find_unused_parameters_true").'
+        f'Fabric(strategy="ddp_find_unused_parameters_true"); with other strategies pass them '
+        f"find_unused_parameters=True."
     )
 
 

@@ -7,6 +7,8 @@ import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fabric.core.errors import UsageError
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.evaluation import Evaluation
@@ -61,14 +63,29 @@ class Sharded(Split):
         """The user's own optimizer, with the parts of its parameters; it refuses gradients that are local.
 
         Raises:
-            UsageError: It holds parameters that no model has any more.
+            UsageError: It holds parameters that no model has any more, or that are not split; it is LBFGS.
         """
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "LBFGS joins all parameters in one vector, which parameters that are split over ranks "
+                'cannot be. Use another optimizer, or strategy="ddp".'
+            )
         self.follow(optimizer)
         self._check_current(optimizer)
         if not getattr(optimizer, "_fabric_checked", False):
             optimizer.register_step_pre_hook(self._check_step)
             optimizer._fabric_checked = True  # type: ignore[attr-defined]
         return optimizer
+
+    def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass; one that fails leaves no half-made gradients behind."""
+        try:
+            run(tensor, *args, **kwargs)
+        except BaseException:
+            for model in self.models():
+                if _gate(model) is not None:
+                    _gate(model).recover()
+            raise
 
     def forget_gradients(self, parameters: list[Tensor]) -> None:
         """Drop what backwards under no_sync left: it is whole, and not in `.grad`."""
@@ -113,6 +130,7 @@ class Sharded(Split):
     def _check_current(self, optimizer: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         current = {id(p) for model in self.models() for p in model.parameters()}
+        self._check_split(optimizer)
         stale = [tuple(p.shape) for p in held if id(p) not in current]
         if stale and current:
             raise UsageError(
@@ -129,11 +147,15 @@ class Sharded(Split):
         FSDP2 reduces what it finds. Where ranks used different parameters it mixes them up without an error.
         """
         self._check_synced(optimizer)
+        self._check_split(optimizer)
         guard = None if self.channel is None else self.channel.collective.guard
         if guard is None or not guard.whole or len(args) > 1 or kwargs:
             return  # a closure makes gradients in the step
         bare = [p for p in _parameters(optimizer) if p.grad is None and p.requires_grad]
         guard.meet(call_of(f"{type(optimizer).__name__}.step", self._names(bare)))
+
+    def _check_split(self, optimizer: Any) -> None:
+        """Raise if the optimizer trains parameters whose gradients would stay this rank's."""
 
     def _names(self, bare: list[Tensor]) -> str:
         if not bare:

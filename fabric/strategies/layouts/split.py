@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.whole import Whole
 from fabric.utilities.deferred import DeferredInit
@@ -92,6 +93,8 @@ class Split(Whole):
         """As `Whole`; the norm is that of the whole model, the same on all ranks, which all call this."""
         from fabric.strategies.layouts.dtensors import clip_norm_
 
+        if self.channel is not None:
+            self.channel.meet(call_of("clip_gradients", f"max_norm={max_norm}, norm_type={norm_type}"))
         return clip_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:

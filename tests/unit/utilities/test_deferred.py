@@ -33,6 +33,18 @@ def by_hand(weight) -> None:
         weight.view(-1)[3:9].zero_()
 
 
+def changed(change) -> nn.Module:
+    layer = nn.Linear(3, 4, dtype=torch.float32)
+    change(layer)
+    return layer
+
+
+def scale_and_fill(layer) -> None:
+    layer.weight = nn.Parameter(layer.weight.abs() * 0.5)
+    init.zeros_(layer.bias)
+    layer.weight.data[0].uniform_()
+
+
 def stacked() -> nn.Module:
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -73,6 +85,15 @@ MAKERS = {
     "deepcopy": lambda: copy.deepcopy(nn.Linear(3, 3)),
     "EmbeddingBag": lambda: nn.EmbeddingBag(5, 3),
     "PReLU": lambda: nn.PReLU(3),
+    "half and back": lambda: nn.Linear(3, 4).half().float(),
+    "double": lambda: nn.Linear(3, 4).double(),
+    "bfloat16": lambda: nn.Linear(3, 4).to(torch.bfloat16),
+    "from double": lambda: nn.Linear(3, 4, dtype=torch.float64).float(),
+    "scaled": lambda: changed(lambda m: setattr(m, "weight", nn.Parameter(m.weight * 0.5))),
+    "scaled data": lambda: changed(lambda m: setattr(m.weight, "data", m.weight.data * 0.5)),
+    "transposed": lambda: changed(lambda m: setattr(m, "weight", nn.Parameter(m.weight.t() * 2 + 1))),
+    "scaled, then filled": lambda: changed(scale_and_fill),
+    "data from values": lambda: changed(lambda m: setattr(m.weight, "data", torch.full((4, 3), 2).float())),
 }  # fmt: skip
 
 
@@ -133,6 +154,15 @@ def test_a_part_of_a_tensor_is_made_by_itself():
     made = deferred.make(part)
     assert torch.equal(made, torch.tensor([3.0, 4.0, 5.0]))
     assert made.untyped_storage().nbytes() == 12
+
+
+def test_numbers_of_what_is_not_there_are_an_error():
+    with DeferredInit(CPU):
+        weight = nn.Linear(2, 2).weight
+        with pytest.raises(UsageError, match=r"item reads a tensor of shape \[\] that has no values yet"):
+            weight.sum().item()
+        with pytest.raises(UsageError, match=r"randn_like reads a tensor of shape \[2, 2\]"):
+            torch.randn_like(weight)
 
 
 def test_reading_what_is_not_there_is_an_error():
