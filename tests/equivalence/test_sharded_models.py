@@ -622,3 +622,19 @@ def refused(case: str) -> None:
 @pytest.mark.parametrize("case", ["hook", "scalar", "LBFGS", "functional_call", "clip on rank zero"])
 def test_what_would_go_wrong_silently_is_refused(ranks, case):
     ranks.run(refused, case, world_size=2)
+
+
+def numbers_of_parts() -> None:
+    fabric = start()
+    model = fabric.setup(Net())
+    fabric.backward(model(batches(1)[0, fabric.global_rank]).pow(2).mean())
+    grad = model.head.weight.grad
+    for ask in (lambda: grad.norm().item(), lambda: bool(grad.isnan().any()), lambda: float(grad.sum())):
+        with pytest.raises(UsageError, match=r"split over ranks .*full_tensor\(\)\.item\(\)"):
+            ask()
+    expected = joined_grads(lambda m, x: m(x).pow(2).mean(), batches(1)[0])["head.weight"]
+    assert grad.norm().full_tensor().item() == pytest.approx(expected.norm().item(), rel=1e-5)
+
+
+def test_a_number_of_a_part_is_refused(ranks):
+    ranks.run(numbers_of_parts, world_size=2)

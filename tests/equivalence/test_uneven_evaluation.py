@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fabric import Fabric
-from fabric.core.errors import CollectiveMismatch
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 
 
@@ -150,19 +149,25 @@ def test_rank_zero_may_evaluate_alone(ranks):
     assert ranks.run(on_rank_zero_only, world_size=4) == pytest.approx([expected] * 4, abs=1e-5)
 
 
-def nothing_known_yet() -> None:
-    """The first evaluation of all: nobody knows in which order it gathers, so all are told."""
-    fabric, model, _ = start("zero3")
+def alone_at_first(strategy: str) -> list[float]:
+    """The first evaluation of all, on rank zero only; then rank one only; then both."""
+    fabric, model, _ = start(strategy)
     model.eval()
-    with pytest.raises(CollectiveMismatch, match=r"evaluation of model 0 \(Net\)"), torch.no_grad():
-        model(rows(0)[0]) if fabric.is_global_zero else fabric.barrier("after")
-    assert fabric.all_reduce(1.0, reduce_op="sum").item() == 2
+    values = []
+    for who in ((0,), (0,), (1,), (0, 1), (0, 1)):
+        with torch.no_grad():
+            own = model(rows(0)[len(values)]).sum().item() if fabric.global_rank in who else 0.0
+        values.append(fabric.all_reduce(own, reduce_op="sum").item() / len(who))
+    return values
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "hsdp"])
+def test_the_very_first_evaluation_may_be_on_one_rank(ranks, strategy):
+    model = Net().eval()
     with torch.no_grad():
-        model(rows(0)[0])
-
-
-def test_the_very_first_evaluation_is_for_all_ranks(ranks):
-    ranks.run(nothing_known_yet, world_size=2)
+        expected = [model(rows(0)[i]).sum().item() for i in range(5)]
+    for got in ranks.run(alone_at_first, strategy, world_size=2):
+        assert got == pytest.approx(expected, abs=1e-4)
 
 
 def two_models() -> list[float]:

@@ -127,8 +127,8 @@ class Guard:
         self._control: Any = None
         self.whole = mode == "full" and len(self.members) <= FULL_UP_TO
         """Whether whole frames are exchanged, in which data ride."""
-        self.assistants: dict[str, Callable[[str], None]] = {}
-        """By verb: what a rank in another call does for ranks in this one, before it tries its own again."""
+        self.assistants: dict[str, Callable[[list[str], bool], None]] = {}
+        """By verb: called with what ranks in it said, and whether this one is in another call and helps."""
         self._left: list[Any] = []  # operations that a verdict ended, and their memory
         self._make_buffers()
 
@@ -211,13 +211,11 @@ class Guard:
         """Take part in what other ranks need for their call; None: nobody can help, on any rank."""
         verbs = [row.verb.rpartition(" #")[0] for row in said]
         asked = min([verb for verb in verbs if verb in self.assistants], default=None)
-        hints = [row.what for row, verb in zip(said, verbs, strict=True) if verb == asked and row.what]
-        if asked is None or not (hints or set(verbs) == {asked}):
+        if asked is None:
             return None
-        if call.verb == asked:
-            return True
-        self.assistants[asked](hints[0])
-        return False
+        hints = [row.what for row, verb in zip(said, verbs, strict=True) if verb == asked]
+        self.assistants[asked](hints, call.verb != asked)
+        return call.verb == asked
 
     def _all_gather(self, control: Any, own: Tensor, call: Call) -> list[Tensor]:
         rows = [torch.empty_like(own) for _ in self.members]

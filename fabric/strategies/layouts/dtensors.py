@@ -81,6 +81,28 @@ def part_like(value: Any, parameter: Tensor) -> Any:
     return part_of(value, parameter, "optimizer state") if fits else value
 
 
+def refuse_partial_numbers() -> None:
+    """Let `p.norm().item()` of a split tensor raise, where torch gives this rank's part without a word.
+
+    torch means to allow whole values only (its rule for `_local_scalar_dense`), and does not check (2.13).
+    """
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if isinstance(handlers, dict):
+        handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _number)
+
+
+def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if all([placement.is_replicate() for placement in tensor.placements]):
+        return op(tensor.to_local())
+    where = ", ".join([str(placement) for placement in tensor.placements])
+    raise UsageError(
+        f"A number was asked of a tensor that is split over ranks ({where}): this rank holds a part of it. "
+        "Write tensor.full_tensor().item(), on all ranks; the norm of all gradients is what "
+        "fabric.clip_gradients gives."
+    )
+
+
 def clip_norm_(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:

@@ -23,11 +23,15 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.channel import Channel
 
 
+_AT_ONCE = "all groups at once"
+
+
 class Evaluation:
     """The evaluation forwards of one model, and the help of ranks that have finished.
 
-    Invariant: every group is split again after an evaluation, so that a rank that evaluated and one that did
-    not gather alike in the next forward.
+    Invariants: every group is split again after an evaluation, so that a rank that evaluated and one that did
+    not gather alike in the next forward. The first evaluation of a rank gathers all groups at once, since
+    others could not know in which order it will come to them; the next ones go group by group, as it did.
 
     Args:
         root: The outermost module that `fully_shard` was called on.
@@ -42,6 +46,8 @@ class Evaluation:
         self.turned = False  # between training and evaluation since the last forward that was no evaluation
         self._order: list[int] = []  # groups as the last evaluation gathered them
         self._trace: list[int] | None = None  # as this one has, so far
+        self._at_once = False  # whether it gathers all groups first: a rank does not know the order yet
+        self._kept: list[list[Any]] = []
         self._possible = False
         self._states: list[Any] = root._get_fsdp_state()._state_ctx.all_states
         self._ahead = [state._states_to_forward_prefetch for state in self._states]
@@ -61,41 +67,66 @@ class Evaluation:
     def leave(self) -> None:
         """It has ended, or failed."""
         self._possible = False
-        if self._trace is not None:
-            self._order, self._trace = self._trace, None
-            self._split_all()
-            for state, ahead in zip(self._states, self._ahead, strict=True):
-                state._states_to_forward_prefetch = ahead
+        if self._trace is None:
+            return
+        self._order, self._trace = self._trace, None
+        for state, ahead, kept in zip(self._states, self._ahead, self._kept, strict=True):
+            state._states_to_forward_prefetch = ahead
+            for group, mesh_info in zip(state._fsdp_param_groups, kept, strict=True):
+                group.post_forward_mesh_info = mesh_info
+        self._split_all()
 
     def entering(self, index: int, module: Module | None = None, args: Any = None) -> None:
         """The forward comes to a group: the first one of an evaluation meets the other ranks."""
         if not self._possible or torch.compiler.is_compiling():
             return
         if self._trace is None:
-            self._split_all()
-            self.channel.meet(call_of(self.verb, " ".join(map(str, self._order))))
-            self._trace = []
-            for state in self._states:  # a group is gathered when it is called, and not before
-                state._states_to_forward_prefetch = []
-        if any([not group.is_unsharded for group in self._states[index]._fsdp_param_groups]):
-            self._trace.append(index)
+            self._begin()
+        if index not in self._trace or any([kept is not None for kept in self._kept[index]]):  # type: ignore[operator]
+            self._trace.append(index)  # type: ignore[union-attr]
 
-    def assist(self, order: str) -> None:
-        """Gather along with a forward of other ranks."""
+    def _begin(self) -> None:
+        self._split_all()
+        self._at_once = not self._order
+        self.channel.meet(call_of(self.verb, " ".join(map(str, self._order)) or _AT_ONCE))
+        self._trace = []
+        self._kept = [[g.post_forward_mesh_info for g in state._fsdp_param_groups] for state in self._states]
+        for state in self._states:  # a group is gathered when it is called, and not before
+            state._states_to_forward_prefetch = []
+            if self._at_once:
+                for group in state._fsdp_param_groups:
+                    group.post_forward_mesh_info = None
+        if self._at_once:
+            self._gather_all()
+
+    def assist(self, orders: list[str], helps: bool) -> None:
+        """Ranks said in which order they gather: agree on one, and with `helps` gather along with them."""
+        at_once = _AT_ONCE in orders
+        if not helps:
+            self._at_once = at_once
+            return
         with torch.inference_mode(False), torch.no_grad():
             self._split_all()
-            for index in order.split():
+            if at_once:
+                self._gather_all()
+                self._split_all()
+                return
+            for index in orders[0].split():
                 module = self._states[int(index)]._modules[0]
                 module.unshard()
                 module.reshard()
+
+    def _gather_all(self) -> None:
+        for state in self._states:
+            state._modules[0].unshard()
 
     def _split_all(self) -> None:
         for state in self._states:
             state._modules[0].reshard()
 
 
-def _assist(evaluation: weakref.ref[Evaluation], order: str) -> None:
+def _assist(evaluation: weakref.ref[Evaluation], orders: list[str], helps: bool) -> None:
     model = evaluation()
     if model is None:
         raise UsageError("Other ranks evaluate a model that this rank has let go of. Keep it on all ranks.")
-    model.assist(order)
+    model.assist(orders, helps)

@@ -51,7 +51,10 @@ class Split(Whole):
 
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Remember where this process is. Subclasses make their mesh here."""
+        from fabric.strategies.layouts.dtensors import refuse_partial_numbers
+
         self.device, self.policy = topology.device, policy
+        refuse_partial_numbers()
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """With `empty_init`: parameters without memory, whose values come at setup, part by part."""
