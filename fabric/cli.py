@@ -15,10 +15,11 @@ from fabric.core.errors import ConfigurationError, FabricError
 from fabric.plugins.environments.local import LAUNCHED, STORE_FD, listen
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.supervisor import Command, Supervisor
+from fabric.utilities.messages import say
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from types import FrameType
 
 DEFAULT_PORT = 29400
@@ -243,8 +244,7 @@ def _wait(supervisor: Supervisor, received: list[int]) -> int:
         return 0
     told = supervisor.stop(spare=failure.rank)
     code = supervisor.exit_code(failure)
-    line = failure.summary([rank for rank in told if rank != failure.rank])
-    print(f"fabric: {line}", file=sys.stderr, flush=True)
+    say(failure.summary([rank for rank in told if rank != failure.rank]))
     return code
 
 
@@ -258,7 +258,6 @@ def _whole(setting: Setting, option: str, least: int) -> int:
 
 
 def _print_settings(settings: Mapping[str, Setting], count: int, nodes: int) -> None:
-    say: Callable[[str], None] = lambda line: print(f"fabric: {line}", file=sys.stderr)  # noqa: E731
     for name, setting in settings.items():
         say(f"{name} = {setting.value} ({setting.source})")
     say(f"{count * nodes} ranks, {count} of them on this machine")

@@ -373,8 +373,10 @@ def test_ranks_in_different_groups(ranks, fail_in, warm, mode):
             assert re.search(rf"all_reduce\(mean\) #\d+ of {members} +float32\[\] +\S*{HERE}:\d+", texts[0])
     else:
         assert re.search(r"  0 +all_gather #\d+ of ranks 0, 1 +float32\[2\]", texts[0])
-        for rank in (1, 2):
-            assert re.search(rf"  {rank} +barrier\('world'\) #\d+ of ranks 0, 1, 2", texts[0])
+        assert re.search(r"  1 +barrier\('world'\) #\d+ of ranks 0, 1, 2", texts[0])
+        # Ranks 0 and 1 are enough for the verdict: rank 2 may come after it.
+        others = re.findall(r"  2 +(.*)", texts[0])
+        assert all(row.startswith("barrier('world')") for row in others), others
 
 
 # Arguments that a rank does not accept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -51,34 +52,34 @@ def look() -> int:
     return sum({s.data_ptr(): s.nbytes() for s in [t.untyped_storage() for t in plain]}.values())
 
 
-def train(fabric: Fabric, width: int, empty: bool) -> tuple[float, float, float]:
-    """Bytes per parameter after setup, after the second step's forward, and after that step."""
+def train(fabric: Fabric, width: int, empty: bool, watch: Callable[[], float]) -> list[float]:
+    """What `watch` says after setup, after the second step's forward, and after that step."""
     with fabric.init_module(empty_init=empty):
         model = nn.Sequential(
             *[layer for _ in range(DEPTH) for layer in (nn.Linear(width, width), nn.ReLU())]
         )
     optimizer = torch.optim.Adam(model.parameters())
     model, optimizer = fabric.setup(model, optimizer)
-    after_setup = held()
+    seen = [watch()]
     x = torch.ones(1, width)
-    for _ in range(2):
+    for number in range(2):
         optimizer.zero_grad()
         loss = model(x).square().mean()
-        after_forward = held()
+        if number:
+            seen.append(watch())
         fabric.backward(loss)
         optimizer.step()
-    return after_setup, after_forward, held()
+    return [*seen, watch()]
 
 
-def bytes_per_parameter(strategy: str, empty: bool) -> tuple[float, float, float]:
+def bytes_per_parameter(strategy: str, empty: bool) -> list[float]:
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=STRATEGIES[strategy]())
     fabric.launch()
-    gc.freeze()  # what is there now is not looked at: quick, where the process has done much before
+    train(fabric, 4, empty, lambda: 0.0)
+    gc.collect()  # the optimizer goes: zero1 counts what a rank steps in others
+    gc.freeze()  # what a process holds whatever the model is not looked at: modules, buffers of the guard
     try:
-        train(fabric, 4, empty)
-        gc.collect()  # the optimizer goes: zero1 counts what a rank steps in others
-        gc.freeze()  # nor is what a process holds whatever the model: buffers of the guard
-        return train(fabric, WIDTH, empty)
+        return train(fabric, WIDTH, empty, held)
     finally:
         gc.unfreeze()
 
@@ -95,8 +96,9 @@ CASES = [(name, world, True) for name in STRATEGIES for world in (2, 4)] + [
 
 @pytest.mark.parametrize(("strategy", "world_size", "empty"), CASES)
 def test_a_rank_holds_what_the_formula_says(ranks, strategy, world_size, empty):
-    results = ranks.run(bytes_per_parameter, strategy, empty, world_size=world_size)
-    for after_setup, after_forward, after_step in results:
+    for after_setup, after_forward, after_step in ranks.run(
+        bytes_per_parameter, strategy, empty, world_size=world_size
+    ):
         assert_near(after_setup, 4 if strategy in ("ddp", "zero1") else 4 / world_size)
         assert_near(after_forward, AFTER_FORWARD[strategy](world_size))
         assert_near(after_step, AFTER_STEP[strategy](world_size))

@@ -5,10 +5,10 @@ exit.
 from __future__ import annotations
 
 import atexit
-import sys
 from typing import TYPE_CHECKING, Any
 
 from fabric.plugins.collectives.frames import user_place
+from fabric.utilities.messages import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,8 +79,5 @@ def report_unwaited() -> list[str]:
             lines[-1] += f" (failed: {error})"
             _waited(handle)
     if lines:
-        print(
-            f"fabric: nobody waited for the result of {'; '.join(lines)}. Keep the handle and call .wait().",
-            file=sys.stderr,
-        )
+        say(f"nobody waited for the result of {'; '.join(lines)}. Keep the handle and call .wait().")
     return lines

@@ -23,6 +23,7 @@ from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.supervisor import Command, Supervisor
 from fabric.utilities.lifeline import describe
+from fabric.utilities.messages import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,7 +173,7 @@ class _Job:
         failure = self.supervisor.wait(EXIT_NOTE_S)
         if failure is None and (late := self.supervisor.running()):
             names = ", ".join(map(str, late))
-            _say(f"rank {self.rank} has finished; waiting for rank {names} (at most {EXIT_GRACE_S:g} s)")
+            say(f"rank {self.rank} has finished; waiting for rank {names} (at most {EXIT_GRACE_S:g} s)")
             failure = self.supervisor.wait(EXIT_GRACE_S)
         late = self.supervisor.running()
         if failure is None and late:
@@ -189,7 +190,7 @@ class _Job:
         """Stop the ranks, print the cause last (`also` are stopped, too); returns the exit code."""
         told = (also or []) + self.supervisor.stop(spare=failure.rank)
         _flush()
-        _say(failure.summary([rank for rank in told if rank != failure.rank]))
+        say(failure.summary([rank for rank in told if rank != failure.rank]))
         return self.supervisor.exit_code(failure)
 
     def _exit(self, code: int) -> None:
@@ -244,7 +245,3 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-
-
-def _say(text: str) -> None:
-    print(f"fabric: {text}", file=sys.stderr, flush=True)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-BUCKET = 25 * 2**20
-"""Bytes of small tensors that travel in one message; larger tensors travel alone, without a copy."""
+BUCKET, ALONE = 25 * 2**20, 2**20
+"""Bytes of small tensors in one message; and from which on a tensor travels alone, without a copy."""
 
 
 class HookedCall:
@@ -61,7 +61,7 @@ def broadcast_from_zero(tensors: list[Tensor]) -> None:
     """
     small: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.nbytes >= BUCKET and tensor.is_contiguous():
+        if tensor.nbytes >= ALONE and tensor.is_contiguous():
             dist.broadcast(tensor.data, 0)
         elif tensor.numel():
             small.setdefault(tensor.dtype, []).append(tensor.data)

@@ -39,7 +39,7 @@ class Split(Whole):
         self.device = torch.device("cpu")
         self.policy: DtypePolicy | None = None
         self.deferred: list[DeferredInit] = []
-        self._moved: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
+        self._moved: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
         self._models: list[weakref.ref[Module]] = []
         self._reached: set[int] = set()
         self._queued_in = -1
@@ -66,14 +66,18 @@ class Split(Whole):
     @contextmanager
     def following(self, module: Module) -> Iterator[None]:
         """Note which parameter takes the place of which, so that optimizers made before can follow."""
+        # Weakly: whole parameters go as soon as they are split, unless an optimizer holds them.
         before = [
-            (m, name, p) for m in module.modules() for name, p in m._parameters.items() if p is not None
+            (m, name, id(p), weakref.ref(p))
+            for m in module.modules()
+            for name, p in m._parameters.items()
+            if p is not None
         ]
         yield
-        for owner, name, old in before:
+        for owner, name, key, old in before:
             new = owner._parameters[name]
-            if new is not None and new is not old:
-                self._moved[id(old)] = (weakref.ref(old), weakref.ref(new))
+            if new is not None and old() is not None and new is not old():
+                self._moved[key] = (old, weakref.ref(new))
         self._models.append(weakref.ref(module))
 
     def follow(self, optimizer: Optimizer) -> None:
