@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checks import check_forward_module
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.checks import check_forward_module, check_optimizer, item_count
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.launching import check_function, do_nothing, launching
 from fabric.resolve import Machine, Request, resolve
 from fabric.setup import SetupVerbs
 from fabric.utilities.apply_func import convert_tensors_to_scalars
+from fabric.utilities.compile import eager
 from fabric.utilities.seed import seed_everything, seed_rank
 from fabric.verbs import CollectiveVerbs
 from fabric.wrappers import unwrap
@@ -116,8 +117,7 @@ class Fabric(SetupVerbs, CollectiveVerbs):
 
         Args:
             function: Called in every rank as function(fabric, *args, **kwargs). Needed where processes are
-                started by
-                spawn, fork or forkserver; elsewhere the code after `launch()` is the work.
+                started by spawn, fork or forkserver; elsewhere the code after `launch()` is the work.
             args: Passed on; under spawn and forkserver they must pickle.
             kwargs: Passed on.
 
@@ -198,6 +198,41 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         if clip_val is not None:
             return self._strategy.clip_gradients_value(plain, stepped, clip_val)  # type: ignore[func-returns-value]
         return self._strategy.clip_gradients_norm(plain, stepped, max_norm, norm_type, error_if_nonfinite)  # type: ignore[arg-type]
+
+    @eager
+    def normalize_gradients(self, module: Any, num_items: Any, *, optimizer: Any = None) -> int | float:
+        """Make gradients of summed losses those of the mean over all items, once per step. All ranks.
+
+        Call it after the last backward of a step, and before `clip_gradients` and `optimizer.step()`. However
+        the items are spread over ranks and micro-batches, gradients are then those of the sum of all losses
+        divided by the number of all items, as of one big batch. One small message, none on one process.
+
+        Args:
+            module: The model, as `setup` gave it.
+            num_items: How many items (tokens, rows; or a sum of weights) this rank had in this step, in all
+                its micro-batches: a number or a one-element tensor, 0 or more. Ranks that share the same data
+                (tensor parallel) give the same number, which counts once.
+            optimizer: Divide the gradients of what this optimizer holds, instead of those of `module`.
+
+        Returns:
+            The number of items of all ranks, an int if all ranks gave ints. If it is 0, nothing is divided.
+
+        Raises:
+            ArgumentTypeError: `num_items` is no number; `optimizer` is no optimizer.
+            ConfigurationError: `num_items` is negative, not finite, or 2**63 or more.
+            UsageError: The model is not set up; gradients wait for a backward outside of `no_backward_sync`.
+            CollectiveMismatch: Another rank raised one of these, or counted the same data differently.
+        """
+        self._require_launch("normalize_gradients()")
+        strategy = self._strategy
+        try:
+            check_forward_module(module, "fabric.normalize_gradients")
+            if optimizer is not None:
+                check_optimizer(optimizer, "fabric.normalize_gradients")
+            count = item_count(num_items, "fabric.normalize_gradients")
+        except FabricError as error:
+            strategy.refuse("normalize_gradients", error)
+        return strategy.normalize_gradients(unwrap(module), count, unwrap(optimizer))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context in which operations outside `forward` run in the precision too."""

@@ -43,8 +43,8 @@ def check_function(function: Any) -> None:
     """
     if not callable(function):
         raise ArgumentTypeError(
-            f"fabric.launch(function) needs a function, but got {function!r}. "
-            f"Write fabric.launch(train), not fabric.launch(train()): launch calls it, on every rank."
+            f"fabric.launch(function) needs a function, but got {function!r}. Write fabric.launch(train), "
+            "not fabric.launch(train()): launch calls it, on every rank."
         )
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -107,8 +107,8 @@ def merge_flags(request: Request, flags: dict[str, str]) -> Request:
         if written != getattr(defaults, name):
             raise ConfigurationError(
                 f"Fabric({name}={written!r}) contradicts {name}={value!r} from `fabric run` "
-                f"(FABRIC_{name.upper()}). "
-                f"Remove {name}= from the code, or leave --{name.replace('_', '-')} out."
+                f"(FABRIC_{name.upper()}). Remove {name}= from the code, or leave --{name.replace('_', '-')} "
+                "out."
             )
         read: Any = _read_nodes(value) if name == "num_nodes" else value
         request = replace(request, **{name: read})
@@ -146,8 +146,7 @@ def name_strategy(choice: Any) -> Strategy | None:
     if made is not None and not isinstance(made, Strategy):
         raise ArgumentTypeError(
             f"strategy={choice!r} is registered, but its factory made {made!r}. Register a Strategy "
-            "subclass, "
-            f"or a function that returns an object of one."
+            "subclass, or a function that returns an object of one."
         )
     return made
 
@@ -272,8 +271,8 @@ def check_accelerator(strategy: Strategy, accelerator: Accelerator, request: Req
     if allowed and accelerator.name() not in allowed:
         raise ConfigurationError(
             f"strategy={_name(request.strategy)} runs on {', '.join(allowed)} only, but "
-            f"accelerator={_name(request.accelerator)} is {accelerator.name()} here. "
-            f'Write another strategy ("ddp" runs on every device), or run where there is one.'
+            f"accelerator={_name(request.accelerator)} is {accelerator.name()} here. Write another strategy "
+            '("ddp" runs on every device), or run where there is one.'
         )
 
 
@@ -283,8 +282,8 @@ def check_size(strategy: Strategy, devices: list[torch.device], num_nodes: int, 
     if not traits.needs_launch and not traits.data_parallel and asked > 1:
         raise ConfigurationError(
             f"strategy={_name(request.strategy)} runs one process on one device, but "
-            f"devices={request.devices!r} "
-            f'and num_nodes={num_nodes} ask for {asked}. Write devices=1, or strategy="ddp".'
+            f"devices={request.devices!r} and num_nodes={num_nodes} ask for {asked}. Write devices=1, or "
+            'strategy="ddp".'
         )
 
 

@@ -5,22 +5,17 @@ here.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fabric.checks import check_loaders, check_module, check_optimizers, check_owned
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.data.sharding import own_loader, shard_loader
-from fabric.data.streams import Share
+from fabric.data.loader import Peers, _FabricDataLoader
 from fabric.facts import RankFacts
 from fabric.utilities.compile import is_compiled, recompile
 from fabric.utilities.init import describe_module, has_meta_parameters
-from fabric.utilities.seed import derive_seed
-from fabric.wrappers import (
-    _FabricDataLoader,
-    _FabricModule,
-    _FabricOptimizer,
-    unwrap,
-)
+from fabric.utilities.seed import RngState, derive_seed
+from fabric.wrappers import _FabricModule, _FabricOptimizer, unwrap
 
 if TYPE_CHECKING:
     from weakref import WeakSet
@@ -31,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SetupVerbs(RankFacts):
-    """setup, setup_module, setup_optimizers, setup_dataloaders."""
+    """setup, setup_module, setup_optimizers, setup_dataloaders, rng_state."""
 
     _modules: WeakSet[Module]
     _loaders: int
@@ -113,15 +108,26 @@ class SetupVerbs(RankFacts):
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         uneven: str | None = None,
+        shard_iterable: bool = True,
     ) -> Any:
         """Give each rank its part of the data, on its device. All ranks.
+
+        With w ranks and batch_size b, global batch k holds positions [k*w*b, (k+1)*w*b) of an order that is a
+        function of (seed, epoch, the sampler) alone, and rank r takes every w-th of them from the r-th on.
+        The loader counts its epochs, and has `state_dict()` and `load_state_dict()`: its position in that
+        order.
 
         Args:
             dataloaders: Your loaders; left as they are, shallow copies are made.
             use_distributed_sampler: False leaves the order and the sharding to you.
             move_to_device: False leaves batches where the loader puts them.
             uneven: What happens when samples do not divide by ranks: "pad", "exact", "drop", "error". None:
-                "exact" for loaders in dataset order (evaluation), "pad" for all others.
+                "exact" for loaders in dataset order (evaluation) and iterable datasets, "pad" for all others.
+                Where you share out the data, ranks that have different numbers of batches stop together under
+                "drop" and raise under "error".
+            shard_iterable: False: iterable datasets take their part for rank and worker themselves. Unless
+                `uneven` says otherwise, ranks then stop together while gradients are enabled, which takes a
+                message per batch.
 
         Returns:
             The loader, or a list where several were given.
@@ -135,10 +141,21 @@ class SetupVerbs(RankFacts):
         if self._strategy.topology.world_size > 1:
             self._strategy.meet("setup_dataloaders", f"{len(dataloaders)} loaders")
         ready = [
-            self._ready_loader(loader, use_distributed_sampler, move_to_device, uneven)
+            self._ready_loader(loader, use_distributed_sampler, move_to_device, uneven, shard_iterable)
             for loader in dataloaders
         ]
         return ready[0] if len(ready) == 1 else ready
+
+    def rng_state(self) -> RngState:
+        """The random streams of all ranks, to be saved: `fabric.save(path, {"rng": fabric.rng_state()})`.
+
+        Loaded into the same entry of `state`, the next draw of python, numpy and torch is the one that would
+        have come. All ranks must make the save and the load. Workers need no entry: what they draw is a
+        function of the batch.
+        """
+        self._require_launch("rng_state()")
+        exchange = partial(self._strategy.all_gather_object, label="rng_state")
+        return RngState(self.global_rank, exchange if self.world_size > 1 else None)
 
     def _wrap(
         self, module: Any, optimizers: list[Any], scheduler: Any, move_to_device: bool, reapply_compile: bool
@@ -175,8 +192,12 @@ class SetupVerbs(RankFacts):
         return _FabricModule(joined, self._strategy, inner), optimizers, scheduler
 
     def _ready_loader(
-        self, loader: DataLoader[Any], shard: bool, move_to_device: bool, uneven: str | None
+        self, given: DataLoader[Any], shard: bool, move_to_device: bool, uneven: str | None, iterable: bool
     ) -> _FabricDataLoader:
+        from fabric.data.dealing import Share
+        from fabric.data.sharding import own_loader, shard_loader
+        from fabric.data.together import Together
+
         seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
         if self._loaders:  # two loaders of one length must not shuffle in step
             seed = derive_seed(seed, self._loaders)
@@ -184,9 +205,23 @@ class SetupVerbs(RankFacts):
         seed = self._strategy.broadcast(seed)  # one order on all ranks, whatever each of them was seeded with
         if shard:
             part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-            loader = shard_loader(loader, Share(part["rank"], part["num_replicas"]), seed, uneven)
+            share = Share(part["rank"], part["num_replicas"])
+            copied, source = shard_loader(given, share, seed, uneven, iterable)
         else:
-            loader = own_loader(loader, self._data_rank, seed)
-        loader = self._strategy.process_dataloader(loader)
+            copied, source = own_loader(given, self._data_rank, seed, uneven)
+        loader = self._strategy.process_dataloader(copied)
         moves = move_to_device and not self._strategy.traits.owns_transfer
-        return _FabricDataLoader(loader, self.device if moves else None, move=self._strategy.batch_to_device)
+        peers = together = None
+        if self.world_size > 1 and source.per_rank:
+            exchange = partial(self._strategy.all_gather_object, label="loader")
+            peers = Peers(self.global_rank, self.world_size, exchange)
+            together = Together(exchange, uneven) if shard or uneven else None
+        return _FabricDataLoader(
+            loader,
+            self.device if moves else None,
+            move=self._strategy.batch_to_device,
+            given=given,
+            source=source,
+            together=together,
+            peers=peers,
+        )

@@ -1,9 +1,8 @@
 """`CollectiveVerbs`: data across ranks, for the user's own loop. All ranks (of the group) must call every
 verb here.
 
-Ranks that call different verbs, or one verb with different data, all get one `CollectiveMismatch`: a table
-of who
-called what, and where.
+Ranks that call different verbs, or one verb with different data, all get one `CollectiveMismatch`: a table of
+who called what, and where.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ class CollectiveVerbs(RankFacts):
     """barrier, broadcast, gathers, reductions and decisions.
 
     `data` is a tensor, a number, or any nesting of dict, list, tuple, namedtuple and dataclass. Tensors may
-    lie on any
-    device, and results lie where they were. `group` is a process group of torch.distributed; None: all
-    ranks. `src`
-    and `dst` are global ranks.
+    lie on any device, and results lie where they were. `group` is a process group of torch.distributed; None:
+    all ranks. `src` and `dst` are global ranks.
     """
 
     @eager
@@ -67,8 +64,7 @@ class CollectiveVerbs(RankFacts):
             group: See the class.
             sync_grads: Whether gradients flow back (summed over ranks) to the rank that a part came from.
             uneven: What happens if shapes differ: "error", the table of shapes on all ranks; "list", every
-                leaf
-                becomes a list of `world_size` tensors; "cat", leaves are concatenated on dim 0, in rank
+                leaf becomes a list of `world_size` tensors; "cat", leaves are concatenated on dim 0, in rank
                 order.
             async_op: Whether to return a handle while the data travel; `handle.wait()` gives them.
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.data.loader import _FabricDataLoader
 from fabric.utilities.compile import is_compiled
 from fabric.utilities.state_keys import clean_keys, fit_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    import torch
     from torch import Tensor
     from torch.nn import Parameter
     from torch.optim import Optimizer
@@ -204,8 +204,8 @@ class _FabricModule(Module):
         own = self.__dict__
         if name == "module":
             raise UsageError(
-                f"model.module is your own {type(self.module).__name__}. "
-                f"Write model.module.module = ... to set its attribute 'module'."
+                f"model.module is your own {type(self.module).__name__}. Write model.module.module = ... to "
+                "set its attribute 'module'."
             )
         # A forward put in place of the class's is the user's: the plan stays around it.
         mine = name in own or name in own.get("_modules", ()) or hasattr(type(self), name)
@@ -355,76 +355,6 @@ def _view_type(kind: type) -> type:
     for name in set(members) & set(vars(_FabricOptimizer)):
         del members[name]
     return type(f"Fabric{kind.__name__}", (_FabricOptimizer, kind), {"__module__": __name__, **members})
-
-
-class _FabricDataLoader:
-    """A loader whose batches arrive on a device. Everything else is the user's loader.
-
-    Args:
-        dataloader: The (sharded copy of the) user's loader.
-        device: Where batches go; None leaves them where the loader puts them.
-        move: Function (batch, device) that moves a batch.
-    """
-
-    def __init__(
-        self,
-        dataloader: Any,
-        device: torch.device | None = None,
-        *,
-        move: Callable[[Any, torch.device], Any] | None = None,
-    ) -> None:
-        self._dataloader = dataloader
-        self._device = device
-        if move is None:
-            from fabric.utilities.apply_func import move_data_to_device as move
-        self._move = move
-        self._epoch = 0
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where batches go; None leaves them where the loader puts them."""
-        return self._device
-
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration is; counted by itself otherwise."""
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        """The batches of one epoch. The first iteration is epoch 0, the next one 1, also after a break."""
-        loader = self._dataloader
-        tell_epoch(loader, self._epoch)
-        self._epoch += 1
-        # On the host nothing walks the batch: torch's own iterator is the plan.
-        if self._device is None or self._device.type == "cpu":
-            return iter(loader)
-        return self._moved()
-
-    def _moved(self) -> Iterator[Any]:
-        move: Any = self._move
-        for batch in self._dataloader:
-            yield move(batch, self._device)
-
-    def __len__(self) -> int:
-        return len(self._dataloader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_dataloader":  # while copying or unpickling
-            raise AttributeError(name)
-        return getattr(self._dataloader, name)
-
-
-def tell_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` of whatever a loader draws from, once each."""
-    batches = getattr(loader, "batch_sampler", None)
-    inner = getattr(batches, "sampler", None)
-    if callable(getattr(batches, "set_epoch", None)):
-        parts = [batches, getattr(loader, "dataset", None)]  # it tells the sampler inside
-    else:
-        parts = [inner or getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
-    for part in parts:
-        set_epoch = getattr(part, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
 
 
 def unwrap(obj: Any) -> Any:

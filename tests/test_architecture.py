@@ -31,8 +31,8 @@ ORDER = [
         "fabric.plugins.environments",
         "fabric.plugins.io",
         "fabric.plugins.precision",
-        "fabric.wrappers",
     ],
+    ["fabric.wrappers"],
     [
         "fabric.checks",
         "fabric.metrics",

@@ -34,6 +34,7 @@ Fabric(*, accelerator='auto', strategy='auto', devices='auto', num_nodes=1, prec
     .setup_dataloaders(*dataloaders, use_distributed_sampler=True, move_to_device=True)
     .backward(tensor, *args, model=None, **kwargs)
     .clip_gradients(module, optimizer, clip_val=None, max_norm=None, norm_type=2.0, error_if_nonfinite=True)
+    .normalize_gradients(module, num_items, *, optimizer=None)
     .autocast()
     .to_device(obj)
     .print(*args, **kwargs)

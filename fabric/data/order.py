@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from fabric.utilities.seed import derive_seed
+from fabric.utilities.seed import collect_rng_states, derive_seed, isolate_rng, set_rng_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -63,29 +64,102 @@ class SeededOrder:
                 set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        # No generator function: the epoch is that of this moment, also if the first item is asked for much
-        # later.
-        if self.is_sequential:
-            return iter(self.sampler)
-        return self._drawn(_PrivateRandomness(derive_seed(self.seed, self.epoch)))
+        return self.stream()
 
-    def _drawn(self, private: _PrivateRandomness) -> Iterator[Any]:
+    def stream(self, skip: int = 0, keep: int = 0) -> Iterator[Any]:
+        """The items of the epoch from number `skip` on; before them the first `keep` of those skipped."""
+        # No generator function: the epoch is that of this moment, also if the first item is asked for later.
+        if self.is_sequential:
+            return _from(iter(self.sampler), skip, keep) if skip else iter(self.sampler)
+        return self._drawn(PrivateRandomness(derive_seed(self.seed, self.epoch)), skip, keep)
+
+    def _drawn(self, private: PrivateRandomness, skip: int, keep: int) -> Iterator[Any]:
         with private:
-            stream = iter(self.sampler)
-            items = list(islice(stream, self.chunk))
-        yield from items
+            if type(self.sampler) is RandomSampler and not self.sampler.replacement:
+                stream = items = _permuted(self.sampler, skip, keep)
+            else:
+                stream = iter(self.sampler)
+                items = _from(stream, skip, keep) if skip else stream
+            drawn = list(islice(items, min(skip, keep) + self.chunk))
+        yield from drawn
         if type(self.sampler) in _DRAWS_AT_START:
             yield from stream
             return
+        full = len(drawn) == min(skip, keep) + self.chunk
         size = self.chunk
-        while len(items) == size:
+        while full:
             size = min(2 * size, _GROWTH * self.chunk)
             with private:
-                items = list(islice(stream, size))
-            yield from items
+                drawn = list(islice(stream, size))
+            full = len(drawn) == size
+            yield from drawn
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
+
+
+class UserOrder:
+    """A sampler whose order and part are the user's affair. Remembers how to begin an epoch again.
+
+    Args:
+        sampler: The user's object, drawn from as torch does.
+    """
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler = sampler
+        self.begin_with: dict[str, Any] | None = None
+        """States of the global generators for the beginning of the next epoch; None: as they are."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next iteration; told to the user's sampler, and to one inside a batch sampler."""
+        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+
+    def stream(self, skip: int = 0, keep: int = 0) -> Iterator[Any]:
+        """As in SeededOrder."""
+        if self.begin_with is None and not skip:
+            return iter(self.sampler)
+        return self._again(self.begin_with, skip, keep)
+
+    def _again(self, states: dict[str, Any] | None, skip: int, keep: int) -> Iterator[Any]:
+        with isolate_rng() if states else nullcontext():
+            if states:
+                set_rng_states(states)
+            stream = _from(iter(self.sampler), skip, keep)
+            drawn = list(islice(stream, min(skip, keep) + 1))
+        yield from drawn
+        yield from stream
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+
+def _permuted(sampler: RandomSampler, skip: int, keep: int) -> Iterator[int]:
+    """What torch's RandomSampler yields, from `skip` on, after the first `keep`; makes no list of all."""
+    total = len(sampler.data_source)
+    generator = sampler.generator
+    if generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    at = 0
+    while at < sampler.num_samples:
+        order = torch.randperm(total, generator=generator)[: sampler.num_samples - at]
+        for start, end in ((0, min(skip, keep)), (skip, sampler.num_samples)):
+            part = order[max(0, start - at) : max(0, end - at)]
+            for chunk in part.split(_GROWTH * 16) if len(part) else ():
+                yield from chunk.tolist()
+        at += total
+    if sampler.generator is not None and total and sampler.num_samples % total == 0:
+        torch.randperm(total, generator=generator)  # torch's does, too: the next epoch depends on it
+
+
+def _from(stream: Iterator[Any], skip: int, keep: int) -> Iterator[Any]:
+    """The first `keep` of the `skip` items that are left out, then the others. Skips when first asked."""
+    kept = min(skip, keep)
+    yield from islice(stream, kept)
+    yield from islice(stream, skip - kept, None)
 
 
 def seed_worker_generator(generator: torch.Generator, seed: int, epoch: int) -> None:
@@ -93,13 +167,23 @@ def seed_worker_generator(generator: torch.Generator, seed: int, epoch: int) -> 
     generator.manual_seed(derive_seed(seed, epoch, _WORKERS))
 
 
-class _PrivateRandomness:
+class PrivateRandomness:
     """Context in which the global generators hold a private state, kept from one `with` to the next."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, states: dict[str, Any] | None = None) -> None:
         self._seed = seed
         self._mine: list[Any] | None = None
         self._theirs: list[Any] = []
+        if states is not None:
+            outer = collect_rng_states()
+            set_rng_states(states)
+            self._mine = [get() for get, _, _ in _generators()]
+            set_rng_states(outer)
+
+    def states(self) -> dict[str, Any]:
+        """The private state, for a checkpoint; between two uses."""
+        with self:
+            return collect_rng_states()
 
     def __enter__(self) -> None:
         parts = _generators()

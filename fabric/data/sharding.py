@@ -1,108 +1,163 @@
-"""From a user's DataLoader to one rank's: a shallow copy with another stream of indices."""
+"""From a user's DataLoader to one rank's: a shallow copy with other indices, or another dataset."""
 
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
 from fabric.core.errors import ConfigurationError
-from fabric.data.order import SeededOrder, seed_worker_generator
-from fabric.data.streams import UNEVEN, ShardedBatches, ShardedStream, Share
+from fabric.data.dealing import Rule, Share, check_uneven
+from fabric.data.iterables import Collate, DealtIterable, OwnIterable
+from fabric.data.order import SeededOrder, UserOrder, seed_worker_generator
+from fabric.data.sources import DealtSource, IndexSource, OwnSource, Source
+from fabric.data.streams import IndexStream
+from fabric.data.workers import SeededDataset, SeedWorker
 from fabric.utilities.rank_zero import rank_zero_warn
-from fabric.utilities.seed import pl_worker_init_function
 from fabric.utilities.warnings import PossibleUserWarning
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+
+class Sharded(NamedTuple):
+    """A loader of one rank."""
+
+    loader: DataLoader[Any]
+    """A copy of the user's."""
+    source: Source
 
 
-def shard_loader(loader: DataLoader[Any], share: Share, seed: int, uneven: str | None) -> DataLoader[Any]:
+def shard_loader(
+    loader: DataLoader[Any], share: Share, seed: int, uneven: str | None, shard_iterable: bool = True
+) -> Sharded:
     """A copy of `loader` that yields this rank's part; the user's loader and sampler are left as they are.
 
-    Iterable datasets and loaders that the user has sharded (DistributedSampler, or any sampler with
+    Loaders that the user has sharded (DistributedSampler, or any sampler or iterable dataset with
     `num_replicas` and `rank`) keep their stream.
 
     Args:
         loader: Any DataLoader, subclasses with foreign constructors included.
         share: This rank's part.
         seed: The base of the sample order, the same on all ranks.
-        uneven: "pad", "exact", "drop", "error"; None: "exact" for batches in dataset order, else "pad". Whole
-            batches (a batch sampler of the user's own, or batch_size=None) cannot be split, so there "pad"
-            keeps steps equal.
+        uneven: "pad", "exact", "drop", "error"; None: "exact" for batches in dataset order and iterable
+            datasets, else "pad". Whole batches (a batch sampler of the user's own, or batch_size=None) cannot
+            be split, so there "pad" keeps steps equal.
+        shard_iterable: False: an iterable dataset takes its part itself.
 
     Raises:
-        ConfigurationError: Unknown `uneven`; samples left over under "error"; a loader that cannot be
-            sharded.
+        ConfigurationError: Unknown `uneven`, or "pad" where Fabric does not deal; samples left over under
+            "error"; a loader that cannot be sharded.
     """
-    if uneven is not None and uneven not in UNEVEN:
-        raise ConfigurationError(f"uneven={uneven!r} is not one of {', '.join(map(repr, UNEVEN))}.")
-    copied = own_loader(loader, share.rank, seed)
+    check_uneven(uneven)
     if isinstance(loader.dataset, IterableDataset):
-        if share.world > 1 and not _knows_its_rank(loader.dataset):
-            _warn_of_repeats(loader.dataset, share.world)
-        return copied
+        if not shard_iterable or _knows_its_rank(loader.dataset) or _is_opaque(loader):
+            if shard_iterable and share.world > 1 and not _knows_its_rank(loader.dataset):
+                _warn_of_repeats(loader.dataset, share.world)
+            return own_loader(loader, share.rank, seed, uneven)
+        return _dealt_iterable(loader, share, seed, uneven)
     if any(_knows_its_rank(part) for part in _samplers(loader)):
-        return copied
+        return own_loader(loader, share.rank, seed, uneven)
     if share.world > 1:
         _refuse_running(loader)
-    stream = _stream(loader, share, seed, uneven, copied.generator if loader.generator is None else None)
+    copied, own = _copied(loader, share.rank, seed)
+    stream = _stream(loader, share, seed, uneven, own)
     stream.check_even()
-    # DataLoader.__setattr__ refuses to change these after construction.
-    copied.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = stream
-    return copied
+    return _with_stream(loader, copied, stream, IndexSource(copied, stream, seed, share.rank, own))
 
 
-def own_loader(loader: DataLoader[Any], rank: int, seed: int) -> DataLoader[Any]:
-    """A shallow copy with workers of its own, seeded apart by rank, worker and epoch; the order is unchanged.
+def own_loader(loader: DataLoader[Any], rank: int, seed: int, uneven: str | None = None) -> Sharded:
+    """A shallow copy with workers of its own, seeded apart by rank, worker and batch; the order is unchanged.
 
     A generator that the user gave stays in use. Without one, torch draws the workers' seed from the training
     loop's global stream whenever an iteration starts; here it comes from a generator of the copy.
+
+    Raises:
+        ConfigurationError: `uneven` asks for what only Fabric's own dealing can do.
     """
+    check_uneven(uneven)
+    if uneven == "pad":
+        raise ConfigurationError(
+            f'uneven="pad" repeats samples, and {type(loader).__name__} deals out its data itself. Write '
+            '"drop" to stop with the rank that ends first, "error" to be told, or "exact" to let each rank '
+            "see all it has."
+        )
+    copied, own = _copied(loader, rank, seed)
+    if isinstance(loader.dataset, IterableDataset):
+        if _is_opaque(loader):
+            return Sharded(copied, Source(copied))
+        persistent = loader.num_workers > 0 and loader.persistent_workers
+        dataset = OwnIterable(loader.dataset, loader.batch_size, loader.drop_last, (seed, rank), persistent)
+        return Sharded(_with_dataset(loader, copied, dataset), OwnSource(copied, dataset, seed, own))
+    items = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    stream = IndexStream(UserOrder(items), Rule(Share(0, 1), None, False, "exact"))
+    return _with_stream(loader, copied, stream, IndexSource(copied, stream, seed, rank, own))
+
+
+def _copied(loader: DataLoader[Any], rank: int, seed: int) -> tuple[DataLoader[Any], torch.Generator | None]:
+    """The copy, and the generator for workers' seeds that it has of its own."""
     copied = copy.copy(loader)
-    fields = copied.__dict__
+    fields = copied.__dict__  # DataLoader.__setattr__ refuses to change some of these after construction
     fields["_iterator"] = None
     if loader.num_workers > 0:
         fields["worker_init_fn"] = SeedWorker(rank, loader.worker_init_fn)
     # torch draws on the default device, and a generator of another device would be refused.
-    if loader.generator is None and torch.get_default_device().type == "cpu":
-        fields["generator"] = torch.Generator()
-        seed_worker_generator(fields["generator"], seed, 0)
+    if loader.generator is not None or torch.get_default_device().type != "cpu":
+        return copied, None
+    own = fields["generator"] = torch.Generator()
+    seed_worker_generator(own, seed, 0)
+    return copied, own
+
+
+def _with_stream(
+    loader: DataLoader[Any], copied: DataLoader[Any], stream: IndexStream, source: IndexSource
+) -> Sharded:
+    copied.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = stream
+    if type(loader).__iter__ is not DataLoader.__iter__:  # what it yields need not be one for one
+        return Sharded(copied, Source(copied))
+    if loader.num_workers:
+        copied.__dict__["dataset"] = SeededDataset(loader.dataset)
+    return Sharded(copied, source)
+
+
+def _with_dataset(
+    loader: DataLoader[Any], copied: DataLoader[Any], dataset: DealtIterable | OwnIterable
+) -> DataLoader[Any]:
+    # The dataset gives whole batches, one for each index that torch draws.
+    collate: Any = Collate(loader.collate_fn)
+    copied.__dict__.update(dataset=dataset, batch_sampler=None, collate_fn=collate)
     return copied
 
 
-class SeedWorker:
-    """A worker_init_fn: streams of its own for each (rank, worker), then the user's function."""
-
-    def __init__(self, rank: int, then: Callable[[int], Any] | None) -> None:
-        self.rank = rank
-        self.then = then
-
-    def __call__(self, worker_id: int) -> None:
-        """Run in the worker process, before its first sample."""
-        pl_worker_init_function(worker_id, self.rank)
-        if self.then is not None:
-            self.then(worker_id)
+def _dealt_iterable(loader: DataLoader[Any], share: Share, seed: int, uneven: str | None) -> Sharded:
+    copied, own = _copied(loader, share.rank, seed)
+    rule = Rule(share, loader.batch_size, loader.drop_last, uneven or "exact")
+    persistent = loader.num_workers > 0 and loader.persistent_workers
+    dataset = DealtIterable(loader.dataset, rule, (seed, share.rank), persistent)
+    _with_dataset(loader, copied, dataset)
+    return Sharded(copied, DealtSource(copied, dataset, seed, own, stops=uneven is None))
 
 
 def _stream(
     loader: DataLoader[Any], share: Share, seed: int, uneven: str | None, workers: torch.Generator | None
-) -> ShardedStream:
+) -> IndexStream:
     batches = loader.batch_sampler
     if type(batches) is BatchSampler:
         order = SeededOrder(batches.sampler, seed, batches.batch_size * share.world, workers)
         policy = uneven or ("exact" if order.is_sequential else "pad")
-        return ShardedBatches(order, batches.batch_size, batches.drop_last, share, policy)
+        return IndexStream(order, Rule(share, batches.batch_size, batches.drop_last, policy))
     items = loader.sampler if batches is None else batches
     order = SeededOrder(items, seed, share.world, workers)
-    return ShardedStream(order, share, uneven or "pad")
+    return IndexStream(order, Rule(share, None, False, uneven or "pad"))
 
 
 def _samplers(loader: DataLoader[Any]) -> list[Any]:
     batches = loader.batch_sampler
     return [loader.sampler, batches, getattr(batches, "sampler", None)]
+
+
+def _is_opaque(loader: DataLoader[Any]) -> bool:
+    """Whether what goes on between dataset and loop is not torch's own way, which we could follow."""
+    return isinstance(loader.dataset, IterDataPipe) or type(loader).__iter__ is not DataLoader.__iter__
 
 
 def _knows_its_rank(part: Any) -> bool:
@@ -113,10 +168,10 @@ def _knows_its_rank(part: Any) -> bool:
 
 def _warn_of_repeats(dataset: Any, world: int) -> None:
     rank_zero_warn(
-        f"Each of the {world} ranks will see all of {type(dataset).__name__}: an iterable dataset has "
-        f"no indices to share out. Take a part in its __iter__, for example `yield from itertools.islice("
-        f"items, fabric.global_rank, None, fabric.world_size)`, and pass use_distributed_sampler=False to "
-        f"say so.",
+        f"Each of the {world} ranks will see all of {type(dataset).__name__}: it is a data pipe, or its "
+        "loader has an __iter__ of its own, and Fabric cannot share that out. Take a part in its __iter__, "
+        "for example `yield from itertools.islice(items, fabric.global_rank, None, fabric.world_size)`, and "
+        "pass shard_iterable=False to say so.",
         category=PossibleUserWarning,
     )
 

@@ -160,8 +160,8 @@ def scalar(name: str, value: Any) -> Any:
         return value.item()
     except (RuntimeError, ValueError) as error:
         raise ConfigurationError(
-            f"The metric {name!r} has shape {tuple(value.shape)} and is no scalar. "
-            f"Log value.mean(), or one name per element."
+            f"The metric {name!r} has shape {tuple(value.shape)} and is no scalar. Log value.mean(), or one "
+            "name per element."
         ) from error
 
 

@@ -148,11 +148,13 @@ class Exchange:
 
         return broadcast_tree(obj, src, self.channel(group))
 
-    def all_gather_object(self, obj: Any, group: Any | None = None) -> list[Any]:
-        """Every rank's object, in rank order."""
+    def all_gather_object(
+        self, obj: Any, group: Any | None = None, *, label: str = "all_gather_object"
+    ) -> list[Any]:
+        """Every rank's object, in rank order; `label` names the call where ranks make different ones."""
         from fabric.plugins.collectives.gather import gather_objects
 
-        return gather_objects(obj, self.channel(group))
+        return gather_objects(obj, self.channel(group), label)
 
     def agree(self, value: Any) -> Any:
         """The value that all ranks hold.
@@ -220,7 +222,7 @@ def _scalar(name: str, value: Any) -> torch.Tensor:
         raise ArgumentTypeError(f"log_dict takes real numbers, but {name!r} is complex. Log its abs().")
     if tensor.numel() != 1:
         raise ConfigurationError(
-            "log_dict(sync_dist=True) takes numbers and one-element tensors, but "
-            f"{name!r} has shape {list(tensor.shape)}. Reduce it first: value.mean()"
+            f"log_dict(sync_dist=True) takes numbers and one-element tensors, but {name!r} has shape "
+            f"{list(tensor.shape)}. Reduce it first: value.mean()"
         )
     return tensor

@@ -198,8 +198,8 @@ class ParallelStrategy(Strategy):
             each = " (one for all devices)" if self.traits.one_process_per_node else ""
             raise ConfigurationError(
                 f"This process has local rank {environment.local_rank()}, but {type(self).__name__} with "
-                f"devices={len(devices)} runs {count} per machine{each}. "
-                f"Start {count} per machine, or choose devices= and strategy= for as many as there are."
+                f"devices={len(devices)} runs {count} per machine{each}. Start {count} per machine, or "
+                "choose devices= and strategy= for as many as there are."
             )
         self.topology = Topology(
             rank=environment.global_rank(),
@@ -237,8 +237,8 @@ class ParallelStrategy(Strategy):
         if not isinstance(environment, LocalEnvironment):
             raise ConfigurationError(
                 f"{type(environment).__name__} says that nobody started the processes, and only "
-                f"LocalEnvironment can be "
-                f"launched from. Let creates_processes_externally be True, or leave the environment out."
+                "LocalEnvironment can be launched from. Let creates_processes_externally be True, or leave "
+                "the environment out."
             )
         if self.start_method == "popen":
             from fabric.strategies.launchers.script import ScriptLauncher

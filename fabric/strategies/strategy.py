@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import ConfigurationError
+from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.topology import Topology
 from fabric.forward import BackwardGate, GuardedForward
 from fabric.plugins.precision.precision import Precision
@@ -139,8 +139,7 @@ class Strategy(Exchange):
         if self._bound:
             raise ConfigurationError(
                 f"This {type(self).__name__} belongs to another Fabric, whose precision and devices it "
-                f"holds. "
-                f"Make a new one for each Fabric."
+                "holds. Make a new one for each Fabric."
             )
         self._bound = True
         self._accelerator = accelerator
@@ -287,6 +286,33 @@ class Strategy(Exchange):
         """Clamp the optimizer's gradients to [-clip_val, clip_val]."""
         self._precision.unscale_gradients(optimizer)
         self.layout.clip_value(self._precision.main_params(optimizer), clip_val)
+
+    def normalize_gradients(
+        self, module: Module, num_items: float | int, optimizer: Optimizer | None = None
+    ) -> float | int:
+        """Turn gradients, means over ranks of summed losses, into those of all losses by all items; gives the
+        number of items. All ranks must call this.
+
+        Args:
+            module: The user's module; its gradients are divided.
+            num_items: This rank's number of items.
+            optimizer: Divide the gradients of its parameters instead.
+        """
+        from fabric.strategies.layouts.items import total_items
+
+        held = module.parameters() if optimizer is None else self._precision.main_params(optimizer)
+        parameters = list(held)
+        try:
+            self.layout.check_synced(parameters, "fabric.normalize_gradients")
+        except FabricError as error:
+            self.refuse("normalize_gradients", error)
+        here = self.topology
+        rank, parts = self.layout.data_rank or (here.rank, here.world_size)
+        # All ranks, and not one of each data group: an error on any of them must be one on all.
+        total = total_items(num_items, rank, self.channel())
+        if total:
+            self.layout.divide_gradients(parameters, total / parts)
+        return total
 
     def _decide_backward(self) -> None:
         """Whether `fabric.backward` is just `loss.backward()`: nobody adds anything to it."""

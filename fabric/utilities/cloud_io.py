@@ -29,8 +29,8 @@ def get_filesystem(path: PathLike, **kwargs: Any) -> AbstractFileSystem:
         return url_to_fs(os.fspath(path), **kwargs)[0]
     except ImportError as error:
         raise MissingExtraError(
-            f"{str(path)!r} needs a package that is not installed: {error}. "
-            f"Run `pip install fsspec` and the driver for its scheme, for example `pip install s3fs`."
+            f"{str(path)!r} needs a package that is not installed: {error}. Run `pip install fsspec` and the "
+            "driver for its scheme, for example `pip install s3fs`."
         ) from error
 
 

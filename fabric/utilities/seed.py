@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import ConfigurationError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 SEED_VARIABLE = "FABRIC_GLOBAL_SEED"
 WORKERS_VARIABLE = "FABRIC_SEED_WORKERS"
@@ -122,6 +122,46 @@ def set_rng_states(states: dict[str, Any]) -> None:
             getattr(torch, name).set_rng_state(states[f"torch.{name}"].cpu())
 
 
+class RngState:
+    """The random streams of all ranks, as one entry of a checkpoint. Made by `fabric.rng_state()`.
+
+    Args:
+        rank: This process's.
+        exchange: Gives every rank's value of what each passes; None: there is one rank.
+    """
+
+    def __init__(self, rank: int, exchange: Callable[[Any], list[Any]] | None) -> None:
+        self.rank = rank
+        self.exchange = exchange
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of python's, numpy's and torch's generators on every rank. All ranks must call this."""
+        own = collect_rng_states()
+        return {"ranks": [own] if self.exchange is None else self.exchange(own)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let this rank draw next what it would have drawn.
+
+        Ranks beyond those that were saved get streams of their own where the saved ranks had, else the common
+        one.
+
+        Raises:
+            ArgumentTypeError: Not what `state_dict()` gave.
+        """
+        ranks = state_dict.get("ranks") if isinstance(state_dict, dict) else None
+        if not isinstance(ranks, list) or not ranks:
+            raise ArgumentTypeError(
+                f"The random state of a checkpoint is what fabric.rng_state() saves, but got a "
+                f'{type(state_dict).__name__}. Write fabric.save(path, {{"rng": fabric.rng_state()}}).'
+            )
+        set_rng_states(ranks[self.rank % len(ranks)])
+        if self.rank >= len(ranks) and not all([torch.equal(r["torch"], ranks[0]["torch"]) for r in ranks]):
+            rank_zero_warn(
+                f"The random states of {len(ranks)} ranks were saved: those of the ranks beyond begin anew.",
+            )
+            seed_rank(int(torch.randint(2**62, ())), self.rank)
+
+
 @contextmanager
 def isolate_rng() -> Iterator[None]:
     """Whatever the block draws or seeds, the generators go on afterwards as if it had not run."""
@@ -146,8 +186,8 @@ def _checked_seed(given: Any, source: str) -> int:
         valid = False
     if not valid:
         raise ConfigurationError(
-            f"{source}={given!r} is no seed. Write an integer from 0 to {_MAX_SEED}, "
-            f"for example seed_everything(42)."
+            f"{source}={given!r} is no seed. Write an integer from 0 to {_MAX_SEED}, for example "
+            "seed_everything(42)."
         )
     return value
 

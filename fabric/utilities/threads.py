@@ -13,8 +13,7 @@ def share_cores(local_world_size: int) -> None:
     """Set torch's threads to `max(1, usable cores // local ranks)`, unless the user chose a number.
 
     OMP_NUM_THREADS is a choice (our own launchers set it to the same share), and so is a count other than
-    torch's
-    default: all processors, all usable ones, or half of either (physical cores).
+    torch's default: all processors, all usable ones, or half of either (physical cores).
     """
     if local_world_size <= 1 or "OMP_NUM_THREADS" in os.environ:
         return

@@ -24,6 +24,7 @@ SHORT = {
     "language_model": ["--steps", "20", "--report-every", "10"],
     "sharded": ["--steps", "10"],
     "tensor_parallel": ["--epochs", "1"],
+    "token_loss": ["--sequences", "203"],
 }
 """Each example, and how to make it short."""
 
@@ -36,12 +37,13 @@ AGREE = {
     "language_model": 1e-4,
     "sharded": 1e-4,
     "tensor_parallel": 1e-4,
+    "token_loss": 1e-4,
 }
 """Relative difference allowed between 1 and 2 processes; custom_strategy rounds gradients to bfloat16."""
 
 
-def run(*command: str, timeout: float = 180) -> subprocess.CompletedProcess:
-    """The finished command, on one thread per process, outside any launcher."""
+def run(*command: str, timeout: float = 180, code: int = 0) -> subprocess.CompletedProcess:
+    """The finished command, on one thread per process, outside any launcher; it must end with `code`."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
     environ["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
@@ -53,7 +55,7 @@ def run(*command: str, timeout: float = 180) -> subprocess.CompletedProcess:
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
     )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == code, f"{done.stdout}\n{done.stderr}"
     return done
 
 
@@ -73,7 +75,7 @@ def results(text: str, name: str) -> list[float]:
 
 
 def test_every_example_is_here():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, "demo"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, "demo", "resume"}
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -149,6 +151,45 @@ def test_the_demo_compares_and_says_so():
     assert done.stderr == ""
     assert "2 processes   1 process" in done.stdout
     assert done.stdout.endswith("the same numbers: yes\n")
+
+
+STEPS = 58  # two epochs of 1,797 images in global batches of 64
+
+
+def resumable(folder: Path, kill_at: int = 0) -> dict[int, str]:
+    """The steps that one run of the resume example made, with the digits of their losses."""
+    arguments = ("--kill-at", str(kill_at)) if kill_at else ()
+    done = run(PYTHON, str(EXAMPLES / "resume.py"), str(folder), *arguments, code=-9 if kill_at else 0)
+    steps = [re.fullmatch(r"step (\d+) loss (\d+\.\d+)", line) for line in done.stdout.splitlines()]
+    return {int(step[1]): step[2] for step in steps}
+
+
+def test_a_killed_run_goes_on_with_the_losses_of_an_undisturbed_one(tmp_path):
+    folder, whole_folder = tmp_path / "killed", tmp_path / "whole"
+    folder.mkdir()
+    whole_folder.mkdir()
+    whole = resumable(whole_folder)
+    assert list(whole) == list(range(1, STEPS + 1))
+    assert len(set(whole.values())) == STEPS
+    # Before the first checkpoint, in the first epoch, where a checkpoint has just been written, in the second.
+    parts = {kill_at: resumable(folder, kill_at) for kill_at in (3, 12, 25, 41)}
+    parts[STEPS] = resumable(folder)
+    assert [list(part) for part in parts.values()] == [
+        list(range(first, last + 1)) for first, last in ((1, 3), (1, 12), (11, 25), (26, 41), (41, STEPS))
+    ]
+    for part in parts.values():
+        assert part == {step: whole[step] for step in part}
+
+
+def test_the_resume_example_compares_and_says_so():
+    done = run(PYTHON, str(EXAMPLES / "resume.py"))
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        f"undisturbed: step 1 to step {STEPS}, exit code 0",
+        "killed: step 1 to step 42, exit code -9",
+        f"started again: step 41 to step {STEPS}, exit code 0",
+        f"resume: all {STEPS} losses identical",
+    ]
 
 
 @pytest.mark.parametrize("sign", ["-", "+"], ids=["raw loop", "fabric loop"])

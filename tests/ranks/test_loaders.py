@@ -167,22 +167,27 @@ def test_loaders_that_the_user_shards_keep_their_order(ranks):
         assert epochs[0] != epochs[1], "the sampler was not told the epoch"
 
 
-def read_stream():
+class Pipe(Stream, torch.utils.data.IterDataPipe):
+    """A stream of which nobody knows whether it shares itself out."""
+
+
+def read_pipe():
     fabric = launched()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ready = fabric.setup_dataloaders(DataLoader(Stream(), batch_size=2))
-        fabric.setup_dataloaders(DataLoader(Stream(), batch_size=2), use_distributed_sampler=False)
+        ready = fabric.setup_dataloaders(DataLoader(Pipe(), batch_size=2))
+        fabric.setup_dataloaders(DataLoader(Pipe(), batch_size=2), shard_iterable=False)
+        fabric.setup_dataloaders(DataLoader(Pipe(), batch_size=2), use_distributed_sampler=False)
     kinds = [warning.category for warning in caught]
     return read(ready), kinds, [str(warning.message) for warning in caught]
 
 
-def test_an_iterable_dataset_seen_in_full_is_warned_of_once_and_on_rank_zero(ranks):
-    first, second = ranks.run(read_stream, world_size=2)
+def test_a_pipe_seen_in_full_is_warned_of_once_and_on_rank_zero(ranks):
+    first, second = ranks.run(read_pipe, world_size=2)
     assert first[0] == second[0] == [[0, 1], [2, 3]]
     assert first[1] == [PossibleUserWarning]
-    assert first[2][0].startswith("Each of the 2 ranks will see all of Stream")
-    assert "use_distributed_sampler=False" in first[2][0]
+    assert first[2][0].startswith("Each of the 2 ranks will see all of")
+    assert "shard_iterable=False" in first[2][0]
     assert second[1] == []
 
 

@@ -56,8 +56,8 @@ class Channel(NamedTuple):
         size = self.collective.world_size
         if size < 1:
             raise UsageError(
-                "This rank is not in the process group that it was called with. "
-                "Let only the members of the group make the call."
+                "This rank is not in the process group that it was called with. Let only the members of the "
+                "group make the call."
             )
         return size
 

@@ -159,8 +159,7 @@ def mismatch_text(rows: Sequence[Said]) -> str:
         head = "Ranks made different calls where all must make the same"
         remedy = (
             "All ranks must make the same calls in the same order: is one inside `if rank == 0:`, does a "
-            "loop end "
-            "earlier on one rank?"
+            "loop end earlier on one rank?"
         )
     return f"{head}.\n{table(rows)}\n{remedy}"
 

@@ -195,8 +195,7 @@ def gather_objects(obj: Any, channel: Channel, verb: str = "all_gather_object") 
         except Exception as error:
             raise ArgumentTypeError(
                 f"{verb}: a {type(obj).__name__} cannot be pickled ({type(error).__name__}: {error}). Pass "
-                f"plain "
-                "data, tensors, or objects of classes defined at the top level of a module."
+                "plain data, tensors, or objects of classes defined at the top level of a module."
             ) from error
     except FabricError as error:
         channel.refuse(verb, error)
@@ -233,9 +232,8 @@ def _kind(tensor: Tensor, how: str) -> str:
         return f"{dtype} on {place}"
     if not tensor.dim():
         raise ConfigurationError(
-            "all_gather(uneven='cat') concatenates along dim 0, but a leaf is a number or a tensor of "
-            "shape []. "
-            "Write data.reshape(1), or uneven='error' or 'list'."
+            "all_gather(uneven='cat') concatenates along dim 0, but a leaf is a number or a tensor of shape "
+            "[]. Write data.reshape(1), or uneven='error' or 'list'."
         )
     return f"{dtype}{['*', *tensor.shape[1:]]} on {place}".replace("'", "")
 

@@ -8,7 +8,6 @@ import atexit
 from typing import TYPE_CHECKING, Any
 
 from fabric.plugins.collectives.frames import user_place
-from fabric.utilities.messages import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,5 +78,7 @@ def report_unwaited() -> list[str]:
             lines[-1] += f" (failed: {error})"
             _waited(handle)
     if lines:
+        from fabric.utilities.messages import say
+
         say(f"nobody waited for the result of {'; '.join(lines)}. Keep the handle and call .wait().")
     return lines

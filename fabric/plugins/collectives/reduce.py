@@ -2,8 +2,7 @@
 themselves.
 
 What can be refused is refused before the first message, on every rank alike. The result has the same bits on
-every
-rank: each element is added up in one place, or everywhere in the order of ranks.
+every rank: each element is added up in one place, or everywhere in the order of ranks.
 """
 
 from __future__ import annotations

@@ -119,8 +119,7 @@ def check_parts(shapes: list[list[int]], world: int, verb: str) -> None:
             )
             raise ConfigurationError(
                 f"{verb} splits every leaf along dim 0 into one part per rank, but a leaf of shape {shape} "
-                f"{why}. "
-                f"Give it a first dimension that divides by {world}, such as [{world}, ...]."
+                f"{why}. Give it a first dimension that divides by {world}, such as [{world}, ...]."
             )
 
 

@@ -58,8 +58,7 @@ def broadcast_tree(data: Any, src: int, channel: Channel) -> Any:
     except Exception as error:
         refusal = (
             f"{verb}: rank {src}'s object cannot be pickled ({type(error).__name__}: {error}). Broadcast "
-            f"plain "
-            "data, tensors, or objects of classes defined at the top level of a module."
+            "plain data, tensors, or objects of classes defined at the top level of a module."
         )
         _tell(b"!T" + refusal.encode(), verb, src, channel)
         raise ArgumentTypeError(refusal) from error

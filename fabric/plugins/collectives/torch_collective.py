@@ -53,8 +53,8 @@ def torch_op(op: Any) -> Any:
     name = _OPS.get(op.lower())
     if name is None:
         raise ConfigurationError(
-            f"reduce_op={op!r} is not a reduction.{did_you_mean(op, _OPS)} "
-            f"Write one of 'mean', 'sum', 'min', 'max', 'product'."
+            f"reduce_op={op!r} is not a reduction.{did_you_mean(op, _OPS)} Write one of 'mean', 'sum', "
+            "'min', 'max', 'product'."
         )
     return getattr(dist.ReduceOp, name)
 

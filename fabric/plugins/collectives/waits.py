@@ -2,13 +2,10 @@
 them.
 
 Within one group frames meet and a mismatch shows. Rank 0 in a call of the group (0, 1) and rank 1 in a call
-of the
-world never meet: each waits for the other. A rank that has waited a while posts where it stands. Who waits
-on a
-circle can never go on, and stays there; so whoever sees the circle first writes a verdict, the ranks on it
-all raise,
-and send a poisoned frame for every call of the circle that they never came to, so that counts agree again.
-Costs nothing until a call has waited for `PATIENCE`.
+of the world never meet: each waits for the other. A rank that has waited a while posts where it stands. Who
+waits on a circle can never go on, and stays there; so whoever sees the circle first writes a verdict, the
+ranks on it all raise, and send a poisoned frame for every call of the circle that they never came to, so that
+counts agree again. Costs nothing until a call has waited for `PATIENCE`.
 """
 
 from __future__ import annotations

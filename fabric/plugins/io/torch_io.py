@@ -37,8 +37,8 @@ class TorchCheckpointIO(CheckpointIO):
         """
         if storage_options is not None:
             raise ConfigurationError(
-                f"storage_options={storage_options!r} mean nothing to TorchCheckpointIO. "
-                f"Pass a CheckpointIO of your own as Fabric(plugins=...) that reads them."
+                f"storage_options={storage_options!r} mean nothing to TorchCheckpointIO. Pass a CheckpointIO "
+                "of your own as Fabric(plugins=...) that reads them."
             )
         local = _local_path(path)
         if local is None:
@@ -108,8 +108,8 @@ def _refusal(path: PathLike, text: str) -> str:
     found = re.search(r"GLOBAL ([\w.]+)", text)
     what = f"refers to {found.group(1)}" if found else f"holds more than data ({reason.group(1)})"
     return (
-        f"{path} {what}, which safe loading refuses, because reading it can run any code. "
-        f"If you trust the file, write fabric.load(path, ..., weights_only=False)."
+        f"{path} {what}, which safe loading refuses, because reading it can run any code. If you trust the "
+        "file, write fabric.load(path, ..., weights_only=False)."
     )
 
 

@@ -55,8 +55,7 @@ class MixedPrecision(Precision):
         if scaler is not None and precision != "16-mixed":
             raise ConfigurationError(
                 f"A scaler was given with precision={precision!r}, which needs none: bfloat16 has float32's "
-                f"range. "
-                f'Leave scaler out, or write precision="16-mixed".'
+                'range. Leave scaler out, or write precision="16-mixed".'
             )
         if scaler is None and precision == "16-mixed":
             scaler = torch.amp.GradScaler(device=torch.device(device).type)

@@ -83,14 +83,13 @@ class MultiprocessLauncher(Launcher):
 
         Raises:
             LaunchError: There is no function, it or an argument cannot be pickled, fork is not possible any
-            more, or
-                a rank failed: the message starts with that rank and its exception, which is also `__cause__`.
+            more, or a rank failed: the message starts with that rank and its exception, which is also
+                `__cause__`.
         """
         if function is None:
             raise LaunchError(
                 f'start_method="{self.start_method}" runs a function in each rank, but launch() got none. '
-                "Move the "
-                f"loop into a function, `def main(fabric): ...`, and call `fabric.launch(main)`."
+                "Move the loop into a function, `def main(fabric): ...`, and call `fabric.launch(main)`."
             )
         self._refuse_nested_start()
         call = self._pack(function, args, kwargs)
@@ -122,8 +121,7 @@ class MultiprocessLauncher(Launcher):
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise LaunchError(
                 "launch() was reached while a new rank imported this script. Ranks that are spawned import "
-                "the script "
-                'first: put its start under `if __name__ == "__main__":`.'
+                'the script first: put its start under `if __name__ == "__main__":`.'
             )
         if self.start_method == "fork":
             _refuse_fork_after_cuda()
@@ -142,10 +140,9 @@ class MultiprocessLauncher(Launcher):
         except Exception as error:
             raise LaunchError(
                 f'start_method="{self.start_method}" sends the function and its arguments to the ranks by '
-                "pickle, and "
-                f"this cannot be pickled: {_culprit(function, args, kwargs)}. Define it at the top level of "
-                "a module, "
-                f'make it inside the launched function, or use start_method="fork" (strategy="ddp_fork").'
+                f"pickle, and this cannot be pickled: {_culprit(function, args, kwargs)}. Define it at the "
+                'top level of a module, make it inside the launched function, or use start_method="fork" '
+                '(strategy="ddp_fork").'
             ) from error
 
 
@@ -291,8 +288,7 @@ def _refuse_fork_after_cuda() -> None:
         raise LaunchError(
             "CUDA is initialised in this process, and a forked rank cannot use it again. Move the first "
             ".cuda(), .to('cuda') or torch.cuda call into the launched function (in a notebook: restart the "
-            "kernel first), or "
-            'use strategy="ddp_spawn".'
+            'kernel first), or use strategy="ddp_spawn".'
         )
 
 
@@ -303,9 +299,8 @@ def _refuse_interactive_function(function: Any, method: str) -> None:
     if isinstance(function, FunctionType) and function.__module__ == "__main__" and not importable:
         raise LaunchError(
             f'start_method="{method}" imports the function by name in each rank, but '
-            f"{function.__qualname__!r} is defined in a notebook, prompt or piped "
-            "script, which "
-            f'cannot be imported. Use strategy="ddp_notebook" (or "ddp_fork"), or define it in a file.'
+            f"{function.__qualname__!r} is defined in a notebook, prompt or piped script, which cannot be "
+            'imported. Use strategy="ddp_notebook" (or "ddp_fork"), or define it in a file.'
         )
 
 

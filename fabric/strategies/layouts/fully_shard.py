@@ -148,7 +148,7 @@ class FullyShard(Sharded):
             raise UsageError(
                 f"{type(optimizer).__name__} trains {len(whole)} parameters (shapes "
                 f"{', '.join(map(str, whole[:3]))}) that came into the model after fabric.setup, and whose "
-                f"gradients would not be averaged over ranks. Add layers before fabric.setup."
+                "gradients would not be averaged over ranks. Add layers before fabric.setup."
             )
 
     def _choose(self, module: Module, name: str, policy: Any) -> list[Module]:

@@ -162,9 +162,9 @@ class GatheredCall:
                 "is a group of its own and split. Leave the class of that layer out of auto_wrap_policy."
             )
         return UsageError(
-            f"{model}.{name} uses a parameter that is split over "
-            f"ranks outside of its layer's call. Write model.mark_forward_method({name!r}) after "
-            "fabric.setup, or call the layer that holds the parameter."
+            f"{model}.{name} uses a parameter that is split over ranks outside of its layer's call. Write "
+            f"model.mark_forward_method({name!r}) after fabric.setup, or call the layer that holds the "
+            "parameter."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -177,8 +177,7 @@ def _swapped(info: Any) -> UsageError:
     return UsageError(
         f"{info.param_name} of {type(info.module).__name__} is not the tensor that setup left there. A model "
         "that is split over ranks cannot be used with torch.func.functional_call or other swaps of "
-        "parameters: use "
-        f'strategy="ddp" for them.'
+        'parameters: use strategy="ddp" for them.'
     )
 
 

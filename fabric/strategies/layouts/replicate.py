@@ -155,8 +155,7 @@ class Replicate(Whole):
         if replica.static_graph:
             raise UsageError(
                 "DDPStrategy(static_graph=True) cannot skip the gradient sync of a backward: torch aborts "
-                "the process. "
-                "Remove static_graph=True, or no_backward_sync()."
+                "the process. Remove static_graph=True, or no_backward_sync()."
             )
         with replica.no_sync():
             yield
@@ -224,8 +223,7 @@ class Replicate(Whole):
         """Let go of the process group; replicas cannot run after this.
 
         A group that a reducer holds outlives its destruction, and with it the backend's threads. One that
-        drops a
-        tensor while the interpreter ends asks for the GIL there, which ends the process by SIGABRT.
+        drops a tensor while the interpreter ends asks for the GIL there, which ends the process by SIGABRT.
         """
         for replica in self._replicas.values():
             for name in ("reducer", "logger", "process_group"):
@@ -247,8 +245,7 @@ class Replicate(Whole):
             raise UsageError(
                 "loss.backward() went through a method other than forward under find_unused_parameters or "
                 "static_graph, where gradients would stay unsynchronised. Write fabric.backward(loss), or "
-                "call "
-                "model.forward."
+                "call model.forward."
             )
         if arms:
             self._arm(replica)
@@ -272,8 +269,7 @@ class PlainBackwardWatch:
     """Refuses a plain `loss.backward()` that would leave a replica's gradients unsynchronised.
 
     torch arms the reducer in `DDP.forward` and says nothing of a backward that no forward armed. The hook on
-    one
-    parameter sees every backward; the mark that a forward leaves is set by a hook without a Python frame
+    one parameter sees every backward; the mark that a forward leaves is set by a hook without a Python frame
     (`dict.__setitem__` takes just what a forward pre-hook is given), so that the forward costs nothing.
     """
 
@@ -308,9 +304,8 @@ class PlainBackwardWatch:
             return
         raise UsageError(
             f"loss.backward() was called where it leaves the gradients of {type(replica.module).__name__} "
-            f"unsynchronised: a second backward after one forward, a forward under no_backward_sync, or a "
-            f"part of "
-            f"the model called by itself. Write fabric.backward(loss) instead."
+            "unsynchronised: a second backward after one forward, a forward under no_backward_sync, or a "
+            "part of the model called by itself. Write fabric.backward(loss) instead."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlainBackwardWatch:
@@ -337,17 +332,16 @@ def _unused_parameters(replica: DistributedDataParallel, error: RuntimeError) ->
     )
     return UsageError(
         f"Rank {dist.get_rank()}: these parameters of {type(replica.module).__name__} got no gradient in "
-        f"this "
-        f"backward, so the gradients of the ranks cannot be averaged: {', '.join(unused)}. {way}, or write "
-        f'Fabric(strategy="ddp_find_unused_parameters_true"); with other strategies pass them '
-        f"find_unused_parameters=True."
+        f"this backward, so the gradients of the ranks cannot be averaged: {', '.join(unused)}. {way}, or "
+        'write Fabric(strategy="ddp_find_unused_parameters_true"); with other strategies pass them '
+        "find_unused_parameters=True."
     )
 
 
 def _thawed(name: str) -> UsageError:
     return UsageError(
         f"Parameter {name} was frozen at fabric.setup and requires a gradient now, which ranks would not "
-        f"average. "
-        f"Set the model up while all that is trained later has requires_grad=True, and freeze it after with "
-        f'Fabric(strategy="ddp_find_unused_parameters_true"), or set a new copy up for the next phase.'
+        "average. Set the model up while all that is trained later has requires_grad=True, and freeze it "
+        'after with Fabric(strategy="ddp_find_unused_parameters_true"), or set a new copy up for the next '
+        "phase."
     )

@@ -18,7 +18,7 @@ from fabric.strategies.layouts.split import Split
 from fabric.utilities.compile import is_compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
     from torch.nn import Module
@@ -95,6 +95,15 @@ class Sharded(Split):
                 part._unsharded_param.grad = None
         self._local.clear()
 
+    def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
+        """Raise if backwards under no_sync left gradients of `parameters` that are whole, and this rank's."""
+        if self._local and list(self._with_local(parameters)):
+            raise UsageError(
+                f"{doing} came while gradients of backwards under no_backward_sync() were never "
+                "synchronised: the ranks would step apart. Let the last backward of each step run outside of "
+                "it, or call zero_grad() to drop them."
+            )
+
     def teardown(self) -> None:
         """Let go of the groups; models cannot run after this."""
         for model in self.models():
@@ -146,7 +155,8 @@ class Sharded(Split):
 
         FSDP2 reduces what it finds. Where ranks used different parameters it mixes them up without an error.
         """
-        self._check_synced(optimizer)
+        self.check_synced(_parameters(optimizer), f"{type(optimizer).__name__}.step()")
+        self._local.clear()
         self._check_split(optimizer)
         guard = None if self.channel is None else self.channel.collective.guard
         if guard is None or not guard.whole or len(args) > 1 or kwargs:
@@ -163,16 +173,7 @@ class Sharded(Split):
         known = {id(p): name for model in self.models() for name, p in model.named_parameters()}
         return "no gradient for " + ", ".join([known.get(id(p), "a parameter") for p in bare])
 
-    def _check_synced(self, optimizer: Any) -> None:
-        if self._local and list(self._with_local([p for g in optimizer.param_groups for p in g["params"]])):
-            raise UsageError(
-                f"{type(optimizer).__name__}.step() came while gradients of backwards under "
-                "no_backward_sync() were never synchronised: the ranks would step apart. Let the last "
-                "backward of each step run outside of it, or call zero_grad() to drop them."
-            )
-        self._local.clear()
-
-    def _with_local(self, parameters: list[Tensor]) -> Iterator[Any]:
+    def _with_local(self, parameters: Iterable[Tensor]) -> Iterator[Any]:
         """FSDP2's own records of those of `parameters` that hold an unsynchronised gradient."""
         wanted = {id(p) for p in parameters}
         for root in list(self._local):

@@ -136,6 +136,20 @@ class Whole:
         """Clamp every gradient element to [-clip_value, clip_value]."""
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
+    def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
+        """Raise if gradients of `parameters` wait beside `.grad` for a backward that synchronises them."""
+
+    def divide_gradients(self, parameters: Iterable[Tensor], divisor: float) -> None:
+        """Divide every gradient by `divisor`, in place; of split ones this rank's part. Sends nothing."""
+        grads: dict[int, Any] = {id(p.grad): p.grad for p in parameters if p.grad is not None}  # each once
+        kinds: dict[Any, list[Tensor]] = {}
+        with torch.no_grad():
+            for grad in grads.values():
+                own = grad.to_local() if hasattr(grad, "device_mesh") else grad
+                kinds.setdefault((own.dtype, own.device, own.layout), []).append(own)
+            for alike in kinds.values():
+                torch._foreach_div_(alike, divisor)
+
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """Context around the construction of modules; `empty_init` leaves weights without values."""
         return EmptyInit() if empty_init else nullcontext()

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from fabric.data.dealing import Share
 from fabric.data.sharding import SeedWorker, own_loader, shard_loader
-from fabric.data.streams import Share
 from fabric.wrappers import _FabricDataLoader
 
 
@@ -56,7 +56,8 @@ class Stream(IterableDataset):
 
 
 def shard(loader, rank=0, world=2, seed=0, uneven=None):
-    return _FabricDataLoader(shard_loader(loader, Share(rank, world), seed, uneven))
+    sharded, source = shard_loader(loader, Share(rank, world), seed, uneven)
+    return _FabricDataLoader(sharded, given=loader, source=source)
 
 
 def read(loader):
@@ -174,20 +175,25 @@ def test_persistent_workers_over_two_epochs():
     assert [[read(rank) for rank in plain] for _ in range(2)] == epochs
 
 
+def own(loader, rank):
+    sharded, source = own_loader(loader, rank, 3)
+    return _FabricDataLoader(sharded, given=loader, source=source)
+
+
 def test_a_loader_that_keeps_its_order_still_has_workers_seeded_apart():
     loader = DataLoader(Draws(), batch_size=2, num_workers=2)
-    seen = [[batch.tolist() for batch in own_loader(loader, rank, 3)] for rank in (0, 1)]
+    seen = [[batch.tolist() for batch in own(loader, rank)] for rank in (0, 1)]
     assert len(set(numbers(seen))) == 2 * 8 * 3
 
 
 def test_a_default_device_that_refuses_generators_of_the_host_keeps_torchs_own_draw():
     with torch.device("meta"):
-        assert own_loader(DataLoader(Indices(4)), 0, 0).generator is None
+        assert own_loader(DataLoader(Indices(4)), 0, 0).loader.generator is None
 
 
 def test_sharded_loaders_and_worker_functions_pickle():
     loader = DataLoader(Indices(8), batch_size=2, shuffle=True, num_workers=1, worker_init_fn=mark_worker)
-    sharded = shard_loader(loader, Share(1, 2), 0, None)
+    sharded, _ = shard_loader(loader, Share(1, 2), 0, None)
     twin = pickle.loads(pickle.dumps(sharded))
     assert twin.batch_sampler.order.workers is twin.generator, "the generator must follow the copy's epochs"
     assert list(twin.batch_sampler) == list(sharded.batch_sampler)

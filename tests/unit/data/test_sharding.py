@@ -20,8 +20,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from fabric.core.errors import ConfigurationError
+from fabric.data.dealing import Share
 from fabric.data.sharding import shard_loader
-from fabric.data.streams import Share
 from fabric.utilities.warnings import PossibleUserWarning
 from fabric.wrappers import _FabricDataLoader
 
@@ -75,7 +75,8 @@ class ForeignLoader(DataLoader):
 
 
 def shard(loader, rank=0, world=2, seed=0, uneven=None):
-    return _FabricDataLoader(shard_loader(loader, Share(rank, world), seed, uneven))
+    sharded, source = shard_loader(loader, Share(rank, world), seed, uneven)
+    return _FabricDataLoader(sharded, given=loader, source=source)
 
 
 def read(loader):
@@ -288,16 +289,24 @@ class Stream(IterableDataset):
         return iter(range(4))
 
 
-def test_an_iterable_dataset_seen_in_full_by_every_rank_is_warned_of():
-    loader = DataLoader(Stream(), batch_size=2)
+class Doubled(DataLoader):
+    """A loader that does something of its own with the batches."""
+
+    def __iter__(self):
+        return ([2 * int(x) for x in batch] for batch in super().__iter__())
+
+
+def test_a_stream_that_cannot_be_shared_out_is_warned_of():
+    loader = Doubled(Stream(), batch_size=2)
     with pytest.warns(PossibleUserWarning) as caught:
         ready = shard(loader)
     assert str(caught[0].message) == (
-        "Each of the 2 ranks will see all of Stream: an iterable dataset has no indices to share out. Take a "
-        "part in its __iter__, for example `yield from itertools.islice(items, fabric.global_rank, None, "
-        "fabric.world_size)`, and pass use_distributed_sampler=False to say so."
+        "Each of the 2 ranks will see all of Stream: it is a data pipe, or its loader has an __iter__ of its "
+        "own, and Fabric cannot share that out. Take a part in its __iter__, for example `yield from "
+        "itertools.islice(items, fabric.global_rank, None, fabric.world_size)`, and pass "
+        "shard_iterable=False to say so."
     )
-    assert read(ready) == [[0, 1], [2, 3]]
+    assert read(ready) == [[0, 2], [4, 6]]
     assert ready.dataset is loader.dataset
 
 

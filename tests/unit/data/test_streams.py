@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from fabric.core.errors import ConfigurationError
+from fabric.data.dealing import UNEVEN, Rule, Share
 from fabric.data.order import SeededOrder
-from fabric.data.streams import UNEVEN, ShardedBatches, ShardedStream, Share
+from fabric.data.streams import IndexStream
 
 LENGTHS = st.integers(0, 40)
 WORLDS = st.integers(1, 4)
@@ -26,7 +27,7 @@ def batches(n, world, size, uneven, drop_last=False, shuffle=False, epoch=0, see
     for rank in range(world):
         sampler = RandomSampler(range(n)) if shuffle and n else SequentialSampler(range(n))
         order = SeededOrder(sampler, seed, size * world)
-        stream = ShardedBatches(order, size, drop_last, Share(rank, world), uneven)
+        stream = IndexStream(order, Rule(Share(rank, world), size, drop_last, uneven))
         stream.set_epoch(epoch)
         mine = list(stream)
         assert len(stream) == len(mine), f"len() is wrong on rank {rank}"
@@ -38,7 +39,9 @@ def items(n, world, uneven):
     """Every rank's items of a stream of n."""
     result = []
     for rank in range(world):
-        stream = ShardedStream(SeededOrder([f"item{i}" for i in range(n)], 0, 2), Share(rank, world), uneven)
+        stream = IndexStream(
+            SeededOrder([f"item{i}" for i in range(n)], 0, 2), Rule(Share(rank, world), None, False, uneven)
+        )
         mine = list(stream)
         assert len(stream) == len(mine)
         result.append(mine)
@@ -93,7 +96,7 @@ def test_drop_last_keeps_full_global_batches_only(n, world, size, uneven, shuffl
 @settings(deadline=None, max_examples=100)
 @given(n=LENGTHS, world=WORLDS, size=SIZES)
 def test_error_raises_before_the_first_batch_or_deals_evenly(n, world, size):
-    stream = ShardedBatches(SeededOrder(range(n), 0, size), size, False, Share(0, world), "error")
+    stream = IndexStream(SeededOrder(range(n), 0, size), Rule(Share(0, world), size, False, "error"))
     if n % world:
         with pytest.raises(ConfigurationError, match=f"do not divide by {world} ranks, {n % world} are left"):
             iter(stream)
@@ -102,7 +105,7 @@ def test_error_raises_before_the_first_batch_or_deals_evenly(n, world, size):
 
 
 def test_error_text_names_the_ways_out():
-    stream = ShardedBatches(SeededOrder(range(5), 0, 4), 2, False, Share(0, 2), "error")
+    stream = IndexStream(SeededOrder(range(5), 0, 4), Rule(Share(0, 2), 2, False, "error"))
     with pytest.raises(ConfigurationError) as caught:
         stream.check_even()
     assert str(caught.value) == (
@@ -116,8 +119,8 @@ def test_error_raises_at_the_end_where_no_length_is_known():
         def __iter__(self):
             return iter(range(9))
 
-    stream = iter(ShardedBatches(SeededOrder(Unsized(), 0, 4), 2, False, Share(0, 2), "error"))
-    assert next(stream) == [0, 2]
+    stream = iter(IndexStream(SeededOrder(Unsized(), 0, 4), Rule(Share(0, 2), 2, False, "error")))
+    assert [next(stream), next(stream)] == [[0, 2], [4, 6]]
     with pytest.raises(ConfigurationError, match="1 are left over"):
         next(stream)
 
@@ -193,7 +196,7 @@ def test_an_endless_sampler_is_dealt_out_lazily():
                 i += 1
 
     for rank in (0, 1):
-        stream = ShardedBatches(SeededOrder(Endless(), 0, 4), 2, False, Share(rank, 2), "exact")
+        stream = IndexStream(SeededOrder(Endless(), 0, 4), Rule(Share(rank, 2), 2, False, "exact"))
         assert list(islice(stream, 3)) == [[rank, rank + 2], [rank + 4, rank + 6], [rank + 8, rank + 10]]
         with pytest.raises(TypeError, match="has no len"):
             len(stream)
@@ -226,7 +229,10 @@ class Bucketed:
 
 
 def bucketed(rank=0, world=2):
-    return ShardedStream(SeededOrder(Bucketed([5, 1, 4, 2, 3, 9, 8], 2), 0, world), Share(rank, world), "pad")
+    return IndexStream(
+        SeededOrder(Bucketed([5, 1, 4, 2, 3, 9, 8], 2), 0, world),
+        Rule(Share(rank, world), None, False, "pad"),
+    )
 
 
 def test_attributes_and_methods_of_the_users_sampler_are_in_reach():
@@ -242,21 +248,23 @@ def test_attributes_are_set_on_the_users_sampler():
     stream.lengths = [1, 2]
     assert stream.order.sampler.lengths == [1, 2]
     assert len(stream) == 1
-    stream.uneven = "drop"
-    assert not hasattr(stream.order.sampler, "uneven")
+    plain = IndexStream(SeededOrder(range(8), 0, 2), Rule(Share(0, 2), 2, False, "exact"))
+    plain.batch_size = 4
+    assert list(plain) == [[0, 2, 4, 6]]
+    assert (plain.batch_size, plain.drop_last, plain.sampler) == (4, False, range(8))
 
 
 def test_a_batch_sampler_and_the_sampler_in_it_are_told_the_epoch():
     outer, inner = Bucketed([1], 1), Bucketed([2], 1)
     outer.sampler = inner
-    ShardedStream(SeededOrder(outer, 0, 2), Share(0, 2), "pad").set_epoch(3)
+    IndexStream(SeededOrder(outer, 0, 2), Rule(Share(0, 2), None, False, "pad")).set_epoch(3)
     assert outer.epochs == inner.epochs == [3]
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_streams_copy_and_pickle(duplicate):
     order = SeededOrder(RandomSampler(range(10)), 7, 4, torch.Generator())
-    for stream in (bucketed(), ShardedBatches(order, 2, False, Share(1, 2), "pad")):
+    for stream in (bucketed(), IndexStream(order, Rule(Share(1, 2), 2, False, "pad"))):
         twin = duplicate(stream)
         assert type(twin) is type(stream)
         assert list(twin) == list(stream)
@@ -268,15 +276,15 @@ def test_the_users_pickling_hooks_are_not_taken_for_the_streams_own():
         def __getstate__(self):
             return {"lengths": [], "size": 1, "epochs": []}
 
-    stream = ShardedStream(SeededOrder(Hooked([1, 2], 1), 0, 2), Share(0, 2), "pad")
-    assert copy.copy(stream).uneven == "pad"
+    stream = IndexStream(SeededOrder(Hooked([1, 2], 1), 0, 2), Rule(Share(0, 2), None, False, "pad"))
+    assert copy.copy(stream).rule.uneven == "pad"
     stream.order.sampler.__getnewargs__ = pytest.fail
     assert not hasattr(stream, "__getnewargs__"), "pickle would call the sampler's"
 
 
 def test_an_iteration_keeps_the_epoch_in_which_it_began():
     order = SeededOrder(RandomSampler(range(20)), 0, 2)
-    stream = ShardedBatches(order, 2, False, Share(0, 1), "pad")
+    stream = IndexStream(order, Rule(Share(0, 1), 2, False, "pad"))
     stream.set_epoch(0)
     alone = list(stream)
     stream.set_epoch(0)

@@ -1,0 +1,251 @@
+"""`FabricDataLoader`: a user's loader whose batches arrive on a device, and whose position can be saved."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fabric.core.errors import ArgumentTypeError, UsageError
+from fabric.utilities.apply_func import move_data_to_device
+from fabric.utilities.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    from fabric.data.sources import Source
+    from fabric.data.together import Together
+
+VERSION = 1
+"""Of the state's form."""
+_OF_THE_USER = ("dataset", "collate_fn", "worker_init_fn", "generator")
+"""Attributes in place of which the copy that is iterated has others."""
+
+
+class Peers(NamedTuple):
+    """This rank among the others."""
+
+    rank: int
+    world: int
+    exchange: Callable[[Any], list[Any]]
+    """Gives every rank's value of what each passes. All ranks must call it."""
+
+
+class _Pass:
+    """One iteration: its epoch, the note of the last batch that the loop received, whether it is over."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.note: Any = None
+        self.over = False
+
+
+class _FabricDataLoader:
+    """A loader whose batches arrive on a device. Everything else is the user's loader.
+
+    Args:
+        dataloader: The (sharded copy of the) user's loader.
+        device: Where batches go; None leaves them where the loader puts them.
+        move: Function (batch, device) that moves a batch.
+        given: The user's own loader, if `dataloader` is a copy.
+        source: Where the batches come from. None: a loader that keeps its position itself.
+        together: How ranks whose data differ in length stop; None: each by itself.
+        peers: The ranks, for positions that each has of its own. None: there is one.
+    """
+
+    def __init__(
+        self,
+        dataloader: Any,
+        device: torch.device | None = None,
+        *,
+        move: Callable[[Any, torch.device], Any] | None = None,
+        given: Any = None,
+        source: Source | None = None,
+        together: Together | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        self._dataloader = dataloader
+        self._device = device
+        self._move = move_data_to_device if move is None else move
+        self._given = dataloader if given is None else given
+        if source is None:
+            from fabric.data.sources import Source
+
+            source = Source(dataloader)
+        self._source = source
+        # What this process draws for a sample must come after what the loop draws before it; and a `move` of
+        # the user's own may reuse its memory.
+        workers = getattr(dataloader, "num_workers", 0)
+        self._looks_ahead = source.ahead and workers > 0 and _is_plain(self._move)
+        self._together = together
+        self._peers = peers
+        self._epoch = 0
+        self._pass: _Pass | None = None
+        self._saved: dict[str, Any] | None = None
+        self.wait_seconds = 0.0
+        """Seconds that the loop has waited for batches, since the loader was made."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where batches go; None leaves them where the loader puts them."""
+        return self._device
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch that the next iteration is; counted by itself otherwise.
+
+        A position that was loaded in this epoch is kept; one in another is given up.
+        """
+        if self._saved is not None and epoch != self._epoch:
+            self._saved = None
+        self._epoch, self._pass = epoch, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the loop: what it has received, not what workers have read ahead.
+
+        Plain data, the same on all ranks and good for any number of them. Where the user's own order or
+        stream gives each rank a position of its own, all ranks must call this, and the state is for as many
+        ranks.
+
+        Raises:
+            UsageError: The loader cannot say where it is.
+        """
+        if self._saved is not None:  # loaded, and not gone on from yet
+            epoch, state = self._epoch, self._saved
+        elif self._pass is None or self._pass.over:
+            epoch, state = self._epoch, self._source.fresh()
+        else:
+            epoch, state = self._pass.epoch, self._source.state(self._pass.note)
+        head = {"version": VERSION, "kind": self._source.kind, "epoch": epoch}
+        if not self._source.per_rank:
+            return {**head, **state}
+        return {**head, "ranks": [state] if self._peers is None else self._peers.exchange(state)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration go on where `state_dict()` was called; further ones are whole epochs.
+
+        Raises:
+            ArgumentTypeError: Not a loader's state.
+            UsageError: The state is of another kind of loader, or of another number of ranks.
+        """
+        state = dict(state_dict) if isinstance(state_dict, dict) else {}
+        version, kind, epoch = [state.pop(key, None) for key in ("version", "kind", "epoch")]
+        if version != VERSION or not isinstance(epoch, int):
+            raise ArgumentTypeError(
+                f"load_state_dict of a loader needs what its state_dict() gave, but got {_shown(state_dict)}."
+            )
+        if kind != self._source.kind:
+            raise UsageError(
+                f"The position was saved in a loader of kind {kind!r}, and this one is of kind "
+                f"{self._source.kind!r}: other dataset type, sampler, or arguments of setup_dataloaders. "
+                "Make the loader as it was, or leave its position out of the state that is loaded."
+            )
+        if self._source.per_rank:
+            ranks = state["ranks"]
+            rank, world = (0, 1) if self._peers is None else self._peers[:2]
+            if len(ranks) != world:
+                raise UsageError(
+                    f"The position was saved on {len(ranks)} ranks, and there are {world}: this loader's "
+                    "order is its own on each rank, so that it can only go on on as many. Let Fabric share "
+                    f"the data out (the defaults of setup_dataloaders), or use {len(ranks)} ranks."
+                )
+            state = ranks[rank]
+        self._epoch, self._saved, self._pass = epoch, state, None
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of one epoch. The first iteration is epoch 0, the next one 1, also after a break."""
+        loader, source = self._dataloader, self._source
+        run, saved = _Pass(self._epoch), self._saved
+        tell_epoch(loader, run.epoch)
+        source.begin(run.epoch, saved)
+        self._saved, self._pass = None, run
+        self._epoch += 1
+        begin = time.perf_counter()
+        pairs: Iterator[Any] = source.pairs(iter(loader))
+        if source.replays:
+            pairs = _timed(pairs, begin, loader)
+        if self._together is not None and self._together.wanted():
+            pairs = self._together.steps(pairs, self._length())
+        # On the host nothing walks the batch.
+        if self._device is not None and self._device.type != "cpu":
+            pairs = self._ahead(pairs, self._device) if self._looks_ahead else self._moved(pairs)
+        self.wait_seconds += time.perf_counter() - begin
+        return self._received(pairs, run)
+
+    def _received(self, pairs: Iterator[Any], run: _Pass) -> Iterator[Any]:
+        clock = time.perf_counter
+        try:
+            while True:
+                begin = clock()
+                found = next(pairs, None)
+                self.wait_seconds += clock() - begin
+                if found is None:
+                    break
+                batch, run.note = found
+                yield batch
+            run.over = True
+        finally:  # an error's traceback must not keep workers alive
+            close = getattr(pairs, "close", None)
+            if close is not None:
+                close()
+
+    def _ahead(self, pairs: Iterator[Any], device: torch.device) -> Iterator[Any]:
+        from fabric.data.prefetch import Prefetch
+
+        return Prefetch(pairs, device, self._move)
+
+    def _moved(self, pairs: Iterator[Any]) -> Iterator[Any]:
+        for batch, note in pairs:
+            yield self._move(batch, self._device), note  # type: ignore[arg-type]
+
+    def _length(self) -> int | None:
+        try:
+            return self._source.length()
+        except (TypeError, NotImplementedError):
+            return None
+
+    def __len__(self) -> int:
+        return self._source.length()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_dataloader", "_given"):  # while copying or unpickling
+            raise AttributeError(name)
+        return getattr(self._given if name in _OF_THE_USER else self._dataloader, name)
+
+
+def tell_epoch(loader: Any, epoch: int) -> None:
+    """Call `set_epoch` of whatever a loader draws from, once each."""
+    batches = getattr(loader, "batch_sampler", None)
+    inner = getattr(batches, "sampler", None)
+    if callable(getattr(batches, "set_epoch", None)):
+        parts = [batches, getattr(loader, "dataset", None)]  # it tells the sampler inside
+    else:
+        parts = [inner or getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
+    for part in parts:
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+def _timed(pairs: Iterator[Any], begin: float, loader: Any) -> Iterator[Any]:
+    """`pairs`, with a word about how long the first took."""
+    first = next(pairs, None)
+    dataset = type(getattr(loader.dataset, "dataset", loader.dataset)).__name__
+    rank_zero_warn(
+        f"{dataset} was read again from the epoch's beginning up to the saved position, which took "
+        f"{time.perf_counter() - begin:.1f} s. Give it state_dict() and load_state_dict() to go on at once."
+    )
+    if first is not None:
+        yield first
+        yield from pairs
+
+
+def _is_plain(move: Any) -> bool:
+    """Whether batches are moved by the function of this package, by itself or as a method of a strategy."""
+    function = getattr(move, "__func__", move)
+    return str(getattr(function, "__module__", "")).startswith("fabric.")
+
+
+def _shown(value: Any) -> str:
+    keys = f" with keys {', '.join(map(repr, list(value)[:6]))}" if isinstance(value, dict) else ""
+    return f"a {type(value).__name__}{keys}"

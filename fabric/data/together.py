@@ -1,0 +1,79 @@
+"""Ranks whose streams may be of different lengths take the same number of steps, or are told why not.
+
+Only for data that Fabric does not deal out itself; what it deals out needs no message.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import ConfigurationError
+from fabric.utilities.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Together:
+    """One iteration that all ranks make in step.
+
+    Args:
+        exchange: Gives every rank's value of what each passes. All ranks must call it.
+        uneven: "drop": ranks stop when the first of them has no more; "error": they raise then, all of them;
+            None: as "drop" while gradients are enabled, else every rank goes its own way.
+    """
+
+    def __init__(self, exchange: Callable[[Any], list[Any]], uneven: str | None) -> None:
+        self.exchange = exchange
+        self.uneven = uneven
+
+    def wanted(self) -> bool:
+        """Whether this iteration is one of all ranks."""
+        return self.uneven in ("drop", "error") or (self.uneven is None and torch.is_grad_enabled())
+
+    def steps(self, pairs: Iterator[Any], length: int | None) -> Iterator[Any]:
+        """What `pairs` gives while all ranks have something. Where all lengths are known, one message in all.
+
+        Raises:
+            ConfigurationError: Under "error", on all ranks: their numbers of batches differ.
+        """
+        lengths = self.exchange(length)
+        if None not in lengths:
+            if len(set(lengths)) > 1:
+                self._tell([f"{count} batches" for count in lengths])
+            yield from _first(pairs, min(lengths))
+            return
+        count = 0
+        while True:
+            found = next(pairs, None)
+            more = self.exchange(found is not None)
+            if not all(more):
+                if any(more):
+                    self._tell([f"{'more than ' * has}{count} batches" for has in more])
+                return
+            count += 1
+            yield found
+
+    def _tell(self, counts: list[str]) -> None:
+        table = "\n".join([f"  rank {rank}: {text}" for rank, text in enumerate(counts)])
+        text = f"The ranks' data are of different lengths:\n{table}\n"
+        if self.uneven == "error":
+            raise ConfigurationError(
+                f'{text}uneven="error" refuses that. Give all ranks as much, or write uneven="drop" to stop '
+                "with the first that has no more."
+            )
+        rank_zero_warn(
+            f"{text}All of them stop with the first that has no more, since they train together; the rest of "
+            'the epoch is left out. Evaluate under torch.no_grad(), or write uneven="exact", to see all of '
+            "it."
+        )
+
+
+def _first(pairs: Iterator[Any], count: int) -> Iterator[Any]:
+    for _ in range(count):
+        found = next(pairs, None)
+        if found is None:
+            return
+        yield found
