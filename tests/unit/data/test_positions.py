@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 import warnings
@@ -157,7 +158,7 @@ KINDS = {
         Indices(n), b, sampler=DistributedSampler(Indices(n), w, r, seed=3), **k
     ),
 }
-OF_ONE_WORLD = ("bucketed", "single", "single-stream", "parts", "stateful-parts", "distributed")
+OF_ONE_WORLD = ("repeated", "bucketed", "single", "single-stream", "parts", "stateful-parts", "distributed")
 
 
 def make(kind, n, batch, rank=0, world=1, workers=0, seed=5, **keywords):
@@ -217,3 +218,61 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(kind, n, batch, place, s
         assert (
             run(make(kind, n, batch, rank, world), stops, lambda: make(kind, n, batch, rank, world)) == whole
         )
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    n=st.integers(1, 15),
+    batch=st.integers(1, 3),
+    place=st.sampled_from([(0, 1), (0, 2), (1, 2)]),
+    workers=st.integers(1, 2),
+    stops=st.lists(st.integers(0, 12), max_size=2, unique=True),
+)
+def test_an_interrupted_run_with_workers_equals_an_uninterrupted_one(kind, n, batch, place, workers, stops):
+    rank, world = place
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* was read again from the epoch's beginning")
+        warnings.filterwarnings("ignore", message="The stream ended in a round in which not all ranks")
+        whole = run(make(kind, n, batch, rank, world, workers))
+        again = run(
+            make(kind, n, batch, rank, world, workers),
+            stops,
+            lambda: make(kind, n, batch, rank, world, workers),
+        )
+    assert again == whole
+
+
+def global_batches(kind, n, size, world, state, count):
+    """The next `count` global batches (None: of the epoch), and the state after, which ranks share."""
+    loaders = [make(kind, n, size // world, rank, world) for rank in range(world)]
+    for loader in loaders:
+        if state is not None:
+            loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+    per_rank = [list(itertools.islice(loader, count)) for loader in loaders]
+    found = [sorted(itertools.chain(*step)) for step in zip(*per_rank, strict=True)]
+    states = [loader.state_dict() for loader in loaders]
+    assert all(str(other) == str(states[0]) for other in states)
+    return found, states[0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    kind=st.sampled_from(sorted(set(KINDS) - set(OF_ONE_WORLD))),
+    rounds=st.integers(1, 6),
+    worlds=st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.integers(0, 3)), max_size=4),
+)
+def test_global_batches_stay_when_the_number_of_ranks_changes(kind, rounds, worlds):
+    n, size = 4 * rounds, 4
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* was read again from the epoch's beginning")
+        random.seed(0)
+        torch.manual_seed(0)
+        whole, _ = global_batches(kind, n, size, 1, None, None)
+        state, found = None, []
+        for world, count in worlds:
+            more, state = global_batches(kind, n, size, world, state, count)
+            found += more
+        if state is None or state["epoch"] == 0:
+            found += global_batches(kind, n, size, 1, state, None)[0]
+        assert found[: len(whole)] == whole

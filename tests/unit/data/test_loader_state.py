@@ -1,0 +1,268 @@
+"""What a set-up loader says of itself: its position, its epoch, how long the loop waited."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from fabric import Fabric
+from fabric.data.loader import _FabricDataLoader
+
+
+class Numbers(IterableDataset):
+    """Of the user's own, with something to be seen and to be told."""
+
+    def __init__(self, n):
+        self.n = n
+        self.told = []
+
+    def __iter__(self):
+        return iter(range(self.n))
+
+    def set_epoch(self, epoch):
+        self.told.append(epoch)
+
+
+def own_collate(samples):
+    return samples
+
+
+@pytest.fixture
+def fabric():
+    return Fabric(accelerator="cpu", devices=1)
+
+
+def ready(fabric, data=10, batch=2, **keywords):
+    data = range(data) if isinstance(data, int) else data
+    return fabric.setup_dataloaders(DataLoader(data, batch, collate_fn=own_collate, **keywords))
+
+
+def position(loader):
+    state = loader.state_dict()
+    return state["epoch"], state["samples"]
+
+
+@pytest.mark.parametrize("data", [range(10), Numbers(10)], ids=["indices", "stream"])
+def test_positions_through_two_epochs(fabric, data):
+    loader = ready(fabric, data)
+    seen = [position(loader)]
+    for _ in range(2):
+        for _ in loader:
+            seen.append(position(loader))
+        seen.append(position(loader))
+    epoch = [2, 4, 6, 8, 10]
+    assert seen == [(0, 0), *[(0, n) for n in epoch], (1, 0), *[(1, n) for n in epoch], (2, 0)]
+
+
+def test_the_last_iteration_is_the_one_that_counts(fabric):
+    loader = ready(fabric)
+    first = iter(loader)
+    next(first), next(first)
+    assert position(loader) == (0, 4)
+    second = iter(loader)
+    assert position(loader) == (1, 0)
+    next(first)
+    assert position(loader) == (1, 0)
+    next(second)
+    assert position(loader) == (1, 2)
+
+
+def test_after_a_break_the_position_is_kept_and_the_next_iteration_is_a_new_epoch(fabric):
+    loader = ready(fabric, shuffle=True)
+    whole = [list(loader), list(loader)]
+    again = ready(fabric, shuffle=True)
+    again.load_state_dict(ready(fabric, shuffle=True).state_dict() | {"seed": loader.state_dict()["seed"]})
+    for batch in again:
+        assert batch == whole[0][0]
+        break
+    assert position(again) == (0, 2)
+    assert list(again) == whole[1]
+
+
+def test_set_epoch_keeps_a_loaded_position_in_that_epoch_only(fabric):
+    loader = ready(fabric)
+    next(iter(loader))
+    state = loader.state_dict()
+    for epoch, expected in (
+        (0, [[2, 3], [4, 5], [6, 7], [8, 9]]),
+        (1, [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]),
+    ):
+        again = ready(fabric)
+        again.load_state_dict(state)
+        again.set_epoch(epoch)
+        assert position(again) == ((0, 2) if epoch == 0 else (1, 0))
+        assert list(again) == expected
+
+
+def test_a_loaded_position_is_given_back_until_it_is_used(fabric):
+    loader = ready(fabric)
+    next(iter(loader))
+    state = loader.state_dict()
+    again = ready(fabric)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    assert len(again) == 5, "the length is that of the epoch"
+    assert [len(list(again)) for _ in range(2)] == [4, 5]
+
+
+@pytest.mark.filterwarnings("ignore:Numbers was read again")  # whether it had ended it did not say
+def test_a_finished_epoch_that_is_resumed_has_no_batches_left(fabric):
+    for data in (10, Numbers(10)):
+        loader = ready(fabric, data)
+        for _ in loader:
+            state = loader.state_dict()
+        again = ready(fabric, data)
+        again.load_state_dict(state)
+        assert [len(list(again)) for _ in range(2)] == [0, 5]
+
+
+def test_reading_again_is_said_with_its_time(fabric):
+    loader = ready(fabric, Numbers(10))
+    batches = iter(loader)
+    next(batches), next(batches)
+    again = ready(fabric, Numbers(10))
+    again.load_state_dict(loader.state_dict())
+    with pytest.warns(UserWarning, match="read again") as caught:
+        assert list(again) == [[4, 5], [6, 7], [8, 9]]
+    (text,) = [str(warning.message) for warning in caught]
+    assert text.startswith(
+        "Numbers was read again from the epoch's beginning up to the saved position, which took 0."
+    )
+    assert text.endswith(" s. Give it state_dict() and load_state_dict() to go on at once.")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_seconds_that_the_loop_waited(fabric, workers):
+    opened = threading.Event() if workers == 0 else None
+
+    class Slow:
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            if opened is not None:
+                opened.wait(0.02)
+            else:
+                threading.Event().wait(0.02)
+            return index
+
+    keywords = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    loader = ready(fabric, Slow(), 1, **keywords)
+    assert loader.wait_seconds == 0.0
+    list(loader)
+    first = loader.wait_seconds
+    assert first >= 0.02
+    list(loader)
+    assert loader.wait_seconds >= first + 0.02
+
+
+@pytest.mark.parametrize("data", [range(6), Numbers(6)], ids=["indices", "stream"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_the_user_gave_is_in_reach(fabric, data, workers):
+    keywords = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    given = DataLoader(data, 2, collate_fn=own_collate, **keywords)
+    loader = fabric.setup_dataloaders(given)
+    assert loader.dataset is data
+    assert loader.collate_fn is own_collate
+    assert (loader.batch_size, loader.num_workers, loader.drop_last) == (2, workers, False)
+    assert list(loader) == [[0, 1], [2, 3], [4, 5]]
+    assert list(given) == [[0, 1], [2, 3], [4, 5]], "the user's own loader is as it was"
+
+
+def test_a_stream_is_told_its_epochs(fabric):
+    data = Numbers(4)
+    loader = ready(fabric, data)
+    list(loader), list(loader)
+    loader.set_epoch(5)
+    list(loader)
+    assert sorted(set(data.told)) == [0, 1, 5]
+
+
+class Told(Numbers):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter([self.epoch])
+
+
+def test_a_stream_in_workers_that_live_on_is_told_its_epochs(fabric):
+    keywords = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = ready(fabric, Told(1), 1, **keywords)
+    assert [list(loader) for _ in range(3)] == [[[0]], [[1]], [[2]]]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("data", [range(10), Numbers(10)], ids=["indices", "stream"])
+def test_loaders_copy_and_pickle_with_their_position(fabric, duplicate, data):
+    loader = ready(fabric, data)
+    state = loader.state_dict()
+    loader.load_state_dict({**state, "samples": 4})
+    twin = duplicate(loader)
+    with pytest.warns(UserWarning, match="read again") if isinstance(data, Numbers) else _nothing():
+        assert list(twin) == [[4, 5], [6, 7], [8, 9]]
+    assert position(loader) == (0, 4)
+
+
+class _nothing:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return None
+
+
+def test_an_error_in_the_data_is_the_users_own(fabric):
+    class Broken(Numbers):
+        def __iter__(self):
+            yield 1
+            raise KeyError("line 7 of data.csv")
+
+    loader = ready(fabric, Broken(2), 1)
+    batches = iter(loader)
+    assert next(batches) == [1]
+    with pytest.raises(KeyError, match="line 7"):
+        next(batches)
+    assert position(loader) == (0, 1)
+
+
+def test_a_loader_by_itself(tmp_path):
+    raw = DataLoader(range(4), 2)
+    loader = _FabricDataLoader(raw, torch.device("cpu"))
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert loader.device == torch.device("cpu")
+    assert len(loader) == 2
+
+
+def test_a_loader_that_keeps_its_own_position(fabric):
+    class Own(DataLoader):
+        at = 0
+
+        def __iter__(self):
+            start, self.at = self.at, 0
+            for index, batch in enumerate(super().__iter__()):
+                if index >= start:
+                    self.at = index + 1
+                    yield batch
+
+        def state_dict(self):
+            return {"at": self.at}
+
+        def load_state_dict(self, state):
+            self.at = state["at"]
+
+    loader = fabric.setup_dataloaders(Own(range(4), collate_fn=own_collate))
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = loader.state_dict()
+    assert state["ranks"] == [{"loader": {"at": 2}}]
+    again = fabric.setup_dataloaders(Own(range(4), collate_fn=own_collate))
+    again.load_state_dict(state)
+    assert list(again) == [[2], [3]]
