@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
+from torchmetrics.classification import MulticlassAccuracy
 
 from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
@@ -46,8 +47,11 @@ class Buckets:
 
 
 class Stream(IterableDataset):
+    def __init__(self, n=4):
+        self.n = n
+
     def __iter__(self):
-        return iter(range(4))
+        return iter(range(self.n))
 
 
 class Draws(Indices):
@@ -88,6 +92,25 @@ def test_evaluation_counts_every_sample_once(ranks, world):
         assert flat(per_rank) == list(range(n))
         if n >= world:
             assert len({len(batches) for batches in per_rank}) == 1
+
+
+def accuracy(n, size, kind):
+    fabric = launched()
+    metric = MulticlassAccuracy(num_classes=3, average="macro")
+    data = Indices(n) if kind == "map" else Stream(n)
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=size))
+    with torch.no_grad():
+        for batch in loader:
+            metric.update(batch * 7 % 3, batch * 5 % 4 % 3)
+    return fabric.compute_metrics(metric).item()
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_accuracy_is_that_of_one_process_bit_for_bit(ranks, world, kind):
+    for n, size in [(21, 4), (9, 2), (13, 1), (1, 2)]:
+        (alone,) = ranks.run(accuracy, n, size, kind, world_size=1)
+        assert ranks.run(accuracy, n, size, kind, world_size=world) == [alone] * world
 
 
 def read_training(seed):

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, FabricError, UsageError
+from fabric.testing import RankPool
 
 
 class Draws(Dataset):
@@ -326,3 +327,17 @@ def test_a_loader_with_an_iteration_of_its_own_runs_but_has_no_position(ranks):
     for rank, (rows, text) in enumerate(ranks.run(unsized_position, world_size=2)):
         assert rows == [[rank, rank + 2], [rank + 4, rank + 6]]
         assert "Give fabric.setup_dataloaders a torch DataLoader" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "workers"), [("map", 0), ("map", 2), ("stateful", 2)])
+def test_every_place_to_end_at_in_new_processes(ranks, tmp_path, kind, workers):
+    arguments = (kind, 18, 4, workers)
+    whole = ranks.run(train, *arguments, tmp_path / "whole.pt", None, None, world_size=2)
+    steps = len(whole[0]) // 2
+    for stop in (0, 1, steps // 2, steps - 1, steps, steps + 1, 2 * steps):
+        path = tmp_path / f"{stop}.pt"
+        first = ranks.run(train, *arguments, path, None, stop, world_size=2)
+        with RankPool(2) as others:
+            rest = others.run(train, *arguments, path, stop, None, world_size=2)
+        assert [one + other for one, other in zip(first, rest, strict=True)] == whole, stop
