@@ -165,11 +165,16 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         if strategy.plain_backward:
             tensor.backward(*args, **kwargs)
             return
-        strategy.gate.open = True
+        gate = strategy.gate
+        gate.passes += 1
+        gate.open = True
         try:
             strategy.backward(tensor, None if model is None else model._forward_module, *args, **kwargs)
+        except RuntimeError as error:
+            strategy.explain(error)
+            raise
         finally:
-            strategy.gate.open = False
+            gate.open = False
 
     def clip_gradients(
         self,

@@ -117,10 +117,12 @@ class PluginForward:
 class BackwardGate:
     """Open while `fabric.backward` runs. Guarded outputs refuse a backward that comes past it."""
 
-    __slots__ = ("open",)
+    __slots__ = ("__weakref__", "open", "passes")
 
     def __init__(self) -> None:
         self.open = False
+        self.passes = 0
+        """How many backwards have begun; the watchdog looks at it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackwardGate:
         return self  # `fabric.backward` opens one gate for a model and its copies

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.launchers.launcher import Launcher
+    from fabric.watch.watchdog import Watchdog
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
@@ -61,6 +62,7 @@ class ParallelStrategy(Strategy):
         self._backend: str | None = None
         self._launcher: Launcher | None = None
         self._made_group = False
+        self._watchdog: Watchdog | None = None
 
     @property
     def global_rank(self) -> int:
@@ -153,6 +155,19 @@ class ParallelStrategy(Strategy):
         if not dist.is_initialized():
             self._join_group()
         self.collective: Collective = TorchCollective()
+        if dist.get_world_size() > 1:
+            from fabric.watch.watchdog import watch_over
+
+            self._watchdog = watch_over(self.gate)
+
+    def explain(self, error: Exception) -> None:
+        """See the base: an error of the process group gets the table of where all ranks are.
+
+        Raises:
+            RankError: Ranks did not come, or ended, while this one was in a backward.
+        """
+        if self._watchdog is not None:
+            self._watchdog.explain(error, "backward")
 
     def teardown(self) -> None:
         """Let go of the process group, if this strategy made it."""
@@ -160,6 +175,9 @@ class ParallelStrategy(Strategy):
 
         report_unwaited()
         super().teardown()
+        if self._watchdog is not None and self._made_group:
+            self._watchdog.stop()
+        self._watchdog = None
         if self._made_group and dist.is_initialized():
             dist.destroy_process_group()
         self._made_group = False
@@ -250,4 +268,5 @@ class ParallelStrategy(Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # A group belongs to its process; a spawned rank joins anew.
-        return {**self.__dict__, "_made_group": False, "collective": TorchCollective()}
+        own = {"_made_group": False, "_watchdog": None, "collective": TorchCollective()}
+        return {**self.__dict__, **own}

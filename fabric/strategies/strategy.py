@@ -260,6 +260,9 @@ class Strategy(Exchange):
         )
         precision.post_backward(tensor, module)
 
+    def explain(self, error: Exception) -> None:
+        """Raise a better error in place of one that a step raised on this rank, where there is one."""
+
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         """Step the optimizer."""
         return self._precision.optimizer_step(optimizer, **kwargs)

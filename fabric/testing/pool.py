@@ -233,7 +233,9 @@ class RankPool:
     def _jobs(self, call: bytes, world_size: int, timeout: float, group: bool) -> list[Job]:
         self._calls += 1
         store = Path(self._directory(), f"store-{self._calls}")
-        environ, path, cwd = dict(os.environ), _importable_path(), str(Path.cwd())
+        # No watchdogs, unless the caller wants them: the pool has a timeout, and shows stacks.
+        environ = {"FABRIC_HANG_REPORT_AFTER": "off", **os.environ}
+        path, cwd = _importable_path(), str(Path.cwd())
         as_errors, ignored = self._warnings
         return [
             Job(

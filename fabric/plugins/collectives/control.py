@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.plugins.collectives import frames
 from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, Said
-from fabric.plugins.collectives.waits import PATIENCE, Waits
+from fabric.plugins.collectives.waits import PATIENCE, Here, Waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -273,6 +273,8 @@ class Guard:
             if not isinstance(work, _Arrival):
                 self._leave(work)
             raise
+        finally:
+            self._waits.here = None
 
     def _leave(self, work: Any) -> None:
         """Give up waiting for an operation that is still on its way."""
@@ -282,7 +284,9 @@ class Guard:
     def _wait_long(self, work: Any, call: Call, name: str) -> None:
         waits, seconds, start = self._waits, 0.2, time.monotonic()
         limit = self.timeout.total_seconds() - PATIENCE
-        stamp = waits.post(name, self._counts[name], self.members, self._row(call))
+        row = self._row(call)
+        stamp = waits.post(name, self._counts[name], self.members, row)
+        waits.here = Here(row.verb, row.where, start - PATIENCE)
         try:
             while not _is_done(work, seconds):
                 number = waits.verdict_on(stamp)
@@ -347,7 +351,7 @@ class Guard:
 
     def _failure(self, call: Call, error: Exception, work: Any = None) -> str:
         """The error for ranks that ended or did not come: who is missing, and where the others wait."""
-        reason = str(error).rpartition("] ")[2] or type(error).__name__
+        reason = reason_of(error)
         text = f"{call.verb} at {frames.user_place()} failed on rank {self._waits.rank}: "
         try:
             waits = self._waits.read()
@@ -360,6 +364,8 @@ class Guard:
             missing, rows = [], []
         who = f"rank {', '.join(missing)}" if missing else "a rank of the group"
         text += f"{who} ended, or did not come within {self.timeout.total_seconds():.0f} s ({reason})."
+        if found := self._waits.explain() if self._waits.explain is not None else "":
+            return f"{text}\nWhere the ranks are:\n{found}"
         return f"{text}\nWaiting at that time:\n{frames.table(rows)}" if rows else text
 
 
@@ -407,6 +413,12 @@ def _is_done(work: Any, seconds: float) -> bool:
         return False
     work.wait(patience)
     return True
+
+
+def reason_of(error: Exception) -> str:
+    """What a backend's error says, without the place in its source and its advice."""
+    lines = str(error).rpartition("cc:")[2].rpartition("] ")[2].splitlines() or [""]
+    return lines[0].partition(". This is typically")[0] or type(error).__name__
 
 
 def timeout_of(group: Any) -> timedelta:

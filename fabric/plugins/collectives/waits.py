@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fabric.plugins.collectives.frames import Said, mismatch_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from datetime import timedelta
 
 PATIENCE = 1.0
@@ -46,6 +46,15 @@ class Wait(NamedTuple):
         """Its line in the table."""
         ranks = f"ranks {', '.join(map(str, self.members))}"
         return Said(self.rank, f"{self.verb} of {ranks}", self.what, self.where)
+
+
+class Here(NamedTuple):
+    """A call of all ranks that this process waits in, for the watchdog."""
+
+    verb: str
+    where: str
+    since: float
+    """Of `time.monotonic()`."""
 
 
 def stuck(waits: Mapping[int, Wait]) -> set[int]:
@@ -87,6 +96,10 @@ class Waits:
         """How many calls of each group this rank has come to."""
         self.guards: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         """This rank's guards, by the name of their group."""
+        self.here: Here | None = None
+        """What this rank waits in, once it has waited for `PATIENCE`."""
+        self.explain: Callable[[], str] | None = None
+        """Gives a table of where all ranks are; a watchdog's."""
         self._stamp = 0
         self._verdicts: list[dict[int, Wait]] = []
 

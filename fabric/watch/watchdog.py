@@ -1,0 +1,241 @@
+"""`Watchdog`: a thread of each rank that says where all ranks are, once one of them has waited too long.
+
+It looks at what the main thread left behind (a call of all ranks that it waits in, a backward that it has not
+come back from) and asks the others through the store. Every rank answers from its own thread, so also one
+that is busy or stuck in Python; one that does not answer has ended, or cannot run Python. Nothing is written
+while nothing waits, and the main thread does nothing for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+
+from fabric.core.errors import ConfigurationError, RankError
+from fabric.plugins.collectives.control import reason_of, waits_of_world
+from fabric.utilities.messages import say
+from fabric.watch.stacks import user_line
+
+if TYPE_CHECKING:
+    from fabric.forward import BackwardGate
+    from fabric.plugins.collectives.waits import Waits
+
+REPORT_AFTER = 60.0
+VARIABLE = "FABRIC_HANG_REPORT_AFTER"
+_PERIOD = 0.25
+"""Seconds between two looks; more in large jobs, for the store's sake."""
+_ANSWER = 1.25
+"""Seconds that ranks have to answer; they look twice, and more, in that time."""
+_AGAIN = 5.0
+"""The next table of one hang comes after so many times the seconds of the last."""
+
+
+_OF_THE_GROUP = re.compile(
+    r"timed out|timeout|closed by peer|connection (reset|refused|closed)|broken pipe|pair closure"
+    r"|ncclRemoteError|NCCL communicator was aborted",
+    re.IGNORECASE,
+)
+"""How torch's backends say that another rank ended or did not come."""
+
+
+class Seen(NamedTuple):
+    """Where a rank is, as it tells the others."""
+
+    rank: int
+    host: str
+    what: str
+    """The call it waits in; "" outside of any."""
+    seconds: float | None
+    where: str
+
+
+def report_after() -> float | None:
+    """Seconds after which a wait is reported, of FABRIC_HANG_REPORT_AFTER; None: never.
+
+    Raises:
+        ConfigurationError: It is no number.
+    """
+    text = os.environ.get(VARIABLE, str(REPORT_AFTER))
+    try:
+        seconds = 0.0 if text.lower() == "off" else float(text)
+        if not seconds >= 0:
+            raise ValueError
+    except ValueError:
+        raise ConfigurationError(
+            f"{VARIABLE}={text!r} is no number of seconds. Write for example {VARIABLE}=60, or =off."
+        ) from None
+    return seconds or None
+
+
+_watchdogs: weakref.WeakKeyDictionary[Any, Watchdog | None] = weakref.WeakKeyDictionary()
+
+
+def watch_over(gate: BackwardGate) -> Watchdog | None:
+    """The watchdog of torch's default process group, which looks at this gate, too; None: switched off.
+
+    Raises:
+        ConfigurationError: FABRIC_HANG_REPORT_AFTER is no number.
+    """
+    world = dist.group.WORLD
+    if world not in _watchdogs:
+        after = report_after()
+        store = dist.distributed_c10d._get_default_store()
+        _watchdogs[world] = None if after is None else Watchdog(store, waits_of_world(), after)
+    watchdog = _watchdogs[world]
+    if watchdog is not None:
+        watchdog.gates.add(gate)
+    return watchdog
+
+
+class Watchdog:
+    """Watches the thread that makes it.
+
+    Args:
+        store: The job's store; a connection of its own is made.
+        waits: Where this rank's calls of all ranks say that they wait.
+        after: Seconds of waiting after which the ranks are asked.
+    """
+
+    def __init__(self, store: Any, waits: Waits, after: float) -> None:
+        self._store = dist.PrefixStore("fabric/watch", store.clone())
+        self._lock = threading.Lock()  # the main thread asks, too, when a call has failed
+        self._waits = waits
+        self.gates: weakref.WeakSet[BackwardGate] = weakref.WeakSet()
+        """They say whether this rank is in a backward, and in which."""
+        self._rank, self._world = waits.rank, waits.world_size
+        self._after = self._next = after
+        self._period = max(min(_PERIOD, after / 4), self._world / 2048)
+        self._thread = threading.get_ident()
+        self._backward: tuple[int, float] | None = None
+        self._answered = 0
+        self._over = threading.Event()
+        waits.explain = self.table
+        atexit.register(self.stop)
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="fabric-watchdog")
+        self._watcher.start()
+
+    def stop(self) -> None:
+        """End the thread, and tell the others that this rank has left."""
+        atexit.unregister(self.stop)
+        if self._over.is_set():
+            return
+        self._over.set()
+        self._watcher.join(2.0)
+        self._waits.explain = None
+        with suppress(Exception):  # the store may have gone before
+            error = getattr(sys, "last_value", None)
+            self._store.set(f"left/{self._rank}", f"raised {type(error).__name__}" if error else "finished")
+
+    def table(self) -> str:
+        """Ask all ranks where they are: a line for each. May be called by any thread of any rank."""
+        try:
+            return self._asked()
+        except Exception:
+            return ""  # the store went with the rank that kept it
+
+    def explain(self, error: Exception, doing: str) -> None:
+        """Raise what lies behind an error of the process group, if it is one.
+
+        Raises:
+            RankError: With the table of where the ranks are.
+        """
+        if _OF_THE_GROUP.search(str(error)) is None or not (table := self.table()):
+            return
+        reason = reason_of(error)
+        raise RankError(
+            f"{doing} failed on rank {self._rank}, since another rank ended or did not come ({reason}). "
+            f"Where the ranks are:\n{table}"
+        ) from error
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._period):
+            try:
+                reported = self._answer()
+                seen = self._here()
+                if seen.seconds is None:
+                    self._next = self._after
+                elif reported:  # another rank has said it
+                    self._next = max(self._next, seen.seconds * _AGAIN)
+                elif seen.seconds >= self._next:
+                    self._next = seen.seconds * _AGAIN
+                    self._report(seen)
+            except Exception:  # the store has gone, and the job with it
+                atexit.unregister(self.stop)
+                return
+
+    def _report(self, seen: Seen) -> None:
+        round_, me = self._store.add("asked", 0), str(self._rank)
+        if round_ > self._answered or self._store.compare_set(f"by/{round_}", "", me) != me.encode():
+            return  # another rank has just asked
+        text = self._asked()
+        say(
+            f"rank {self._rank} has waited {seen.seconds:.0f} s in {seen.what} ({VARIABLE}={self._after:g}). "
+            f"Where the ranks are:\n{text}"
+        )
+
+    def _asked(self) -> str:
+        round_, ranks = self._store.add("asked", 1), range(self._world)
+        self._answer()
+        deadline = time.monotonic() + max(_ANSWER, 3 * self._period)
+        while time.monotonic() < deadline and not self._store.check([f"at/{round_}/{r}" for r in ranks]):
+            time.sleep(0.02)
+        rows = []
+        for rank in ranks:
+            key, left = f"at/{round_}/{rank}", f"left/{rank}"
+            if self._store.check([key]):
+                rows.append(Seen(*json.loads(self._store.get(key))))
+            elif self._store.check([left]):
+                rows.append(Seen(rank, "", "has left", None, self._store.get(left).decode()))
+            else:
+                text = "it has died, or something keeps Python from running there"
+                rows.append(Seen(rank, "", "no answer", None, text))
+        return as_table(rows)
+
+    def _answer(self) -> bool:
+        with self._lock:
+            asked, before = self._store.add("asked", 0), self._answered
+            for round_ in range(before + 1, asked + 1):
+                self._store.set(f"at/{round_}/{self._rank}", json.dumps(self._here()))
+            self._answered = asked
+        return asked > before
+
+    def _here(self) -> Seen:
+        line, now, waiting = user_line(self._thread), time.monotonic(), self._waits.here
+        gates = list(self.gates)
+        count = sum([gate.passes for gate in gates])
+        if not any([gate.open for gate in gates]):
+            self._backward = None
+        elif self._backward is None or self._backward[0] != count:
+            self._backward = count, now
+        host = socket.gethostname()
+        if waiting is not None:
+            return Seen(self._rank, host, waiting.verb, now - waiting.since, waiting.where)
+        if self._backward is not None:
+            return Seen(self._rank, host, "backward", now - self._backward[1], line)
+        return Seen(self._rank, host, "", None, line)
+
+
+def as_table(rows: list[Seen]) -> str:
+    """A line per rank."""
+    cells = [("rank", "host", "in", "for", "at")]
+    for row in rows:
+        seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
+        what = row.what or "no call of all ranks"
+        cells.append((str(row.rank), row.host, what, seconds, row.where))
+    widths = [max([len(line[column]) for line in cells]) for column in range(4)]
+    lines = []
+    for line in cells:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
+        lines.append("  ".join(["", *padded, line[4]]).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,233 @@
+"""What the watchdog says, and when. No test waits for time to pass: they wait for the table itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabric import Fabric
+from fabric.core.errors import ConfigurationError, RankError
+from fabric.watch.stacks import user_line
+from fabric.watch.watchdog import Seen, as_table, report_after
+
+HERE = Path(__file__).name
+
+
+class Listener:
+    """Stands in for stderr; lets the other ranks know when it has got a table."""
+
+    def __init__(self):
+        self.text = ""
+        self.store = dist.PrefixStore("seen", dist.distributed_c10d._get_default_store().clone())
+
+    def write(self, text):
+        self.text += text
+        if "Where the ranks are" in text:
+            self.store.set("table", "here")
+
+    def flush(self):
+        pass
+
+    def wait(self):
+        """Until any rank has got a table."""
+        self.store.wait(["table"], timedelta(seconds=60))
+
+
+@contextmanager
+def watched(after="0.4"):
+    os.environ["FABRIC_HANG_REPORT_AFTER"] = after
+    stderr, sys.stderr = sys.stderr, Listener()
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+    try:
+        fabric.launch()
+        yield fabric, sys.stderr
+    finally:
+        sys.stderr = stderr
+        if fabric.strategy._watchdog is not None:
+            fabric.strategy._watchdog.stop()
+        os.environ["FABRIC_HANG_REPORT_AFTER"] = "off"
+
+
+def busy_elsewhere(listener):
+    listener.wait()  # a rank that is stuck in plain Python
+
+
+def late_for_a_verb():
+    with watched() as (fabric, listener):
+        if fabric.global_rank == 1:
+            busy_elsewhere(listener)
+        fabric.all_reduce(torch.ones(3))
+        fabric.barrier("end")
+        return listener.text
+
+
+def test_a_rank_that_is_late_for_a_verb_is_shown_with_its_line(ranks):
+    texts = ranks.run(late_for_a_verb, world_size=3)
+    (text,) = [text for text in texts if text]
+    head, _, table = text.partition("\n")
+    assert re.fullmatch(
+        r"fabric: rank [02] has waited \d+ s in all_reduce\(mean\) #\d+ \(FABRIC_HANG_REPORT_AFTER=0.4\)\. "
+        "Where the ranks are:",
+        head,
+    )
+    header, *rows = table.splitlines()
+    assert header.split() == ["rank", "host", "in", "for", "at"]
+    for rank in (0, 2):
+        assert re.search(rf"  {rank} +\S+ +all_reduce\(mean\) #\d+ +\d+ s +\S*{HERE}:\d+", rows[rank]), rows[
+            rank
+        ]
+    assert re.search(rf"  1 +\S+ +no call of all ranks +\S*{HERE}:\d+ in wait", rows[1]), rows[1]
+
+
+def late_for_a_backward():
+    with watched() as (fabric, listener):
+        model = fabric.setup(torch.nn.Linear(2, 2))
+        loss = model(torch.ones(1, 2)).sum()
+        if fabric.global_rank == 1:
+            busy_elsewhere(listener)
+        fabric.backward(loss)
+        return listener.text
+
+
+def test_a_rank_that_is_late_for_a_backward_is_shown(ranks):
+    first, second = ranks.run(late_for_a_backward, world_size=2)
+    assert second == ""
+    assert re.match(r"fabric: rank 0 has waited \d+ s in backward ", first)
+    assert re.search(rf"  0 +\S+ +backward +\d+ s +\S*{HERE}:\d+ in late_for_a_backward", first)
+    assert re.search(rf"  1 +\S+ +no call of all ranks +\S*{HERE}:\d+ in wait", first)
+
+
+def many_quick_steps():
+    with watched("0.2") as (fabric, listener):
+        model = fabric.setup(torch.nn.Linear(2, 2))
+        for _ in range(300):
+            fabric.backward(model(torch.ones(1, 2)).sum())
+            fabric.all_reduce(1.0)
+        return listener.text
+
+
+def test_nothing_is_said_while_nothing_waits(ranks):
+    assert ranks.run(many_quick_steps, world_size=2) == ["", ""]
+
+
+def two_hangs():
+    with watched() as (fabric, listener):
+        for _ in range(2):
+            if fabric.global_rank == 1:
+                busy_elsewhere(listener)
+            fabric.barrier()
+            if fabric.global_rank == 1:
+                listener.store.delete_key("table")
+            fabric.barrier()
+        return listener.text.count("Where the ranks are")
+
+
+def test_each_hang_is_said_once(ranks):
+    assert ranks.run(two_hangs, world_size=2) == [2, 0]
+
+
+def gone_rank():
+    """Rank 1 leaves; the table of rank 0's failed call says so."""
+    with watched("60") as (fabric, listener):
+        if fabric.global_rank == 1:
+            fabric.strategy._watchdog.stop()
+            listener.store.set("table", "left")
+            return ""
+        listener.wait()
+        return fabric.strategy._watchdog.table()
+
+
+def test_a_rank_that_has_left_is_told_from_one_that_does_not_answer(ranks):
+    text = ranks.run(gone_rank, world_size=2)[0]
+    assert re.search(r"  1 +has left +finished", text)
+    assert re.search(rf"  0 +\S+ +no call of all ranks +\S*{HERE}:\d+ in gone_rank", text)
+
+
+def explained():
+    with watched("60") as (fabric, _):
+        fabric.barrier()
+        found = []
+        if fabric.global_rank == 0:
+            gloo = RuntimeError(
+                "[/x/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:42730. This is typically x"
+            )
+            for error in (gloo, RuntimeError("mat1 and mat2 shapes cannot be multiplied")):
+                try:
+                    fabric.strategy.explain(error)
+                    found.append("")
+                except RankError as better:
+                    found.append(str(better))
+        fabric.barrier()
+        return found
+
+
+def test_errors_of_the_process_group_get_the_table_and_others_stay(ranks):
+    with_table, without = ranks.run(explained, world_size=2)[0]
+    assert with_table.startswith(
+        "backward failed on rank 0, since another rank ended or did not come (Connection closed by peer "
+        "[127.0.0.1]:42730). Where the ranks are:\n  rank  host"
+    )
+    assert without == ""
+
+
+def threads(after):
+    with watched(after) as (fabric, _):
+        found = [t.name for t in threading.enumerate()].count("fabric-watchdog")
+        other = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+        other.launch()
+        again = [t.name for t in threading.enumerate()].count("fabric-watchdog")
+        fabric.barrier()
+    return found, again, [t.name for t in threading.enumerate()].count("fabric-watchdog")
+
+
+def test_one_thread_for_each_process_and_none_where_it_is_switched_off(ranks):
+    assert ranks.run(threads, "60", world_size=2) == [(1, 1, 0)] * 2
+    assert ranks.run(threads, "off", world_size=2) == [(0, 0, 0)] * 2
+    assert ranks.run(threads, "0", world_size=2) == [(0, 0, 0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("60", 60.0), ("0.5", 0.5), ("0", None), ("off", None), ("OFF", None)]
+)
+def test_the_variable(monkeypatch, text, seconds):
+    monkeypatch.setenv("FABRIC_HANG_REPORT_AFTER", text)
+    assert report_after() == seconds
+    monkeypatch.delenv("FABRIC_HANG_REPORT_AFTER")
+    assert report_after() == 60.0
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", ""])
+def test_a_variable_that_is_no_number(monkeypatch, text):
+    monkeypatch.setenv("FABRIC_HANG_REPORT_AFTER", text)
+    with pytest.raises(ConfigurationError) as caught:
+        report_after()
+    assert str(caught.value) == (
+        f"FABRIC_HANG_REPORT_AFTER={text!r} is no number of seconds. Write for example "
+        "FABRIC_HANG_REPORT_AFTER=60, or =off."
+    )
+
+
+def test_lines_of_threads():
+    assert re.fullmatch(rf"\S*{HERE}:\d+ in test_lines_of_threads", user_line(threading.get_ident()))
+    assert user_line(-1) == ""
+
+
+def test_the_table():
+    rows = [
+        Seen(0, "one", "barrier() #3", 61.2, "train.py:4"),
+        Seen(12, "two", "", None, "train.py:9 in load"),
+    ]
+    assert as_table(rows) == (
+        "  rank  host  in                    for   at\n"
+        "  0     one   barrier() #3          61 s  train.py:4\n"
+        "  12    two   no call of all ranks        train.py:9 in load"
+    )
