@@ -1,6 +1,7 @@
 """Scripts whose ranks go different ways, as users write them: they end with the table, and never hang."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,11 +48,31 @@ data = torch.ones(10_000)
 fabric.all_reduce(data, async_op=True)
 """
 
+STUCK = """
+import os
+import signal
+import threading
+from datetime import timedelta
+import torch
+from fabric import Fabric
+from fabric.strategies import DDPStrategy
 
-def run(folder: Path, script: str, timeout: float) -> subprocess.CompletedProcess:
+fabric = Fabric(accelerator="cpu", devices=3, strategy=DDPStrategy(timeout=timedelta(seconds=8)))
+fabric.launch()
+model = fabric.setup(torch.nn.Linear(2, 2))
+loss = model(torch.ones(1, 2)).sum()
+if fabric.global_rank == 1:
+    if {kill}:
+        threading.Timer(4, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    threading.Event().wait(600)  # stuck
+{call}  # waits
+"""
+
+
+def run(folder: Path, script: str, timeout: float, **variables: str) -> subprocess.CompletedProcess:
     """The finished script; a hang fails by `timeout` (seconds)."""
     (folder / "train.py").write_text(script)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.run(
         [sys.executable, "train.py"], cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout
     )
@@ -86,3 +107,25 @@ def test_a_handle_that_nobody_waits_for_is_reported_at_exit(tmp_path):
     lines = [line for line in done.stderr.splitlines() if "nobody waited" in line]
     assert len(lines) == 2, "one for each rank"
     assert all("all_reduce(mean)" in line and place in line and ".wait()" in line for line in lines)
+
+
+@pytest.mark.parametrize("call", ["fabric.backward(loss)", "fabric.barrier('end')"])
+@pytest.mark.parametrize("kill", [False, True])
+def test_a_stuck_rank_is_shown_once_early_and_in_the_error_at_the_end(tmp_path, call, kill):
+    script = STUCK.format(call=call, kill=kill)
+    done = run(tmp_path, script, 90, FABRIC_HANG_REPORT_AFTER="2")
+    name = "backward" if "backward" in call else r"barrier\('end'\) #\d+"
+    stuck = rf"  1 +\S+ +no call of all ranks +\S*train.py:{line_of(script, '# stuck')} in <module>"
+    waiting = rf"  [02] +\S+ +{name} +\d+ s +\S*train.py:{line_of(script, '# waits')}"
+    early, _, rest = done.stderr.partition("Traceback")
+    assert early.count("Where the ranks are:") == 1, "one table before any error"
+    assert re.search(rf"fabric: rank [02] has waited \d+ s in {name} \(FABRIC_HANG_REPORT_AFTER=2\)\.", early)
+    assert re.search(stuck, early)
+    assert len(re.findall(waiting, early)) == 2
+    if kill:
+        assert done.stderr.splitlines()[-1].startswith("fabric: rank 1 failed first: killed by SIGKILL")
+        assert done.returncode == 128 + 9
+    else:
+        assert done.returncode == 1
+        assert re.search(stuck.replace("  1", r".*  1", 1), rest), "the error at the timeout has the table"
+        assert "did not come" in rest
