@@ -161,7 +161,7 @@ class _FabricDataLoader:
         self._saved, self._pass = None, run
         self._epoch += 1
         begin = time.perf_counter()
-        pairs: Iterator[Any] = source.pairs(iter(loader))
+        pairs: Iterator[Any] = source.pairs(self._started())
         if source.replays:
             pairs = _timed(pairs, begin, loader)
         if self._together is not None and self._together.wanted():
@@ -171,6 +171,14 @@ class _FabricDataLoader:
             pairs = self._ahead(pairs, self._device) if self._looks_ahead else self._moved(pairs)
         self.wait_seconds += time.perf_counter() - begin
         return self._received(pairs, run)
+
+    def _started(self) -> Iterator[Any]:
+        if not getattr(self._dataloader, "num_workers", 0):
+            return iter(self._dataloader)
+        from fabric.data.workers import forking
+
+        with forking():
+            return iter(self._dataloader)
 
     def _received(self, pairs: Iterator[Any], run: _Pass) -> Iterator[Any]:
         clock = time.perf_counter

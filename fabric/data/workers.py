@@ -5,8 +5,10 @@ So a run that goes on in the middle of an epoch draws in its workers what it wou
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from torch.utils.data import get_worker_info
 from fabric.utilities.seed import derive_seed, pl_worker_init_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class Job(NamedTuple):
@@ -71,6 +73,24 @@ class SeededDataset(Forwarding):
         return fetch(indices) if fetch else [self.dataset[index] for index in indices]
 
 
+@contextmanager
+def forking() -> Iterator[None]:
+    """Within, workers may be forked. They must not collect what is garbage here: a process group's destructor
+    would wait in them for threads that only exist here, for ever (measured).
+    """
+    global _collects
+    _collects = gc.isenabled()
+    gc.disable()  # the child begins so, too; SeedWorker goes on from there
+    try:
+        yield
+    finally:
+        if _collects:
+            gc.enable()
+
+
+_collects = True
+
+
 class SeedWorker:
     """A worker_init_fn: streams of its own for each (rank, worker), then the user's function."""
 
@@ -80,6 +100,9 @@ class SeedWorker:
 
     def __call__(self, worker_id: int) -> None:
         """Run in the worker process, before its first sample."""
+        gc.freeze()  # what came with the fork is not this process's to clean up
+        if _collects:
+            gc.enable()
         pl_worker_init_function(worker_id, self.rank)
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, Forwarding):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import warnings
+from datetime import timedelta
 
 import numpy
 import pytest
@@ -232,6 +234,43 @@ def test_workers_draw_apart_on_all_ranks_and_alike_in_each_run(ranks):
     assert runs[0] == runs[1]
     numbers = torch.tensor(runs[0], dtype=torch.float64).flatten().tolist()
     assert len(set(numbers)) == len(numbers) == 2 * 2 * 4 * 3
+
+
+class Collecting(Indices):
+    """Collects garbage in the worker, as Python does from time to time."""
+
+    def __getitem__(self, index):
+        gc.collect()
+        return index + 100 * gc.isenabled()
+
+
+def garbage(enabled):
+    """A process group that is garbage when the workers are forked."""
+    fabric = launched()
+    store = dist.PrefixStore("other", dist.distributed_c10d._get_default_store())
+    group = dist.ProcessGroupGloo(store, fabric.global_rank, fabric.world_size, timedelta(seconds=60))
+    group.allreduce([torch.ones(1)]).wait()
+    loader = DataLoader(Collecting(4), num_workers=1, multiprocessing_context="fork", timeout=30)
+    ready = fabric.setup_dataloaders(loader)
+    gc.disable()
+    ring = [group]
+    ring.append(ring)
+    del ring, group
+    if enabled:
+        gc.set_threshold(10**6)
+        gc.enable()
+    seen = read(ready)
+    as_it_was = gc.isenabled() == enabled
+    gc.enable()
+    gc.set_threshold(700, 10, 10)
+    return seen, as_it_was
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_workers_leave_the_loops_garbage_alone(ranks, enabled):
+    more = 100 * enabled
+    expected = [([[0 + more], [2 + more]], True), ([[1 + more], [3 + more]], True)]
+    assert ranks.run(garbage, enabled, world_size=2) == expected
 
 
 # bad input
