@@ -212,10 +212,10 @@ class SetupVerbs(RankFacts):
         loader = self._strategy.process_dataloader(copied)
         moves = move_to_device and not self._strategy.traits.owns_transfer
         peers = together = None
-        if self.world_size > 1 and source.per_rank:
+        if self.world_size > 1:
             exchange = partial(self._strategy.all_gather_object, label="loader")
             peers = Peers(self.global_rank, self.world_size, exchange)
-            together = Together(exchange, uneven) if shard or uneven else None
+            together = Together(exchange, uneven) if source.per_rank and (shard or uneven) else None
         return _FabricDataLoader(
             loader,
             self.device if moves else None,

@@ -78,7 +78,7 @@ class Rule(NamedTuple):
         Raises:
             ConfigurationError: Items are left over under "error".
         """
-        (rank, world), size, holds = self.share, self.size, self._joins
+        (rank, world), size, holds = self.share, self.size, self.joins
         first = list(first or [])
         held: Dealt | None = None  # one global batch back, where the last few items may join it
         at, number = start, 0
@@ -104,7 +104,8 @@ class Rule(NamedTuple):
             yield Dealt(mine, end, len(block) < world, True, mark and mark(number))
 
     @property
-    def _joins(self) -> bool:
+    def joins(self) -> bool:
+        """Whether the last few items may join the global batch before."""
         return (
             self.uneven == "exact" and self.share.world > 1 and self.batch is not None and not self.drop_last
         )
@@ -136,6 +137,11 @@ class Rule(NamedTuple):
             return full + 1
         alone = self.uneven == "exact" and rank < tail and (full == 0 or self.batch is None)
         return full + (tail >= world or alone)
+
+    def counts(self, items: int) -> list[int]:
+        """All ranks' numbers of batches."""
+        world = self.share.world
+        return [self._replace(share=Share(rank, world)).count(items) for rank in range(world)]
 
     def message(self, rest: int) -> str:
         """The error text for items that are left over."""

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as workers_module
 
-from fabric.data.order import PrivateRandomness
+from fabric.data.randomness import PrivateRandomness
 from fabric.data.workers import Forwarding, seed_draws
 from fabric.utilities.seed import derive_seed, isolate_rng, set_rng_states
 
@@ -121,6 +122,7 @@ class DealtIterable(Batched):
     """
 
     _OWN = Batched._OWN | {"rule"}
+    whole = True
 
     def __init__(self, dataset: Any, rule: Rule, salts: tuple[int, int], persistent: bool) -> None:
         super().__init__(dataset, rule.batch, rule.drop_last, salts, persistent)
@@ -140,18 +142,20 @@ class DealtIterable(Batched):
         start = saved["samples"] if saved else 0
         jumps = saved is not None and saved.get("dataset") is not None
         private = PrivateRandomness(
-            derive_seed(self.salts[0], epoch), saved["random"] if saved and jumps else None
+            derive_seed(self.salts[0], epoch),
+            saved["random"] if saved and jumps else None,
+            restores=workers == 0,
         )
         if saved and jumps:
             self.dataset.load_state_dict(copy.deepcopy(saved["dataset"]))
-        with private:
+        with private, _one_process():
             stream = iter(self.dataset)
             first = [] if jumps else list(islice(stream, min(start, self.rule.share.world)))
             if not jumps:
                 next(islice(stream, start - len(first), start - len(first)), None)
 
         def draw(count: int) -> list[Any]:
-            with private:
+            with private, _one_process():
                 return list(islice(stream, count))
 
         turns = max(workers, 1)
@@ -167,6 +171,17 @@ class DealtIterable(Batched):
                 note = (dealt.end, *dealt.mark, dealt.last, dealt.short)
                 seed = derive_seed(*self.salts, epoch, dealt.end) if workers else None
                 yield Batch(items, seed, note)
+
+
+class _one_process:
+    """Within, `get_worker_info()` is None: a dataset that splits itself by worker gives all it has."""
+
+    def __enter__(self) -> None:
+        self.info = workers_module._worker_info
+        workers_module._worker_info = None
+
+    def __exit__(self, *exc: object) -> None:
+        workers_module._worker_info = self.info
 
 
 class OwnIterable(Batched):

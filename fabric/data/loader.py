@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import torch
 
     from fabric.data.sources import Source
     from fabric.data.together import Together
@@ -141,7 +141,7 @@ class _FabricDataLoader:
                 "Make the loader as it was, or leave its position out of the state that is loaded."
             )
         if self._source.per_rank:
-            ranks = state["ranks"]
+            ranks = state.get("ranks", [])
             rank, world = (0, 1) if self._peers is None else self._peers[:2]
             if len(ranks) != world:
                 raise UsageError(
@@ -150,13 +150,21 @@ class _FabricDataLoader:
                     f"the data out (the defaults of setup_dataloaders), or use {len(ranks)} ranks."
                 )
             state = ranks[rank]
+        missing = self._source.fresh().keys() - state.keys()
+        if missing:
+            raise UsageError(
+                f"The loader's position lacks {', '.join(sorted(missing))}: was it changed by hand?"
+            )
         self._epoch, self._saved, self._pass = epoch, state, None
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of one epoch. The first iteration is epoch 0, the next one 1, also after a break."""
         loader, source = self._dataloader, self._source
-        run, saved = _Pass(self._epoch), self._saved
-        tell_epoch(loader, run.epoch)
+        epoch = source.epoch(self._epoch)
+        if epoch != self._epoch:
+            self.set_epoch(epoch)
+        run, saved = _Pass(epoch), self._saved
+        tell_epoch(loader, epoch)
         source.begin(run.epoch, saved)
         self._saved, self._pass = None, run
         self._epoch += 1
@@ -165,7 +173,9 @@ class _FabricDataLoader:
         if source.replays:
             pairs = _timed(pairs, begin, loader)
         if self._together is not None and self._together.wanted():
-            pairs = self._together.steps(pairs, self._length())
+            pairs = self._together.steps(pairs, self._left())
+        if self._peers is not None and not source.per_rank and torch.is_grad_enabled():
+            pairs = self._agreed(pairs, run)
         # On the host nothing walks the batch.
         if self._device is not None and self._device.type != "cpu":
             pairs = self._ahead(pairs, self._device) if self._looks_ahead else self._moved(pairs)
@@ -206,9 +216,58 @@ class _FabricDataLoader:
         for batch, note in pairs:
             yield self._move(batch, self._device), note  # type: ignore[arg-type]
 
-    def _length(self) -> int | None:
+    def _agreed(self, pairs: Iterator[Any], run: _Pass) -> Iterator[Any]:
+        """`pairs`; ranks compare before the second, which one that only looks at a batch never asks for."""
+        for number, found in enumerate(pairs):
+            if number == 1:
+                mine = self._source.agreed()
+                if mine is not None and self._peers is not None:
+                    self._compare({"epoch": run.epoch, **mine}, self._peers)
+                yield found
+                break
+            yield found
+        yield from pairs
+
+    def _compare(self, mine: dict[str, Any], peers: Peers) -> None:
+        held = peers.exchange(mine)
+        if any([each != held[0] for each in held]):
+            rows = [
+                ", ".join(
+                    [
+                        f"{key} {each.get(key)}"
+                        for key in mine
+                        if any(x.get(key) != each.get(key) for x in held)
+                    ]
+                )
+                for each in held
+            ]
+            table = "\n".join([f"  rank {rank}: {row}" for rank, row in enumerate(rows)])
+            raise UsageError(
+                "The ranks iterate this loader differently, so samples would be repeated and lost:\n"
+                f"{table}\n"
+                "Begin each epoch on all ranks (a rank that has looked at a batch by itself has counted an "
+                "epoch: loader.set_epoch(n) on all ranks), load positions on all ranks, and give all ranks "
+                "the same data and sampler, with random generators seeded alike."
+            )
+
+    @property
+    def batches_done(self) -> int:
+        """How many batches of this epoch the loop has received, those before it was resumed included.
+
+        Equals `len(loader)` with the last one.
+
+        Raises:
+            UsageError: The loader cannot say where it is.
+        """
+        run = self._pass
+        done = 0 if run is None or run.over else self._source.done(run.note)
+        if done is None:
+            raise UsageError(f"{type(self._dataloader).__name__} does not say how many batches it has given.")
+        return done
+
+    def _left(self) -> int | None:
         try:
-            return self._source.length()
+            return self._source.length() - (self._source.done(None) or 0)
         except (TypeError, NotImplementedError):
             return None
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from contextlib import nullcontext
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from fabric.utilities.seed import collect_rng_states, derive_seed, isolate_rng, set_rng_states
+from fabric.data.randomness import PrivateRandomness
+from fabric.utilities.seed import derive_seed, isolate_rng, set_rng_states
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
 _ORDERED = (SequentialSampler, range, list, tuple)
 _DRAWS_AT_START = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -70,7 +69,12 @@ class SeededOrder:
         """The items of the epoch from number `skip` on; before them the first `keep` of those skipped."""
         # No generator function: the epoch is that of this moment, also if the first item is asked for later.
         if self.is_sequential:
-            return _from(iter(self.sampler), skip, keep) if skip else iter(self.sampler)
+            if not skip:
+                return iter(self.sampler)
+            items: Any = self.sampler
+            if isinstance(items, SequentialSampler):
+                items = range(len(items))
+            return chain(items[: min(skip, keep)], items[skip:])  # no walk over what is skipped
         return self._drawn(PrivateRandomness(derive_seed(self.seed, self.epoch)), skip, keep)
 
     def _drawn(self, private: PrivateRandomness, skip: int, keep: int) -> Iterator[Any]:
@@ -80,7 +84,7 @@ class SeededOrder:
             else:
                 stream = iter(self.sampler)
                 items = _from(stream, skip, keep) if skip else stream
-            drawn = list(islice(items, min(skip, keep) + self.chunk))
+            drawn = _copied(islice(items, min(skip, keep) + self.chunk))
         yield from drawn
         if type(self.sampler) in _DRAWS_AT_START:
             yield from stream
@@ -90,9 +94,13 @@ class SeededOrder:
         while full:
             size = min(2 * size, _GROWTH * self.chunk)
             with private:
-                drawn = list(islice(stream, size))
+                drawn = _copied(islice(stream, size))
             full = len(drawn) == size
             yield from drawn
+
+    def told(self) -> int | None:
+        """Not asked for: the epochs are the loader's."""
+        return None
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
@@ -117,6 +125,13 @@ class UserOrder:
             if callable(set_epoch):
                 set_epoch(epoch)
 
+    def told(self) -> int | None:
+        """The epoch that the user's sampler has."""
+        epochs = [
+            getattr(part, "epoch", None) for part in (self.sampler, getattr(self.sampler, "sampler", None))
+        ]
+        return next((epoch for epoch in epochs if isinstance(epoch, int)), None)
+
     def stream(self, skip: int = 0, keep: int = 0) -> Iterator[Any]:
         """As in SeededOrder."""
         if self.begin_with is None and not skip:
@@ -134,6 +149,11 @@ class UserOrder:
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
+
+
+def _copied(items: Iterable[Any]) -> list[Any]:
+    """The items, drawn ahead; batches as they are now, should the sampler use one list for all of them."""
+    return [item.copy() if type(item) is list else item for item in items]
 
 
 def _permuted(sampler: RandomSampler, skip: int, keep: int) -> Iterator[int]:
@@ -165,51 +185,3 @@ def _from(stream: Iterator[Any], skip: int, keep: int) -> Iterator[Any]:
 def seed_worker_generator(generator: torch.Generator, seed: int, epoch: int) -> None:
     """Let the base seed that a loader draws for its workers be a function of (seed, epoch)."""
     generator.manual_seed(derive_seed(seed, epoch, _WORKERS))
-
-
-class PrivateRandomness:
-    """Context in which the global generators hold a private state, kept from one `with` to the next."""
-
-    def __init__(self, seed: int, states: dict[str, Any] | None = None) -> None:
-        self._seed = seed
-        self._mine: list[Any] | None = None
-        self._theirs: list[Any] = []
-        if states is not None:
-            outer = collect_rng_states()
-            set_rng_states(states)
-            self._mine = [get() for get, _, _ in _generators()]
-            set_rng_states(outer)
-
-    def states(self) -> dict[str, Any]:
-        """The private state, for a checkpoint; between two uses."""
-        with self:
-            return collect_rng_states()
-
-    def __enter__(self) -> None:
-        parts = _generators()
-        self._theirs = [get() for get, _, _ in parts]
-        if self._mine is None:
-            for _, _, start in parts:
-                start(self._seed)
-        else:
-            for (_, put, _), state in zip(parts, self._mine, strict=False):
-                put(state)
-
-    def __exit__(self, *exc: object) -> None:
-        parts = _generators()
-        self._mine = [get() for get, _, _ in parts]
-        for (_, put, _), state in zip(parts, self._theirs, strict=False):
-            put(state)
-
-
-def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]]:
-    """(get, set, seed) of each global generator; numpy, the last, only where it is loaded."""
-    parts: list[Any] = [
-        (torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
-        (random.getstate, random.setstate, random.seed),
-    ]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "random"):
-        numpy_random = numpy.random
-        parts.append((numpy_random.get_state, numpy_random.set_state, lambda s: numpy_random.seed(s % 2**32)))
-    return parts

@@ -134,7 +134,8 @@ def _dealt_iterable(loader: DataLoader[Any], share: Share, seed: int, uneven: st
     persistent = loader.num_workers > 0 and loader.persistent_workers
     dataset = DealtIterable(loader.dataset, rule, (seed, share.rank), persistent)
     _with_dataset(loader, copied, dataset)
-    return Sharded(copied, DealtSource(copied, dataset, seed, own, stops=uneven is None))
+    stops = uneven is None and loader.batch_size is None
+    return Sharded(copied, DealtSource(copied, dataset, seed, own, stops))
 
 
 def _stream(

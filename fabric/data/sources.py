@@ -15,6 +15,7 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.data.order import SeededOrder
+from fabric.data.randomness import OwnGenerators
 from fabric.data.workers import JobMaker
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.seed import collect_rng_states
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from fabric.data.streams import IndexStream
 
 _NOTHING = object()
+_FEWER = (
+    "Not all ranks get a batch in every round, and gradients are enabled: rounds in which some have none "
+    'are left out, so that all ranks take the same number of steps. Write uneven="exact" to get them, or '
+    "evaluate under torch.no_grad()."
+)
 
 
 class Source:
@@ -62,7 +68,7 @@ class Source:
         ):
             raise UsageError(
                 f"{type(self.loader).__name__} cannot say how far it has come. Give fabric.setup_dataloaders "
-                "a torch DataLoader, or a loader with state_dict() and load_state_dict()."
+                "a DataLoader without an __iter__ of its own, or one with state_dict() and load_state_dict()."
             )
         return {"loader": self.loader.state_dict()}
 
@@ -74,6 +80,18 @@ class Source:
         """How many batches this rank gets in an epoch."""
         return len(self.loader)
 
+    def epoch(self, counted: int) -> int:
+        """The epoch of an iteration that is about to start; `counted` is the loader's own number."""
+        return counted
+
+    def agreed(self) -> dict[str, Any] | None:
+        """What all ranks must have alike at the second batch of an iteration; None: they need not."""
+        return None
+
+    def done(self, note: Any) -> int | None:
+        """How many batches of the epoch this rank has received after this note; None: unknown."""
+        return None
+
 
 class _Drawing(Source):
     """A source whose order may come from random generators of the user's own."""
@@ -83,20 +101,21 @@ class _Drawing(Source):
     def __init__(self, loader: Any, seed: int, own: torch.Generator | None) -> None:
         super().__init__(loader)
         self.seed = seed
-        found = [loader.generator, *[getattr(part, "generator", None) for part in _samplers(loader)]]
-        unique = {id(g): g for g in found if isinstance(g, torch.Generator) and g is not own}
-        self.generators = list(unique.values())
-        self._began: list[torch.Tensor] = []
+        self.generators = OwnGenerators([loader, *_samplers(loader)], own)
+        self._began: list[Any] = []
 
     def _begin_generators(self, saved: dict[str, Any] | None) -> None:
         if saved is not None:
-            _check("generators of the user's own", len(saved["generators"]), len(self.generators))
-            for generator, state in zip(self.generators, saved["generators"], strict=True):
-                generator.set_state(state)
-        self._began = self._generator_states()
+            _check("random generators of its own", len(saved["generators"]), len(self.generators))
+            self.generators.set_states(saved["generators"])
+        self._began = self.generators.states()
 
-    def _generator_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self.generators]
+    def _check_in_order(self) -> None:
+        if self.loader.num_workers and not getattr(self.loader, "in_order", True):
+            raise UsageError(
+                "A loader with in_order=False cannot say how far it has come: batches arrive in any order. "
+                "Leave in_order=False out, or ask for the position between epochs only."
+            )
 
 
 class IndexSource(_Drawing):
@@ -111,15 +130,28 @@ class IndexSource(_Drawing):
     """
 
     def __init__(
-        self, loader: Any, stream: IndexStream, seed: int, rank: int, own: torch.Generator | None
+        self,
+        loader: Any,
+        stream: IndexStream,
+        seed: int,
+        rank: int,
+        own: torch.Generator | None,
     ) -> None:
         super().__init__(loader, seed, own)
         self.stream = stream
         self.rank = rank
         self.dealt = isinstance(stream.order, SeededOrder)
-        self.kind = "samples" if self.dealt else "batches"
         self.per_rank = not self.dealt
+        self.kind = "batches" if not self.dealt else "samples" if stream.rule.batch else "whole batches"
+        self._told = stream.order.told()
         self._random: dict[str, Any] | None = None
+
+    def epoch(self, counted: int) -> int:
+        """The user's own, if they have told their sampler another one than it had last."""
+        if not self.dealt and (told := self.stream.order.told()) != self._told:
+            counted = told if told is not None else counted
+        self._told = counted
+        return counted
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
         """See the base.
@@ -127,9 +159,10 @@ class IndexSource(_Drawing):
         Raises:
             UsageError: The position is one in data of another length.
         """
-        order = self.stream.order
-        self.stream.start = saved["samples"] if saved else 0
-        if self.stream.start and saved and (now := self._length()) != saved["length"]:
+        order, stream = self.stream.order, self.stream
+        stream.start = saved["samples"] if saved else 0
+        stream.expected = saved["check"] if saved and stream.start else None
+        if stream.start and saved and (now := self._items()) != saved["length"]:
             raise UsageError(
                 f"The position {saved['samples']} was saved in data of length {saved['length']}, but they "
                 f"have {now} now, in another order. Use the same data, or begin an epoch: "
@@ -142,31 +175,47 @@ class IndexSource(_Drawing):
             self._random = saved["random"] if saved else collect_rng_states()
             order.begin_with = saved["random"] if saved else None
         if self.loader.num_workers:
-            self.stream.item = JobMaker(
-                self.seed, epoch, self.rank, *[g.initial_seed() for g in self.generators]
-            )
+            stream.item = JobMaker(self.seed, epoch, self.rank, *self.generators.seeds())
 
     def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """Batches with the positions after them; no Python frame of ours per batch."""
         return zip(batches, iter(self.stream.ends.popleft, _NOTHING), strict=False)
 
+    def agreed(self) -> dict[str, Any] | None:
+        """See the base. Ranks with other numbers of batches do not all come to the second."""
+        items, rule = self._items(), self.stream.rule
+        if not self.dealt or (rule.batch is None and rule.uneven == "exact"):
+            return None
+        if items is not None and min(rule.counts(items)) < 2 + rule.count(self.stream.start):
+            return None
+        return {"position": self.stream.start, "length": items, "order": self.stream.check}
+
     def state(self, note: Any) -> dict[str, Any]:
         """See the base."""
-        return self._state(self.stream.start if note is None else note, self._began, self._random)
+        self._check_in_order()
+        if note is None:
+            return self._state(self.stream.start, self._began, self._random, self.stream.expected)
+        return self._state(note, self._began, self._random, self.stream.check)
 
     def fresh(self) -> dict[str, Any]:
         """See the base."""
-        return self._state(0, self._generator_states(), None if self.dealt else collect_rng_states())
+        random = None if self.dealt else collect_rng_states()
+        return self._state(0, self.generators.states(), random, None)
 
     def length(self) -> int:
         """See the base."""
         return len(self.stream)
 
-    def _state(self, samples: int, generators: list[torch.Tensor], random: Any) -> dict[str, Any]:
-        state = {"samples": samples, "length": self._length(), "seed": self.seed, "generators": generators}
+    def done(self, note: Any) -> int:
+        """See the base."""
+        return self.stream.rule.count(self.stream.start if note is None else note)
+
+    def _state(self, samples: int, generators: list[Any], random: Any, check: Any) -> dict[str, Any]:
+        parts = {"samples": samples, "length": self._items(), "check": check}
+        state = {**parts, "seed": self.seed, "generators": generators}
         return state if self.dealt else {**state, "random": random}
 
-    def _length(self) -> int | None:
+    def _items(self) -> int | None:
         try:
             return len(self.stream.order)
         except TypeError:
@@ -215,6 +264,7 @@ class DealtSource(_Drawing):
 
     def state(self, note: Any) -> dict[str, Any]:
         """See the base."""
+        self._check_in_order()
         if note is None:
             return self._start
         samples, dataset, random, ended, _ = note
@@ -222,14 +272,24 @@ class DealtSource(_Drawing):
 
     def fresh(self) -> dict[str, Any]:
         """See the base."""
-        return self._state(0, None, None, self._generator_states(), False)
+        return self._state(0, None, None, self.generators.states(), False)
 
     def length(self) -> int:
         """See the base."""
         return self.dataset.rule.count(len(self.dataset.dataset))
 
+    def agreed(self) -> dict[str, Any] | None:
+        """See the base. Where samples are whole batches, some ranks may have one less."""
+        if self.dataset.rule.batch is None and not self.stops:
+            return None
+        return {"position": self._start["samples"]}
+
+    def done(self, note: Any) -> int | None:
+        """See the base."""
+        return self.dataset.rule.count(self._start["samples"] if note is None else note[0])
+
     def _state(
-        self, samples: int, dataset: Any, random: Any, generators: list[torch.Tensor], ended: bool
+        self, samples: int, dataset: Any, random: Any, generators: list[Any], ended: bool
     ) -> dict[str, Any]:
         parts = {"samples": samples, "dataset": dataset, "random": random, "ended": ended}
         return {**parts, "seed": self.seed, "generators": generators}
@@ -262,6 +322,18 @@ class OwnSource(_Drawing):
         self._start = saved or self.fresh()
         self.dataset.begin(epoch, saved)
 
+    def length(self) -> int:
+        """As torch's own loader says."""
+        items, size = len(self.dataset.dataset), self.dataset.batch
+        if size is None:
+            return items
+        return items // size if self.dataset.drop_last else -(-items // size)
+
+    def done(self, note: Any) -> int | None:
+        """See the base."""
+        workers = self._start["workers"] if note is None else note[0]
+        return sum([int(entry["batches"]) for entry in workers.values()])
+
     def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """See the base."""
         workers = self._start["workers"]
@@ -275,6 +347,7 @@ class OwnSource(_Drawing):
 
     def state(self, note: Any) -> dict[str, Any]:
         """See the base."""
+        self._check_in_order()
         if note is None:
             return self._start
         return {**self._start, "workers": note[0], "next": note[1]}
@@ -287,18 +360,14 @@ class OwnSource(_Drawing):
             "num_workers": self.loader.num_workers,
             "random": collect_rng_states(),
             "seed": self.seed,
-            "generators": self._generator_states(),
+            "generators": self.generators.states(),
         }
 
 
 def _round_is_full(pair: tuple[Any, Any]) -> bool:
     short: bool = pair[1][-1]
     if short:
-        rank_zero_warn(
-            "The stream ended in a round in which not all ranks got a batch, and gradients are enabled: that "
-            'round is left out, so that all ranks take the same number of steps. Write uneven="exact" to get '
-            "it, or evaluate under torch.no_grad()."
-        )
+        rank_zero_warn(_FEWER)
     return not short
 
 

@@ -5,17 +5,41 @@ They know samplers, not loaders: which part of the order is this rank's, where i
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import ConfigurationError
+from fabric.core.errors import ConfigurationError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fabric.data.dealing import Rule
     from fabric.data.order import SeededOrder, UserOrder
+
+
+_CHECKED = 32
+"""Items at an epoch's beginning by which an order is known again."""
+
+
+def checksum(items: list[Any]) -> list[int] | None:
+    """(count, checksum) of indices, or of batches of them; None for values that have no text of their own."""
+    try:
+        plain = [_plain(item) for item in items]
+    except TypeError:
+        return None
+    return [len(plain), zlib.crc32(repr(plain).encode())]
+
+
+def _plain(item: Any) -> Any:
+    if hasattr(item, "tolist"):  # tensors, and what numpy has
+        item = item.tolist()
+    if isinstance(item, list | tuple):
+        return [_plain(each) for each in item]
+    if not isinstance(item, int | float | str):
+        raise TypeError(type(item))
+    return item
 
 
 class IndexStream:
@@ -29,7 +53,7 @@ class IndexStream:
         item: Makes of a batch, and the position after it, what the loader's workers get.
     """
 
-    _OWN = frozenset({"order", "rule", "item", "start", "ends"})
+    _OWN = frozenset({"order", "rule", "item", "start", "ends", "expected", "check"})
     _OF_RULE = {"batch_size": "batch", "drop_last": "drop_last"}
 
     def __init__(
@@ -40,6 +64,10 @@ class IndexStream:
         self.item = item
         self.start = 0
         """The position at which the next iteration begins."""
+        self.expected: list[int] | None = None
+        """The check that the next iteration must have, since it goes on in one that had it."""
+        self.check: list[int] | None = None
+        """(count, checksum) of the epoch's first items; None where they are no plain values, or not drawn."""
         self.ends: deque[int] = deque()
         """Positions after each batch that the last iteration has given out; whoever receives them takes them.
         """
@@ -66,19 +94,45 @@ class IndexStream:
     def __iter__(self) -> Iterator[Any]:
         # No generator function: epoch and start are those of this moment, and errors come now.
         self.check_even()
-        self.ends = deque()
-        world = self.rule.share.world
-        stream = self.order.stream(self.start, world)
-        return self._noted(stream, self.start, min(self.start, world), self.ends)
+        self.ends, self.check = deque(), None
+        keep = max(self.rule.share.world, self.expected[0] if self.expected else 0)
+        stream = self.order.stream(self.start, keep)
+        return self._noted(stream, self.start, min(self.start, keep), self.ends)
 
     def _noted(self, stream: Iterator[Any], start: int, kept: int, ends: deque[int]) -> Iterator[Any]:
         # Drawn from only when asked: torch draws from a generator of the user's own before its sampler does.
         whole, item = self.rule.batch is None, self.item
         first = list(islice(stream, kept))
+        if self.expected is not None:
+            self._compare(first[: self.expected[0]], self.expected)
+            self.check = self.expected
+        elif not start:
+            head = list(islice(stream, self.rule.size))
+            self.check = checksum(head[:_CHECKED])
+            stream = chain(head, stream)
+        first = first[: self.rule.share.world]
+        if not self.rule.joins:  # the quick way for all whole global batches; what is left is dealt out below
+            (rank, world), size = self.rule.share, self.rule.size
+            while len(block := list(islice(stream, size))) == size:
+                first += block[: world - len(first)] if len(first) < world else []
+                start += size
+                mine = block[rank] if whole else block if world == 1 else block[rank::world]
+                ends.append(start)
+                yield mine if item is None else item(mine, start)
+            stream = iter(block)
         for items, end, *_ in self.rule.deal(lambda n: list(islice(stream, n)), start, first):
             mine = items[0] if whole else items
             ends.append(end)
             yield mine if item is None else item(mine, end)
+
+    def _compare(self, first: list[Any], expected: list[int]) -> None:
+        if checksum(first) != expected:
+            raise UsageError(
+                f"{type(self.order.sampler).__name__} gives another order than when the position was saved: "
+                f"the epoch begins with {first[:4]} now. Let it draw from a generator (torch's, python's or "
+                "numpy's) that is an attribute of it, or from the global ones; or begin an epoch with "
+                "loader.set_epoch()."
+            )
 
     def __len__(self) -> int:
         return self.rule.count(len(self.order))

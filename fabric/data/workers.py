@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import get_worker_info
 
+from fabric.core.errors import ConfigurationError
 from fabric.utilities.seed import derive_seed, pl_worker_init_function
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Forwarding:
     """Stands in for a dataset of the user's, and passes on all attributes that it does not have itself."""
 
     _OWN: frozenset[str] = frozenset({"dataset"})
+    whole = False
+    """Whether each worker must read all of it."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self._OWN or name.startswith("__"):
@@ -106,10 +109,32 @@ class SeedWorker:
         pl_worker_init_function(worker_id, self.rank)
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, Forwarding):
+            inner, whole = info.dataset.dataset, info.dataset.whole
             # The user's own, which their function may change; WorkerInfo refuses the plain way.
-            object.__setattr__(info, "dataset", info.dataset.dataset)
+            object.__setattr__(info, "dataset", inner)
+            before = dict(getattr(inner, "__dict__", {})) if whole else {}
+        else:
+            inner, before = None, {}
         if self.then is not None:
             self.then(worker_id)
+        _check_whole(inner, before)
+
+
+def _check_whole(dataset: Any, before: dict[str, Any]) -> None:
+    """Raise if a worker_init_fn has given the worker a part of a stream that Fabric deals out.
+
+    Raises:
+        ConfigurationError: It has changed numbers or lists of the dataset.
+    """
+    for name, old in before.items():
+        new = getattr(dataset, name, old)
+        if new is not old and isinstance(new, int | float | str | list | tuple | range) and new != old:
+            raise ConfigurationError(
+                f"worker_init_fn has set {type(dataset).__name__}.{name} to {new!r:.60} in one worker. "
+                "Fabric deals the samples out by itself, for which every worker must read the same stream. "
+                "Leave that out of worker_init_fn, or pass shard_iterable=False and let the dataset take "
+                "the part of its rank and worker."
+            )
 
 
 def seed_draws(seed: int) -> None:

@@ -326,7 +326,7 @@ def unsized_position():
 def test_a_loader_with_an_iteration_of_its_own_runs_but_has_no_position(ranks):
     for rank, (rows, text) in enumerate(ranks.run(unsized_position, world_size=2)):
         assert rows == [[rank, rank + 2], [rank + 4, rank + 6]]
-        assert "Give fabric.setup_dataloaders a torch DataLoader" in text
+        assert "a DataLoader without an __iter__ of its own, or one with state_dict()" in text
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric import Fabric
+from fabric.core.errors import UsageError
 from fabric.data.loader import _FabricDataLoader
 
 
@@ -266,3 +267,62 @@ def test_a_loader_that_keeps_its_own_position(fabric):
     again = fabric.setup_dataloaders(Own(range(4), collate_fn=own_collate))
     again.load_state_dict(state)
     assert list(again) == [[2], [3]]
+
+
+@pytest.mark.parametrize("data", [range(11), Numbers(11)], ids=["indices", "stream"])
+@pytest.mark.filterwarnings("ignore:Numbers was read again")
+def test_batches_of_the_epoch_are_counted_also_after_a_resume(fabric, data):
+    loader = ready(fabric, data)
+    assert loader.batches_done == 0
+    seen = [loader.batches_done for _ in loader]
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert loader.batches_done == 0
+    batches = iter(loader)
+    next(batches), next(batches)
+    again = ready(fabric, data)
+    again.load_state_dict(loader.state_dict())
+    assert [again.batches_done for _ in again] == [3, 4, 5, 6]
+
+
+def test_batches_that_come_in_any_order_have_no_position(fabric):
+    keywords = {"num_workers": 2, "in_order": False, "multiprocessing_context": "fork"}
+    for data in (range(8), Numbers(8)):
+        loader = ready(fabric, data, 1, **keywords)
+        loader.state_dict()
+        next(iter(loader))
+        with pytest.raises(UsageError, match="in_order=False cannot say how far it has come"):
+            loader.state_dict()
+
+
+def test_a_batch_sampler_may_use_one_list_for_all(fabric):
+    class Reusing:
+        def __iter__(self):
+            batch = []
+            for start in range(0, 8, 2):
+                batch[:] = [start, start + 1]
+                yield batch
+
+    loader = fabric.setup_dataloaders(DataLoader(range(8), batch_sampler=Reusing(), collate_fn=own_collate))
+    assert list(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_a_state_that_lacks_something(fabric):
+    with pytest.raises(UsageError, match="position lacks check, generators, length, samples, seed"):
+        ready(fabric).load_state_dict({"version": 1, "kind": "samples", "epoch": 0})
+
+
+def test_positions_in_batches_and_in_samples_are_told_apart(fabric):
+    batches = fabric.setup_dataloaders(DataLoader(range(8), batch_sampler=[[0, 1], [2, 3]]))
+    next(iter(batches))
+    with pytest.raises(UsageError, match="of kind 'whole batches', and this one is of kind 'samples'"):
+        ready(fabric, 2).load_state_dict(batches.state_dict())
+
+
+def test_the_length_of_a_stream_that_shares_itself_out(fabric):
+    class Long(Numbers):
+        def __len__(self):
+            return self.n
+
+    for batch, drop_last, expected in ((2, False, 4), (2, True, 3), (None, False, 7)):
+        raw = DataLoader(Long(7), batch, drop_last=drop_last)
+        assert len(fabric.setup_dataloaders(raw, shard_iterable=False)) == expected == len(raw)
