@@ -80,8 +80,9 @@ def train(fabric, args):
     loader = fabric.setup_dataloaders(DataLoader(sequences, batch_size=rows, collate_fn=pad))
     total = torch.zeros((), device=fabric.device)
     num_tokens = 0
-    for i, (inputs, targets) in enumerate(loader, start=1):
-        ends_step = i % args.accumulate == 0 or i == len(loader)
+    for inputs, targets in loader:
+        done = loader.batches_done  # of this epoch, those before a resume included
+        ends_step = done % args.accumulate == 0 or done == len(loader)
         with fabric.no_backward_sync(model, enabled=not ends_step):  # one reduction a step
             loss = loss_of(model, inputs, targets)
             num_here = (targets != PAD).sum()
