@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from fabric.accelerators.select import select_accelerator, select_devices
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.policy import find_policy
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from fabric.plugins.environments.detect import detect_environment
+from fabric.plugins.environments.detect import find_environment
 from fabric.plugins.io.checkpoint_io import CheckpointIO
 from fabric.plugins.precision.precision import Precision
 from fabric.plugins.precision.select import make_precision
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from fabric.accelerators.accelerator import Accelerator
 
+_log = logging.getLogger(__name__)
 _FLAGS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 
 
@@ -48,15 +50,22 @@ class Machine:
     """What `fabric run` was given, by argument name."""
     interactive: bool = False
     """Whether this is a notebook or a prompt, where a script cannot be run again."""
+    reason: str = ""
+    """Why it is this environment."""
+    forced: str | None = None
+    """FABRIC_ENVIRONMENT, if that decided."""
 
     @classmethod
     def look(cls) -> Machine:
         """The machine as it is now."""
         given = {name: os.environ.get(f"FABRIC_{name.upper()}") for name in _FLAGS}
+        found = find_environment()
         return cls(
-            environment=detect_environment(),
+            environment=found.environment,
             flags={name: value for name, value in given.items() if value},
             interactive=hasattr(sys, "ps1"),
+            reason=found.why,
+            forced=found.forced,
         )
 
 
@@ -154,11 +163,18 @@ def name_strategy(choice: Any) -> Strategy | None:
 def choose_environment(
     plugin: ClusterEnvironment | None, strategy: Strategy | None, machine: Machine
 ) -> ClusterEnvironment:
-    """The environment that was passed, once, or the detected one."""
+    """The environment that was passed, once, or the detected one; logs which and why."""
     of_strategy = getattr(strategy, "cluster_environment", None)
+    source = f"{type(strategy).__name__}(cluster_environment=...)"
     if plugin is not None and of_strategy is not None:
-        raise _twice("cluster environment", "plugins=", f"{type(strategy).__name__}(cluster_environment=...)")
-    return plugin or of_strategy or machine.environment
+        raise _twice("cluster environment", "plugins=", source)
+    given, source = (of_strategy, source) if plugin is None else (plugin, f"plugins={type(plugin).__name__}")
+    if given is None:
+        given, source = machine.environment, machine.reason
+    elif machine.forced and not isinstance(given, type(machine.environment)):
+        raise _twice("cluster environment", source, f"FABRIC_ENVIRONMENT={machine.forced}")
+    _log.debug("The cluster environment is %s: %s.", type(given).__name__, source)
+    return given
 
 
 def choose_accelerator(choice: Any, strategy: Strategy | None) -> Accelerator:
@@ -217,9 +233,10 @@ def check_started(
     environment: ClusterEnvironment, strategy: Strategy | None, processes: int, num_nodes: int
 ) -> None:
     """Raise if the processes that exist are not those that were asked for."""
-    if not (environment.creates_processes_externally and _needs_launch(strategy)):
+    if not _needs_launch(strategy):
         return
-    here = (environment.local_world_size() or 1) if _is_machine_each(strategy) else 1
+    started = environment.creates_processes_externally and _is_machine_each(strategy)
+    here = (environment.local_world_size() or 1) if started else 1
     if here > 1:
         raise ConfigurationError(
             f"{type(strategy).__name__} runs one process per machine, which holds all of its devices, but "

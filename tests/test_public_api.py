@@ -202,7 +202,14 @@ Precision
 """,
     "fabric.plugins.environments": """
 ClusterEnvironment
+KubeflowEnvironment < ClusterEnvironment
 LightningEnvironment() < ClusterEnvironment
+LSFEnvironment() < ClusterEnvironment
+MPIEnvironment() < ClusterEnvironment
+SLURMEnvironment(auto_requeue=True, requeue_signal=None) < ClusterEnvironment
+    .job_name()
+    .job_id()
+    .resolve_root_node_address(nodes)
 TorchElasticEnvironment < ClusterEnvironment
 """,
     "fabric.plugins.collectives": """

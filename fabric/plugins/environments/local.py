@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment, open_store, port_taken
+from fabric.plugins.environments.detect import batch_script
+from fabric.utilities.rank_zero import rank_zero_warn
+from fabric.utilities.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -97,10 +100,10 @@ class LocalEnvironment(ClusterEnvironment):
         return self.world_size() // local if local else None
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare what `fabric run` started with what the script asks for.
+        """Compare what `fabric run` started, or what SLURM would start, with what the script asks for.
 
         Raises:
-            ConfigurationError: The numbers of processes differ.
+            ConfigurationError: The numbers of processes differ, or nobody starts those of other machines.
         """
         started = _int_variable("WORLD_SIZE")
         asked = num_devices * num_nodes
@@ -110,6 +113,8 @@ class LocalEnvironment(ClusterEnvironment):
                 f'started WORLD_SIZE={started}. Write devices="auto" in the script, or start it with '
                 f"`fabric run --devices {num_devices} --num-nodes {num_nodes}`."
             )
+        if not self.creates_processes_externally:
+            _check_allocation(num_devices, num_nodes)
 
     def become(
         self,
@@ -201,6 +206,31 @@ class LocalEnvironment(ClusterEnvironment):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_store": None}
+
+
+def _check_allocation(num_devices: int, num_nodes: int) -> None:
+    """Say so where a job of SLURM has more than the one process that it started here will use."""
+    environ = os.environ
+    if "SLURM_JOB_ID" not in environ:
+        return
+    how = (
+        "Write `srun python train.py` (one process for each task), or `srun --ntasks-per-node 1 torchrun "
+        "...` (see the README)"
+    )
+    if num_nodes > 1 and not {"MASTER_ADDR", "NODE_RANK"} <= set(environ):
+        raise ConfigurationError(
+            f"num_nodes={num_nodes} asks for processes on other machines, but this one was started once, in "
+            f"SLURM job {environ['SLURM_JOB_ID']} without srun, and nothing starts the others. {how}, or "
+            "num_nodes=1 to run on this machine alone."
+        )
+    tasks, nodes = _int_variable("SLURM_NTASKS") or 1, _int_variable("SLURM_NNODES") or 1
+    if batch_script(environ) and num_nodes == 1 and (nodes > 1 or tasks > num_devices):
+        rank_zero_warn(
+            f"SLURM job {environ['SLURM_JOB_ID']} has SLURM_NTASKS={tasks} on SLURM_NNODES={nodes}, but its "
+            f"batch script started this process itself, without srun: devices={num_devices} x num_nodes=1 "
+            f"run on this machine alone. {how}, or ask sbatch for less.",
+            category=PossibleUserWarning,
+        )
 
 
 LightningEnvironment = LocalEnvironment

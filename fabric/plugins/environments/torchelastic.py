@@ -81,6 +81,14 @@ class TorchElasticEnvironment(ClusterEnvironment):
                 f'started WORLD_SIZE={started}. Write devices="auto" and num_nodes={self.num_nodes() or 1} '
                 f"in the script, or start torchrun with{nodes} --nproc-per-node {num_devices}."
             )
+        here, machines = self.local_world_size() or num_devices, self.num_nodes() or num_nodes
+        if (num_devices, num_nodes) != (here, machines):
+            raise ConfigurationError(
+                f"devices={num_devices} x num_nodes={num_nodes} asks for {num_devices} processes on each "
+                f"machine, but torchrun started LOCAL_WORLD_SIZE={here} on each of "
+                f'GROUP_WORLD_SIZE={machines}. Write devices="auto" and num_nodes={machines} in the script, '
+                f"or start torchrun with --nnodes {num_nodes} --nproc-per-node {num_devices}."
+            )
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """The agent's own store, with a prefix for this attempt: no second port, restarts stay apart.

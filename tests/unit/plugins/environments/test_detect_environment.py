@@ -84,7 +84,18 @@ def test_candidates_are_asked_in_order():
 
 
 def test_names():
-    assert ENVIRONMENT_REGISTRY.names() == ["local", "process_group", "torchelastic", "torchrun"]
+    assert ENVIRONMENT_REGISTRY.names() == [
+        *("kubeflow", "local", "lsf", "mpi", "process_group", "slurm", "torchelastic", "torchrun")
+    ]
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_the_same_number_on_other_machines(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    TorchElasticEnvironment().validate_settings(1, 2)
+    with pytest.raises(ConfigurationError, match="LOCAL_WORLD_SIZE=1 on each of GROUP_WORLD_SIZE=2"):
+        TorchElasticEnvironment().validate_settings(2, 1)
 
 
 @pytest.mark.usefixtures("torchrun")

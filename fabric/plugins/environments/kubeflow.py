@@ -1,0 +1,73 @@
+"""Ranks that Kubeflow's training operator started, one in each pod. Reads the variables of the pod."""
+
+from __future__ import annotations
+
+import os
+
+from fabric.core.errors import ConfigurationError
+from fabric.plugins.environments.detect import training_operator
+from fabric.plugins.environments.started import StartedEnvironment
+
+
+class KubeflowEnvironment(StartedEnvironment):
+    """One process in each pod of a PyTorchJob; with several in a pod, torchrun starts them."""
+
+    launcher = "the PyTorchJob"
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether the operator's variables are set, and no launcher inside the pod has added its own."""
+        return training_operator(os.environ).here
+
+    def world_size(self) -> int:
+        """WORLD_SIZE."""
+        return self._whole("WORLD_SIZE")
+
+    def global_rank(self) -> int:
+        """RANK."""
+        return self._whole("RANK")
+
+    def local_rank(self) -> int:
+        """0: a pod has one process."""
+        return 0
+
+    def node_rank(self) -> int:
+        """RANK: a pod is a machine."""
+        return self.global_rank()
+
+    def local_world_size(self) -> int | None:
+        """1: a pod has one process."""
+        return 1
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare the pods with what the script asks for.
+
+        Raises:
+            ConfigurationError: The numbers differ, or the pods were meant for torchrun.
+        """
+        per_pod = os.environ.get("PET_NPROC_PER_NODE", "")
+        if per_pod.isdecimal() and int(per_pod) > 1:
+            raise ConfigurationError(
+                f"The PyTorchJob has nprocPerNode {per_pod} (PET_NPROC_PER_NODE), so WORLD_SIZE="
+                f"{self.world_size()} counts {per_pod} processes in each pod, but python runs as one. Write "
+                "`torchrun train.py` as the command of the pods (it reads the PET_ variables), or "
+                'nprocPerNode: "1".'
+            )
+        super().validate_settings(num_devices, num_nodes)
+
+    def _main_host(self) -> str:
+        raise self._no_address("MASTER_ADDR, which the operator sets, is not there")
+
+    def _derived_port(self) -> int:
+        return self._whole("MASTER_PORT")
+
+    def _counts(self) -> str:
+        return f"{self.world_size()} pods (WORLD_SIZE={self.world_size()})"
+
+    def _remedy(self, num_devices: int, num_nodes: int) -> str:
+        if num_devices > 1:
+            return (
+                f'set nprocPerNode: "{num_devices}", the replicas (master and workers) to {num_nodes} and '
+                "the command of the pods to `torchrun train.py`"
+            )
+        return f"set the replicas (master and workers) to {num_nodes}"

@@ -1,0 +1,143 @@
+"""What the environments of schedulers share: ranks that exist before the script, told by variables.
+
+Base of SLURM, MPI, LSF and Kubeflow. Sets no variable and talks to nobody before the store.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from fabric.core.errors import ConfigurationError
+from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FIRST_PORT, PORTS = 12000, 20000  # below the range from which kernels give ports to clients
+
+
+class StartedEnvironment(ClusterEnvironment):
+    """Ranks that something else started, all of them, before the script ran."""
+
+    launcher: ClassVar[str]
+    """What starts them, as messages call it."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Always: nothing is left to start."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """MASTER_ADDR; else this machine if there is but one; else what the scheduler says.
+
+        Raises:
+            ConfigurationError: Nothing says it.
+        """
+        return os.environ.get("MASTER_ADDR") or ("127.0.0.1" if self.num_nodes() == 1 else self._main_host())
+
+    @property
+    def main_port(self) -> int:
+        """MASTER_PORT; else a number derived from the job's id: all ranks agree on it without talking.
+
+        Raises:
+            ConfigurationError: MASTER_PORT is no number.
+        """
+        return self._whole("MASTER_PORT") if os.environ.get("MASTER_PORT") else self._derived_port()
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the launcher says how many ranks there are."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the launcher says which rank this is."""
+
+    def num_nodes(self) -> int | None:
+        """Number of machines."""
+        here = self.local_world_size()
+        return -(-self.world_size() // here) if here else None
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Compare what the launcher started with what the script asks for.
+
+        Raises:
+            ConfigurationError: The numbers of processes or machines differ, or machines have unequal numbers.
+        """
+        tasks, here, nodes = self.world_size(), self.local_world_size(), self.num_nodes()
+        remedy = self._remedy(num_devices, num_nodes)
+        if here and nodes and tasks != here * nodes:
+            raise ConfigurationError(
+                f"{self.launcher} started {self._counts()}: machines have unequal numbers of processes, this "
+                f"one {here}. Every machine needs the same number: {remedy}."
+            )
+        each = (here or num_devices, nodes or num_nodes)
+        if tasks != num_devices * num_nodes or (num_devices, num_nodes) != each:
+            raise ConfigurationError(
+                f"devices={num_devices} x num_nodes={num_nodes} asks for {num_devices * num_nodes} "
+                f"processes, {num_devices} on each machine, but {self.launcher} started {tasks} "
+                f'({self._counts()}). Write devices="auto" and num_nodes={each[1]} in the script, or '
+                f"{remedy}."
+            )
+
+    def _port_remedy(self) -> str:
+        given = bool(os.environ.get("MASTER_PORT"))
+        where = "MASTER_PORT says so" if given else "derived from the job's id"
+        return (
+            f"The number is the same for all ranks ({where}): set MASTER_PORT to another one for all of them."
+        )
+
+    def _whole(self, *names: str, default: int | None = None) -> int:
+        """The first of these variables that is set, as a number."""
+        name = next((name for name in names if os.environ.get(name)), None)
+        if name is None and default is not None:
+            return default
+        text = "" if name is None else os.environ[name]
+        if name is None or not text.strip().isdecimal():
+            state = f"is {text!r}, which is no number" if name else "is not set"
+            raise ConfigurationError(
+                f"{type(self).__name__} needs {name or ' or '.join(names)}, which {self.launcher} sets, but "
+                f"it {state}. Start the script with {self.launcher}, or leave FABRIC_ENVIRONMENT and "
+                "plugins= out and what started this process is found."
+            )
+        return int(text)
+
+    def _no_address(self, looked: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{type(self).__name__} does not know where rank zero is: there are {self.num_nodes()} machines, "
+            f"and {looked}. Set MASTER_ADDR to the name or address of rank zero's machine, for all ranks."
+        )
+
+    @abstractmethod
+    def _main_host(self) -> str:
+        """Rank zero's machine, where there are several."""
+
+    @abstractmethod
+    def _derived_port(self) -> int:
+        """A port that all ranks of this job compute, and other jobs most likely do not."""
+
+    @abstractmethod
+    def _counts(self) -> str:
+        """The variables that say what was started, with their values."""
+
+    @abstractmethod
+    def _remedy(self, num_devices: int, num_nodes: int) -> str:
+        """How to start what was asked for."""
+
+
+def port_of(*numbers: int) -> int:
+    """A port for a job with this id (and step, index): neighbouring jobs and steps get different ones."""
+    mixed = 0
+    for number in numbers:
+        mixed = mixed * 101 + number
+    return FIRST_PORT + mixed % PORTS
+
+
+def short_name(host: str) -> str:
+    """The name of a machine without its domain."""
+    return host.partition(".")[0]
+
+
+def first_seen(names: Sequence[str]) -> list[str]:
+    """Each name once, in order."""
+    return list(dict.fromkeys(names))
