@@ -82,6 +82,7 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         self._loggers = _as_list(loggers)
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
         self._loaders = 0
+        self._stopper = None
         self._launched = False
         self._ready = not self._strategy.traits.needs_launch
         # `fabric run` started this process as a rank: loops written for it need no launch().
@@ -95,7 +96,7 @@ class Fabric(SetupVerbs, CollectiveVerbs):
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned rank sets its models up itself; those of this process stay here.
-        return {**self.__dict__, "_modules": None}
+        return {**self.__dict__, "_modules": None, "_stopper": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _modules=weakref.WeakSet())

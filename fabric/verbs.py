@@ -20,20 +20,46 @@ from fabric.utilities.compile import eager
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fabric.watch.stopping import Stopper
+
 
 class CollectiveVerbs(RankFacts):
-    """barrier, broadcast, gathers, reductions and decisions.
+    """barrier, should_stop, broadcast, gathers, reductions and decisions.
 
     `data` is a tensor, a number, or any nesting of dict, list, tuple, namedtuple and dataclass. Tensors may
     lie on any device, and results lie where they were. `group` is a process group of torch.distributed; None:
     all ranks. `src` and `dst` are global ranks.
     """
 
+    _stopper: Stopper | None
+
     @eager
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank is here. All ranks, with the same name."""
         self._require_launch("barrier()")
         self._strategy.barrier(name)
+
+    @eager
+    def should_stop(self) -> bool:
+        """Whether to save and end now: True on all ranks at the same step. All ranks, once per step.
+
+        It is once any rank has got SIGTERM, SIGUSR1 or the signal of `SLURMEnvironment(requeue_signal=)`, or
+        once the deadline is near: FABRIC_DEADLINE (seconds since 1970, or a date and time), else SLURM's end
+        of the job, less FABRIC_DEADLINE_MARGIN (120 seconds). The first call takes these signals over;
+        handlers of yours are called, too, and a second signal ends the process at once. One small message.
+
+        Raises:
+            ConfigurationError: The deadline cannot be read.
+        """
+        self._require_launch("should_stop()")
+        if self._stopper is None:
+            from fabric.watch.stopping import Stopper
+
+            try:
+                self._stopper = Stopper(*self._strategy.stop_signals())
+            except ConfigurationError as error:
+                self._strategy.refuse("should_stop", error)
+        return self._strategy.reduce_boolean_decision(self._stopper.asked(), all=False)
 
     @eager
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:

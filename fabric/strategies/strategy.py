@@ -260,6 +260,11 @@ class Strategy(Exchange):
         )
         precision.post_backward(tensor, module)
 
+    def stop_signals(self) -> tuple[int, ...]:
+        """Signals, beside the usual ones, by which whoever started the job asks it to stop."""
+        number = getattr(getattr(self, "cluster_environment", None), "requeue_signal", None)
+        return () if number is None else (number,)
+
     def explain(self, error: Exception) -> None:
         """Raise a better error in place of one that a step raised on this rank, where there is one."""
 

@@ -1,0 +1,100 @@
+"""`Stopper`: whether a signal or a deadline has asked this process to end soon. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+DEADLINE = "FABRIC_DEADLINE"
+MARGIN = "FABRIC_DEADLINE_MARGIN"
+DEFAULT_MARGIN = 120.0
+"""Seconds before the deadline in which the job is to save and end."""
+_SLURM_END = "SLURM_JOB_END_TIME"
+
+
+class Stopper:
+    """Notes SIGTERM, SIGUSR1 and `signals`, in place of ending; a second signal of a kind does what it did
+    before.
+
+    Handlers that were there are called, too. Signals can only be taken in the main thread; made in another
+    one, it looks at the deadline alone.
+
+    Args:
+        signals: Further signals.
+
+    Raises:
+        ConfigurationError: FABRIC_DEADLINE or its margin cannot be read.
+    """
+
+    def __init__(self, *signals: int) -> None:
+        self.reason: str | None = None
+        """Why the job is to stop; None: go on."""
+        self._before: dict[int, Any] = {}
+        self._deadline = deadline()
+        if threading.current_thread() is threading.main_thread():
+            for number in {signal.SIGTERM, signal.SIGUSR1, *signals}:
+                self._before[number] = signal.signal(number, self._on_signal)
+
+    def asked(self) -> bool:
+        """Whether this process was asked to stop. Reads a clock; sends nothing."""
+        if self.reason is None and self._deadline is not None and time.time() >= self._deadline:
+            self.reason = "the deadline is near"
+        return self.reason is not None
+
+    def restore(self) -> None:
+        """Give the signals back to those who had them."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._on_signal:  # else the user has put another in its place
+                signal.signal(number, handler)
+        self._before.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number, signal.SIG_DFL)
+        if self.reason is not None:
+            signal.signal(number, before)
+            os.kill(os.getpid(), number)  # at once, as without us
+            return
+        self.reason = signal.Signals(number).name
+        if callable(before):
+            before(number, frame)
+
+
+def deadline() -> float | None:
+    """The time (of `time.time()`) at which to begin to stop; None: there is no deadline.
+
+    FABRIC_DEADLINE is seconds since 1970, or a date and time as ISO 8601 has it; else SLURM's end of the job
+    counts.
+
+    Raises:
+        ConfigurationError: It is neither, or FABRIC_DEADLINE_MARGIN is no number of seconds.
+    """
+    text = os.environ.get(DEADLINE) or os.environ.get(_SLURM_END)
+    if not text:
+        return None
+    try:
+        end = float(text)
+    except ValueError:
+        try:
+            end = datetime.fromisoformat(text).timestamp()
+        except ValueError:
+            raise ConfigurationError(
+                f"{DEADLINE}={text!r} is no time. Write seconds since 1970, as `date +%s -d '+8 hours'` "
+                "gives them, or a date and time: 2026-11-21T18:30:00."
+            ) from None
+    margin = os.environ.get(MARGIN, str(DEFAULT_MARGIN))
+    try:
+        return end - float(margin)
+    except ValueError:
+        raise ConfigurationError(
+            f"{MARGIN}={margin!r} is no number of seconds before the deadline. Write for example "
+            f"{MARGIN}=300."
+        ) from None

@@ -1,0 +1,139 @@
+"""`fabric.should_stop()`: ranks stop at the same step, whichever was asked to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch.distributed as dist
+
+from fabric import Fabric
+from fabric.core.errors import CollectiveMismatch, ConfigurationError
+from fabric.plugins.environments import SLURMEnvironment
+from fabric.watch.stopping import Stopper, deadline
+
+
+@contextmanager
+def launched(**variables):
+    os.environ.update(variables)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+    fabric.launch()
+    try:
+        yield fabric
+    finally:
+        if fabric._stopper is not None:
+            fabric._stopper.restore()
+        for name in variables:
+            del os.environ[name]
+
+
+def steps(number, asked):
+    """The step at which this rank stops; rank `asked` gets the signal in step 3."""
+    with launched() as fabric:
+        for step in range(10):
+            if fabric.should_stop():
+                return step, fabric.should_stop()
+            if step == 3 and fabric.global_rank == asked:
+                os.kill(os.getpid(), number)
+    return None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("asked", [0, 2])
+def test_all_ranks_stop_at_the_same_step(ranks, number, asked):
+    assert ranks.run(steps, number, asked, world_size=3) == [(4, True)] * 3
+
+
+def near_deadline(end):
+    with launched(FABRIC_DEADLINE=end if dist.get_rank() == 1 else "9999999999") as fabric:
+        return fabric.should_stop()
+
+
+def test_the_deadline_of_one_rank_stops_all(ranks):
+    assert ranks.run(near_deadline, str(time.time() + 60), world_size=2) == [True, True]
+    assert ranks.run(near_deadline, str(time.time() + 3600), world_size=2) == [False, False]
+
+
+def bad_deadline():
+    with launched(FABRIC_DEADLINE="soon" if dist.get_rank() == 1 else "9999999999") as fabric:
+        try:
+            fabric.should_stop()
+        except (ConfigurationError, CollectiveMismatch) as error:
+            text = str(error)
+        fabric.barrier()
+        return text
+
+
+def test_a_deadline_that_one_rank_cannot_read_is_an_error_on_all(ranks):
+    first, second = ranks.run(bad_deadline, world_size=2)
+    assert "FABRIC_DEADLINE='soon' is no time" in first
+    assert "FABRIC_DEADLINE='soon' is no time" in second
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1000", 880.0), ("1000.5", 880.5), ("1970-01-01T01:00:00+00:00", 3480.0), ("", None)],
+)
+def test_deadlines(monkeypatch, text, expected):
+    monkeypatch.setenv("FABRIC_DEADLINE", text)
+    assert deadline() == expected
+
+
+def test_slurms_end_counts_where_no_other_is_set(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "5000")
+    monkeypatch.setenv("FABRIC_DEADLINE_MARGIN", "300")
+    assert deadline() == 4700.0
+    monkeypatch.setenv("FABRIC_DEADLINE", "1000")
+    assert deadline() == 700.0
+    monkeypatch.setenv("FABRIC_DEADLINE_MARGIN", "a while")
+    with pytest.raises(ConfigurationError, match="FABRIC_DEADLINE_MARGIN='a while' is no number of seconds"):
+        deadline()
+
+
+def test_handlers_of_the_user_are_called_and_put_back():
+    seen = []
+    mine = lambda number, frame: seen.append(number)  # noqa: E731
+    before = signal.signal(signal.SIGUSR1, mine)
+    try:
+        stopper = Stopper()
+        assert not stopper.asked()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stopper.asked()
+        assert stopper.reason == "SIGUSR1"
+        assert seen == [signal.SIGUSR1]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert seen == [signal.SIGUSR1] * 2, "the second goes to the user alone"
+        stopper.restore()
+        assert signal.getsignal(signal.SIGUSR1) is mine
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_signal_that_slurm_was_asked_for():
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.strategy.cluster_environment = SLURMEnvironment(requeue_signal=signal.SIGUSR2)
+    try:
+        assert not fabric.should_stop()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert fabric.should_stop()
+    finally:
+        fabric._stopper.restore()
+
+
+def test_a_second_signal_ends_at_once():
+    script = (
+        "import os, signal\nfrom fabric.watch.stopping import Stopper\nstopper = Stopper()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nprint(stopper.asked(), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nprint('still here')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "True\n"
+    assert done.returncode == -signal.SIGTERM
