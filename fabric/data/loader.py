@@ -174,11 +174,11 @@ class _FabricDataLoader:
             pairs = _timed(pairs, begin, loader)
         if self._together is not None and self._together.wanted():
             pairs = self._together.steps(pairs, self._left())
-        if self._peers is not None and not source.per_rank and torch.is_grad_enabled():
-            pairs = self._agreed(pairs, run)
         # On the host nothing walks the batch.
         if self._device is not None and self._device.type != "cpu":
             pairs = self._ahead(pairs, self._device) if self._looks_ahead else self._moved(pairs)
+        if self._peers is not None and not source.per_rank and torch.is_grad_enabled():
+            pairs = self._agreed(pairs, run)  # after what looks ahead
         self.wait_seconds += time.perf_counter() - begin
         return self._received(pairs, run)
 
