@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError, RankError
+from fabric.watch import watchdog
 from fabric.watch.stacks import user_line
 from fabric.watch.watchdog import Seen, as_table, report_after
 
@@ -46,12 +47,16 @@ class Listener:
 def watched(after="0.4"):
     os.environ["FABRIC_HANG_REPORT_AFTER"] = after
     stderr, sys.stderr = sys.stderr, Listener()
+    again, watchdog._AGAIN = (
+        watchdog._AGAIN,
+        1e6,
+    )  # a slow machine must not get to the second table of one hang
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
     try:
         fabric.launch()
         yield fabric, sys.stderr
     finally:
-        sys.stderr = stderr
+        sys.stderr, watchdog._AGAIN = stderr, again
         if fabric.strategy._watchdog is not None:
             fabric.strategy._watchdog.stop()
         os.environ["FABRIC_HANG_REPORT_AFTER"] = "off"
@@ -62,7 +67,8 @@ def busy_elsewhere(listener):
 
 
 def late_for_a_verb():
-    with watched() as (fabric, listener):
+    with watched("3") as (fabric, listener):  # a rank says that it waits once it has for a second
+        fabric.barrier()
         if fabric.global_rank == 1:
             busy_elsewhere(listener)
         fabric.all_reduce(torch.ones(3))
@@ -75,7 +81,7 @@ def test_a_rank_that_is_late_for_a_verb_is_shown_with_its_line(ranks):
     (text,) = [text for text in texts if text]
     head, _, table = text.partition("\n")
     assert re.fullmatch(
-        r"fabric: rank [02] has waited \d+ s in all_reduce\(mean\) #\d+ \(FABRIC_HANG_REPORT_AFTER=0.4\)\. "
+        r"fabric: rank [02] has waited \d+ s in all_reduce\(mean\) #\d+ \(FABRIC_HANG_REPORT_AFTER=3\)\. "
         "Where the ranks are:",
         head,
     )
