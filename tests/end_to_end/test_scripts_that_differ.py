@@ -63,7 +63,7 @@ model = fabric.setup(torch.nn.Linear(2, 2))
 loss = model(torch.ones(1, 2)).sum()
 if fabric.global_rank == 1:
     if {kill}:
-        threading.Timer(4, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(6, os.kill, (os.getpid(), signal.SIGKILL)).start()
     threading.Event().wait(600)  # stuck
 {call}  # waits
 """
@@ -113,13 +113,13 @@ def test_a_handle_that_nobody_waits_for_is_reported_at_exit(tmp_path):
 @pytest.mark.parametrize("kill", [False, True])
 def test_a_stuck_rank_is_shown_once_early_and_in_the_error_at_the_end(tmp_path, call, kill):
     script = STUCK.format(call=call, kill=kill)
-    done = run(tmp_path, script, 90, FABRIC_HANG_REPORT_AFTER="2")
+    done = run(tmp_path, script, 90, FABRIC_HANG_REPORT_AFTER="3")
     name = "backward" if "backward" in call else r"barrier\('end'\) #\d+"
     stuck = rf"  1 +\S+ +no call of all ranks +\S*train.py:{line_of(script, '# stuck')} in <module>"
     waiting = rf"  [02] +\S+ +{name} +\d+ s +\S*train.py:{line_of(script, '# waits')}"
     early, _, rest = done.stderr.partition("Traceback")
     assert early.count("Where the ranks are:") == 1, "one table before any error"
-    assert re.search(rf"fabric: rank [02] has waited \d+ s in {name} \(FABRIC_HANG_REPORT_AFTER=2\)\.", early)
+    assert re.search(rf"fabric: rank [02] has waited \d+ s in {name} \(FABRIC_HANG_REPORT_AFTER=3\)\.", early)
     assert re.search(stuck, early)
     assert len(re.findall(waiting, early)) == 2
     if kill:
