@@ -170,6 +170,7 @@ def broken(strategy, ranks):
     return {line[2:].partition(":")[0]: line for line in lines}, str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_strategy_without_gradient_sync_is_found_out(ranks):
     found, message = broken(NoGradientSync, ranks)
     assert set(found) == {
@@ -187,6 +188,7 @@ def test_a_strategy_without_gradient_sync_is_found_out(ranks):
     assert "['state']" in found["state_keys_are_the_users"]
 
 
+@pytest.mark.slow
 def test_a_strategy_that_sums_for_means_is_found_out(ranks):
     found, _ = broken(SumsForMeans, ranks)
     assert set(found) == {"collectives_are_right", "checkpoints_round_trip"}
@@ -194,17 +196,20 @@ def test_a_strategy_that_sums_for_means_is_found_out(ranks):
     assert "one step after loading" in found["checkpoints_round_trip"]
 
 
+@pytest.mark.slow
 def test_a_strategy_whose_gradients_have_the_wrong_size_is_found_out(ranks):
     found, _ = broken(SumsGradients, ranks)
     assert {"training_equals_plain_torch", "clipping_sees_the_whole_gradient"} <= set(found)
 
 
+@pytest.mark.slow
 def test_a_strategy_of_one_process_that_loses_rows_is_found_out(ranks):
     found, message = broken(SplitsAndForgets, ranks)
     assert {"forward_equals_plain_torch", "training_equals_plain_torch"} <= set(found)
     assert "'SplitsAndForgets' on 2 x cpu" in message
 
 
+@pytest.mark.slow
 def test_a_strategy_that_raises_is_found_out(ranks):
     found, _ = broken(Dies, ranks)
     assert set(found) == {"collectives_are_right", "loaders_are_split", "overrides_take_effect"}

@@ -17,6 +17,7 @@ SMALL = {"layers": 2, "dim": 32, "heads": 4, "hidden": 64, "vocab": 64, "tokens"
 UNEVEN = SMALL | {"hidden": 42}
 SIZES = ("parameters", "gradients", "optimizer")
 TENSORS = 2 * 9 + 3
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
