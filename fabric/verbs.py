@@ -59,7 +59,7 @@ class CollectiveVerbs(RankFacts):
                 self._stopper = Stopper(*self._strategy.stop_signals())
             except ConfigurationError as error:
                 self._strategy.refuse("should_stop", error)
-        return self._strategy.reduce_boolean_decision(self._stopper.asked(), all=False)
+        return any(self._strategy.all_gather_object(self._stopper.asked(), label="should_stop"))
 
     @eager
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:

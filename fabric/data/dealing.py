@@ -78,7 +78,7 @@ class Rule(NamedTuple):
         Raises:
             ConfigurationError: Items are left over under "error".
         """
-        (rank, world), size, holds = self.share, self.size, self.joins
+        (rank, world), size, holds = self.share, self.size, self._joins
         first = list(first or [])
         held: Dealt | None = None  # one global batch back, where the last few items may join it
         at, number = start, 0
@@ -104,7 +104,7 @@ class Rule(NamedTuple):
             yield Dealt(mine, end, len(block) < world, True, mark and mark(number))
 
     @property
-    def joins(self) -> bool:
+    def _joins(self) -> bool:
         """Whether the last few items may join the global batch before."""
         return (
             self.uneven == "exact" and self.share.world > 1 and self.batch is not None and not self.drop_last

@@ -7,7 +7,7 @@ on another number of ranks. Notes travel with batches, so what workers have read
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -148,20 +148,20 @@ class DealtIterable(Batched):
         )
         if saved and jumps:
             self.dataset.load_state_dict(copy.deepcopy(saved["dataset"]))
-        with private, _one_process():
+        with private, _as_one_process():
             stream = iter(self.dataset)
             first = [] if jumps else list(islice(stream, min(start, self.rule.share.world)))
             if not jumps:
                 next(islice(stream, start - len(first), start - len(first)), None)
 
         def draw(count: int) -> list[Any]:
-            with private, _one_process():
+            with private, _as_one_process():
                 return list(islice(stream, count))
 
-        turns = max(workers, 1)
+        turns, has_state = max(workers, 1), self.has_state
 
         def mark(number: int) -> Any:
-            if number % turns != worker or not self.has_state:
+            if number % turns != worker or not has_state:
                 return None, None
             return copy.deepcopy(self.dataset.state_dict()), private.states()
 
@@ -173,15 +173,14 @@ class DealtIterable(Batched):
                 yield Batch(items, seed, note)
 
 
-class _one_process:
+@contextmanager
+def _as_one_process() -> Iterator[None]:
     """Within, `get_worker_info()` is None: a dataset that splits itself by worker gives all it has."""
-
-    def __enter__(self) -> None:
-        self.info = workers_module._worker_info
-        workers_module._worker_info = None
-
-    def __exit__(self, *exc: object) -> None:
-        workers_module._worker_info = self.info
+    info, workers_module._worker_info = workers_module._worker_info, None
+    try:
+        yield
+    finally:
+        workers_module._worker_info = info
 
 
 class OwnIterable(Batched):
@@ -208,13 +207,14 @@ class OwnIterable(Batched):
                 self._seed_draws(workers, epoch, worker, number)
                 next(islice(stream, size, size), None)
                 number += 1
+        has_state = self.has_state
         while True:
             self._seed_draws(workers, epoch, worker, number)
             block = list(islice(stream, size))
             if not block or (self.drop_last and len(block) < size):
                 return
             number += 1
-            state = copy.deepcopy(self.dataset.state_dict()) if self.has_state else None
+            state = copy.deepcopy(self.dataset.state_dict()) if has_state else None
             entry = {"batches": number, "state": state, "ended": len(block) < size}
             yield Batch(block if self.batch is not None else block[0], None, (worker, entry))
 

@@ -57,10 +57,7 @@ class SeededOrder:
         self.epoch = epoch
         if self.workers is not None:
             seed_worker_generator(self.workers, self.seed, epoch)
-        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+        _tell(self.sampler, epoch)
 
     def __iter__(self) -> Iterator[Any]:
         return self.stream()
@@ -120,10 +117,7 @@ class UserOrder:
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next iteration; told to the user's sampler, and to one inside a batch sampler."""
-        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+        _tell(self.sampler, epoch)
 
     def told(self) -> int | None:
         """The epoch that the user's sampler has."""
@@ -173,6 +167,14 @@ def _permuted(sampler: RandomSampler, skip: int, keep: int) -> Iterator[int]:
         at += total
     if sampler.generator is not None and total and sampler.num_samples % total == 0:
         torch.randperm(total, generator=generator)  # torch's does, too: the next epoch depends on it
+
+
+def _tell(sampler: Any, epoch: int) -> None:
+    """Call `set_epoch` of a user's sampler, and of one inside a batch sampler."""
+    for part in (sampler, getattr(sampler, "sampler", None)):
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
 
 
 def _from(stream: Iterator[Any], skip: int, keep: int) -> Iterator[Any]:

@@ -110,17 +110,8 @@ class IndexStream:
             head = list(islice(stream, self.rule.size))
             self.check = checksum(head[:_CHECKED])
             stream = chain(head, stream)
-        first = first[: self.rule.share.world]
-        if not self.rule.joins:  # the quick way for all whole global batches; what is left is dealt out below
-            (rank, world), size = self.rule.share, self.rule.size
-            while len(block := list(islice(stream, size))) == size:
-                first += block[: world - len(first)] if len(first) < world else []
-                start += size
-                mine = block[rank] if whole else block if world == 1 else block[rank::world]
-                ends.append(start)
-                yield mine if item is None else item(mine, start)
-            stream = iter(block)
-        for items, end, *_ in self.rule.deal(lambda n: list(islice(stream, n)), start, first):
+        draw = lambda n: list(islice(stream, n))  # noqa: E731
+        for items, end, *_ in self.rule.deal(draw, start, first[: self.rule.share.world]):
             mine = items[0] if whole else items
             ends.append(end)
             yield mine if item is None else item(mine, end)

@@ -5,6 +5,7 @@ Only for data that Fabric does not deal out itself; what it deals out needs no m
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,7 @@ class Together:
         if None not in lengths:
             if len(set(lengths)) > 1:
                 self._tell([f"{count} batches" for count in lengths])
-            yield from _first(pairs, min(lengths))
+            yield from islice(pairs, min(lengths))
             return
         count = 0
         while True:
@@ -69,11 +70,3 @@ class Together:
             'the epoch is left out. Evaluate under torch.no_grad(), or write uneven="exact", to see all of '
             "it."
         )
-
-
-def _first(pairs: Iterator[Any], count: int) -> Iterator[Any]:
-    for _ in range(count):
-        found = next(pairs, None)
-        if found is None:
-            return
-        yield found

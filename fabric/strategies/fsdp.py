@@ -101,16 +101,11 @@ class FSDPStrategy(ParallelStrategy):
             raise ConfigurationError(
                 f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
             )
-        if state_dict_type not in ("full", "sharded"):
-            raise ConfigurationError(f"state_dict_type={state_dict_type!r} is neither 'full' nor 'sharded'.")
+        _check_flags(state_dict_type, find_unused_parameters)
         if activation_checkpointing is not None and activation_checkpointing_policy is not None:
             raise ConfigurationError(
                 "activation_checkpointing and activation_checkpointing_policy say the same thing. "
                 "Keep the policy."
-            )
-        if not isinstance(find_unused_parameters, bool):
-            raise ArgumentTypeError(
-                f"find_unused_parameters={find_unused_parameters!r} must be True or False."
             )
         check_policy(auto_wrap_policy, "auto_wrap_policy")
         check_policy(activation_checkpointing, "activation_checkpointing")
@@ -186,3 +181,10 @@ class FSDPStrategy(ParallelStrategy):
         if self.layout.settings.offload and optimizers:
             raise offload_error(optimizers[0])
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
+
+
+def _check_flags(state_dict_type: Any, find_unused_parameters: Any) -> None:
+    if state_dict_type not in ("full", "sharded"):
+        raise ConfigurationError(f"state_dict_type={state_dict_type!r} is neither 'full' nor 'sharded'.")
+    if not isinstance(find_unused_parameters, bool):
+        raise ArgumentTypeError(f"find_unused_parameters={find_unused_parameters!r} must be True or False.")

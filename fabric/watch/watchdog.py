@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from fabric.core.errors import ConfigurationError, RankError
 from fabric.plugins.collectives.control import reason_of, waits_of_world
+from fabric.plugins.collectives.frames import aligned
 from fabric.utilities.messages import say
 from fabric.watch.stacks import user_line
 
@@ -233,9 +234,4 @@ def as_table(rows: list[Seen]) -> str:
         seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
         what = row.what or "no call of all ranks"
         cells.append((str(row.rank), row.host, what, seconds, row.where))
-    widths = [max([len(line[column]) for line in cells]) for column in range(4)]
-    lines = []
-    for line in cells:
-        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
-        lines.append("  ".join(["", *padded, line[4]]).rstrip())
-    return "\n".join(lines)
+    return aligned(cells)

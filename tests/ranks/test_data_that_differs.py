@@ -10,23 +10,11 @@ import warnings
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from data_cases import Indices, Numbers, in_workers, launched, rows
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, UsageError
-
-
-class Indices(Dataset):
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        return index
 
 
 class Shuffled:
@@ -45,16 +33,6 @@ class Shuffled:
 
     def __len__(self):
         return self.n
-
-
-def launched():
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
-    fabric.launch()
-    return fabric
-
-
-def rows(loader):
-    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
 
 
 # out of step
@@ -134,9 +112,10 @@ def test_looking_at_a_batch_on_one_rank_is_free_and_so_is_evaluation(ranks):
     assert ranks.run(peek_alone, world_size=2) == [[0, 2], None]
 
 
-def trains_alone():
+def trains_alone(shard_iterable):
     fabric = launched()
-    ready = fabric.setup_dataloaders(DataLoader(Indices(8), batch_size=2))
+    data = Indices(8) if shard_iterable else Numbers(2)
+    ready = fabric.setup_dataloaders(DataLoader(data, batch_size=2), shard_iterable=shard_iterable)
     try:
         if fabric.global_rank == 0:
             rows(ready)
@@ -146,21 +125,15 @@ def trains_alone():
     return ""
 
 
-def test_one_rank_that_trains_by_itself_is_told(ranks):
-    first, second = ranks.run(trains_alone, world_size=2)
+@pytest.mark.parametrize("shard_iterable", [True, False])
+def test_one_rank_that_trains_by_itself_is_told_instead_of_waiting(ranks, shard_iterable):
+    first, second = ranks.run(trains_alone, shard_iterable, world_size=2)
     assert first == second
     assert "barrier('end')" in first
+    assert "loader" in first
 
 
 # splitting by worker
-
-
-class Numbers(IterableDataset):
-    def __init__(self, n):
-        self.n = n
-
-    def __iter__(self):
-        return iter(range(self.n))
 
 
 class Documented(IterableDataset):
@@ -193,8 +166,7 @@ class Bounded(Documented):
 
 def documented(workers):
     fabric = launched()
-    keywords = {"num_workers": workers, "multiprocessing_context": "fork"}
-    ready = fabric.setup_dataloaders(DataLoader(Documented(0, 24), batch_size=2, **keywords))
+    ready = fabric.setup_dataloaders(DataLoader(Documented(0, 24), batch_size=2, **in_workers(workers)))
     return rows(ready)
 
 
@@ -207,8 +179,7 @@ def test_a_stream_that_splits_itself_by_worker_is_read_whole(ranks, workers):
 
 def split_by_function(shard_iterable):
     fabric = launched()
-    keywords = {"num_workers": 2, "multiprocessing_context": "fork", "worker_init_fn": split_in_worker}
-    loader = DataLoader(Bounded(0, 12), batch_size=2, **keywords)
+    loader = DataLoader(Bounded(0, 12), batch_size=2, worker_init_fn=split_in_worker, **in_workers(2))
     ready = fabric.setup_dataloaders(loader, shard_iterable=shard_iterable)
     try:
         return rows(ready)

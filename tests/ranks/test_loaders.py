@@ -12,24 +12,14 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from data_cases import Indices, Numbers, launched, rows
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.utilities.warnings import PossibleUserWarning
-
-
-class Indices(Dataset):
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        return index
 
 
 class Buckets:
@@ -48,28 +38,10 @@ class Buckets:
         return (self.n + self.size - 1) // self.size
 
 
-class Stream(IterableDataset):
-    def __init__(self, n=4):
-        self.n = n
-
-    def __iter__(self):
-        return iter(range(self.n))
-
-
 class Draws(Indices):
     def __getitem__(self, index):
         numbers = random.random(), float(numpy.random.rand()), float(torch.rand((), dtype=torch.float64))
         return torch.tensor(numbers, dtype=torch.float64)
-
-
-def launched():
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
-    fabric.launch()
-    return fabric
-
-
-def read(loader):
-    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
 
 
 def flat(per_rank):
@@ -82,7 +54,7 @@ def flat(per_rank):
 def read_evaluation(n, size):
     fabric = launched()
     loader = fabric.setup_dataloaders(DataLoader(Indices(n), batch_size=size))
-    batches = read(loader)
+    batches = rows(loader)
     assert len(loader) == len(batches)
     return batches
 
@@ -99,7 +71,7 @@ def test_evaluation_counts_every_sample_once(ranks, world):
 def accuracy(n, size, kind):
     fabric = launched()
     metric = MulticlassAccuracy(num_classes=3, average="macro")
-    data = Indices(n) if kind == "map" else Stream(n)
+    data = Indices(n) if kind == "map" else Numbers(n)
     loader = fabric.setup_dataloaders(DataLoader(data, batch_size=size))
     with torch.no_grad():
         for batch in loader:
@@ -123,10 +95,10 @@ def read_training(seed):
         loader = fabric.setup_dataloaders(DataLoader(Indices(24), batch_size=3, shuffle=True))
     torch.manual_seed(fabric.global_rank)  # the ranks' own streams differ from here on
     random.seed(fabric.global_rank)
-    first = read(loader)
+    first = rows(loader)
     for _ in loader:
         break
-    return first, read(loader), torch.rand(1).item(), random.random()
+    return first, rows(loader), torch.rand(1).item(), random.random()
 
 
 def read_undisturbed():
@@ -155,7 +127,7 @@ def read_with_samplers():
         DataLoader(Indices(20), batch_sampler=Buckets(20, 2)),
         DataLoader(Indices(6), batch_size=None, sampler=WeightedRandomSampler([1.0] * 6, 6)),
     ]
-    return [read(loader) for loader in fabric.setup_dataloaders(*made)]
+    return [rows(loader) for loader in fabric.setup_dataloaders(*made)]
 
 
 def test_samplers_of_all_kinds_deal_out_what_one_rank_would_see(ranks):
@@ -177,12 +149,12 @@ def read_without_sharding():
     sampler = DistributedSampler(Indices(8), shuffle=True, seed=3)
     own = DataLoader(Indices(8), sampler=sampler, batch_size=2)
     ready = fabric.setup_dataloaders(own)
-    epochs = [read(ready), read(ready)]
+    epochs = [rows(ready), rows(ready)]
     expected = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        expected.append(read(own))
-    return read(plain), epochs, expected
+        expected.append(rows(own))
+    return rows(plain), epochs, expected
 
 
 def test_loaders_that_the_user_shards_keep_their_order(ranks):
@@ -192,7 +164,7 @@ def test_loaders_that_the_user_shards_keep_their_order(ranks):
         assert epochs[0] != epochs[1], "the sampler was not told the epoch"
 
 
-class Pipe(Stream, torch.utils.data.IterDataPipe):
+class Pipe(Numbers, torch.utils.data.IterDataPipe):
     """A stream of which nobody knows whether it shares itself out."""
 
 
@@ -204,7 +176,7 @@ def read_pipe():
         fabric.setup_dataloaders(DataLoader(Pipe(), batch_size=2), shard_iterable=False)
         fabric.setup_dataloaders(DataLoader(Pipe(), batch_size=2), use_distributed_sampler=False)
     kinds = [warning.category for warning in caught]
-    return read(ready), kinds, [str(warning.message) for warning in caught]
+    return rows(ready), kinds, [str(warning.message) for warning in caught]
 
 
 def test_a_pipe_seen_in_full_is_warned_of_once_and_on_rank_zero(ranks):
@@ -224,7 +196,7 @@ def draw_in_workers():
     workers = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
     loader = DataLoader(Draws(8), batch_size=2, shuffle=True, **workers)
     ready = fabric.setup_dataloaders(loader)
-    drawn = [read(ready) for _ in range(2)]
+    drawn = [rows(ready) for _ in range(2)]
     del ready
     return drawn
 
@@ -259,7 +231,7 @@ def garbage(enabled):
     if enabled:
         gc.set_threshold(10**6)
         gc.enable()
-    seen = read(ready)
+    seen = rows(ready)
     as_it_was = gc.isenabled() == enabled
     gc.enable()
     gc.set_threshold(700, 10, 10)

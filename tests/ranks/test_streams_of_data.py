@@ -8,18 +8,18 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from data_cases import Indices, Numbers, in_workers, launched, rows
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from fabric import Fabric
-from fabric.core.errors import CollectiveMismatch, ConfigurationError
+from fabric.core.errors import ConfigurationError
 from fabric.strategies import ModelParallelStrategy
 
 
-class Numbers(IterableDataset):
+class Sized(Numbers):
     def __init__(self, n, shuffle=False):
-        self.n, self.shuffle = n, shuffle
+        super().__init__(n)
+        self.shuffle = shuffle
 
     def __iter__(self):
         items = list(range(self.n))
@@ -27,8 +27,6 @@ class Numbers(IterableDataset):
             random.shuffle(items)
         return iter(items)
 
-
-class Sized(Numbers):
     def __len__(self):
         return self.n
 
@@ -53,37 +51,12 @@ class Part(IterableDataset):
         return iter(range(self.n))
 
 
-class Indices(Dataset):
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, index):
-        return index
-
-
-def launched(strategy="ddp"):
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
-    fabric.launch()
-    return fabric
-
-
-def rows(loader):
-    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch for batch in loader]
-
-
-def keywords(workers):
-    return {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-
-
 # each sample once
 
 
 def streamed(n, batch, workers, shuffle, uneven=None):
     fabric = launched()
-    loader = DataLoader(Sized(n, shuffle), batch, **keywords(workers))
+    loader = DataLoader(Sized(n, shuffle), batch, **in_workers(workers))
     ready = fabric.setup_dataloaders(loader, uneven=uneven)
     with torch.no_grad():
         return [(len(ready), rows(ready)) for _ in range(2)]
@@ -137,7 +110,7 @@ def test_what_is_left_over(ranks, uneven, expected, workers):
 
 def refused_stream(workers):
     fabric = launched()
-    ready = fabric.setup_dataloaders(DataLoader(Numbers(13), 2, **keywords(workers)), uneven="error")
+    ready = fabric.setup_dataloaders(DataLoader(Numbers(13), 2, **in_workers(workers)), uneven="error")
     with pytest.raises(
         ConfigurationError, match='uneven="error": the data do not divide by 2 ranks, 1 are'
     ) as caught:
@@ -176,7 +149,7 @@ def opted_out(use):
         data, options = Ranked([4, 4], fabric.global_rank), {}
     else:
         data, options = Numbers(4), {"use_distributed_sampler": False}
-    ready = fabric.setup_dataloaders(DataLoader(data, 2, **keywords(1)), **options)
+    ready = fabric.setup_dataloaders(DataLoader(data, 2, **in_workers(1)), **options)
     return rows(ready), ready.dataset is data
 
 
@@ -207,7 +180,7 @@ def lengths(kind, uneven, train, workers=0):
     options = {"uneven": uneven}
     if kind == "stream":
         loader, options = (
-            DataLoader(Part(counts, rank), 1, **keywords(workers)),
+            DataLoader(Part(counts, rank), 1, **in_workers(workers)),
             {**options, "shard_iterable": False},
         )
     elif kind == "ranked":
@@ -296,26 +269,6 @@ def test_only_what_fabric_deals_out_can_be_padded(ranks):
     first, second = ranks.run(padded, world_size=2)
     assert first == second
     assert first.startswith('uneven="pad" repeats samples, and DataLoader deals out its data itself.')
-
-
-def alone():
-    """Rank 0 iterates a loader of all ranks; the others go on."""
-    fabric = launched()
-    ready = fabric.setup_dataloaders(DataLoader(Part([2, 2], fabric.global_rank)), shard_iterable=False)
-    try:
-        if fabric.global_rank == 0:
-            rows(ready)
-        fabric.barrier("end")
-    except CollectiveMismatch as error:
-        return str(error)
-    return ""
-
-
-def test_one_rank_that_trains_alone_is_told_instead_of_waiting(ranks):
-    first, second = ranks.run(alone, world_size=2)
-    assert first == second
-    assert "barrier('end')" in first
-    assert "loader" in first
 
 
 def endless():

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError, RankError
+from fabric.plugins.collectives.waits import Here
 from fabric.watch import watchdog
 from fabric.watch.stacks import user_line
 from fabric.watch.watchdog import Seen, as_table, report_after
@@ -139,6 +141,25 @@ def two_hangs():
 
 def test_each_hang_is_said_once(ranks):
     assert ranks.run(two_hangs, world_size=2) == [2, 0]
+
+
+def all_wait_at_once():
+    """All ranks notice in the same look."""
+    with watched("60") as (fabric, listener):
+        dog, waits = fabric.strategy._watchdog, fabric.strategy._watchdog._waits
+        fabric.barrier()
+        waits.here = Here("barrier('x') #1", "train.py:3", time.monotonic() - 100)
+        listener.wait()
+        for _ in range(3):  # each needs a look of every rank's watchdog
+            dog.table()
+        waits.here = None
+        fabric.barrier()
+        return listener.text.count("Where the ranks are")
+
+
+def test_one_rank_speaks_for_all(ranks):
+    for _ in range(3):
+        assert sum(ranks.run(all_wait_at_once, world_size=4)) == 1
 
 
 def gone_rank():

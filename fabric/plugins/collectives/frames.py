@@ -170,11 +170,16 @@ def table(rows: Sequence[Said]) -> str:
     whats = _trimmed([row.what for row in rows])
     for row, what in zip(rows, whats, strict=True):
         cells.append((str(row.rank), row.verb, what, row.where))
-    widths = [max([len(line[column]) for line in cells]) for column in range(3)]
+    return aligned(cells)
+
+
+def aligned(cells: Sequence[tuple[str, ...]]) -> str:
+    """A line per tuple, all columns but the last as wide as their longest cell."""
+    widths = [max([len(line[column]) for line in cells]) for column in range(len(cells[0]) - 1)]
     lines = []
     for line in cells:
         padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
-        lines.append("  ".join(["", *padded, line[3]]).rstrip())
+        lines.append("  ".join(["", *padded, line[-1]]).rstrip())
     return "\n".join(lines)
 
 

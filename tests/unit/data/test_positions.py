@@ -8,7 +8,7 @@ import random
 import warnings
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -205,6 +205,8 @@ def run(loader, stops=(), remake=None):
     place=st.sampled_from([(r, w) for w in (1, 2, 3) for r in range(w)]),
     stops=st.lists(st.integers(0, 30), max_size=3, unique=True),
 )
+@example(kind="generator", n=9, batch=2, place=(0, 1), stops=[7])  # in the second epoch
+@example(kind="stateful-parts", n=20, batch=2, place=(1, 2), stops=[7])
 def test_an_interrupted_run_equals_an_uninterrupted_one(kind, n, batch, place, stops):
     rank, world = place
     with warnings.catch_warnings():
