@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fabric.core.errors import ConfigurationError, FabricError
 from fabric.plugins.environments.local import LAUNCHED, STORE_FD, listen
 from fabric.strategies.launchers.place import Place
+from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.supervisor import Command, Supervisor
 from fabric.utilities.messages import say
 
@@ -26,6 +27,9 @@ DEFAULT_PORT = 29400
 """Where rank zero of several machines listens; on one machine the kernel chooses."""
 PASS_ON_GRACE_S = 30.0
 """Seconds that the ranks get to end after a signal to `fabric run` was passed on to them."""
+
+LOG_DIR = "FABRIC_LOG_DIR"
+"""As --log-dir."""
 
 _DEFAULTS = {
     "accelerator": "auto",
@@ -81,6 +85,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"where it listens; default: {DEFAULT_PORT}, on one machine a free one",
     )
     run.add_argument("--precision", help='"32-true", "bf16-mixed", ...; default: the script\'s own')
+    run.add_argument(
+        "--log-dir", metavar="DIR", help="also write what each rank prints to DIR/rank0.out, rank0.err, ..."
+    )
     run.add_argument("--verbose", action="store_true", help="print each value and where it is from")
     run.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, like python -m")
     run.add_argument("script", nargs="?", help="the script")
@@ -97,7 +104,10 @@ def _run(options: argparse.Namespace) -> int:
         _print_settings(settings, count, nodes)
     place, listener = _place(settings, count, nodes)
     fd = None if listener is None else listener.fileno()
-    supervisor = Supervisor(_commands(argv, settings, place, fd), own_sessions=True)
+    directory = options.log_dir or os.environ.get(LOG_DIR)
+    logs = RankLogs(Path(directory)) if directory else None
+    commands = _commands(argv, settings, place, fd, unbuffered=logs is not None)
+    supervisor = Supervisor(commands, own_sessions=True, logs=logs, elsewhere=nodes > 1)
     return _supervise(supervisor, listener)
 
 
@@ -193,7 +203,7 @@ def _place(settings: Mapping[str, Setting], count: int, nodes: int) -> tuple[Pla
 
 
 def _commands(
-    argv: list[str], settings: Mapping[str, Setting], first: Place, fd: int | None
+    argv: list[str], settings: Mapping[str, Setting], first: Place, fd: int | None, unbuffered: bool
 ) -> list[Command]:
     # Only what was given: the script's own arguments decide the rest.
     given = {
@@ -205,6 +215,10 @@ def _commands(
     for local_rank in range(first.local_world_size):
         place = first.at(local_rank)
         env = {**os.environ, **given, **place.variables(os.environ), LAUNCHED: "cli"}
+        # When rank zero dies with the store, torch's C++ warns of it on every other rank, by the page.
+        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        if unbuffered:  # a pipe is no terminal: Python would keep lines back
+            env.setdefault("PYTHONUNBUFFERED", "1")
         hosts = place.rank == 0 and fd is not None
         if hosts:
             env[STORE_FD] = str(fd)
@@ -240,12 +254,7 @@ def _wait(supervisor: Supervisor, received: list[int]) -> int:
         failure = supervisor.wait_all(PASS_ON_GRACE_S)
         supervisor.stop()
         return 0 if failure is None else 128 + received[0]
-    if failure is None:
-        return 0
-    told = supervisor.stop(spare=failure.rank)
-    code = supervisor.exit_code(failure)
-    say(failure.summary([rank for rank in told if rank != failure.rank]))
-    return code
+    return 0 if failure is None else supervisor.conclude(failure)
 
 
 def _whole(setting: Setting, option: str, least: int) -> int:

@@ -1,12 +1,14 @@
 """The one error tree. Every error also derives from the builtin that a user would catch.
 
-FabricError ├── ConfigurationError (ValueError)    arguments that are wrong, impossible here, or contradict
-each other ├── ArgumentTypeError (TypeError)      a value of the wrong kind ├── UsageError (RuntimeError)
-a call at the wrong time or on the wrong object ├── LaunchError (RuntimeError)         processes that could
-not be started or joined ├── RankError (RuntimeError)           another rank failed inside a call that all
-ranks make ├── CollectiveMismatch (RuntimeError, ValueError)  ranks called different things, or with different
-data ├── MissingExtraError (ImportError)    an optional package is not installed └── ContractError
-(AssertionError)     a strategy does not keep what every strategy promises
+FabricError
+- ConfigurationError (ValueError): arguments that are wrong, impossible here, or contradict each other
+- ArgumentTypeError (TypeError): a value of the wrong kind
+- UsageError (RuntimeError): a call at the wrong time or on the wrong object
+- LaunchError (RuntimeError): processes that could not be started or joined
+- RankError (RuntimeError): another rank failed inside a call that all ranks make
+- CollectiveMismatch (RuntimeError, ValueError): ranks called different things, or with different data
+- MissingExtraError (ImportError): an optional package is not installed
+- ContractError (AssertionError): a strategy does not keep what every strategy promises
 """
 
 
@@ -28,6 +30,9 @@ class UsageError(FabricError, RuntimeError):
 
 class LaunchError(FabricError, RuntimeError):
     """Processes could not be started, or one of them failed."""
+
+    exit_code = 1
+    """Of the rank that failed: 128 + n if signal n ended it."""
 
 
 class RankError(FabricError, RuntimeError):

@@ -9,24 +9,35 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import CollectiveMismatch, RankError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 PARENT_PID = "FABRIC_PARENT_PID"
 """Set in ranks that a supervisor started: the process to die with."""
+LIFELINE_FD = "FABRIC_LIFELINE_FD"
+"""Set in ranks that a supervisor started: a pipe that ends when the process to die with does."""
 REPORT_FD = "FABRIC_REPORT_FD"
 """Set in ranks that a supervisor started: a pipe for one line about the exception that ends the rank."""
 
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
 _PR_SET_PDEATHSIG = 1
+_LONGEST_TRACE = 16_000  # of a pipe's 64 KiB: nobody must read it for the rank to end
+# How a rank fails because another one is gone: gloo, NCCL and the TCPStore, as their messages read.
+_CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|pair closure|remote process exited"
+    r"|recv(value)?.*failed|failed to recv|socket (was )?closed|lost rank zero's store|ncclRemoteError"
+    r"|DistNetworkError|NCCL communicator was abort",
+    re.IGNORECASE,
+)
 _tied = False
 
 
@@ -42,16 +53,24 @@ def tie_to_parent() -> None:
         return
     if os.getppid() == int(parent):
         _tied = True
-        die_with_parent(int(parent))
+        die_with_parent(int(parent), os.environ.get(LIFELINE_FD, ""))
         _report_exceptions(os.environ.get(REPORT_FD, ""))
     elif not _alive(int(parent)):
         os._exit(1)  # the parent died while this process was still importing
 
 
-def die_with_parent(parent: int) -> None:
-    """Have this process killed (SIGKILL) as soon as process `parent`, its parent, ends in whatever way."""
-    if sys.platform == "linux":
-        # The kernel watches the *thread* that started us; launchers start ranks from one that outlives them.
+def die_with_parent(parent: int, pipe: str = "") -> None:
+    """Have this process killed (SIGKILL) as soon as process `parent`, its parent, ends in whatever way.
+
+    Args:
+        parent: Its process id.
+        pipe: Descriptor of a pipe of which only the parent holds the other end; "": trust the kernel, which
+            watches the parent's *thread* that started us.
+    """
+    if pipe.isdigit():
+        os.set_inheritable(int(pipe), False)
+        threading.Thread(target=_await_end, args=(int(pipe),), daemon=True, name="fabric-lifeline").start()
+    elif sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
@@ -59,14 +78,20 @@ def die_with_parent(parent: int) -> None:
         threading.Thread(target=_poll_parent, args=(parent,), daemon=True, name="fabric-lifeline").start()
 
 
+def is_consequence(reason: str) -> bool:
+    """Whether the end of a rank reads as if another one had gone before."""
+    return _CONSEQUENCE.search(reason) is not None
+
+
 def describe(error: BaseException, tb: TracebackType | None = None) -> str:
     """`ValueError: boom (train.py:31)`: type, first line of the message, and the user's line that raised."""
+    from fabric.utilities.source import is_users, line_name  # only where something has failed
+
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     frames = traceback.extract_tb(tb or error.__traceback__)
-    foreign = ("site-packages", f"{os.sep}lib{os.sep}python", _PACKAGE, "<frozen")
-    own = [frame for frame in frames if not any(part in frame.filename for part in foreign)]
-    return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else text
+    own = [frame for frame in frames if is_users(frame.filename)]
+    return f"{text} ({line_name(own[-1].filename, own[-1].lineno or 0)})" if own else text
 
 
 def _report_exceptions(descriptor: str) -> None:
@@ -76,16 +101,32 @@ def _report_exceptions(descriptor: str) -> None:
 
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         # Before anything else: the peers notice this rank's end only afterwards, so theirs have later times.
-        line = json.dumps({"rank": _rank(), "when": time.monotonic(), "reason": describe(error, tb)[:1000]})
-        with contextlib.suppress(OSError):
-            os.write(pipe, line.encode() + b"\n")
-        previous(kind, error, tb)
+        when, reason = time.monotonic(), describe(error, tb)
+        trace = _trace(error, tb) if _is_echo(error, reason) else ""
+        line = {"rank": _rank(), "when": when, "reason": reason[:1000], "trace": trace}
+        try:
+            os.write(pipe, json.dumps(line).encode() + b"\n")
+        except OSError:
+            trace = ""
+        if not trace:  # else the supervisor prints it, once it knows that nothing else came before
+            previous(kind, error, tb)
 
     try:
         os.set_inheritable(pipe, False)  # subprocesses of this rank must not keep the pipe open
     except OSError:
         return
     sys.excepthook = report
+
+
+def _is_echo(error: BaseException, reason: str) -> bool:
+    """Whether another rank has more to say, or says the same."""
+    alike = isinstance(error, CollectiveMismatch | RankError | KeyboardInterrupt)
+    return is_consequence(reason) or (alike and _rank() != 0)
+
+
+def _trace(error: BaseException, tb: TracebackType | None) -> str:
+    text = "".join(traceback.format_exception(type(error), error, tb))[-_LONGEST_TRACE:]
+    return "".join([f"[rank{_rank()}]: {line}\n" for line in text.splitlines()])
 
 
 def read_reports(descriptor: int, rest: bytes) -> tuple[list[dict[str, Any]], bytes]:
@@ -109,6 +150,11 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _await_end(pipe: int) -> None:
+    os.read(pipe, 1)  # nothing is ever written: it returns when the other end has closed
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _poll_parent(parent: int) -> None:

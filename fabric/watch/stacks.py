@@ -1,22 +1,25 @@
-"""Where a thread of this process is, in the user's own code. Imports no torch."""
+"""Where a thread of this process is, in the user's own code, and whether it stands still. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-import sysconfig
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from fabric.utilities.source import is_users
 
 if TYPE_CHECKING:
     from types import FrameType
 
-_FOREIGN = (
-    str(Path(__file__).resolve().parent.parent),
-    sysconfig.get_paths()["stdlib"],
-    sysconfig.get_paths()["purelib"],
-    sysconfig.get_paths()["platlib"],
-    "<frozen",
-)
+_PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
+_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_AROUND = ("wrapper", "call")  # what torch and we put around each verb
+_IDLE = 0.02
+"""A thread that waits uses less than this share of a core."""
 
 
 def user_line(thread: int) -> str:
@@ -32,7 +35,68 @@ def user_line(thread: int) -> str:
     return f"{own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
 
 
+class Standstill(NamedTuple):
+    """A wait for other ranks of which nobody has told us: `torch.distributed` itself, or a plain backward."""
+
+    what: str
+    since: float
+    """Of `time.monotonic()`."""
+
+
+class StillWatch:
+    """Sees from one look to the next whether a thread stands still where ranks wait for each other.
+
+    A thread that is at the same place again and has used no processor time meanwhile has not moved. Costs the
+    thread nothing. Where the system does not tell a thread's time, it sees nothing.
+
+    Args:
+        thread: Its identifier.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        known = hasattr(time, "pthread_getcpuclockid")
+        self._clock = time.pthread_getcpuclockid(thread) if known else None
+        self._place: tuple[int, int] | None = None
+        self._since = self._looked = self._used = 0.0
+
+    def look(self) -> Standstill | None:
+        """Where the thread stands still, and since which look; None: it moves, or is in the user's code."""
+        frame = sys._current_frames().get(self._thread)
+        if frame is None or self._clock is None or (what := _waiting_in(frame)) is None:
+            self._place = None
+            return None
+        place, now, used = (id(frame), frame.f_lasti), time.monotonic(), time.clock_gettime(self._clock)
+        idle = used - self._used <= _IDLE * (now - self._looked)
+        if place != self._place or not idle:
+            self._place, self._since = place, now
+        self._looked, self._used = now, used
+        return Standstill(what, self._since) if self._since < now else None
+
+
+def _waiting_in(frame: FrameType) -> str | None:
+    """What a thread's innermost frame waits in, if that may be for other ranks."""
+    if frame.f_code.co_name == "_engine_run_backward":
+        return "backward"
+    name = frame.f_code.co_filename
+    if name.startswith(_PACKAGE):
+        return _entry(frame, _PACKAGE)
+    return f"torch.distributed: {_entry(frame, _DISTRIBUTED)}" if _DISTRIBUTED in name else None
+
+
+def _entry(frame: FrameType, part: str) -> str:
+    """The name of the function by which other code has called this part of a path."""
+    name = frame.f_code.co_name
+    while frame.f_back is not None and any(
+        [p in frame.f_back.f_code.co_filename for p in (part, "contextlib")]
+    ):
+        frame = frame.f_back
+        if part in frame.f_code.co_filename and frame.f_code.co_name not in _AROUND:
+            name = frame.f_code.co_name
+    return name
+
+
 def _users(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code.co_filename.startswith(_FOREIGN):
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fabric.core.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from types import FrameType
+from fabric.utilities.signals import TOGETHER_S, Handlers
 
 DEADLINE = "FABRIC_DEADLINE"
 MARGIN = "FABRIC_DEADLINE_MARGIN"
@@ -22,8 +19,7 @@ _SLURM_END = "SLURM_JOB_END_TIME"
 
 
 class Stopper:
-    """Notes SIGTERM, SIGUSR1 and `signals`, in place of ending; a second signal of a kind does what it did
-    before.
+    """Notes SIGTERM, SIGUSR1 and `signals`, in place of ending; the next signal does what it did before.
 
     Handlers that were there are called, too. Signals can only be taken in the main thread; made in another
     one, it looks at the deadline alone.
@@ -38,11 +34,9 @@ class Stopper:
     def __init__(self, *signals: int) -> None:
         self.reason: str | None = None
         """Why the job is to stop; None: go on."""
-        self._before: dict[int, Any] = {}
         self._deadline = deadline()
-        if threading.current_thread() is threading.main_thread():
-            for number in {signal.SIGTERM, signal.SIGUSR1, *signals}:
-                self._before[number] = signal.signal(number, self._on_signal)
+        self._first = (0, float("-inf"))
+        self._handlers = Handlers({signal.SIGTERM, signal.SIGUSR1, *signals}, self._on_signal)
 
     def asked(self) -> bool:
         """Whether this process was asked to stop. Reads a clock; sends nothing."""
@@ -52,20 +46,18 @@ class Stopper:
 
     def restore(self) -> None:
         """Give the signals back to those who had them."""
-        for number, handler in self._before.items():
-            if signal.getsignal(number) == self._on_signal:  # else the user has put another in its place
-                signal.signal(number, handler)
-        self._before.clear()
+        self._handlers.restore()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        before = self._before.get(number, signal.SIG_DFL)
-        if self.reason is not None:
+    def _on_signal(self, number: int, before: Any) -> None:
+        now = time.monotonic()
+        if number == self._first[0] and now - self._first[1] < TOGETHER_S:
+            return  # the same request, by another way
+        if self.reason is not None and not callable(before):
             signal.signal(number, before)
             os.kill(os.getpid(), number)  # at once, as without us
             return
+        self._first = number, now
         self.reason = signal.Signals(number).name
-        if callable(before):
-            before(number, frame)
 
 
 def deadline() -> float | None:

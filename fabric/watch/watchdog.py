@@ -25,8 +25,10 @@ import torch.distributed as dist
 from fabric.core.errors import ConfigurationError, RankError
 from fabric.plugins.collectives.control import reason_of, waits_of_world
 from fabric.plugins.collectives.frames import aligned
+from fabric.plugins.collectives.waits import Whereabouts
+from fabric.utilities.lifeline import describe
 from fabric.utilities.messages import say
-from fabric.watch.stacks import user_line
+from fabric.watch.stacks import StillWatch, user_line
 
 if TYPE_CHECKING:
     from fabric.forward import BackwardGate
@@ -48,6 +50,9 @@ _OF_THE_GROUP = re.compile(
     re.IGNORECASE,
 )
 """How torch's backends say that another rank ended or did not come."""
+
+
+_LEFT, _SILENT = "has left", "no answer"
 
 
 class Seen(NamedTuple):
@@ -91,8 +96,7 @@ def watch_over(gate: BackwardGate) -> Watchdog | None:
     world = dist.group.WORLD
     if world not in _watchdogs:
         after = report_after()
-        store = dist.distributed_c10d._get_default_store()
-        _watchdogs[world] = None if after is None else Watchdog(store, waits_of_world(), after)
+        _watchdogs[world] = None if after is None else Watchdog(waits_of_world(), after)
     watchdog = _watchdogs[world]
     if watchdog is not None:
         watchdog.gates.add(gate)
@@ -103,13 +107,12 @@ class Watchdog:
     """Watches the thread that makes it.
 
     Args:
-        store: The job's store; a connection of its own is made.
         waits: Where this rank's calls of all ranks say that they wait.
         after: Seconds of waiting after which the ranks are asked.
     """
 
-    def __init__(self, store: Any, waits: Waits, after: float) -> None:
-        self._store = dist.PrefixStore("fabric/watch", store.clone())
+    def __init__(self, waits: Waits, after: float) -> None:
+        self._store = waits.store.clone("fabric/watch")
         self._lock = threading.Lock()  # the main thread asks, too, when a call has failed
         self._waits = waits
         self.gates: weakref.WeakSet[BackwardGate] = weakref.WeakSet()
@@ -118,10 +121,11 @@ class Watchdog:
         self._after = self._next = after
         self._period = max(min(_PERIOD, after / 4), self._world / 2048)
         self._thread = threading.get_ident()
+        self._still = StillWatch(self._thread)
         self._backward: tuple[int, float] | None = None
         self._answered = 0
         self._over = threading.Event()
-        waits.explain = self.table
+        waits.explain = self.whereabouts
         atexit.register(self.stop)
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="fabric-watchdog")
         self._watcher.start()
@@ -134,16 +138,18 @@ class Watchdog:
         self._over.set()
         self._watcher.join(2.0)
         self._waits.explain = None
+        error = getattr(sys, "last_value", None)
+        end = "finished" if error is None else f"raised {describe(error)}"
         with suppress(Exception):  # the store may have gone before
-            error = getattr(sys, "last_value", None)
-            self._store.set(f"left/{self._rank}", f"raised {type(error).__name__}" if error else "finished")
+            self._store.set(f"left/{self._rank}", json.dumps([socket.gethostname(), end]))
 
-    def table(self) -> str:
-        """Ask all ranks where they are: a line for each. May be called by any thread of any rank."""
+    def whereabouts(self) -> Whereabouts:
+        """Ask all ranks where they are. May be called by any thread of any rank."""
         try:
-            return self._asked()
+            rows = self._asked()
         except Exception:
-            return ""  # the store went with the rank that kept it
+            return Whereabouts([], "")  # the store went with the rank that kept it
+        return Whereabouts([row.rank for row in rows if row.what in (_LEFT, _SILENT)], as_table(rows))
 
     def explain(self, error: Exception, doing: str) -> None:
         """Raise what lies behind an error of the process group, if it is one.
@@ -151,7 +157,10 @@ class Watchdog:
         Raises:
             RankError: With the table of where the ranks are.
         """
-        if _OF_THE_GROUP.search(str(error)) is None or not (table := self.table()):
+        if _OF_THE_GROUP.search(str(error)) is None:
+            return
+        self._store.settle()
+        if not (table := self.whereabouts().table):
             return
         reason = reason_of(error)
         raise RankError(
@@ -179,13 +188,13 @@ class Watchdog:
         round_, me = self._store.add("asked", 0), str(self._rank)
         if round_ > self._answered or self._store.compare_set(f"by/{round_}", "", me) != me.encode():
             return  # another rank has just asked
-        text = self._asked()
+        text = as_table(self._asked())
         say(
             f"rank {self._rank} has waited {seen.seconds:.0f} s in {seen.what} ({VARIABLE}={self._after:g}). "
             f"Where the ranks are:\n{text}"
         )
 
-    def _asked(self) -> str:
+    def _asked(self) -> list[Seen]:
         round_, ranks = self._store.add("asked", 1), range(self._world)
         self._answer()
         deadline = time.monotonic() + max(_ANSWER, 3 * self._period)
@@ -197,11 +206,12 @@ class Watchdog:
             if self._store.check([key]):
                 rows.append(Seen(*json.loads(self._store.get(key))))
             elif self._store.check([left]):
-                rows.append(Seen(rank, "", "has left", None, self._store.get(left).decode()))
+                host, end = json.loads(self._store.get(left))
+                rows.append(Seen(rank, host, _LEFT, None, end))
             else:
                 text = "it has died, or something keeps Python from running there"
-                rows.append(Seen(rank, "", "no answer", None, text))
-        return as_table(rows)
+                rows.append(Seen(rank, "", _SILENT, None, text))
+        return rows
 
     def _answer(self) -> bool:
         with self._lock:
@@ -220,10 +230,13 @@ class Watchdog:
         elif self._backward is None or self._backward[0] != count:
             self._backward = count, now
         host = socket.gethostname()
+        still = self._still.look()
         if waiting is not None:
             return Seen(self._rank, host, waiting.verb, now - waiting.since, waiting.where)
         if self._backward is not None:
             return Seen(self._rank, host, "backward", now - self._backward[1], line)
+        if still is not None:
+            return Seen(self._rank, host, still.what, now - still.since, line)
         return Seen(self._rank, host, "", None, line)
 
 

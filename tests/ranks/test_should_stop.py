@@ -126,14 +126,27 @@ def test_the_signal_that_slurm_was_asked_for():
         fabric._stopper.restore()
 
 
-def test_a_second_signal_ends_at_once():
+def test_a_child_that_was_forked_dies_as_ever():
     script = (
-        "import os, signal\nfrom fabric.watch.stopping import Stopper\nstopper = Stopper()\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\nprint(stopper.asked(), flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\nprint('still here')\n"
+        "import multiprocessing, time\nfrom fabric.watch.stopping import Stopper\nstopper = Stopper()\n"
+        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
+        "child.start()\nchild.terminate()\nchild.join()\nprint(child.exitcode, stopper.asked())\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.stdout == "True\n"
+    assert done.stdout == "-15 False\n", done.stderr
+
+
+def test_a_second_signal_ends_at_once():
+    script = (
+        "import os, signal\nfrom fabric.watch import stopping\nstopper = stopping.Stopper()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nprint(stopper.asked(), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\nprint('the same request, by another way', flush=True)\n"
+        "stopping.TOGETHER_S = 0\nos.kill(os.getpid(), signal.SIGTERM)\nprint('still here')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "True\nthe same request, by another way\n"
     assert done.returncode == -signal.SIGTERM

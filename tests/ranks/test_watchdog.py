@@ -46,14 +46,14 @@ class Listener:
 
 
 @contextmanager
-def watched(after="0.4"):
+def watched(after="0.4", strategy="ddp"):
     os.environ["FABRIC_HANG_REPORT_AFTER"] = after
     stderr, sys.stderr = sys.stderr, Listener()
     again, watchdog._AGAIN = (
         watchdog._AGAIN,
         1e6,
     )  # a slow machine must not get to the second table of one hang
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     try:
         fabric.launch()
         yield fabric, sys.stderr
@@ -114,6 +114,46 @@ def test_a_rank_that_is_late_for_a_backward_is_shown(ranks):
     assert re.search(rf"  1 +\S+ +no call of all ranks +\S*{HERE}:\d+ in wait", first)
 
 
+def plain_backward(fabric):
+    model = fabric.setup(torch.nn.Linear(2, 2))
+    loss = model(torch.ones(1, 2)).sum()
+    return lambda: (loss.backward(), model)
+
+
+def sharded_forward(fabric):
+    model = fabric.setup(torch.nn.Linear(2, 2))
+    return lambda: model(torch.ones(1, 2))
+
+
+def raw_collective(fabric):
+    return lambda: dist.all_reduce(torch.ones(1))
+
+
+def late_for_what_nobody_tells(make, strategy):
+    with watched(strategy=strategy) as (fabric, listener):
+        wait = make(fabric)
+        if fabric.global_rank == 1:
+            busy_elsewhere(listener)
+        wait()
+        return listener.text
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "name"),
+    [
+        (plain_backward, "ddp", "backward"),
+        (sharded_forward, "fsdp", "torch.distributed: _pre_forward"),
+        (raw_collective, "ddp", "torch.distributed: all_reduce"),
+    ],
+)
+def test_a_wait_that_fabric_has_no_part_in_is_seen_by_its_stillness(ranks, make, strategy, name):
+    first, second = ranks.run(late_for_what_nobody_tells, make, strategy, world_size=2)
+    assert second == ""
+    assert re.match(rf"fabric: rank 0 has waited \d+ s in {name} ", first), first
+    assert re.search(rf"  0 +\S+ +{name} +\d+ s +\S*{HERE}:\d+", first)
+    assert re.search(rf"  1 +\S+ +no call of all ranks +\S*{HERE}:\d+ in wait", first)
+
+
 def many_quick_steps():
     with watched("0.2") as (fabric, listener):
         model = fabric.setup(torch.nn.Linear(2, 2))
@@ -151,7 +191,7 @@ def all_wait_at_once():
         waits.here = Here("barrier('x') #1", "train.py:3", time.monotonic() - 100)
         listener.wait()
         for _ in range(3):  # each needs a look of every rank's watchdog
-            dog.table()
+            dog.whereabouts()
         waits.here = None
         fabric.barrier()
         return listener.text.count("Where the ranks are")
@@ -170,12 +210,12 @@ def gone_rank():
             listener.store.set("table", "left")
             return ""
         listener.wait()
-        return fabric.strategy._watchdog.table()
+        return fabric.strategy._watchdog.whereabouts().table
 
 
 def test_a_rank_that_has_left_is_told_from_one_that_does_not_answer(ranks):
     text = ranks.run(gone_rank, world_size=2)[0]
-    assert re.search(r"  1 +has left +finished", text)
+    assert re.search(r"  1 +\S+ +has left +finished", text)
     assert re.search(rf"  0 +\S+ +no call of all ranks +\S*{HERE}:\d+ in gone_rank", text)
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.plugins.collectives import frames
 from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, Said
-from fabric.plugins.collectives.waits import PATIENCE, Here, Waits
+from fabric.plugins.collectives.waits import PATIENCE, Here, Waits, Whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -255,7 +255,7 @@ class Guard:
             return None
         # Not dist.new_group: all ranks of the job would have to call it; and its name for a group that only
         # the members make depends on how many groups a rank has made before: it may differ between them.
-        store = dist.PrefixStore(f"control/{name}/{attempt}", self._waits.store)
+        store = dist.PrefixStore(f"control/{name}/{attempt}", self._waits.store.raw)
         place = self.members.index(self._waits.rank)
         self._control = dist.ProcessGroupGloo(store, place, len(self.members), self.timeout)
         return self._control
@@ -268,6 +268,8 @@ class Guard:
         except CollectiveMismatch:
             raise
         except RuntimeError as error:
+            if self._waits.here is None:
+                self._waits.here = Here(self._row(call).verb, frames.user_place(), time.monotonic())
             raise RankError(self._failure(call, error, work)) from error
         except BaseException:  # Ctrl+C: the operation goes on, and its memory must not be used again
             if not isinstance(work, _Arrival):
@@ -351,22 +353,32 @@ class Guard:
 
     def _failure(self, call: Call, error: Exception, work: Any = None) -> str:
         """The error for ranks that ended or did not come: who is missing, and where the others wait."""
-        reason = reason_of(error)
+        self._waits.store.settle()
+        reason, explain = reason_of(error), self._waits.explain
         text = f"{call.verb} at {frames.user_place()} failed on rank {self._waits.rank}: "
+        gone, found = explain() if explain is not None else Whereabouts([], "")
+        ended = [str(rank) for rank in self.members if rank in gone]
         try:
-            waits = self._waits.read()
-            came = {wait.rank for wait in waits.values() if wait.counts.get(self.name, 0) >= self.count}
-            if isinstance(work, _Arrival):
-                came = work.came()
-            missing = [str(rank) for rank in self.members if rank not in {*came, self._waits.rank}]
-            rows = [wait.row() for wait in waits.values() if wait.rank != self._waits.rank]
+            missing, rows = self._missing(work) if not ended else ([], [])
         except Exception:  # the store went with the rank that kept it
             missing, rows = [], []
-        who = f"rank {', '.join(missing)}" if missing else "a rank of the group"
-        text += f"{who} ended, or did not come within {self.timeout.total_seconds():.0f} s ({reason})."
-        if found := self._waits.explain() if self._waits.explain is not None else "":
+        if ended:
+            text += f"rank {', '.join(ended)} ended ({reason})."
+        else:
+            who = f"rank {', '.join(missing)}" if missing else "a rank of the group"
+            text += f"{who} ended, or did not come within {self.timeout.total_seconds():.0f} s ({reason})."
+        if found:
             return f"{text}\nWhere the ranks are:\n{found}"
         return f"{text}\nWaiting at that time:\n{frames.table(rows)}" if rows else text
+
+    def _missing(self, work: Any) -> tuple[list[str], list[Said]]:
+        """Who has not come to this call, and the rows of the others that wait."""
+        waits = self._waits.read()
+        came = {wait.rank for wait in waits.values() if wait.counts.get(self.name, 0) >= self.count}
+        if isinstance(work, _Arrival):
+            came = work.came()
+        missing = [str(rank) for rank in self.members if rank not in {*came, self._waits.rank}]
+        return missing, [wait.row() for wait in waits.values() if wait.rank != self._waits.rank]
 
 
 class _Arrival:

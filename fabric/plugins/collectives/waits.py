@@ -14,9 +14,8 @@ import json
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch.distributed as dist
-
 from fabric.plugins.collectives.frames import Said, mismatch_text
+from fabric.plugins.collectives.job_store import JobStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -57,6 +56,15 @@ class Here(NamedTuple):
     """Of `time.monotonic()`."""
 
 
+class Whereabouts(NamedTuple):
+    """Where all ranks are."""
+
+    gone: list[int]
+    """Those that have ended, or cannot say."""
+    table: str
+    """A line for each rank; "" if they cannot be asked."""
+
+
 def stuck(waits: Mapping[int, Wait]) -> set[int]:
     """The ranks that can never go on: each waits for one that waits, and so on in a circle.
 
@@ -90,7 +98,7 @@ class Waits:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
-        self.store = dist.PrefixStore("fabric/waits", store)
+        self.store = JobStore("fabric/waits", store)
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.counts: dict[str, int] = {}
         """How many calls of each group this rank has come to."""
@@ -98,8 +106,8 @@ class Waits:
         """This rank's guards, by the name of their group."""
         self.here: Here | None = None
         """What this rank waits in, once it has waited for `PATIENCE`."""
-        self.explain: Callable[[], str] | None = None
-        """Gives a table of where all ranks are; a watchdog's."""
+        self.explain: Callable[[], Whereabouts] | None = None
+        """Asks all ranks where they are; a watchdog's."""
         self._stamp = 0
         self._verdicts: list[dict[int, Wait]] = []
 

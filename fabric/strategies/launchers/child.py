@@ -20,6 +20,7 @@ from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import ArgumentTypeError
+from fabric.strategies.launchers.output import flush_output, take_output
 from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable
 from fabric.utilities.lifeline import describe, die_with_parent
 
@@ -56,6 +57,7 @@ class Ending(NamedTuple):
 def run_rank(task: Task, link: Connection) -> None:
     """Run one rank to its end and send exactly one `Ending`."""
     _tie(task)
+    take_output()
     _set_variables(task)
     try:
         ending = Ending(time.monotonic(), result=_call(task))
@@ -66,6 +68,7 @@ def run_rank(task: Task, link: Connection) -> None:
         ending = Ending(time.monotonic(), reason="KeyboardInterrupt", code=128 + signal.SIGINT)
     except BaseException as error:
         ending = _ending_of(error)
+    flush_output()  # the parent may end this process as soon as it knows
     with contextlib.suppress(BrokenPipeError):
         link.send_bytes(pickle.dumps(tuple(ending)))
         link.close()

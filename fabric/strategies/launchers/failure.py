@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import re
 import signal
-from dataclasses import dataclass
+import socket
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-# How a rank fails because another one is gone: gloo, NCCL and the TCPStore, as their messages read.
-_CONSEQUENCE = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|pair closure|remote process exited"
-    r"|recv(value)?.*failed|failed to recv|socket (was )?closed|lost rank zero's store|ncclRemoteError"
-    r"|DistNetworkError|NCCL communicator was abort",
-    re.IGNORECASE,
-)
-SETTLE_S = 1.0
-"""Seconds to look for the cause when the first failure seen reads like a consequence of another."""
+from fabric.core.errors import LaunchError
+from fabric.utilities.lifeline import is_consequence
+from fabric.utilities.messages import say
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from types import TracebackType
+
+_SETTLE_S = 10.0
+_SETTLE_ELSEWHERE_S = 2.0
+
+
+def settle_seconds(elsewhere: bool) -> float:
+    """Seconds to look for the cause when all failures seen so far read like consequences of another.
+
+    Args:
+        elsewhere: Whether the cause may be on another machine, where nothing will ever be seen of it.
+    """
+    return _SETTLE_ELSEWHERE_S if elsewhere else _SETTLE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +40,65 @@ class Failure:
     """"ValueError: boom (train.py:31)", "exit code 3", "killed by SIGKILL"."""
     code: int = 1
     """What the whole job exits with."""
+    trace: str = ""
+    """The traceback, where the rank has left it to the launcher to print it."""
 
     @property
     def is_consequence(self) -> bool:
         """Whether it reads as if another rank had gone before."""
-        return _CONSEQUENCE.search(self.reason) is not None
+        return is_consequence(self.reason)
 
-    def summary(self, others: list[int]) -> str:
-        """The last line of a failed job; `others` are the ranks that had to be stopped."""
-        line = f"rank {self.rank} failed first: {self.reason}"
-        if not others:
+    def summary(self, others: Collection[int] = (), elsewhere: bool = False) -> str:
+        """The last line of a failed job.
+
+        Args:
+            others: The ranks of this machine that ended because of it.
+            elsewhere: Whether there are ranks on other machines.
+        """
+        how = "lost a rank of another machine" if self.is_consequence and elsewhere else "failed first"
+        line = f"rank {self.rank} on {socket.gethostname()} {how}: {self.reason}"
+        ranks = sorted(rank for rank in others if rank != self.rank)
+        if not ranks:
             return line
-        names = ", ".join(str(rank) for rank in others[:16]) + (", ..." if len(others) > 16 else "")
-        return f"{line}; stopped because of it: rank{'s' if len(others) > 1 else ''} {names}"
+        names = ", ".join(str(rank) for rank in ranks[:16]) + (", ..." if len(ranks) > 16 else "")
+        return f"{line}; rank{'s' if len(ranks) > 1 else ''} {names} stopped because of it"
+
+    def tell(self, others: Collection[int] = (), elsewhere: bool = False) -> None:
+        """Print what the rank has not printed itself, and the summary."""
+        sys.stderr.write(self.trace)
+        say(self.summary(others, elsewhere))
 
 
-def root_cause(failures: list[Failure]) -> Failure:
-    """The failure that made the others: the earliest that does not read like a consequence."""
-    return min(failures, key=lambda failure: (failure.is_consequence, failure.when))
+def root_cause(failures: Collection[Failure], finished: Collection[int] = ()) -> Failure:
+    """The failure that made the others: the earliest that does not read like a consequence.
+
+    Args:
+        failures: At least one.
+        finished: Ranks that have ended well. If there are only consequences, one of these left too early.
+    """
+    cause = min(failures, key=lambda failure: (failure.is_consequence, bool(failure.trace), failure.when))
+    if not cause.is_consequence or not finished:
+        return cause
+    reason = f"ended well while rank {cause.rank} still needed it ({cause.reason})"
+    return replace(cause, rank=min(finished), reason=reason)
+
+
+_hooked = False
+
+
+def exit_with_its_code() -> None:
+    """From now on let a LaunchError that nobody catches end this process with the failed rank's code."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked, previous = True, sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        previous(kind, error, tb)
+        if isinstance(error, LaunchError) and error.exit_code != 1:
+            raise SystemExit(error.exit_code)
+
+    sys.excepthook = hook
 
 
 def from_returncode(rank: int, returncode: int, when: float) -> Failure:

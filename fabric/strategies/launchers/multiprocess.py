@@ -10,25 +10,35 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import time
 import warnings
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.strategies.launchers.child import Ending, Task, run_rank
-from fabric.strategies.launchers.failure import SETTLE_S, Failure, from_returncode, root_cause
+from fabric.strategies.launchers.cuda_touched import cuda_line, watch_cuda
+from fabric.strategies.launchers.failure import (
+    Failure,
+    exit_with_its_code,
+    from_returncode,
+    root_cause,
+    settle_seconds,
+)
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.openmp import rest_openmp
-from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable
+from fabric.strategies.launchers.output import relayed_output
+from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable, interactive_name
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.supervisor import STOP_GRACE_S
+from fabric.utilities.signals import TOGETHER_S, Handlers, die_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,6 +82,8 @@ class MultiprocessLauncher(Launcher):
         self.num_processes = num_processes
         self.num_nodes = num_nodes
         self.start_method = start_method
+        if start_method == "fork":
+            watch_cuda()
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -107,7 +119,8 @@ class MultiprocessLauncher(Launcher):
             node_rank,
         )
         try:
-            return _Ranks(self._context(), first, call).run()
+            with relayed_output(self.start_method):
+                return _Ranks(self._context(), first, call).run()
         finally:
             self.environment.teardown()  # the next launch gets a store of its own
 
@@ -132,7 +145,7 @@ class MultiprocessLauncher(Launcher):
         call = (self.environment, function, args, kwargs)
         if self.start_method == "fork":
             return call
-        for part in (function, *args):
+        for part in (function, *args, *kwargs.values()):
             _refuse_interactive_function(part, self.start_method)
         try:
             # By value and once: torch's own reducers would share CPU parameters between the ranks.
@@ -156,8 +169,12 @@ class _Ranks:
         self.links: dict[int, Connection] = {}
         self.endings: dict[int, Ending] = {}
         self.failures: dict[int, Failure] = {}
+        self.signalled: float | None = None
+        self.elsewhere = first.world_size > first.local_world_size
 
     def run(self) -> Any:
+        ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        handlers = Handlers([] if ignored else [signal.SIGTERM], self._pass_on)
         try:
             self._start()
             while self.processes.keys() - self._over() and not self.failures:
@@ -170,6 +187,21 @@ class _Ranks:
             raise self._error()
         finally:
             self._stop()
+            deadly = self.failures and not callable(handlers.before(signal.SIGTERM))
+            handlers.restore()
+            if self.signalled is not None and deadly:
+                die_by(signal.SIGTERM)
+
+    def _pass_on(self, number: int, _: Any) -> None:
+        """SIGTERM to this process: the ranks get it once; if they know what to do, this process goes on."""
+        now = time.monotonic()
+        if self.signalled is None:
+            for process in self.processes.values():
+                process.terminate()
+        elif now - self.signalled > TOGETHER_S:
+            for process in self.processes.values():
+                process.kill()
+        self.signalled = now
 
     def _start(self) -> None:
         direct = self.method != "forkserver"
@@ -235,41 +267,42 @@ class _Ranks:
 
     def _settle(self) -> None:
         """If all that failed reads like a consequence, give the cause a moment to show."""
-        deadline = time.monotonic() + SETTLE_S
-        while (
-            root_cause(list(self.failures.values())).is_consequence and self.processes.keys() - self._over()
-        ):
+        deadline = time.monotonic() + settle_seconds(self.elsewhere)
+        while root_cause(self.failures.values()).is_consequence and self.processes.keys() - self._over():
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return
             self._collect(remaining)
 
     def _error(self) -> LaunchError:
-        cause = root_cause(list(self.failures.values()))
-        alive = [rank for rank in self.processes if rank not in self._over()]
+        cause = root_cause(self.failures.values(), self.endings.keys() - self.failures.keys())
+        alive = self.processes.keys() - self._over()
+        text = cause.summary(alive | self.failures.keys(), self.elsewhere)
         ending = self.endings.get(cause.rank)
-        text = cause.summary(alive)
         if ending is not None and ending.trace:
             text = f"{text}\n\n{ending.trace.rstrip()}"
         elif cause.code and ending is None:
             text = f"{text}. It said nothing to the launcher; what it printed stands above."
         error = LaunchError(text)
+        error.exit_code = cause.code
         error.__cause__ = _revive(ending)
+        exit_with_its_code()
         return error
 
     def _stop(self) -> None:
         for process in self.processes.values():
-            if process.is_alive():
-                process.terminate()
+            process.terminate()
         deadline = time.monotonic() + STOP_GRACE_S
-        for process in self.processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
+        try:
+            for process in self.processes.values():
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:  # at once, if Ctrl-C comes again
+            for process in self.processes.values():
                 process.kill()
+            for rank, process in self.processes.items():
                 process.join()
-            process.close()
-        for link in self.links.values():
-            link.close()
+                process.close()
+                self.links[rank].close()
 
 
 def _revive(ending: Ending | None) -> BaseException | None:
@@ -285,10 +318,12 @@ def _revive(ending: Ending | None) -> BaseException | None:
 
 def _refuse_fork_after_cuda() -> None:
     if torch.cuda.is_initialized():
+        line = cuda_line()
+        what = "that line" if line else "the first .cuda(), .to('cuda') or torch.cuda call"
         raise LaunchError(
-            "CUDA is initialised in this process, and a forked rank cannot use it again. Move the first "
-            ".cuda(), .to('cuda') or torch.cuda call into the launched function (in a notebook: restart the "
-            'kernel first), or use strategy="ddp_spawn".'
+            f"CUDA is initialised in this process{', ' * bool(line)}{line}, and a forked rank cannot use it "
+            f"again. Move {what} into the launched function (in a notebook: restart the kernel first), or "
+            'use strategy="ddp_spawn".'
         )
 
 
@@ -296,17 +331,20 @@ def _refuse_interactive_function(function: Any, method: str) -> None:
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     importable = getattr(main, "__spec__", None) is not None or (file is not None and Path(file).exists())
-    if isinstance(function, FunctionType) and function.__module__ == "__main__" and not importable:
+    name = None if importable else interactive_name(function)
+    if name is not None:
         raise LaunchError(
-            f'start_method="{method}" imports the function by name in each rank, but '
-            f"{function.__qualname__!r} is defined in a notebook, prompt or piped script, which cannot be "
-            'imported. Use strategy="ddp_notebook" (or "ddp_fork"), or define it in a file.'
+            f'start_method="{method}" imports functions and classes by name in each rank, but {name!r} is '
+            "defined in a notebook, prompt or piped script, which cannot be imported. Use "
+            'strategy="ddp_notebook" (or "ddp_fork"), or define it in a file.'
         )
 
 
 def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     owner = getattr(function, "__self__", function)  # `Fabric`, of which this is a method
-    named = [(_own_name(value, index), value) for index, value in enumerate((owner, *args))]
+    # With an owner the first argument is the user's function, and what follows are its arguments.
+    start = 0 if owner is function else -1
+    named = [(_own_name(value, index), value) for index, value in enumerate((owner, *args), start)]
     named += list(kwargs.items())
     return next(
         (explain_unpicklable(value, name) for name, value in named if not can_pickle(value)),
@@ -318,9 +356,9 @@ def _own_name(value: Any, position: int) -> str:
     """What people call it, when all we have is its position: `model` for a module, a function's own name."""
     if isinstance(value, torch.nn.Module):
         return "model"
-    if isinstance(value, FunctionType):
+    if isinstance(value, FunctionType | MethodType):
         return value.__qualname__
-    return type(value).__name__.lower() if position == 0 else f"argument {position}"
+    return f"argument {position}" if position > 0 else type(value).__name__.lower()
 
 
 def _warn_threads(threads: int) -> None:

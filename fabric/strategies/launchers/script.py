@@ -14,13 +14,14 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fabric.core.errors import LaunchError
 from fabric.plugins.environments.local import LAUNCHED, LocalEnvironment
-from fabric.strategies.launchers.failure import SETTLE_S, Failure, root_cause
+from fabric.strategies.launchers.failure import Failure, root_cause, settle_seconds
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.place import Place
+from fabric.strategies.launchers.relay import Relay
 from fabric.strategies.launchers.supervisor import Command, Supervisor
 from fabric.utilities.lifeline import describe
 from fabric.utilities.messages import say
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-MAIN_GRACE_S = 3.0
+MAIN_GRACE_S = 1.0
 """Seconds that this process gets to fail by itself, usually in a collective, after another rank failed."""
 EXIT_NOTE_S = 10.0
 """Seconds after this process's normal end until it says which ranks it still waits for."""
@@ -101,13 +102,15 @@ class _Job:
         # The store lives as long as this process, whatever a strategy tears down in between.
         self.host = LocalEnvironment()
         self.host.follow(environment)
-        self.supervisor = Supervisor(_commands(place, argv, directory))
+        self.supervisor = Supervisor(_commands(place, argv, directory), elsewhere=nodes > 1)
         self.supervisor.start()
+        self.relay = Relay(self.supervisor)
         self._main_over = threading.Event()
         self._verdict = threading.Event()
         self._cause: Failure | None = None
-        self._previous_hook = sys.excepthook
-        sys.excepthook = self._on_exception
+        self._previous_hook, self._python_exit = sys.excepthook, sys.exit
+        self._exited: Failure | None = None
+        sys.excepthook, sys.exit = self._on_exception, self._on_sys_exit
         atexit.register(self._on_exit)
         threading.Thread(target=self._watch, daemon=True, name="fabric-supervisor").start()
 
@@ -139,7 +142,7 @@ class _Job:
         if failure is None or self.supervisor.stopping or self._main_over.wait(MAIN_GRACE_S):
             return
         # This process is busy elsewhere, perhaps for ever: nothing but its end makes it notice.
-        self._exit(self._finish(failure, [self.rank]))
+        self._exit(self._finish(failure))
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, tb: TracebackType | None
@@ -147,24 +150,39 @@ class _Job:
         when = time.monotonic()
         self._main_over.set()
         sys.excepthook = self._previous_hook
-        self._previous_hook(kind, error, tb)
         if issubclass(kind, KeyboardInterrupt):  # the terminal has interrupted the other ranks as well
+            self._previous_hook(kind, error, tb)
             self.supervisor.stop()
             return
         mine = Failure(self.rank, when, describe(error, tb))
         if mine.is_consequence:
-            self._verdict.wait(SETTLE_S)
+            self._verdict.wait(settle_seconds(self.nodes > 1))
         theirs = self.supervisor.first_failure()
         self._cause = root_cause([mine, *([theirs] if theirs else [])])
+        if self._cause is mine or not mine.is_consequence:
+            self._previous_hook(kind, error, tb)
         self.supervisor.tell(spare=self._cause.rank)
         # The rest waits for `_on_exit`: torch's own hook, around this one, holds back what is printed here.
+
+    def _on_sys_exit(self, status: Any = None, /) -> NoReturn:
+        """In place of `sys.exit`: Python tells nobody with which code it ends."""
+        code = status if isinstance(status, int) else int(status is not None)
+        if threading.current_thread() is threading.main_thread():
+            self._exited = Failure(self.rank, time.monotonic(), f"exit code {code}", code) if code else None
+        self._python_exit(status)
 
     def _on_exit(self) -> None:
         """At this process's end: the other ranks end, too; they have time if this one ended well."""
         self._main_over.set()
+        mine = 1  # what an exception ends this process with
+        if self._cause is None and self._exited is not None:
+            now, mine = time.monotonic(), self._exited.code
+            if now - self._exited.when < EXIT_NOTE_S:  # else somebody has caught it
+                theirs = self.supervisor.wait(MAIN_GRACE_S)
+                self._cause = root_cause([self._exited, *([theirs] if theirs else [])])
         if self._cause is not None:
             code = self._finish(self._cause)
-            if code != 1:  # 1 is what the exception itself ends this process with
+            if code != mine:
                 self._exit(code)
         elif not self.supervisor.stopping:
             self._await_others()
@@ -181,17 +199,12 @@ class _Job:
                 late[0], time.monotonic(), f"still running {EXIT_GRACE_S:g} s after rank {self.rank}'s end"
             )
         if failure is not None:
-            if failure.is_consequence:
-                reason = f"ended while rank {failure.rank} still needed it ({failure.reason})"
-                failure = Failure(self.rank, failure.when, reason, failure.code)
-            self._exit(self._finish(failure))
+            self._exit(self._finish(root_cause([failure], [self.rank])))
 
-    def _finish(self, failure: Failure, also: list[int] | None = None) -> int:
-        """Stop the ranks, print the cause last (`also` are stopped, too); returns the exit code."""
-        told = (also or []) + self.supervisor.stop(spare=failure.rank)
+    def _finish(self, failure: Failure) -> int:
+        """Stop the ranks and print the cause last; returns the exit code."""
         _flush()
-        say(failure.summary([rank for rank in told if rank != failure.rank]))
-        return self.supervisor.exit_code(failure)
+        return self.supervisor.conclude(failure, also=[self.rank])
 
     def _exit(self, code: int) -> None:
         _flush()

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
-from fabric.strategies.launchers.failure import SETTLE_S, Failure, from_returncode, root_cause
-from fabric.utilities.lifeline import PARENT_PID, REPORT_FD, die_with_parent, read_reports
+from fabric.strategies.launchers.failure import Failure, from_returncode, root_cause, settle_seconds
+from fabric.utilities.lifeline import LIFELINE_FD, PARENT_PID, REPORT_FD, die_with_parent, read_reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-STOP_GRACE_S = 5.0
+    from fabric.strategies.launchers.rank_logs import RankLogs
+
+STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL for ranks that are stopped because another one failed."""
 _POLL_S = 0.05  # only where the system cannot tell us of a process's end
 
@@ -46,19 +48,29 @@ class Supervisor:
         own_sessions: Ranks get their own session, so that the terminal's Ctrl-C reaches only the supervisor,
             and are tied to this process before their first instruction; for a process without other threads.
             Otherwise they stay in the process group and tie themselves when they join the job.
+        logs: Takes what the ranks print; None: it goes where this process prints.
+        elsewhere: Whether the job has ranks on other machines.
     """
 
-    def __init__(self, commands: list[Command], own_sessions: bool = False) -> None:
+    def __init__(
+        self,
+        commands: list[Command],
+        own_sessions: bool = False,
+        logs: RankLogs | None = None,
+        elsewhere: bool = False,
+    ) -> None:
         self.commands = commands
         self.own_sessions = own_sessions
+        self.elsewhere = elsewhere
+        self.logs = logs
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.stopping = False
-        self._reports, self._writer = os.pipe()
-        os.set_blocking(self._reports, False)
-        self._rest = b""
+        self._reports: dict[int, tuple[int, bytes]] = {}
+        # The kernel would take the end of a mere thread of ours for the end of this process.
+        by_kernel = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
+        self._lifeline = None if by_kernel else os.pipe()
         self._told: set[int] = set()
         self._lock = threading.Lock()
-        self._reasons: dict[int, tuple[float, str]] = {}
         self._failures: dict[int, Failure] = {}
 
     def start(self) -> None:
@@ -73,8 +85,8 @@ class Supervisor:
         except OSError as error:
             self.stop()
             raise LaunchError(f"Rank {command.rank} could not be started: {error}.") from error
-        finally:
-            os.close(self._writer)
+        if self.logs is not None:
+            self.logs.start()
 
     def running(self) -> list[int]:
         """Ranks whose process has not ended."""
@@ -106,12 +118,28 @@ class Supervisor:
 
     def first_failure(self) -> Failure | None:
         """The cause among the failures so far; looks a moment longer where only consequences are in sight."""
-        deadline = _deadline(SETTLE_S)
+        deadline = _deadline(settle_seconds(self.elsewhere))
         while self._look() and not self.stopping and self.running() and time.monotonic() < deadline:
-            if not root_cause(list(self._failures.values())).is_consequence:
+            if not root_cause(self._failures.values()).is_consequence:
                 break
             self._sleep(deadline)
-        return root_cause(list(self._failures.values())) if self._failures else None
+        return root_cause(self._failures.values(), self._ended(well=True)) if self._failures else None
+
+    def conclude(self, cause: Failure, also: Iterable[int] = ()) -> int:
+        """Stop all ranks and print the cause, last; gives the exit code of the job.
+
+        Args:
+            cause: A failure.
+            also: Ranks that stop because of it and are not ours.
+        """
+        self.stop(spare=cause.rank)
+        if self.logs is not None:
+            self.logs.close()  # what the ranks have printed comes before
+        followers = {*also, *self._told, *self._ended(well=False)}
+        cause.tell(followers, self.elsewhere)
+        process = self.processes.get(cause.rank)
+        code = process.poll() if process is not None else None
+        return code if code is not None and code > 0 else cause.code
 
     def stop(self, spare: int | None = None, grace: float = STOP_GRACE_S) -> list[int]:
         """End every rank: SIGTERM, `grace` seconds, SIGKILL. Returns the ranks that had to be told.
@@ -142,36 +170,53 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 self.processes[rank].send_signal(number)
 
-    def exit_code(self, failure: Failure) -> int:
-        """What the job exits with because of `failure`: that rank's own code where it has ended by itself."""
-        process = self.processes.get(failure.rank)
-        code = process.poll() if process is not None else None
-        return code if code is not None and code > 0 else failure.code
-
     def close(self) -> None:
-        """Give the report pipe back."""
-        with contextlib.suppress(OSError):
-            os.close(self._reports)
+        """Give the pipes back, after what came through them has been taken."""
+        if self.logs is not None:
+            self.logs.close()
+        for descriptor, _ in self._reports.values():
+            os.close(descriptor)
+        self._reports.clear()
+        for descriptor in self._lifeline or ():
+            os.close(descriptor)
+        self._lifeline = None
+
+    def _ended(self, well: bool) -> list[int]:
+        codes = {rank: process.poll() for rank, process in self.processes.items()}
+        return [rank for rank, code in codes.items() if code is not None and (code == 0) == well]
 
     def _start_one(self, command: Command) -> subprocess.Popen[bytes]:
         parent = os.getpid()
-        env = {**command.env, PARENT_PID: str(parent), REPORT_FD: str(self._writer)}
-        if threading.current_thread() is not threading.main_thread():
-            del env[PARENT_PID]  # the kernel would take the end of this thread for the end of the parent
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        self._reports[command.rank] = reader, b""
+        env = {**command.env, PARENT_PID: str(parent), REPORT_FD: str(writer)}
+        pass_fds = [*command.pass_fds, writer]
+        if self._lifeline is not None:
+            env[LIFELINE_FD] = str(self._lifeline[0])
+            pass_fds.append(self._lifeline[0])
         tie: Callable[[], None] | None = (lambda: die_with_parent(parent)) if self._ties_early() else None
         stdin: int | IO[bytes] | None = None if command.stdin else subprocess.DEVNULL
-        return subprocess.Popen(
-            command.argv,
-            env=env,
-            cwd=command.cwd,
-            stdin=stdin,
-            pass_fds=(*command.pass_fds, self._writer),
-            start_new_session=self.own_sessions,
-            preexec_fn=tie,  # noqa: PLW1509  only in `fabric run`, which has one thread
-        )
+        streams = (None, None) if self.logs is None else self.logs.streams(command.rank)
+        try:
+            return subprocess.Popen(
+                command.argv,
+                env=env,
+                cwd=command.cwd,
+                stdin=stdin,
+                stdout=streams[0],
+                stderr=streams[1],
+                pass_fds=pass_fds,
+                start_new_session=self.own_sessions,
+                preexec_fn=tie,  # noqa: PLW1509  only in `fabric run`, which has one thread
+            )
+        finally:
+            for descriptor in (writer, *streams):
+                if descriptor is not None:
+                    os.close(descriptor)
 
     def _ties_early(self) -> bool:
-        return self.own_sessions and sys.platform == "linux"
+        return self.own_sessions and self._lifeline is None
 
     def _look(self) -> bool:
         """Take note of what has ended since; whether anything failed."""
@@ -181,15 +226,18 @@ class Supervisor:
             return bool(self._failures)
 
     def _take_note(self) -> None:
-        with contextlib.suppress(OSError):
-            reports, self._rest = read_reports(self._reports, self._rest)
+        # First who has ended: what they said before then is in the pipes.
+        now, codes = time.monotonic(), {rank: process.poll() for rank, process in self.processes.items()}
+        for rank, (descriptor, rest) in self._reports.items():
+            reports, rest = read_reports(descriptor, rest)
+            self._reports[rank] = descriptor, rest
             for report in reports:
-                self._reasons.setdefault(report["rank"], (report["when"], report["reason"]))
-        for rank, (when, reason) in self._reasons.items():
-            self._failures.setdefault(rank, Failure(rank, when, reason))
-        now = time.monotonic()
-        for rank, process in self.processes.items():
-            code = process.poll()
+                if self.logs is not None and report["trace"]:
+                    self.logs.note(rank, report["trace"])
+                self._failures.setdefault(
+                    rank, Failure(rank, report["when"], report["reason"], trace=report["trace"])
+                )
+        for rank, code in codes.items():
             if code and rank not in self._failures:
                 self._failures[rank] = from_returncode(rank, code, now)
 

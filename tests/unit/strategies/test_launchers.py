@@ -1,6 +1,7 @@
 """Launchers without whole scripts: errors before the start, causes, pickling explanations, command lines."""
 
 import functools
+import socket
 import sys
 import threading
 from types import SimpleNamespace
@@ -52,9 +53,31 @@ def test_return_codes():
 
 
 def test_the_last_line():
-    failure = Failure(1, 0.0, "ValueError: boom (train.py:31)")
-    assert failure.summary([]) == "rank 1 failed first: ValueError: boom (train.py:31)"
-    assert failure.summary([0, 2]).endswith("; stopped because of it: ranks 0, 2")
+    failure, host = Failure(1, 0.0, "ValueError: boom (train.py:31)"), socket.gethostname()
+    line = f"rank 1 on {host} failed first: ValueError: boom (train.py:31)"
+    assert failure.summary() == failure.summary([1]) == line
+    assert failure.summary([0]) == f"{line}; rank 0 stopped because of it"
+    assert failure.summary([2, 1, 0]) == f"{line}; ranks 0, 2 stopped because of it"
+    assert failure.summary(range(20)).endswith(" 14, 15, 16, ... stopped because of it")
+    assert failure.summary(elsewhere=True) == line
+
+
+def test_a_cause_on_another_machine_is_not_looked_for_here():
+    line = f"rank 0 on {socket.gethostname()} lost a rank of another machine: {CLOSED}"
+    assert Failure(0, 1.0, CLOSED).summary(elsewhere=True) == line
+
+
+def test_where_all_failures_are_consequences_the_rank_that_ended_well_left_too_early():
+    cause = root_cause([Failure(0, 1.0, CLOSED, trace="of rank 0")], finished=[1])
+    assert cause.rank == 1
+    assert cause.reason == f"ended well while rank 0 still needed it ({CLOSED})"
+    assert (cause.code, cause.trace) == (1, "of rank 0")
+    assert root_cause([Failure(0, 1.0, "ValueError: a")], finished=[1]).rank == 0
+
+
+def test_of_two_equal_failures_the_one_that_was_printed_is_named():
+    failures = [Failure(1, 1.0, "CollectiveMismatch: x", trace="held back"), Failure(0, 2.0, "the same")]
+    assert root_cause(failures).rank == 0
 
 
 def test_an_exception_is_described_by_the_users_line():

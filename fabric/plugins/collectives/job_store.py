@@ -1,0 +1,99 @@
+"""`JobStore`: the store of the job, for what ranks tell each other beside their collectives."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+_CONNECT_S = 5.0
+_SETTLE_S = 0.3
+
+
+class JobStore:
+    """A part of the job's store. After its host's end each call raises RuntimeError, without a word.
+
+    torch's own client writes pages of warnings then, which bury what the host's end was about. So a second
+    connection, on which nothing is ever sent, shows whether the host still lives; to look costs about 2 us.
+
+    Args:
+        prefix: The part.
+        store: Of the default process group.
+    """
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        self._host, self._base, self._prefix = _Host(store), store, prefix
+        self.raw = dist.PrefixStore(prefix, store)
+        """torch's own object."""
+
+    def clone(self, prefix: str | None = None) -> JobStore:
+        """This part, or another, through a connection of its own: for another thread."""
+        other = object.__new__(JobStore)
+        other._host, other._base, other._prefix = self._host, self._base.clone(), prefix or self._prefix
+        other.raw = dist.PrefixStore(other._prefix, other._base)
+        return other
+
+    def settle(self) -> None:
+        """After a connection to some rank has broken: a dying host may close this one a moment later."""
+        self._host.has_gone(within=_SETTLE_S)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        found: bool = self._alive().check(keys)
+        return found
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there."""
+        value: bytes = self._alive().get(key)
+        return value
+
+    def set(self, key: str, value: str) -> None:
+        """Write a key."""
+        self._alive().set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; its value then."""
+        value: int = self._alive().add(key, amount)
+        return value
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write a key if its value is `expected` ("": none); its value then."""
+        value: bytes = self._alive().compare_set(key, expected, desired)
+        return value
+
+    def delete_key(self, key: str) -> None:
+        """Remove a key."""
+        self._alive().delete_key(key)
+
+    def _alive(self) -> Any:
+        if self._host.has_gone():
+            raise RuntimeError("lost rank zero's store: the process that hosted it has ended")
+        return self.raw
+
+
+class _Host:
+    """Whether the process that hosts a TCPStore lives; of other stores nothing is known."""
+
+    def __init__(self, store: Any) -> None:
+        inner = store
+        while isinstance(inner, dist.PrefixStore):
+            inner = inner.underlying_store
+        self._poll = select.poll()
+        self._watched = isinstance(inner, dist.TCPStore)
+        if not self._watched:
+            return
+        try:
+            line = socket.create_connection((inner.host, inner.port), _CONNECT_S)
+        except OSError:
+            self._watched = False
+            return
+        descriptor = line.detach()
+        weakref.finalize(self, os.close, descriptor)
+        self._poll.register(descriptor, select.POLLIN)
+
+    def has_gone(self, within: float = 0.0) -> bool:
+        return self._watched and bool(self._poll.poll(1000 * within))

@@ -1,0 +1,113 @@
+"""Signal handlers that stand in front of others and give way to them. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import FrameType
+
+TOGETHER_S = 0.5
+"""Signals of a kind within so many seconds are one: a scheduler tells all processes, and a launcher passes it
+on."""
+
+
+class Handlers:
+    """Handlers for some signals of this process; in a forked child they give way.
+
+    Signals can only be taken in the main thread; made in another one, this does nothing.
+
+    Args:
+        numbers: The signals.
+        act: Called with the signal's number and what stood here before (a callable, SIG_DFL or SIG_IGN).
+    """
+
+    def __init__(self, numbers: Iterable[int], act: Callable[[int, Any], None]) -> None:
+        self._act, self._owner = act, os.getpid()
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in set(numbers):
+                before = signal.signal(number, self._handle)
+                self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's
+
+    def before(self, number: int) -> Any:
+        """What stood here before."""
+        return self._before.get(number, signal.SIG_DFL)
+
+    def in_place(self, number: int) -> bool:
+        """Whether nobody has put another handler in the place of this one."""
+        return signal.getsignal(number) == self._handle
+
+    def restore(self) -> None:
+        """Give the signals back to those who had them."""
+        for number, handler in self._before.items():
+            if self.in_place(number):
+                signal.signal(number, handler)
+        self._before.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        before = self.before(number)
+        if os.getpid() != self._owner:  # a fork has copied the handler, not what it is for
+            signal.signal(number, before)
+            os.kill(os.getpid(), number)
+            return
+        self._act(number, before)
+        if callable(before):
+            before(number, frame)
+
+
+class Listener:
+    """Hears signals in a thread of its own, also while the main thread is deep in native code.
+
+    Only of signals that have a handler in Python. Made in another thread than the main one, it hears nothing.
+
+    Args:
+        act: Called in that thread with the number of each signal.
+    """
+
+    def __init__(self, act: Callable[[int], None]) -> None:
+        self._act = act
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._next = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._forget)
+        threading.Thread(target=self._listen, daemon=True, name="fabric-signals").start()
+
+    def heard(self, number: int) -> None:
+        """Called by a handler: hear this signal here, if somebody (asyncio) has taken the ear away."""
+        if signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False) != self._writer:
+            os.write(self._writer, bytes([number]))
+
+    def _listen(self) -> None:
+        while numbers := os.read(self._reader, 64):
+            if self._next != -1:
+                with contextlib.suppress(OSError):
+                    os.write(self._next, numbers)
+            for number in numbers:
+                self._act(number)
+
+    def _forget(self) -> None:
+        # A child's signals would be heard here as the parent's.
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+
+
+def die_by(number: int) -> None:
+    """End this process at once as the signal does by default, from any thread."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    ctypes.CDLL(None).signal(number, 0)  # Python's way works in the main thread only
+    os.kill(os.getpid(), number)
+    time.sleep(1.0)
+    os._exit(128 + number)  # only if the signal is blocked
