@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from fabric.core.errors import ConfigurationError
+from fabric.utilities.lifeline import die_with_creator
 from fabric.utilities.seed import derive_seed, pl_worker_init_function
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class SeedWorker:
 
     def __call__(self, worker_id: int) -> None:
         """Run in the worker process, before its first sample."""
+        die_with_creator()  # torch looks for the rank every 5 s only, and under forkserver never
         gc.freeze()  # what came with the fork is not this process's to clean up
         if _collects:
             gc.enable()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from multiprocessing import connection
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import CollectiveMismatch, RankError
@@ -38,6 +40,7 @@ _CONSEQUENCE = re.compile(
     r"|DistNetworkError|NCCL communicator was abort",
     re.IGNORECASE,
 )
+_ORPHAN_S = 0.3
 _tied = False
 
 
@@ -78,6 +81,29 @@ def die_with_parent(parent: int, pipe: str = "") -> None:
         threading.Thread(target=_poll_parent, args=(parent,), daemon=True, name="fabric-lifeline").start()
 
 
+def die_with_creator() -> None:
+    """Have this process, which `multiprocessing` has made in whatever way, killed as soon as its maker ends.
+
+    What its threads fail at for want of the maker is not printed.
+    """
+    creator = multiprocessing.parent_process()
+    if creator is None:
+        return
+    sentinel, previous = creator.sentinel, sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        if not connection.wait([sentinel], _ORPHAN_S):
+            previous(kind, error, tb)
+
+    def watch() -> None:
+        # The maker's end of this pipe closes when it dies, however it dies.
+        connection.wait([sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.excepthook = hook
+    threading.Thread(target=watch, daemon=True, name="fabric-lifeline").start()
+
+
 def is_consequence(reason: str) -> bool:
     """Whether the end of a rank reads as if another one had gone before."""
     return _CONSEQUENCE.search(reason) is not None
@@ -97,9 +123,12 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> str:
 def _report_exceptions(descriptor: str) -> None:
     if not descriptor.isdigit():
         return
-    pipe, previous = int(descriptor), sys.excepthook
+    pipe, previous, owner = int(descriptor), sys.excepthook, os.getpid()
 
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+        if os.getpid() != owner:  # a fork of this rank, whose end is not the rank's
+            previous(kind, error, tb)
+            return
         # Before anything else: the peers notice this rank's end only afterwards, so theirs have later times.
         when, reason = time.monotonic(), describe(error, tb)
         trace = _trace(error, tb) if _is_echo(error, reason) else ""

@@ -12,17 +12,15 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 from dataclasses import dataclass
-from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import ArgumentTypeError
 from fabric.strategies.launchers.output import flush_output, take_output
 from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable
-from fabric.utilities.lifeline import describe, die_with_parent
+from fabric.utilities.lifeline import describe, die_with_creator, die_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -41,6 +39,8 @@ class Task:
     parent: int
     direct: bool
     """Whether the parent is the process that made this one (not so under forkserver)."""
+    start_method: str | None
+    """The parent's own choice for its children; None: the system's. Loaders here make their workers so."""
 
 
 class Ending(NamedTuple):
@@ -58,6 +58,8 @@ def run_rank(task: Task, link: Connection) -> None:
     """Run one rank to its end and send exactly one `Ending`."""
     _tie(task)
     take_output()
+    usual = multiprocessing.get_all_start_methods()[0]
+    multiprocessing.set_start_method(task.start_method or usual, force=True)  # not that of this launch
     _set_variables(task)
     try:
         ending = Ending(time.monotonic(), result=_call(task))
@@ -107,17 +109,7 @@ def _tie(task: Task) -> None:
     if task.direct:
         die_with_parent(task.parent)
         return
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(
-            target=_end_with, args=(parent.sentinel,), daemon=True, name="fabric-lifeline"
-        ).start()
-
-
-def _end_with(sentinel: int) -> None:
-    # The parent's end of this pipe closes when it dies, however it dies.
-    connection.wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+    die_with_creator()
 
 
 def _set_variables(task: Task) -> None:

@@ -204,14 +204,14 @@ class _Ranks:
         self.signalled = now
 
     def _start(self) -> None:
-        direct = self.method != "forkserver"
+        direct, usual = self.method != "forkserver", multiprocessing.get_start_method(allow_none=True)
         variables = None if direct else dict(os.environ)
         if self.method == "fork":
             self._prepare_fork()
         for local_rank in range(self.first.local_world_size):
             place = self.first.at(local_rank)
             reader, writer = self.context.Pipe(duplex=False)
-            task = Task(place, self.call, variables, os.getpid(), direct)
+            task = Task(place, self.call, variables, os.getpid(), direct, usual)
             process = self.context.Process(target=run_rank, args=(task, writer))  # type: ignore[attr-defined]
             self.links[place.rank] = reader
             with warnings.catch_warnings():

@@ -110,6 +110,7 @@ class _Job:
         self._cause: Failure | None = None
         self._previous_hook, self._python_exit = sys.excepthook, sys.exit
         self._exited: Failure | None = None
+        self._pid = os.getpid()  # a fork of this process inherits the hooks
         sys.excepthook, sys.exit = self._on_exception, self._on_sys_exit
         atexit.register(self._on_exit)
         threading.Thread(target=self._watch, daemon=True, name="fabric-supervisor").start()
@@ -147,6 +148,9 @@ class _Job:
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, tb: TracebackType | None
     ) -> None:
+        if os.getpid() != self._pid:
+            self._previous_hook(kind, error, tb)
+            return
         when = time.monotonic()
         self._main_over.set()
         sys.excepthook = self._previous_hook
@@ -173,6 +177,8 @@ class _Job:
 
     def _on_exit(self) -> None:
         """At this process's end: the other ranks end, too; they have time if this one ended well."""
+        if os.getpid() != self._pid:
+            return
         self._main_over.set()
         mine = 1  # what an exception ends this process with
         if self._cause is None and self._exited is not None:
