@@ -17,6 +17,7 @@ TOPICS = (
     "metrics",
     "loader",
     "launch",
+    "failure",
     "at_scale",
     "layouts",
     "memory",

@@ -1,4 +1,4 @@
-"""Two ranks by hand: the script starts itself once more, joins the group and meets the other at a barrier."""
+"""Ranks (BENCH_RANKS, 2) by hand: the script starts itself again, joins the group, meets at a barrier."""
 
 import os
 import socket
@@ -8,13 +8,17 @@ import sys
 if "RANK" not in os.environ:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="2", RANK="0")
-    other = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "RANK": "1"})
+    size = os.environ.get("BENCH_RANKS", "2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=size, RANK="0")
+    others = [
+        subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "RANK": str(rank)})
+        for rank in range(1, int(size))
+    ]
 
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
 dist.barrier()
 dist.destroy_process_group()
-if os.environ["RANK"] == "0" and "other" in globals():
-    sys.exit(other.wait())
+if os.environ["RANK"] == "0" and "others" in globals():
+    sys.exit(max([other.wait() for other in others]))

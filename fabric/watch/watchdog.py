@@ -25,6 +25,7 @@ import torch.distributed as dist
 from fabric.core.errors import ConfigurationError, RankError
 from fabric.plugins.collectives.control import reason_of, waits_of_world
 from fabric.plugins.collectives.frames import aligned
+from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.waits import Whereabouts
 from fabric.utilities.lifeline import describe
 from fabric.utilities.messages import say
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 
 REPORT_AFTER = 60.0
 VARIABLE = "FABRIC_HANG_REPORT_AFTER"
-_PERIOD = 0.25
+_PERIOD = 1.0
 """Seconds between two looks; more in large jobs, for the store's sake."""
-_ANSWER = 1.25
+_ANSWER = 1.5
 """Seconds that ranks have to answer; they look twice, and more, in that time."""
 _AGAIN = 5.0
 """The next table of one hang comes after so many times the seconds of the last."""
@@ -53,6 +54,16 @@ _OF_THE_GROUP = re.compile(
 
 
 _LEFT, _SILENT = "has left", "no answer"
+
+
+class Wait(NamedTuple):
+    """What a rank waits in."""
+
+    what: str
+    since: float
+    """Of `time.monotonic()`."""
+    where: str = ""
+    """The user's line, where the call has left it."""
 
 
 class Seen(NamedTuple):
@@ -160,39 +171,53 @@ class Watchdog:
         if _OF_THE_GROUP.search(str(error)) is None:
             return
         self._store.settle()
-        if not (table := self.whereabouts().table):
+        try:
+            more = f"Where the ranks are:\n{as_table(self._asked())}"
+        except StoreSilent as silent:
+            more = f"This rank {silent}."
+        except Exception:  # the store went with the rank that kept it
             return
-        reason = reason_of(error)
         raise RankError(
-            f"{doing} failed on rank {self._rank}, since another rank ended or did not come ({reason}). "
-            f"Where the ranks are:\n{table}"
+            f"{doing} failed on rank {self._rank}, since another rank ended or did not come "
+            f"({reason_of(error)}). {more}"
         ) from error
 
     def _watch(self) -> None:
         while not self._over.wait(self._period):
             try:
-                reported = self._answer()
-                seen = self._here()
-                if seen.seconds is None:
-                    self._next = self._after
-                elif reported:  # another rank has said it
-                    self._next = max(self._next, seen.seconds * _AGAIN)
-                elif seen.seconds >= self._next:
-                    self._next = seen.seconds * _AGAIN
-                    self._report(seen)
+                self._look()
             except Exception:  # the store has gone, and the job with it
                 atexit.unregister(self.stop)
                 return
 
-    def _report(self, seen: Seen) -> None:
+    def _look(self) -> None:
+        silent = None
+        try:
+            reported = self._answer()
+        except StoreSilent as error:
+            reported, silent = False, error
+        wait = self._wait()
+        seconds = None if wait is None else time.monotonic() - wait.since
+        if seconds is None:
+            self._next = self._after
+        elif reported:  # another rank has said it
+            self._next = max(self._next, seconds * _AGAIN)
+        elif seconds >= self._next:
+            self._next = seconds * _AGAIN
+            self._report(self._here(), silent)
+
+    def _report(self, seen: Seen, silent: StoreSilent | None) -> None:
+        waited = f"rank {self._rank} has waited {seen.seconds or 0:.0f} s in {seen.what}"
+        if silent is not None:
+            say(
+                f"{waited} at {seen.where} ({VARIABLE}={self._after:g}), and cannot ask the others: {silent}."
+            )
+            return
         round_, me = self._store.add("asked", 0), str(self._rank)
         if round_ > self._answered or self._store.compare_set(f"by/{round_}", "", me) != me.encode():
             return  # another rank has just asked
         text = as_table(self._asked())
-        say(
-            f"rank {self._rank} has waited {seen.seconds:.0f} s in {seen.what} ({VARIABLE}={self._after:g}). "
-            f"Where the ranks are:\n{text}"
-        )
+        say(f"{waited} ({VARIABLE}={self._after:g}). Where the ranks are:\n{text}")
 
     def _asked(self) -> list[Seen]:
         round_, ranks = self._store.add("asked", 1), range(self._world)
@@ -209,7 +234,7 @@ class Watchdog:
                 host, end = json.loads(self._store.get(left))
                 rows.append(Seen(rank, host, _LEFT, None, end))
             else:
-                text = "it has died, or something keeps Python from running there"
+                text = "it has died, cannot be reached, or something keeps Python from running there"
                 rows.append(Seen(rank, "", _SILENT, None, text))
         return rows
 
@@ -221,23 +246,27 @@ class Watchdog:
             self._answered = asked
         return asked > before
 
-    def _here(self) -> Seen:
-        line, now, waiting = user_line(self._thread), time.monotonic(), self._waits.here
-        gates = list(self.gates)
+    def _wait(self) -> Wait | None:
+        """What this rank waits in; None: nothing that is known. Called at each look: quick."""
+        waiting, still, gates = self._waits.here, self._still.look(), list(self.gates)
         count = sum([gate.passes for gate in gates])
         if not any([gate.open for gate in gates]):
             self._backward = None
         elif self._backward is None or self._backward[0] != count:
-            self._backward = count, now
-        host = socket.gethostname()
-        still = self._still.look()
+            self._backward = count, time.monotonic()
         if waiting is not None:
-            return Seen(self._rank, host, waiting.verb, now - waiting.since, waiting.where)
+            return Wait(waiting.verb, waiting.since, waiting.where)
         if self._backward is not None:
-            return Seen(self._rank, host, "backward", now - self._backward[1], line)
-        if still is not None:
-            return Seen(self._rank, host, still.what, now - still.since, line)
-        return Seen(self._rank, host, "", None, line)
+            return Wait("backward", self._backward[1])
+        return None if still is None else Wait(*still)
+
+    def _here(self) -> Seen:
+        wait, host = self._wait(), socket.gethostname()
+        where = "" if wait is None else wait.where
+        where = where or user_line(self._thread)
+        if wait is None:
+            return Seen(self._rank, host, "", None, where)
+        return Seen(self._rank, host, wait.what, time.monotonic() - wait.since, where)
 
 
 def as_table(rows: list[Seen]) -> str:

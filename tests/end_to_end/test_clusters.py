@@ -7,31 +7,24 @@ from __future__ import annotations
 
 import getpass
 import importlib.util
-import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import textwrap
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from jobs import PYTHON, SCRIPTS, check_facts, check_resumed, environ, facts, until
 
-SCRIPT = Path(__file__).parent / "scripts" / "train.py"
-PYTHON = sys.executable
+SCRIPT = SCRIPTS / "train.py"
 TRAIN = [PYTHON, str(SCRIPT)]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe"]
 SLURM_PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol", "scancel", "sinfo")
 SECONDS = 120
 pytestmark = pytest.mark.slow
-
-
-def environ(**more: str) -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | more
 
 
 def run(command, env=None, **settings) -> subprocess.CompletedProcess:
@@ -46,22 +39,9 @@ def run(command, env=None, **settings) -> subprocess.CompletedProcess:
     )
 
 
-def facts(text: str) -> list[dict]:
-    lines = [json.loads(line[line.index("{") :]) for line in text.splitlines() if '{"rank"' in line]
-    return sorted(lines, key=lambda line: line["rank"])
-
-
 def check_numbers(done: subprocess.CompletedProcess, alone: dict) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     check_facts(facts(done.stdout), alone)
-
-
-def check_facts(found: list[dict], alone: dict) -> None:
-    assert [line["rank"] for line in found] == [0, 1]
-    for line in found:
-        assert line["world_size"] == 2
-        assert line["loss"] == pytest.approx(alone["loss"], abs=2e-5)
-        assert line["weights"] == pytest.approx(alone["weights"], abs=2e-5)
 
 
 @pytest.fixture(scope="module")
@@ -203,15 +183,6 @@ def stop(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def until(condition, seconds: float = 60) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.2)
-    return False
-
-
 def batch(slurm, tmp_path, body: str, *options: str) -> tuple[str, Path]:
     """Submit a batch script; its job's id and the file of its output."""
     script, out = tmp_path / "job.sh", tmp_path / "job.out"
@@ -331,3 +302,27 @@ def test_a_cancelled_job_is_not_requeued(slurm, tmp_path):
     assert "SIGTERM\nrequeued False" in out.read_text()
     assert ended(slurm, job)
     assert state(slurm, job) == "CANCELLED"
+
+
+def test_a_signal_then_save_then_requeue_then_the_rest(slurm, tmp_path):
+    """On two nodes; every step and the weights are those of a run that nobody stopped."""
+    train = f"{PYTHON} {SCRIPTS / 'resumed.py'}"
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    whole = run(["srun", "-N2", "-n2", *train.split(), str(tmp_path / "whole")], slurm)
+    body = f"srun {train} {tmp_path}/stopped --stop-at=10\n"
+    job, out = batch(slurm, tmp_path, body, "-N2", "-n2", "--requeue", "--open-mode=append")
+    assert until(lambda: out.exists() and len(at_step(out, 10)) == 2, SECONDS), out.read_text()
+    assert run(["scancel", "--signal=USR1", job], slurm).returncode == 0  # srun passes it on to the tasks
+    assert until(lambda: state(slurm, job) == "PENDING"), out.read_text()
+    stops = facts(out.read_text(), "stopped")
+    assert [(stop["rank"], stop["stopped"]) for stop in stops] == [(0, 10), (1, 10)]
+    assert stops[0]["asked"] == stops[1]["asked"]  # the same call of should_stop() said so on both
+    run(["scontrol", "update", f"JobId={job}", "StartTime=now"], slurm)  # else it waits two minutes
+    assert ended(slurm, job)
+    assert state(slurm, job) == "COMPLETED", out.read_text()
+    check_resumed(out.read_text(), whole.stdout, begins=10)
+
+
+def at_step(out: Path, step: int) -> list[dict]:
+    return [line for line in facts(out.read_text(), "step") if line["step"] == step]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.plugins.collectives import frames
 from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, Said
+from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.waits import PATIENCE, Here, Waits, Whereabouts
 
 if TYPE_CHECKING:
@@ -286,22 +287,24 @@ class Guard:
     def _wait_long(self, work: Any, call: Call, name: str) -> None:
         waits, seconds, start = self._waits, 0.2, time.monotonic()
         limit = self.timeout.total_seconds() - PATIENCE
-        row = self._row(call)
-        stamp = waits.post(name, self._counts[name], self.members, row)
+        row, stamp = self._row(call), None
         waits.here = Here(row.verb, row.where, start - PATIENCE)
         try:
             while not _is_done(work, seconds):
-                number = waits.verdict_on(stamp)
-                if number is not None:
-                    if not isinstance(work, _Arrival):
-                        self._leave(work)
-                    raise self._ended([number])
+                with suppress(StoreSilent):  # what the ranks wait for may come, all the same
+                    stamp = stamp or waits.post(name, self._counts[name], self.members, row)
+                    if (number := waits.verdict_on(stamp)) is not None:
+                        if not isinstance(work, _Arrival):
+                            self._leave(work)
+                        raise self._ended([number])
+                    waits.judge()
                 if isinstance(work, _Arrival) and time.monotonic() - start > limit:  # others have their own
                     raise RuntimeError("it was the first call of the group")
-                waits.judge()
                 seconds = min(1.5 * seconds, max(1.0, waits.world_size / 64))
         finally:
-            waits.withdraw()
+            if stamp is not None:
+                with suppress(StoreSilent):
+                    waits.withdraw()
 
     def _excuse_all(self, numbers: list[int]) -> None:
         """Come to the calls of verdicts that this rank never makes, whichever way it learnt of them."""
@@ -360,6 +363,8 @@ class Guard:
         ended = [str(rank) for rank in self.members if rank in gone]
         try:
             missing, rows = self._missing(work) if not ended else ([], [])
+        except StoreSilent as silent:
+            missing, rows, reason = [], [], f"{reason}; {silent}"
         except Exception:  # the store went with the rank that kept it
             missing, rows = [], []
         if ended:
@@ -402,8 +407,9 @@ class _Arrival:
 
     def is_completed(self) -> bool:
         """Whether all members are here."""
-        here: bool = self._store.check(self._keys)
-        return here
+        with suppress(StoreSilent):  # the time for the call runs out
+            return bool(self._store.check(self._keys))
+        return False
 
     def wait(self, timeout: timedelta) -> None:
         """Wait until all members are here; raises RuntimeError when `timeout` has passed."""

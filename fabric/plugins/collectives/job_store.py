@@ -6,16 +6,27 @@ import os
 import select
 import socket
 import weakref
+from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
 
+from fabric.core.errors import RankError
+
 _CONNECT_S = 5.0
+_ANSWER_S = 5.0
 _SETTLE_S = 0.3
+
+
+class StoreSilent(RankError):
+    """Rank zero's store does not answer: its machine is gone, or the network to it is cut."""
 
 
 class JobStore:
     """A part of the job's store. After its host's end each call raises RuntimeError, without a word.
+
+    If the host's machine is gone, or the network to it is cut, calls raise StoreSilent: nobody tells TCP of
+    that, and a call of torch's client would wait for its answer for ever.
 
     torch's own client writes pages of warnings then, which bury what the host's end was about. So a second
     connection, on which nothing is ever sent, shows whether the host still lives; to look costs about 2 us.
@@ -27,6 +38,7 @@ class JobStore:
 
     def __init__(self, prefix: str, store: Any) -> None:
         self._host, self._base, self._prefix = _Host(store), store, prefix
+        self._stuck: Thread | None = None  # in a call without an answer; it holds the connection
         self.raw = dist.PrefixStore(prefix, store)
         """torch's own object."""
 
@@ -34,6 +46,7 @@ class JobStore:
         """This part, or another, through a connection of its own: for another thread."""
         other = object.__new__(JobStore)
         other._host, other._base, other._prefix = self._host, self._base.clone(), prefix or self._prefix
+        other._stuck = None
         other.raw = dist.PrefixStore(other._prefix, other._base)
         return other
 
@@ -43,36 +56,60 @@ class JobStore:
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""
-        found: bool = self._alive().check(keys)
+        found: bool = self._call("check", keys)
         return found
 
     def get(self, key: str) -> bytes:
         """The value of a key that is there."""
-        value: bytes = self._alive().get(key)
+        value: bytes = self._call("get", key)
         return value
 
     def set(self, key: str, value: str) -> None:
         """Write a key."""
-        self._alive().set(key, value)
+        self._call("set", key, value)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; its value then."""
-        value: int = self._alive().add(key, amount)
+        value: int = self._call("add", key, amount)
         return value
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write a key if its value is `expected` ("": none); its value then."""
-        value: bytes = self._alive().compare_set(key, expected, desired)
+        value: bytes = self._call("compare_set", key, expected, desired)
         return value
 
     def delete_key(self, key: str) -> None:
         """Remove a key."""
-        self._alive().delete_key(key)
+        self._call("delete_key", key)
 
-    def _alive(self) -> Any:
+    def _call(self, name: str, *arguments: Any) -> Any:
         if self._host.has_gone():
             raise RuntimeError("lost rank zero's store: the process that hosted it has ended")
-        return self.raw
+        if self._host.near:
+            return getattr(self.raw, name)(*arguments)
+        outcome: list[tuple[Any, BaseException | None]] = []
+
+        def make() -> None:
+            try:
+                outcome.append((getattr(self.raw, name)(*arguments), None))
+            except BaseException as error:
+                outcome.append((None, error))
+
+        if self._stuck is None or not self._stuck.is_alive():
+            # A thread for each call: they are rare, and one that is stuck leaves nothing to tidy up.
+            thread = Thread(target=make, daemon=True, name="fabric-store")
+            thread.start()
+            thread.join(_ANSWER_S)
+            self._stuck = None if outcome else thread
+        if not outcome:
+            raise StoreSilent(
+                f"lost rank zero's store{self._host.at}: no answer for {_ANSWER_S:g} s, its machine is gone "
+                "or the network to it is cut"
+            )
+        result, error = outcome[0]
+        if error is not None:
+            raise error
+        return result
 
 
 class _Host:
@@ -82,6 +119,8 @@ class _Host:
         inner = store
         while isinstance(inner, dist.PrefixStore):
             inner = inner.underlying_store
+        self.at = f" at {inner.host}:{inner.port}" if isinstance(inner, dist.TCPStore) else ""
+        self.near = not self.at or inner.host in ("127.0.0.1", "::1", "localhost")
         self._poll = select.poll()
         self._watched = isinstance(inner, dist.TCPStore)
         if not self._watched:

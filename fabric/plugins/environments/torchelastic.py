@@ -91,12 +91,16 @@ class TorchElasticEnvironment(ClusterEnvironment):
             )
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
-        """The agent's own store, with a prefix for this attempt: no second port, restarts stay apart.
+        """The agent's own store, in a part that is new for this attempt: no second port, restarts stay apart.
+
+        All ranks call this, and rank zero waits for the others.
 
         Raises:
-            LaunchError: The agent cannot be reached in time.
+            LaunchError: The agent cannot be reached in time, or some ranks did not come.
         """
         from torch.distributed import DistError, rendezvous
+
+        from fabric.plugins.environments.rendezvous import fresh_part
 
         try:
             store: Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
@@ -107,7 +111,7 @@ class TorchElasticEnvironment(ClusterEnvironment):
                 "still runs."
             ) from error
         store.set_timeout(timeout)
-        return store
+        return fresh_part(store, rank, world_size, timeout)
 
 
 def _variable(name: str, default: int | None = None) -> int:

@@ -244,14 +244,14 @@ class Supervisor:
     def _sleep(self, deadline: float) -> None:
         """Block until a process ends, a report comes or the deadline is over; may return early."""
         remaining = max(0.0, deadline - time.monotonic())
-        descriptors = _process_descriptors(
-            process.pid for process in self.processes.values() if process.poll() is None
-        )
+        running = self.running()
+        descriptors = _process_descriptors([self.processes[rank].pid for rank in running])
         if descriptors is None:
             time.sleep(min(remaining, _POLL_S))
             return
+        reports = [self._reports[rank][0] for rank in running if rank not in self._failures]
         with selectors.DefaultSelector() as selector:
-            for descriptor in descriptors:
+            for descriptor in (*descriptors, *reports):
                 selector.register(descriptor, selectors.EVENT_READ)
             selector.select(min(remaining, 1.0))
         for descriptor in descriptors:
