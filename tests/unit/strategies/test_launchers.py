@@ -1,9 +1,13 @@
 """Launchers without whole scripts: errors before the start, causes, pickling explanations, command lines."""
 
 import functools
+import json
+import os
 import socket
+import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +22,9 @@ from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
 from fabric.strategies.launchers.openmp import rest_openmp
 from fabric.strategies.launchers.pickling import explain_unpicklable
 from fabric.strategies.launchers.place import Place
+from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.script import ScriptLauncher, original_command
+from fabric.strategies.launchers.supervisor import Command, Supervisor
 from fabric.utilities.lifeline import describe
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:682"
@@ -255,3 +261,95 @@ def test_variables_of_a_rank(monkeypatch):
         "MASTER_PORT": "99",
     }
     assert "OMP_NUM_THREADS" not in place.variables({"OMP_NUM_THREADS": "7"})
+
+
+# the supervisor
+
+
+def held_back(rank, reason, seconds):
+    """A rank that leaves its traceback to the supervisor, as `tie_to_parent` does, and then ends."""
+    line = json.dumps(
+        {"rank": rank, "when": time.monotonic(), "reason": reason, "trace": "[rank0]: held back\n"}
+    )
+    code = (
+        f"import os, sys, time; os.write(int(os.environ['FABRIC_REPORT_FD']), {line!r}.encode() + b'\\n'); "
+        f"time.sleep({seconds}); sys.exit(1)"
+    )
+    return Command(rank, [sys.executable, "-c", code], dict(os.environ))
+
+
+def test_what_a_rank_has_not_printed_goes_to_its_log_and_to_the_terminal_only_as_the_cause(tmp_path, capfd):
+    killed = Command(1, [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], dict(os.environ))
+    for others, code in (([killed], 137), ([], 1)):
+        directory = tmp_path / str(code)
+        supervisor = Supervisor([held_back(0, CLOSED, 0.1), *others], logs=RankLogs(directory))
+        supervisor.start()
+        supervisor.wait_all(60)
+        cause = supervisor.first_failure()
+        assert supervisor.conclude(cause) == code
+        supervisor.close()
+        assert (directory / "rank0.err").read_text() == "[rank0]: held back\n"
+        err = capfd.readouterr().err
+        assert ("held back" in err) == (not others), err
+        assert f"rank {cause.rank} on" in err.splitlines()[-1]
+
+
+def test_lines_of_ranks_stay_lines_with_their_rank_in_front(tmp_path, capfd):
+    code = r"import sys; sys.stdout.buffer.write(b'a\r\xff\n'); print('b', end=''); sys.stderr.write('c\n')"
+    supervisor = Supervisor(
+        [Command(3, [sys.executable, "-c", code], dict(os.environ))], logs=RankLogs(tmp_path)
+    )
+    supervisor.start()
+    assert supervisor.wait_all(60) is None
+    supervisor.close()
+    out, err = capfd.readouterr()
+    assert out.splitlines() == ["[rank 3] a", "[rank 3] \N{REPLACEMENT CHARACTER}", "[rank 3] b"]
+    assert err == "[rank 3] c\n"
+    assert (tmp_path / "rank3.out").read_bytes() == b"a\r\xff\nb"
+
+
+def test_a_log_directory_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ConfigurationError, match=r"--log-dir .*file/logs cannot be written to: .*Write a directory"
+    ):
+        RankLogs(tmp_path / "file" / "logs")
+
+
+def test_ranks_started_from_a_thread_die_with_the_process(tmp_path):
+    """The kernel would take the end of the thread for the end of the process; a pipe does not."""
+    rank = "import sys; from fabric.utilities.lifeline import tie_to_parent; tie_to_parent(); print('tied'); "
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import os, sys, threading\n"
+        "from fabric.strategies.launchers.supervisor import Command, Supervisor\n"
+        f"rank = {rank!r} + 'sys.stdout.flush(); import time; time.sleep(600)'\n"
+        "supervisor = []\n"
+        "def begin():\n"
+        "    supervisor.append(Supervisor([Command(0, [sys.executable, '-c', rank], dict(os.environ))]))\n"
+        "    supervisor[0].start()\n"
+        "thread = threading.Thread(target=begin); thread.start(); thread.join()\n"
+        "print(supervisor[0].processes[0].pid, flush=True)\n"
+        "sys.stdin.readline()\n"
+        "print('alive' if supervisor[0].running() else 'dead', flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    job = subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    said = sorted([job.stdout.readline().strip(), job.stdout.readline().strip()])
+    assert said[1] == "tied"
+    out, _ = job.communicate("go on\n", timeout=60)  # returns only when the rank has closed its stdout, too
+    assert out == "alive\n"
+
+
+def test_a_forked_child_of_a_rank_does_not_report_as_the_rank():
+    code = (
+        "import os, sys; from fabric.utilities.lifeline import tie_to_parent; tie_to_parent()\n"
+        "if os.fork() == 0: raise ValueError('of the child')\n"
+        "os.wait()"
+    )
+    supervisor = Supervisor([Command(0, [sys.executable, "-c", code], dict(os.environ))])
+    supervisor.start()
+    assert supervisor.wait_all(60) is None
+    supervisor.close()

@@ -1,0 +1,96 @@
+"""`JobStore` on a real TCPStore in another process, which ends or stands still."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from fabric.core.errors import RankError
+from fabric.plugins.collectives import job_store
+from fabric.plugins.collectives.job_store import JobStore, StoreSilent
+
+HOST = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def host():
+    """The process that hosts a store, and its port."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    yield process, int(process.stdout.readline())
+    process.kill()
+    process.communicate()
+
+
+def connect(port, address="127.0.0.1"):
+    store = dist.TCPStore(address, port, None, False, timedelta(seconds=30))
+    return JobStore("part", dist.PrefixStore("outer", store))
+
+
+def test_parts_and_clones_see_what_the_store_has(host):
+    store = connect(host[1])
+    other, elsewhere = store.clone(), store.clone("another part")
+    assert not other.check(["a"])
+    store.set("a", "1")
+    assert other.check(["a"])
+    assert other.get("a") == b"1"
+    assert not elsewhere.check(["a"])
+    assert (store.add("n", 2), other.add("n", 0)) == (2, 2)
+    assert other.compare_set("b", "", "mine") == b"mine"
+    assert store.compare_set("b", "", "yours") == b"mine"
+    other.delete_key("a")
+    assert not store.check(["a"])
+    assert store.raw.check(["b"])
+
+
+def test_after_the_hosts_end_calls_raise_without_a_word(host, capfd):
+    process, port = host
+    store = connect(port)
+    clone = store.clone()
+    process.kill()
+    process.wait()
+    store.settle()
+    for call in (lambda: store.check(["a"]), lambda: clone.add("n", 1), lambda: store.set("a", "1")):
+        with pytest.raises(
+            RuntimeError, match="lost rank zero's store: the process that hosted it has ended"
+        ):
+            call()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
+def test_a_host_that_does_not_answer_is_given_up(host, monkeypatch):
+    process, port = host
+    monkeypatch.setattr(job_store, "_ANSWER_S", 0.2)
+    store = connect(port, "127.0.0.2")  # for all that is known, another machine
+    store.set("a", "1")
+    os.kill(process.pid, signal.SIGSTOP)
+    for _ in range(2):  # the second does not even ask: the first still holds the connection
+        with pytest.raises(
+            StoreSilent, match=r"lost rank zero's store at 127\.0\.0\.2:\d+: no answer for 0.2 s"
+        ):
+            store.get("a")
+    os.kill(process.pid, signal.SIGCONT)
+    store._stuck.join()
+    assert store.get("a") == b"1"
+    assert issubclass(StoreSilent, RankError)
+
+
+def test_a_store_without_a_host_is_always_there(tmp_path):
+    store = JobStore("part", dist.FileStore(str(tmp_path / "store"), 1))
+    store.set("a", "1")
+    assert store.get("a") == b"1"
