@@ -235,7 +235,8 @@ def _supervise(supervisor: Supervisor, listener: socket.socket | None) -> int:
         received.append(number)
         supervisor.send(number if len(received) == 1 else signal.SIGKILL)
 
-    previous = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    heard = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, pass_on) for number in heard}
     try:
         supervisor.start()
         if listener is not None:

@@ -163,6 +163,8 @@ def _portable(error: BaseException | None, rank: int) -> BaseException | None:
         same: BaseException = pickle.loads(pickle.dumps(error))
     except Exception:
         same = RankError(f"rank {rank} failed first: {type(error).__name__}: {error}")
+    with suppress(AttributeError):  # an exception class with slots
+        same.fabric_raised_by = rank  # type: ignore[attr-defined]
     if hasattr(same, "add_note"):  # Python 3.11
         same.add_note(f"raised by rank {rank} in fabric.rank_zero_first()")
     return same

@@ -37,10 +37,13 @@ _LONGEST_TRACE = 16_000  # of a pipe's 64 KiB: nobody must read it for the rank 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|pair closure|remote process exited"
     r"|recv(value)?.*failed|failed to recv|socket (was )?closed|lost rank zero's store|ncclRemoteError"
-    r"|DistNetworkError|NCCL communicator was abort",
+    r"|DistNetworkError|NCCL communicator was abort"
+    r"|, raised by rank \d+$|^RankError: .* failed on rank \d+: rank [\d, ]+ ended",
     re.IGNORECASE,
 )
 _ORPHAN_S = 0.3
+_OF_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
+_QUOTED = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 _tied = False
 
 
@@ -113,11 +116,18 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> str:
     """`ValueError: boom (train.py:31)`: type, first line of the message, and the user's line that raised."""
     from fabric.utilities.source import is_users, line_name  # only where something has failed
 
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    frames = traceback.extract_tb(tb or error.__traceback__)
-    own = [frame for frame in frames if is_users(frame.filename)]
-    return f"{text} ({line_name(own[-1].filename, own[-1].lineno or 0)})" if own else text
+    lines = str(error).strip().splitlines() or [""]
+    frames = [
+        (frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(tb or error.__traceback__)
+    ]
+    text, where = (f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__), ""
+    if worker := _OF_WORKER.match(lines[0]):  # torch quotes the traceback of a loader's worker
+        text, where = lines[-1], f", in {worker[1]}"
+        frames += [(file, int(number)) for file, number in _QUOTED.findall(str(error))]
+    own = [frame for frame in frames if is_users(frame[0])]
+    text = f"{text} ({line_name(*own[-1])}{where})" if own else f"{text}{where}"
+    rank = getattr(error, "fabric_raised_by", None)
+    return text if rank is None else f"{text}, raised by rank {rank}"
 
 
 def _report_exceptions(descriptor: str) -> None:

@@ -35,12 +35,18 @@ class Handlers:
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in set(numbers):
-                before = signal.signal(number, self._handle)
+                before: Any = signal.signal(number, self._handle)
+                while isinstance(owner := getattr(before, "__self__", None), Handlers) and owner.is_copied():
+                    before = owner.before(number)
                 self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's
 
     def before(self, number: int) -> Any:
         """What stood here before."""
         return self._before.get(number, signal.SIG_DFL)
+
+    def is_copied(self) -> bool:
+        """Whether a fork has copied it to this process: the handler, not what it is for."""
+        return os.getpid() != self._owner
 
     def in_place(self, number: int) -> bool:
         """Whether nobody has put another handler in the place of this one."""
@@ -55,7 +61,7 @@ class Handlers:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self.before(number)
-        if os.getpid() != self._owner:  # a fork has copied the handler, not what it is for
+        if self.is_copied():
             signal.signal(number, before)
             os.kill(os.getpid(), number)
             return

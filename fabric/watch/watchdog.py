@@ -153,6 +153,7 @@ class Watchdog:
         end = "finished" if error is None else f"raised {describe(error)}"
         with suppress(Exception):  # the store may have gone before
             self._store.set(f"left/{self._rank}", json.dumps([socket.gethostname(), end]))
+            self._waits.leave()
 
     def whereabouts(self) -> Whereabouts:
         """Ask all ranks where they are. May be called by any thread of any rank."""

@@ -167,6 +167,27 @@ def test_ctrl_c_until_it_ends(launcher, others):
         job.assert_gone()
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("how", ["leave", "leave at once"])
+def test_a_rank_leaves_while_another_needs_it(launcher, how):
+    with Job(launcher, 1, how, "collective") as job:
+        assert job.finish() == 1
+        reason = r"ended well while rank \d still needed it \(RankError: all_reduce\(mean\) at "
+        assert re.search(rf"rank 1 on \S+ failed first: {reason}", job.err), job.err
+        job.assert_gone()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_sigterm_to_the_process_that_started_the_ranks_is_a_request_to_all(launcher):
+    with Job(launcher, -1, "", "stop") as job:
+        job.ready()
+        job.process.send_signal(signal.SIGTERM)
+        assert job.finish() == 0, job.err
+        assert job.out.splitlines() == ["stopped"] * job.ranks
+        assert job.err == ""
+        job.assert_gone()
+
+
 def test_a_log_for_each_rank(tmp_path):
     logs = tmp_path / "logs"
     with Job("cli", 1, "raise", "collective", "--log-dir", str(logs)) as job:

@@ -138,6 +138,20 @@ def test_a_child_that_was_forked_dies_as_ever():
     assert done.stdout == "-15 False\n", done.stderr
 
 
+def test_what_a_fork_has_copied_is_passed_over():
+    script = (
+        "import os, signal\nfrom fabric.utilities.signals import Handlers\n"
+        "from fabric.watch.stopping import Stopper\n"
+        "seen = []\nhandlers = Handlers([signal.SIGTERM], lambda *_: seen.append('of the parent'))\n"
+        "if os.fork() == 0:\n    stopper = Stopper()\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    print(stopper.asked(), seen, flush=True)\n    os._exit(0)\nos.wait()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "True []\n", done.stderr
+
+
 def test_a_second_signal_ends_at_once():
     script = (
         "import os, signal\nfrom fabric.watch import stopping\nstopper = stopping.Stopper()\n"

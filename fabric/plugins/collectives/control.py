@@ -298,6 +298,8 @@ class Guard:
                             self._leave(work)
                         raise self._ended([number])
                     waits.judge()
+                    if isinstance(work, _Arrival) and waits.have_left(set(self.members) - work.came()):
+                        limit = 0.0
                 if isinstance(work, _Arrival) and time.monotonic() - start > limit:  # others have their own
                     raise RuntimeError("it was the first call of the group")
                 seconds = min(1.5 * seconds, max(1.0, waits.world_size / 64))
@@ -351,15 +353,14 @@ class Guard:
             self._each = list(self._rows)
 
     def _row(self, call: Call) -> Said:
-        verb = f"{call.verb} #{max(self.count, 1)}"
-        return Said(self._waits.rank, verb, call.what, frames.user_place())
+        return Said(self._waits.rank, f"{call.verb} #{max(self.count, 1)}", call.what, frames.user_place())
 
     def _failure(self, call: Call, error: Exception, work: Any = None) -> str:
         """The error for ranks that ended or did not come: who is missing, and where the others wait."""
         self._waits.store.settle()
         reason, explain = reason_of(error), self._waits.explain
         text = f"{call.verb} at {frames.user_place()} failed on rank {self._waits.rank}: "
-        gone, found = explain() if explain is not None else Whereabouts([], "")
+        gone, found = explain() if explain else Whereabouts([], "")
         ended = [str(rank) for rank in self.members if rank in gone]
         try:
             missing, rows = self._missing(work) if not ended else ([], [])

@@ -121,7 +121,7 @@ class _Host:
             inner = inner.underlying_store
         self.at = f" at {inner.host}:{inner.port}" if isinstance(inner, dist.TCPStore) else ""
         self.near = not self.at or inner.host in ("127.0.0.1", "::1", "localhost")
-        self._poll = select.poll()
+        self._line = -1
         self._watched = isinstance(inner, dist.TCPStore)
         if not self._watched:
             return
@@ -132,7 +132,11 @@ class _Host:
             return
         descriptor = line.detach()
         weakref.finalize(self, os.close, descriptor)
-        self._poll.register(descriptor, select.POLLIN)
+        self._line = descriptor
 
     def has_gone(self, within: float = 0.0) -> bool:
-        return self._watched and bool(self._poll.poll(1000 * within))
+        if not self._watched:
+            return False
+        poll = select.poll()  # one for each call: several threads may look
+        poll.register(self._line, select.POLLIN)
+        return bool(poll.poll(1000 * within))

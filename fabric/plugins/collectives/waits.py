@@ -18,7 +18,7 @@ from fabric.plugins.collectives.frames import Said, mismatch_text
 from fabric.plugins.collectives.job_store import JobStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from datetime import timedelta
 
 PATIENCE = 1.0
@@ -121,6 +121,14 @@ class Waits:
     def withdraw(self) -> None:
         """Tell the others that this rank has gone on."""
         self.store.set(f"at/{self.rank}", "")
+
+    def leave(self) -> None:
+        """Tell the others that this rank will make no call any more."""
+        self.store.set(f"left/{self.rank}", "")
+
+    def have_left(self, ranks: Iterable[int]) -> bool:
+        """Whether any of these ranks has left."""
+        return any([self.store.check([f"left/{rank}"]) for rank in ranks])
 
     def verdict_on(self, stamp: int) -> int | None:
         """The number of the verdict that ends the wait `stamp` of this rank; None: it may go on waiting."""

@@ -6,6 +6,7 @@ Imports no torch, so that the number of threads is set before torch is loaded.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fabric.core.errors import ArgumentTypeError
 from fabric.strategies.launchers.output import flush_output, take_output
@@ -61,21 +62,41 @@ def run_rank(task: Task, link: Connection) -> None:
     usual = multiprocessing.get_all_start_methods()[0]
     multiprocessing.set_start_method(task.start_method or usual, force=True)  # not that of this launch
     _set_variables(task)
+    owner, forked = os.getpid(), not (task.direct and isinstance(task.call, bytes))
+    if forked:
+        atexit._clear()  # what the parent is to do at its end
     try:
         ending = Ending(time.monotonic(), result=_call(task))
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        ending = Ending(time.monotonic(), reason=f"exit code {code}" if code else None, code=code)
+        ending = _ending_of_exit(stop.code)
     except KeyboardInterrupt:
         ending = Ending(time.monotonic(), reason="KeyboardInterrupt", code=128 + signal.SIGINT)
     except BaseException as error:
         ending = _ending_of(error)
+    if os.getpid() != owner:  # a process that the rank has forked by hand has come back to here
+        _end_fork(ending)
+    if forked and ending.reason is None:
+        atexit._run_exitfuncs()  # multiprocessing would not; the other ranks hear that this one left
     flush_output()  # the parent may end this process as soon as it knows
     with contextlib.suppress(BrokenPipeError):
         link.send_bytes(pickle.dumps(tuple(ending)))
         link.close()
     if ending.reason is not None:
         sys.exit(ending.code)
+
+
+def _ending_of_exit(code: Any) -> Ending:
+    """As Python ends: a number is the exit code, anything else is printed, and the code 1."""
+    if code is None or isinstance(code, int):
+        return Ending(time.monotonic(), reason=f"exit code {code}" if code else None, code=code or 0)
+    print(code, file=sys.stderr)
+    return Ending(time.monotonic(), reason=f"exit code 1 ({str(code).strip().partition(chr(10))[0]})")
+
+
+def _end_fork(ending: Ending) -> NoReturn:
+    sys.stderr.write(ending.trace)
+    flush_output()
+    os._exit(0 if ending.reason is None else ending.code)
 
 
 def _call(task: Task) -> bytes | None:

@@ -13,7 +13,7 @@ from fabric.utilities.lifeline import is_consequence
 from fabric.utilities.messages import say
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
     from types import TracebackType
 
 _SETTLE_S = 10.0
@@ -48,25 +48,36 @@ class Failure:
         """Whether it reads as if another rank had gone before."""
         return is_consequence(self.reason)
 
-    def summary(self, others: Collection[int] = (), elsewhere: bool = False) -> str:
+    def summary(
+        self, stopped: Collection[int] = (), failures: Iterable[Failure] = (), elsewhere: bool = False
+    ) -> str:
         """The last line of a failed job.
 
         Args:
-            others: The ranks of this machine that ended because of it.
+            stopped: The ranks of this machine that were stopped because of it.
+            failures: All that failed; those that read like consequences are as good as stopped.
             elsewhere: Whether there are ranks on other machines.
         """
         how = "lost a rank of another machine" if self.is_consequence and elsewhere else "failed first"
         line = f"rank {self.rank} on {socket.gethostname()} {how}: {self.reason}"
-        ranks = sorted(rank for rank in others if rank != self.rank)
-        if not ranks:
-            return line
-        names = ", ".join(str(rank) for rank in ranks[:16]) + (", ..." if len(ranks) > 16 else "")
-        return f"{line}; rank{'s' if len(ranks) > 1 else ''} {names} stopped because of it"
+        echoes = {failure.rank for failure in failures if failure.is_consequence}
+        followers = {*stopped, *echoes} - {self.rank}
+        others = {failure.rank for failure in failures} - followers - {self.rank}
+        if others:
+            line += f"; {_ranks(others)} failed, too"
+        return f"{line}; {_ranks(followers)} stopped because of it" if followers else line
 
-    def tell(self, others: Collection[int] = (), elsewhere: bool = False) -> None:
+    def tell(
+        self, stopped: Collection[int] = (), failures: Iterable[Failure] = (), elsewhere: bool = False
+    ) -> None:
         """Print what the rank has not printed itself, and the summary."""
         sys.stderr.write(self.trace)
-        say(self.summary(others, elsewhere))
+        say(self.summary(stopped, failures, elsewhere))
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    names = ", ".join(map(str, sorted(ranks)[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
 def root_cause(failures: Collection[Failure], finished: Collection[int] = ()) -> Failure:

@@ -37,7 +37,7 @@ from fabric.strategies.launchers.openmp import rest_openmp
 from fabric.strategies.launchers.output import relayed_output
 from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable, interactive_name
 from fabric.strategies.launchers.place import Place
-from fabric.strategies.launchers.supervisor import STOP_GRACE_S
+from fabric.strategies.launchers.supervisor import STOP_GRACE_S, process_descriptors
 from fabric.utilities.signals import TOGETHER_S, Handlers, die_by
 
 if TYPE_CHECKING:
@@ -231,10 +231,16 @@ class _Ranks:
 
     def _collect(self, timeout: float | None) -> None:
         """Wait until a rank says or shows that it has ended, and take note."""
-        waiting = self.processes.keys() - self._over()
+        waiting = sorted(self.processes.keys() - self._over())
         ranks: dict[Any, int] = {self.links[rank]: rank for rank in waiting}
-        ranks.update({self.processes[rank].sentinel: rank for rank in waiting})
-        for item in connection.wait(list(ranks), timeout):
+        # A sentinel is a pipe, which processes that the rank has forked keep open after its end.
+        ends = process_descriptors([self.processes[rank].pid or 0 for rank in waiting])
+        own = ends or [self.processes[rank].sentinel for rank in waiting]
+        ranks.update(zip(own, waiting, strict=True))
+        ready = connection.wait(list(ranks), timeout)
+        for descriptor in ends or ():
+            os.close(descriptor)
+        for item in ready:
             self._note(ranks[item])
 
     def _over(self) -> set[int]:
@@ -244,9 +250,12 @@ class _Ranks:
         """One rank has sent its ending, or has ended without."""
         if rank in self._over():
             return
+        link = self.links[rank]
         try:
-            ending = Ending(*pickle.loads(self.links[rank].recv_bytes()))
-        except (EOFError, OSError):  # it died before it could say anything
+            ending = Ending(*pickle.loads(link.recv_bytes())) if link.poll() else None
+        except (EOFError, OSError):
+            ending = None
+        if ending is None:  # it died before it could say anything
             when = time.monotonic()
             self.processes[rank].join(STOP_GRACE_S)
             code = self.processes[rank].exitcode
@@ -277,7 +286,7 @@ class _Ranks:
     def _error(self) -> LaunchError:
         cause = root_cause(self.failures.values(), self.endings.keys() - self.failures.keys())
         alive = self.processes.keys() - self._over()
-        text = cause.summary(alive | self.failures.keys(), self.elsewhere)
+        text = cause.summary(alive, self.failures.values(), self.elsewhere)
         ending = self.endings.get(cause.rank)
         if ending is not None and ending.trace:
             text = f"{text}\n\n{ending.trace.rstrip()}"

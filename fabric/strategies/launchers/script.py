@@ -162,8 +162,9 @@ class _Job:
         if mine.is_consequence:
             self._verdict.wait(settle_seconds(self.nodes > 1))
         theirs = self.supervisor.first_failure()
-        self._cause = root_cause([mine, *([theirs] if theirs else [])])
-        if self._cause is mine or not mine.is_consequence:
+        finished = self.supervisor.ended(well=True)
+        self._cause = root_cause([mine, *([theirs] if theirs else [])], finished)
+        if self._cause is mine or self._cause.rank in finished or not mine.is_consequence:
             self._previous_hook(kind, error, tb)
         self.supervisor.tell(spare=self._cause.rank)
         # The rest waits for `_on_exit`: torch's own hook, around this one, holds back what is printed here.
@@ -171,8 +172,10 @@ class _Job:
     def _on_sys_exit(self, status: Any = None, /) -> NoReturn:
         """In place of `sys.exit`: Python tells nobody with which code it ends."""
         code = status if isinstance(status, int) else int(status is not None)
-        if threading.current_thread() is threading.main_thread():
-            self._exited = Failure(self.rank, time.monotonic(), f"exit code {code}", code) if code else None
+        said = "" if isinstance(status, int) else f" ({str(status).strip().partition(chr(10))[0]})"
+        if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
+            reason = f"exit code {code}{said}"
+            self._exited = Failure(self.rank, time.monotonic(), reason, code) if code else None
         self._python_exit(status)
 
     def _on_exit(self) -> None:

@@ -123,7 +123,7 @@ class Supervisor:
             if not root_cause(self._failures.values()).is_consequence:
                 break
             self._sleep(deadline)
-        return root_cause(self._failures.values(), self._ended(well=True)) if self._failures else None
+        return root_cause(self._failures.values(), self.ended(well=True)) if self._failures else None
 
     def conclude(self, cause: Failure, also: Iterable[int] = ()) -> int:
         """Stop all ranks and print the cause, last; gives the exit code of the job.
@@ -135,8 +135,7 @@ class Supervisor:
         self.stop(spare=cause.rank)
         if self.logs is not None:
             self.logs.close()  # what the ranks have printed comes before
-        followers = {*also, *self._told, *self._ended(well=False)}
-        cause.tell(followers, self.elsewhere)
+        cause.tell({*also, *self._told}, self._failures.values(), self.elsewhere)
         process = self.processes.get(cause.rank)
         code = process.poll() if process is not None else None
         return code if code is not None and code > 0 else cause.code
@@ -181,7 +180,8 @@ class Supervisor:
             os.close(descriptor)
         self._lifeline = None
 
-    def _ended(self, well: bool) -> list[int]:
+    def ended(self, well: bool) -> list[int]:
+        """The ranks that have ended, well (exit code 0) or not."""
         codes = {rank: process.poll() for rank, process in self.processes.items()}
         return [rank for rank, code in codes.items() if code is not None and (code == 0) == well]
 
@@ -245,7 +245,7 @@ class Supervisor:
         """Block until a process ends, a report comes or the deadline is over; may return early."""
         remaining = max(0.0, deadline - time.monotonic())
         running = self.running()
-        descriptors = _process_descriptors([self.processes[rank].pid for rank in running])
+        descriptors = process_descriptors([self.processes[rank].pid for rank in running])
         if descriptors is None:
             time.sleep(min(remaining, _POLL_S))
             return
@@ -258,7 +258,7 @@ class Supervisor:
             os.close(descriptor)
 
 
-def _process_descriptors(pids: Iterable[int]) -> list[int] | None:
+def process_descriptors(pids: Iterable[int]) -> list[int] | None:
     """A descriptor per process that becomes readable when it ends; None where there is no such thing."""
     if not hasattr(os, "pidfd_open"):
         return None

@@ -47,6 +47,11 @@ def wait_in(state, fabric):
         dist.recv(torch.zeros(1), src=1 - fabric.global_rank)
     if state == "loader":
         next(ready)
+    if state == "stop":
+        while not fabric.should_stop():
+            time.sleep(0.01)
+        os.write(1, b"stopped\n")
+        return
     time.sleep(600)
 
 
@@ -78,8 +83,13 @@ def prepared(state, fabric):
 def train(fabric, victim, how, others):
     global ready
     ready = prepared(others, fabric)
-    fabric.barrier()
+    if how != "leave at once":
+        fabric.barrier()
+    if others == "stop":
+        fabric.should_stop()  # from now on SIGTERM is a request
     os.write(1, b"ready\n")
+    if fabric.global_rank == victim and how.startswith("leave"):
+        return
     if fabric.global_rank == victim:
         end(how)
     wait_in(others, fabric)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._utils import ExceptionWrapper
 
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments import LocalEnvironment
@@ -25,13 +26,17 @@ from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.script import ScriptLauncher, original_command
 from fabric.strategies.launchers.supervisor import Command, Supervisor
-from fabric.utilities.lifeline import describe
+from fabric.utilities.lifeline import describe, is_consequence
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:682"
 
 
 def work(*_):
     return 1
+
+
+def bad_sample(_):
+    raise ValueError("bad sample")
 
 
 class Head(nn.Module):
@@ -66,6 +71,9 @@ def test_the_last_line():
     assert failure.summary([2, 1, 0]) == f"{line}; ranks 0, 2 stopped because of it"
     assert failure.summary(range(20)).endswith(" 14, 15, 16, ... stopped because of it")
     assert failure.summary(elsewhere=True) == line
+    echo, equal = Failure(2, 1.0, CLOSED), Failure(3, 1.0, "ValueError: boom (train.py:31)")
+    whole = f"{line}; rank 3 failed, too; ranks 0, 2 stopped because of it"
+    assert failure.summary([0], [failure, echo, equal]) == whole
 
 
 def test_a_cause_on_another_machine_is_not_looked_for_here():
@@ -93,6 +101,26 @@ def test_an_exception_is_described_by_the_users_line():
         text = describe(error)
     assert text.startswith("RuntimeError: ")
     assert "(test_launchers.py:" in text
+
+
+def test_an_exception_of_a_loaders_worker_is_described_by_its_own_line():
+    try:
+        bad_sample(1)
+    except ValueError:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")  # as torch brings it to the rank
+    with pytest.raises(ValueError, match="Caught ValueError in DataLoader worker") as caught:
+        wrapped.reraise()
+    line = bad_sample.__code__.co_firstlineno + 1
+    assert describe(caught.value) == (
+        f"ValueError: bad sample (test_launchers.py:{line}, in DataLoader worker process 0)"
+    )
+
+
+def test_an_error_that_came_from_another_rank_is_an_echo():
+    error = ValueError("download failed")
+    error.fabric_raised_by = 0
+    assert describe(error) == "ValueError: download failed, raised by rank 0"
+    assert is_consequence(describe(error))
 
 
 # functions and their arguments
