@@ -97,11 +97,7 @@ class FSDPStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
-        if start_method not in START_METHODS:
-            raise ConfigurationError(
-                f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
-            )
-        _check_flags(state_dict_type, find_unused_parameters)
+        _check_flags(start_method, state_dict_type, find_unused_parameters)
         if activation_checkpointing is not None and activation_checkpointing_policy is not None:
             raise ConfigurationError(
                 "activation_checkpointing and activation_checkpointing_policy say the same thing. "
@@ -183,7 +179,11 @@ class FSDPStrategy(ParallelStrategy):
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
 
-def _check_flags(state_dict_type: Any, find_unused_parameters: Any) -> None:
+def _check_flags(start_method: Any, state_dict_type: Any, find_unused_parameters: Any) -> None:
+    if start_method not in START_METHODS:
+        raise ConfigurationError(
+            f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
+        )
     if state_dict_type not in ("full", "sharded"):
         raise ConfigurationError(f"state_dict_type={state_dict_type!r} is neither 'full' nor 'sharded'.")
     if not isinstance(find_unused_parameters, bool):

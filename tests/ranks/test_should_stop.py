@@ -126,15 +126,19 @@ def test_the_signal_that_slurm_was_asked_for():
         fabric._stopper.restore()
 
 
+def run(script):
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
 def test_a_child_that_was_forked_dies_as_ever():
     script = (
         "import multiprocessing, time\nfrom fabric.watch.stopping import Stopper\nstopper = Stopper()\n"
         "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
         "child.start()\nchild.terminate()\nchild.join()\nprint(child.exitcode, stopper.asked())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run(script)
     assert done.stdout == "-15 False\n", done.stderr
 
 
@@ -146,9 +150,7 @@ def test_what_a_fork_has_copied_is_passed_over():
         "if os.fork() == 0:\n    stopper = Stopper()\n    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print(stopper.asked(), seen, flush=True)\n    os._exit(0)\nos.wait()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run(script)
     assert done.stdout == "True []\n", done.stderr
 
 
@@ -159,8 +161,6 @@ def test_a_second_signal_ends_at_once():
         "os.kill(os.getpid(), signal.SIGTERM)\nprint('the same request, by another way', flush=True)\n"
         "stopping.TOGETHER_S = 0\nos.kill(os.getpid(), signal.SIGTERM)\nprint('still here')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run(script)
     assert done.stdout == "True\nthe same request, by another way\n"
     assert done.returncode == -signal.SIGTERM

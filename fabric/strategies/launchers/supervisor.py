@@ -106,7 +106,7 @@ class Supervisor:
         while (
             not (self._look() or self.stopping or wake()) and self.running() and time.monotonic() < deadline
         ):
-            self._sleep(deadline)
+            self._sleep(deadline, reports=True)
         return None if wake() else self.first_failure()
 
     def wait_all(self, timeout: float) -> Failure | None:
@@ -122,7 +122,7 @@ class Supervisor:
         while self._look() and not self.stopping and self.running() and time.monotonic() < deadline:
             if not root_cause(self._failures.values()).is_consequence:
                 break
-            self._sleep(deadline)
+            self._sleep(deadline, reports=True)
         return root_cause(self._failures.values(), self.ended(well=True)) if self._failures else None
 
     def conclude(self, cause: Failure, also: Iterable[int] = ()) -> int:
@@ -241,17 +241,22 @@ class Supervisor:
             if code and rank not in self._failures:
                 self._failures[rank] = from_returncode(rank, code, now)
 
-    def _sleep(self, deadline: float) -> None:
-        """Block until a process ends, a report comes or the deadline is over; may return early."""
+    def _sleep(self, deadline: float, reports: bool = False) -> None:
+        """Block until a process ends or the deadline is over; may return early.
+
+        Args:
+            deadline: Of `time.monotonic()`.
+            reports: Whether a report ends it, too; for those who read them, else it would never block again.
+        """
         remaining = max(0.0, deadline - time.monotonic())
         running = self.running()
         descriptors = process_descriptors([self.processes[rank].pid for rank in running])
         if descriptors is None:
             time.sleep(min(remaining, _POLL_S))
             return
-        reports = [self._reports[rank][0] for rank in running if rank not in self._failures]
+        waiting = [self._reports[rank][0] for rank in running if reports and rank not in self._failures]
         with selectors.DefaultSelector() as selector:
-            for descriptor in (*descriptors, *reports):
+            for descriptor in (*descriptors, *waiting):
                 selector.register(descriptor, selectors.EVENT_READ)
             selector.select(min(remaining, 1.0))
         for descriptor in descriptors:
