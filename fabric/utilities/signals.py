@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +22,9 @@ on."""
 
 
 class Handlers:
-    """Handlers for some signals of this process; in a forked child they give way.
+    """Handlers for some signals of this process; in a forked child what stood there before is back.
+
+    A child with a handler of Python's would not end by a signal while it is deep in native code.
 
     Signals can only be taken in the main thread; made in another one, this does nothing.
 
@@ -35,18 +38,17 @@ class Handlers:
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in set(numbers):
-                before: Any = signal.signal(number, self._handle)
-                while isinstance(owner := getattr(before, "__self__", None), Handlers) and owner.is_copied():
-                    before = owner.before(number)
+                before = signal.signal(number, self._handle)
                 self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's
+            _forks.guard(self)
 
     def before(self, number: int) -> Any:
         """What stood here before."""
         return self._before.get(number, signal.SIG_DFL)
 
-    def is_copied(self) -> bool:
-        """Whether a fork has copied it to this process: the handler, not what it is for."""
-        return os.getpid() != self._owner
+    def numbers(self) -> Iterable[int]:
+        """The signals it has taken."""
+        return self._before.keys()
 
     def in_place(self, number: int) -> bool:
         """Whether nobody has put another handler in the place of this one."""
@@ -54,20 +56,60 @@ class Handlers:
 
     def restore(self) -> None:
         """Give the signals back to those who had them."""
+        self.give_way()
+        self._before.clear()
+
+    def give_way(self) -> None:
+        """Put back what stood here before, except where somebody has put another handler in our place."""
         for number, handler in self._before.items():
             if self.in_place(number):
                 signal.signal(number, handler)
-        self._before.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         before = self.before(number)
-        if self.is_copied():
+        if os.getpid() != self._owner:  # a fork has copied it, and another handler that calls this one
             signal.signal(number, before)
             os.kill(os.getpid(), number)
             return
         self._act(number, before)
         if callable(before):
             before(number, frame)
+
+
+class _Forks:
+    """Takes handlers away in children that this process forks; a signal in that moment is not lost."""
+
+    def __init__(self) -> None:
+        self._handlers: list[weakref.ref[Handlers]] = []
+        self._masks = threading.local()
+        self._hooked = False
+
+    def guard(self, handlers: Handlers) -> None:
+        if not self._hooked:
+            self._hooked = True
+            os.register_at_fork(
+                before=self._hold, after_in_parent=self._release, after_in_child=self._give_way
+            )
+        self._handlers = [weakref.ref(known) for known in (*self._alive(), handlers)]
+
+    def _hold(self) -> None:
+        # Python forgets in the child what has arrived since the fork.
+        numbers = {number for handlers in self._alive() for number in handlers.numbers()}
+        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def _release(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
+
+    def _give_way(self) -> None:
+        for handlers in reversed(self._alive()):
+            handlers.give_way()
+        self._release()
+
+    def _alive(self) -> list[Handlers]:
+        return [handlers for known in self._handlers if (handlers := known()) is not None]
+
+
+_forks = _Forks()
 
 
 class Listener:

@@ -142,6 +142,36 @@ def test_a_child_that_was_forked_dies_as_ever():
     assert done.stdout == "-15 False\n", done.stderr
 
 
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_child_that_was_forked_dies_in_native_code(thread):
+    script = (
+        "import os, signal, threading\nimport ctypes\nfrom fabric.watch.stopping import Stopper\n"
+        "stopper = Stopper()\nreader, writer = os.pipe()\n"
+        "def fork():\n    pid = os.fork()\n    if pid == 0:\n        os.write(writer, b'1')\n"
+        "        lock = ctypes.create_string_buffer(64)\n        ctypes.CDLL(None).pthread_mutex_lock(lock)\n"
+        "        ctypes.CDLL(None).pthread_mutex_lock(lock)\n"
+        "        os._exit(0)\n    os.read(reader, 1)\n"
+        "    while open(f'/proc/{pid}/stat').read().rpartition(') ')[2][0] != 'S':\n        pass\n"
+        "    os.kill(pid, signal.SIGTERM)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), stopper.asked(), flush=True)\n"
+    )
+    script += "t = threading.Thread(target=fork)\nt.start()\nt.join()\n" if thread else "fork()\n"
+    script += "os.kill(os.getpid(), signal.SIGTERM)\nprint(stopper.asked())\n"
+    done = run(script)
+    assert done.stdout == "-15 False\nTrue\n", done.stderr
+
+
+def test_a_child_that_was_forked_dies_at_once():
+    script = (
+        "import os, signal\nfrom fabric.watch.stopping import Stopper\nstopper = Stopper()\n"
+        "codes = set()\nfor _ in range(300):\n    pid = os.fork()\n    if pid == 0:\n"
+        "        signal.pause()\n    os.kill(pid, signal.SIGTERM)\n"
+        "    codes.add(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\nprint(codes, stopper.asked())\n"
+    )
+    done = run(script)
+    assert done.stdout == "{-15} False\n", done.stderr
+
+
 def test_what_a_fork_has_copied_is_passed_over():
     script = (
         "import os, signal\nfrom fabric.utilities.signals import Handlers\n"

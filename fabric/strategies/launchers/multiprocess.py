@@ -178,7 +178,7 @@ class _Ranks:
         try:
             self._start()
             while self.processes.keys() - self._over() and not self.failures:
-                self._collect(None)
+                self._collect(1.0)  # a signal that comes just before the wait does not end it
             self._join()
             if not self.failures:
                 result = self.endings[self.first.rank].result
@@ -229,8 +229,8 @@ class _Ranks:
         if not rest_openmp() and self.first.threads() > 1:
             _warn_threads(self.first.threads())
 
-    def _collect(self, timeout: float | None) -> None:
-        """Wait until a rank says or shows that it has ended, and take note."""
+    def _collect(self, timeout: float) -> None:
+        """Wait so many seconds until a rank says or shows that it has ended, and take note."""
         waiting = sorted(self.processes.keys() - self._over())
         ranks: dict[Any, int] = {self.links[rank]: rank for rank in waiting}
         # A sentinel is a pipe, which processes that the rank has forked keep open after its end.

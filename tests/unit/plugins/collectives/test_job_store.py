@@ -46,6 +46,7 @@ def test_parts_and_clones_see_what_the_store_has(host):
     other, elsewhere = store.clone(), store.clone("another part")
     assert not other.check(["a"])
     store.set("a", "1")
+    assert store.get("a") == b"1"  # its answer: the host has taken in what came before on this connection
     assert other.check(["a"])
     assert other.get("a") == b"1"
     assert not elsewhere.check(["a"])
