@@ -194,10 +194,13 @@ class _FabricModule(Module):
             return own["_modules"][name]
         if "_fabric_original" not in own:  # while copying or unpickling
             raise AttributeError(name)
-        original = own["_fabric_original"]
+        original, strategy = own["_fabric_original"], own["_strategy"]
+        added = strategy.layout.model_method(own["_fabric_joined"], name)
+        if added is not None:
+            return strategy.method_plan(own["_fabric_joined"], added, True)
         value = getattr(original, name)
         if isinstance(value, MethodType) and value.__self__ is original:
-            return own["_strategy"].method_plan(own["_fabric_joined"], value, name in own["_fabric_marked"])
+            return strategy.method_plan(own["_fabric_joined"], value, name in own["_fabric_marked"])
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:

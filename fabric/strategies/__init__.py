@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from fabric.strategies.fsdp import FSDPStrategy
     from fabric.strategies.model_parallel import ModelParallelStrategy
     from fabric.strategies.parallel import ParallelStrategy
+    from fabric.strategies.pipeline import PipelineStrategy
     from fabric.strategies.registry import STRATEGY_REGISTRY
     from fabric.strategies.single_device import SingleDeviceStrategy
     from fabric.strategies.strategy import Strategy
@@ -24,6 +25,7 @@ __all__ = [
     "FSDPStrategy",
     "ModelParallelStrategy",
     "ParallelStrategy",
+    "PipelineStrategy",
     "SingleDeviceStrategy",
     "Strategy",
     "ZeRO1Strategy",
@@ -39,6 +41,7 @@ __getattr__, __dir__ = lazy_exports(
         "FSDPStrategy": "fabric.strategies.fsdp",
         "ModelParallelStrategy": "fabric.strategies.model_parallel",
         "ParallelStrategy": "fabric.strategies.parallel",
+        "PipelineStrategy": "fabric.strategies.pipeline",
         "SingleDeviceStrategy": "fabric.strategies.single_device",
         "Strategy": "fabric.strategies.strategy",
         "ZeRO1Strategy": "fabric.strategies.zero1",

@@ -50,3 +50,6 @@ for _suffix, _method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_note
 STRATEGY_REGISTRY.register(
     "zero1", "fabric.strategies.zero1:ZeRO1Strategy", "DDP with the optimizer states divided over ranks"
 )
+STRATEGY_REGISTRY.register(
+    "pipeline", "fabric.strategies.pipeline:PipelineStrategy", "a model in stages, fed with micro-batches"
+)

@@ -19,6 +19,7 @@ from fabric.fabric import Fabric
 from fabric.resolve import name_strategy
 from fabric.testing.failures import RankFailure
 from fabric.testing.pool import RankPool
+from fabric.testing.subject import sgd, subject
 from fabric.testing.worker import rank_info
 
 if TYPE_CHECKING:
@@ -145,45 +146,20 @@ def _equal(got: Any, expected: Any, what: str) -> None:
             raise _Broken(f"{what}{path} differs from plain torch: {reason}") from None
 
 
-class _Net(torch.nn.Module):
-    """Two layers and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
-        self.head = torch.nn.Linear(8, 1)
-        self.register_buffer("scale", torch.tensor(2.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, 4) to (batch, 1)."""
-        out: torch.Tensor = self.head(self.body(x)) * self.scale
-        return out
-
-
-def _net() -> tuple[_Net, torch.optim.Optimizer]:
-    torch.manual_seed(1)
-    net = _Net()
-    return net, _sgd(net)
-
-
-def _sgd(net: Any) -> torch.optim.Optimizer:
-    # Not Adam: it would forgive gradients that are summed instead of averaged.
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-
 def _ready(fabric: Fabric, net: torch.nn.Module) -> tuple[Any, Any]:
     """The model and an optimizer, set up in the order that the strategy asks for."""
     if not fabric.strategy.traits.late_optimizers:
-        model, optimizer = fabric.setup(net, _sgd(net))
+        model, optimizer = fabric.setup(net, sgd(net))
         return model, optimizer
     model = fabric.setup_module(net)
-    return model, fabric.setup_optimizers(_sgd(model))
+    return model, fabric.setup_optimizers(sgd(model))
 
 
 def _batches(fabric: Fabric, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each step the joined batch, (world_size * 3, 4), and this rank's three rows of it."""
-    world, rank = fabric.world_size, fabric.global_rank
-    joined = torch.randn(steps, world * 3, 4, generator=torch.Generator().manual_seed(5))
+    """For each step the joined batch, (parts * 3, 4), and the three rows of it that this rank sees."""
+    part = fabric.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    rank = part["rank"]
+    joined = torch.randn(steps, part["num_replicas"] * 3, 4, generator=torch.Generator().manual_seed(5))
     return [(whole, whole[rank * 3 : rank * 3 + 3].to(fabric.device)) for whole in joined]
 
 
@@ -197,7 +173,7 @@ def _loss(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _train_plain(fabric: Fabric, steps: int, clip: dict[str, Any] | None = None) -> dict[str, Any]:
-    net, optimizer = _net()
+    net, optimizer = subject()
     for whole, _ in _batches(fabric, steps):
         optimizer.zero_grad()
         _loss(net, whole).backward()
@@ -210,7 +186,7 @@ def _train_plain(fabric: Fabric, steps: int, clip: dict[str, Any] | None = None)
 
 
 def _train(fabric: Fabric, steps: int, clip: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    model, optimizer = _ready(fabric, _net()[0])
+    model, optimizer = _ready(fabric, subject()[0])
     for _, share in _batches(fabric, steps):
         optimizer.zero_grad()
         fabric.backward(_loss(model, share))
@@ -234,19 +210,20 @@ def ranks_are_distinct(fabric: Fabric, folder: Path) -> None:
 
 def setup_keeps_the_model(fabric: Fabric, folder: Path) -> None:
     """Setup changes neither weights nor what the model and the optimizer are."""
-    net, _ = _net()
+    net, _ = subject()
     before = {key: value.clone() for key, value in net.state_dict().items()}
     model, stepped = _ready(fabric, net)
     _equal(_weights(fabric, model), before, "the model after setup")
     _must(isinstance(stepped, torch.optim.SGD), "the optimizer is no SGD after setup")
-    _must(next(model.parameters()).device.type == fabric.device.type, "setup left parameters off the device")
+    places = {p.device.type for p in model.parameters()} - {"meta"}  # what other ranks hold
+    _must(places == {fabric.device.type}, f"setup left parameters on {places}")
     _must(model.module is net, "model.module is not the user's module")
 
 
 def forward_equals_plain_torch(fabric: Fabric, folder: Path) -> None:
     """A forward computes what the plain module computes, in training and under no_grad."""
-    model, _ = _ready(fabric, _net()[0])
-    plain = _net()[0]
+    model, _ = _ready(fabric, subject()[0])
+    plain = subject()[0]
     _, share = _batches(fabric, 1)[0]
     expected = plain(share.cpu())
     _equal(model(share), expected, "the output")
@@ -265,7 +242,7 @@ def models_are_independent(fabric: Fabric, folder: Path) -> None:
     """Two models with a setup and a backward of their own do not disturb each other."""
     if fabric.strategy.traits.joint_setup:
         return
-    (first, step_first), (second, _) = (_ready(fabric, _net()[0]) for _ in range(2))
+    (first, step_first), (second, _) = (_ready(fabric, subject()[0]) for _ in range(2))
     before = _weights(fabric, second)
     _, share = _batches(fabric, 1)[0]
     fabric.backward(_loss(first, share))
@@ -276,13 +253,13 @@ def models_are_independent(fabric: Fabric, folder: Path) -> None:
 
 def accumulation_equals_the_big_batch(fabric: Fabric, folder: Path) -> None:
     """Backwards inside no_backward_sync and one outside give the gradient of all micro-batches."""
-    model, optimizer = _ready(fabric, _net()[0])
+    model, optimizer = _ready(fabric, subject()[0])
     batches = _batches(fabric, 3)
     for step, (_, share) in enumerate(batches):
         with fabric.no_backward_sync(model, enabled=step < 2):
             fabric.backward(_loss(model, share) / 3)
     optimizer.step()
-    net, plain = _net()
+    net, plain = subject()
     for whole, _ in batches:
         (_loss(net, whole) / 3).backward()
     plain.step()
@@ -294,11 +271,11 @@ def clipping_sees_the_whole_gradient(fabric: Fabric, folder: Path) -> None:
     for clip in ({"max_norm": 0.05}, {"clip_val": 0.01}):
         model, _ = _train(fabric, 2, clip)
         _equal(_weights(fabric, model), _train_plain(fabric, 2, clip), f"the model clipped with {clip}")
-    net, _ = _net()
+    net, _ = subject()
     whole, share = _batches(fabric, 1)[0]
     _loss(net, whole).backward()
     expected = torch.nn.utils.clip_grad_norm_(net.parameters(), 1e9)
-    model, optimizer = _ready(fabric, _net()[0])
+    model, optimizer = _ready(fabric, subject()[0])
     fabric.backward(_loss(model, share))
     _equal(fabric.clip_gradients(model, optimizer, max_norm=1e9), expected, "the returned norm")
 
@@ -306,7 +283,7 @@ def clipping_sees_the_whole_gradient(fabric: Fabric, folder: Path) -> None:
 def state_keys_are_the_users(fabric: Fabric, folder: Path) -> None:
     """State dicts have the keys of the plain module and optimizer."""
     model, optimizer = _train(fabric, 1)
-    keys, own = list(fabric.strategy.get_module_state_dict(model)), list(_net()[0].state_dict())
+    keys, own = list(fabric.strategy.get_module_state_dict(model)), list(subject()[0].state_dict())
     _must(keys == own, f"the state dict has the keys {keys} instead of {own}")
     state = fabric.strategy.get_optimizer_state(optimizer)
     _must({"state", "param_groups"} <= set(state), f"the optimizer state has the keys {list(state)}")
@@ -319,7 +296,7 @@ def checkpoints_round_trip(fabric: Fabric, folder: Path) -> None:
     saved = _weights(fabric, model)
     fabric.save(path, {"model": model, "optimizer": optimizer, "epoch": 7})
     fabric.barrier()
-    other, stepped = _ready(fabric, _net()[0])
+    other, stepped = _ready(fabric, subject()[0])
     state = {"model": other, "optimizer": stepped, "epoch": 0}
     fabric.load(path, state)
     _must(state["epoch"] == 7, f"the number 7 came back as {state['epoch']!r}")

@@ -18,6 +18,13 @@ _PLAIN = (
 _TAG = "__fabric_type__"
 
 
+def kept_elsewhere(value: torch.Tensor) -> torch.Tensor:
+    """What a rank that takes part in a save, but writes nothing, has in place of a value."""
+    absent = torch.empty_like(value, device="meta")
+    absent.kept_elsewhere = True  # type: ignore[attr-defined]
+    return absent
+
+
 def to_portable(data: Any, name: str) -> Any:
     """`data` in types that safe loading reads; paths and numpy values become tagged dictionaries.
 

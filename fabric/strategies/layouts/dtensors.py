@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fabric.core.errors import UsageError
 from fabric.core.tree import map_tree
+from fabric.plugins.io.portable import kept_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -147,9 +148,7 @@ def _full(tensor: DTensor, keep: bool) -> Tensor:
         tensor = tensor.to(device)  # type: ignore[assignment]
     value: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
     if not keep:
-        absent = torch.empty_like(value, device="meta")
-        absent.kept_elsewhere = True  # type: ignore[attr-defined]
-        return absent
+        return kept_elsewhere(value)
     return value.cpu() if value.device.type != "cpu" else value.clone() if _is_view(value, tensor) else value
 
 

@@ -30,19 +30,29 @@ class CallParts:
         args: The positional arguments of the whole call.
         kwargs: Its keyword arguments.
         count: How many parts there may be.
+        into: What the parts are for, in errors.
 
     Raises:
         ConfigurationError: Tensors differ in their number of rows, or one is a PackedSequence.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, into: str = "replicas"
+    ) -> None:
         self.whole = (args, kwargs)
         self._leaves, self._spec = flatten(self.whole)
         sizes = {leaf.shape[0] for leaf in self._leaves if _has_rows(leaf)}
         if len(sizes) > 1 or _has_packed(self._spec):
-            raise _cannot_split(args, kwargs, self._spec)
+            raise _cannot_split(args, kwargs, self._spec, into)
         self._rows = next(iter(sizes), 0)
         self._size = -(-self._rows // count)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each part; [1] where there are no rows to split."""
+        if len(self) == 1:
+            return [self._rows or 1]
+        return [min(self._size, self._rows - start) for start in range(0, self._rows, self._size)]
 
     def __len__(self) -> int:
         return -(-self._rows // self._size) if self._rows else 1
@@ -137,10 +147,10 @@ def _has_packed(spec: Spec) -> bool:
     return any([_has_packed(child) for child in spec.children if child.kind is not None])
 
 
-def _cannot_split(args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec) -> ConfigurationError:
+def _cannot_split(args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec, into: str) -> ConfigurationError:
     if _has_packed(spec):
         return ConfigurationError(
-            "A PackedSequence cannot be split over replicas: its rows are time steps of all samples. Pass "
+            f"A PackedSequence cannot be split into {into}: its rows are time steps of all samples. Pass "
             "the padded batch and the lengths, and call pack_padded_sequence in forward."
         )
     named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
@@ -151,7 +161,7 @@ def _cannot_split(args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec) -> 
         if _has_rows(leaf)
     ]
     return ConfigurationError(
-        "A batch is split over replicas along dim 0, but its tensors differ in their number of rows: "
+        f"A batch is split into {into} along dim 0, but its tensors differ in their number of rows: "
         f"{', '.join(found[:4])}{', ...' if len(found) > 4 else ''}. Give each sample its row "
         "(tensor.expand), and keep what belongs to all samples in a buffer of the model."
     )

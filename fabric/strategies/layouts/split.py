@@ -82,17 +82,15 @@ class Split(Whole):
 
     def follow(self, optimizer: Optimizer) -> None:
         """Put the parts of parameters in the place of the whole ones, in groups and state."""
-        from fabric.strategies.layouts.dtensors import part_like
-
         for group in optimizer.param_groups:
             for i, old in enumerate(group["params"]):
                 new = self._now(old)
                 if new is old:
                     continue
                 group["params"][i] = new
-                if old in optimizer.state:
-                    held = optimizer.state.pop(old)
-                    optimizer.state[new] = {key: part_like(value, new) for key, value in held.items()}
+                held = optimizer.state.pop(old, None)
+                if held is not None and not new.is_meta:
+                    optimizer.state[new] = {key: self._part(value, new) for key, value in held.items()}
 
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
@@ -174,6 +172,12 @@ class Split(Whole):
     def has_moved(self, parameter: Tensor) -> bool:
         """Whether a part has taken the parameter's place."""
         return self._now(parameter) is not parameter
+
+    def _part(self, value: Any, new: Tensor) -> Any:
+        """Of an optimizer's state of a whole parameter, what belongs to its part."""
+        from fabric.strategies.layouts.dtensors import part_like
+
+        return part_like(value, new)
 
     def _now(self, parameter: Tensor) -> Tensor:
         old, new = self._moved.get(id(parameter), (None, None))

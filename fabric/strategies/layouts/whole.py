@@ -111,6 +111,10 @@ class Whole:
         """
         return method
 
+    def model_method(self, wrapped: Module, name: str) -> Callable[..., Any] | None:
+        """A method that set-up models have beside their own; None: no such thing."""
+        return None
+
     def turned(self, wrapped: Module) -> None:
         """Called where a model goes from training to evaluation or back."""
 

@@ -1,0 +1,184 @@
+"""Which blocks go to which stage: by what they cost in time, or by their parameters."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
+from fabric.strategies.layouts.parts import CallParts
+from fabric.strategies.layouts.pipeline.stage import own
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from fabric.core.policy import DtypePolicy
+    from fabric.strategies.layouts.pipeline.cut import Blocks
+
+_TRIES = 3
+
+
+class Costs(NamedTuple):
+    """What each block costs."""
+
+    each: list[float]
+    """Seconds of forward and backward of one micro-batch, or elements of parameters."""
+    by: str
+    """"time" or "parameters"."""
+    why: str = ""
+    """Why not by time."""
+
+
+def partition(costs: list[float], stages: int) -> list[int]:
+    """Numbers of consecutive blocks such that the dearest stage is as cheap as can be, the others even.
+
+    Args:
+        costs: Of each block, as many as stages or more.
+        stages: How many parts, each of 1 block or more.
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    limit = _least_maximum(sums, stages)
+    # The least sum of squares among all that stay within the limit, from the end.
+    count = len(costs)
+    best: list[dict[int, tuple[float, int]]] = [{} for _ in range(stages + 1)]
+    best[0][count] = (0.0, count)
+    for used in range(1, stages + 1):
+        for start in range(count - used, stages - used - 1, -1):
+            for end in range(start + 1, count + 1):
+                own_cost = sums[end] - sums[start]
+                if own_cost > limit * (1 + 1e-9):
+                    break
+                if end in best[used - 1]:
+                    total = best[used - 1][end][0] + own_cost**2
+                    if start not in best[used] or total < best[used][start][0]:
+                        best[used][start] = (total, end)
+    sizes, start = [], 0
+    for used in range(stages, 0, -1):
+        end = best[used][start][1]
+        sizes.append(end - start)
+        start = end
+    return sizes
+
+
+def _least_maximum(sums: list[float], stages: int) -> float:
+    """The least cost of the dearest of `stages` parts."""
+    costs = [after - before for before, after in itertools.pairwise(sums)]
+    low, high = max(costs), sums[-1]
+    if low == 0.0:
+        return 0.0
+    for _ in range(60):
+        middle, parts, filled = (low + high) / 2, 1, 0.0
+        for cost in costs:
+            if filled + cost > middle:
+                parts, filled = parts + 1, 0.0
+            filled += cost
+        low, high = (low, middle) if parts <= stages else (middle, high)
+    return high
+
+
+def parameter_costs(blocks: Blocks, why: str) -> Costs:
+    """By elements of parameters; a block without any counts as a little."""
+    return Costs(
+        [sum([p.numel() for p in block.parameters()]) + 1e-3 for _, block in blocks], "parameters", why
+    )
+
+
+def time_costs(
+    blocks: Blocks, example: Any, count: int, checkpointed: bool, device: torch.device, policy: DtypePolicy
+) -> Costs:
+    """By seconds of forward and backward on copies of the blocks; random streams and models stay as they are.
+
+    Args:
+        blocks: All blocks.
+        example: An input of the model, or a tuple of several.
+        count: Micro-batches of one step.
+        checkpointed: Whether backward computes the forward again.
+        device: Where to measure.
+        policy: Of the precision.
+    """
+    args, _ = next(iter(CallParts(as_call(example), {}, count)))
+    moved = map_tree(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, args)
+    mixed = torch.autocast(device.type, policy.compute) if policy.autocast else nullcontext()
+    each = []
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), mixed:
+        value: Any = _cast(moved, policy.param)
+        for _, block in blocks:
+            tried = copy.deepcopy(block).to(device).train()
+            spent, out = [], None
+            for _ in range(_TRIES):
+                seconds, out = _try(tried, value, checkpointed, device)
+                spent.append(seconds)
+            each.append(min(spent))
+            value = (map_tree(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, out),)
+    return Costs(each, "time")
+
+
+def chain_differs(model: Module, blocks: Blocks, example: Any, device: torch.device) -> str:
+    """How far the model's own forward is from its blocks one after the other; "": they agree."""
+    args = map_tree(
+        lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, as_call(example)
+    )
+    tried = copy.deepcopy(model).to(device).eval()
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        expected = tried(*args)
+        out: Any = None
+        for place, (path, _) in enumerate(blocks):
+            block = tried.get_submodule(path)
+            out = block(*args) if place == 0 else block(out)
+    (ours, spec), (theirs, other) = flatten(out), flatten(expected)
+    if spec != other:
+        return f"forward returns a {type(expected).__name__}, the last block a {type(out).__name__}"
+    for (path, _), one, two in zip(iter_paths(expected), ours, theirs, strict=True):
+        if isinstance(one, torch.Tensor) and (
+            one.shape != two.shape or not torch.allclose(one, two, 1e-4, 1e-5)
+        ):
+            return f"forward and blocks give different values{f' at output{path}' if path else ''}"
+    return ""
+
+
+def as_call(example: Any) -> tuple[Any, ...]:
+    """The positional arguments that an example stands for."""
+    return example if type(example) is tuple else (example,)
+
+
+def _try(block: Module, args: Any, checkpointed: bool, device: torch.device) -> tuple[float, Any]:
+    leaves, spec = flatten(args)
+    fresh = unflatten(
+        [
+            leaf.detach().requires_grad_(leaf.is_floating_point()) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ],
+        spec,
+        args,
+    )
+    _wait(device)
+    start = time.perf_counter()
+    out = block(*own(fresh))
+    _wait(device)
+    middle = time.perf_counter()
+    wanted = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if wanted:
+        torch.autograd.backward(wanted, [torch.ones_like(leaf) for leaf in wanted])
+    _wait(device)
+    spent = time.perf_counter() - start + (middle - start) * checkpointed
+    block.zero_grad()
+    return spent, out
+
+
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    from fabric.utilities.dtypes import CastTo
+
+    return tree if dtype is None else CastTo(dtype)(tree)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,172 @@
+"""Where a model can be cut: its blocks in the order of its forward, and what they share. Changes nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.nn import Module, Sequential
+
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+LISTED = "pipeline_blocks"
+"""Attribute or method by which a module lists its blocks."""
+
+Blocks = list[tuple[str, Module]]
+"""(path in the model, block)."""
+
+
+def find_blocks(model: Module) -> Blocks:
+    """The blocks of a model: forward(x) is that of the first one, and each goes on with what the last
+    returned.
+
+    Raises:
+        ConfigurationError: The model is no Sequential and lists no blocks, or parameters are in none of them.
+        ArgumentTypeError: What it lists are no modules of its own.
+        UsageError: Something would be lost when blocks are called one by one.
+    """
+    kind = type(model).__name__
+    listed = getattr(model, LISTED, None)
+    if listed is not None:
+        given = listed() if callable(listed) and not isinstance(listed, Module) else listed
+        blocks = list(given.values() if isinstance(given, dict) else given)
+    elif isinstance(model, Sequential) and type(model).forward is Sequential.forward:
+        blocks = list(model)
+    else:
+        raise ConfigurationError(
+            f"A pipeline is cut between blocks, and {kind} is neither an nn.Sequential nor does it list its "
+            "blocks. Build it as nn.Sequential(embedding, *layers, head), or give it a method "
+            f"`def {LISTED}(self): return [self.embedding, *self.layers, self.head]`: modules of which each "
+            "takes what the one before returned."
+        )
+    paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
+    for place, block in enumerate(blocks):
+        if not isinstance(block, Module) or id(block) not in paths or block is model:
+            what = f"a {type(block).__name__}" if not isinstance(block, Module) else "no part of the model"
+            raise ArgumentTypeError(
+                f"Block {place} of {kind} is {what}. {LISTED} must list modules that are attributes of it "
+                "(or of its children): a stage holds whole modules."
+            )
+    found = [(paths[id(block)], block) for block in blocks]
+    _check(model, found)
+    return found
+
+
+def _check(model: Module, blocks: Blocks) -> None:
+    kind = type(model).__name__
+    inside = {id(p) for _, block in blocks for p in block.parameters()}
+    outside = [name for name, p in model.named_parameters() if id(p) not in inside]
+    if outside:
+        raise ConfigurationError(
+            f"{', '.join(outside[:4])}{', ...' if outside[4:] else ''} of {kind} are in none of its blocks, "
+            "so no stage would hold them. Move each into the block that uses it, or list its module in "
+            f"{LISTED}."
+        )
+    if any([hasattr(p, "device_mesh") for p in model.parameters()]):
+        raise UsageError(f"{kind} has parameters that are split over ranks (DTensor). Set up a plain model.")
+    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:
+        raise UsageError(
+            f"{kind} has forward or backward hooks of its own, which would never run: a pipeline calls its "
+            "blocks one by one. Register them on blocks."
+        )
+
+
+class Shared(NamedTuple):
+    """A tensor that several stages use (tied weights)."""
+
+    names: list[str]
+    """All paths in the model."""
+    stages: dict[int, str]
+    """Those stages, each with one of the names."""
+
+
+def shared_parameters(blocks: Blocks, stage_of: list[int]) -> list[Shared]:
+    """The parameters that several stages use.
+
+    Args:
+        blocks: All blocks.
+        stage_of: Of each block.
+
+    Raises:
+        UsageError: Stages share a buffer, which each of them would change by itself.
+    """
+    for buffer in _shared([(path, b.named_buffers(remove_duplicate=False)) for path, b in blocks], stage_of):
+        raise UsageError(
+            f"{' and '.join(buffer.names)} are one buffer, used by stages "
+            f"{' and '.join(map(str, buffer.stages))}: each would change it by itself. Give each block its "
+            "own, "
+            "or choose balance= so that one stage has all of them."
+        )
+    return _shared([(path, b.named_parameters(remove_duplicate=False)) for path, b in blocks], stage_of)
+
+
+def _shared(named: list[tuple[str, Iterable[tuple[str, Tensor]]]], stage_of: list[int]) -> list[Shared]:
+    found: dict[int, Shared] = {}
+    for (path, tensors), stage in zip(named, stage_of, strict=True):
+        for name, tensor in tensors:
+            shared = found.setdefault(id(tensor), Shared([], {}))
+            shared.names.append(f"{path}.{name}")
+            shared.stages.setdefault(stage, f"{path}.{name}")
+    return [shared for shared in found.values() if len(shared.stages) > 1]
+
+
+def checked_balance(balance: Any, stages: int | None = None) -> list[int] | None:
+    """The numbers of blocks of each stage; None: "auto".
+
+    Raises:
+        ConfigurationError: Another string, an empty list, numbers below 1, or another number of stages.
+        ArgumentTypeError: Neither "auto" nor a list of whole numbers.
+    """
+    if isinstance(balance, str):
+        if balance != "auto":
+            raise ConfigurationError(
+                f'balance={balance!r} is not known. Write "auto", or a list such as [2, 3].'
+            )
+        return None
+    if not isinstance(balance, list | tuple) or not all(
+        [isinstance(n, int) and not isinstance(n, bool) for n in balance]
+    ):
+        raise ArgumentTypeError(
+            f'balance={balance!r} must be "auto" or a list with the number of blocks of each stage: [2, 3, '
+            "3]."
+        )
+    if not balance or min(balance) < 1:
+        raise ConfigurationError(
+            f"balance={list(balance)} must have 1 block or more for each stage: a stage without blocks would "
+            "be a rank without work."
+        )
+    if stages is not None and len(balance) != stages:
+        raise ConfigurationError(f"balance={list(balance)} is for {len(balance)} stages, not {stages}.")
+    return list(balance)
+
+
+def check_sum(balance: list[int], blocks: Blocks, kind: str) -> None:
+    """Raise unless a balance puts every block on a stage.
+
+    Raises:
+        ConfigurationError: It has more or fewer.
+    """
+    if sum(balance) != len(blocks):
+        paths = ", ".join([path for path, _ in blocks[:6]])
+        raise ConfigurationError(
+            f"balance={balance} has {sum(balance)} blocks, but {kind} has {len(blocks)}: "
+            f"{paths}{', ...' if blocks[6:] else ''}. Write numbers that sum to {len(blocks)}."
+        )
+
+
+def check_enough(blocks: Blocks, stages: int, kind: str) -> None:
+    """Raise if there are fewer blocks than stages.
+
+    Raises:
+        ConfigurationError: There are.
+    """
+    if len(blocks) < stages:
+        raise ConfigurationError(
+            f"{kind} has {len(blocks)} block{'s' * (len(blocks) != 1)}, which cannot fill {stages} stages. "
+            f"Use {len(blocks)} devices or fewer, num_stages={max(len(blocks), 1)} (the other ranks see "
+            "different data), or make smaller blocks."
+        )

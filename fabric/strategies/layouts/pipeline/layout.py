@@ -1,0 +1,384 @@
+"""`Pipeline`: consecutive blocks of the model on each rank of a pipeline, in rows that see different data.
+
+The mesh has the dimensions "data_parallel" and "pipeline". Each rank keeps the whole tree of modules; what
+belongs to other stages has no memory (the meta device), so that names, shapes and the numbers of an
+optimizer's parameters are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.traits import Traits
+from fabric.plugins.collectives.channel import Channel
+from fabric.plugins.collectives.shipping import broadcast_tree
+from fabric.plugins.collectives.torch_collective import TorchCollective
+from fabric.strategies.layouts.hooked import broadcast_from_zero
+from fabric.strategies.layouts.materialise import Materialiser
+from fabric.strategies.layouts.pipeline.agree import Tied, average_gradients, copy_from_first
+from fabric.strategies.layouts.pipeline.balance import (
+    Costs,
+    chain_differs,
+    parameter_costs,
+    partition,
+    time_costs,
+)
+from fabric.strategies.layouts.pipeline.cut import (
+    LISTED,
+    check_enough,
+    check_sum,
+    find_blocks,
+    shared_parameters,
+)
+from fabric.strategies.layouts.pipeline.flow import Flow
+from fabric.strategies.layouts.pipeline.ghosts import Slots, refuse_calls
+from fabric.strategies.layouts.pipeline.link import Link
+from fabric.strategies.layouts.pipeline.run import Runner
+from fabric.strategies.layouts.pipeline.stage import Stage
+from fabric.strategies.layouts.pipeline.states import PipelineStates
+from fabric.utilities.compile import is_compiled
+from fabric.utilities.messages import say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from fabric.core.policy import DtypePolicy
+    from fabric.core.topology import Topology
+    from fabric.strategies.layouts.pipeline.cut import Blocks, Shared
+
+DIMS = ("data_parallel", "pipeline")
+
+
+@dataclass
+class PipelineSettings:
+    """See `PipelineStrategy` for what users write."""
+
+    balance: list[int] | None = None
+    """Blocks of each stage; None: chosen."""
+    num_stages: int | None = None
+    """None: as many as `balance` has, or all ranks."""
+    num_microbatches: int | None = None
+    """None: twice the number of stages."""
+    schedule: str = "1f1b"
+    checkpoint: str = "except_last"
+    output: str = "all"
+    example: Any = None
+
+
+class Pipeline(PipelineStates):
+    """Stages of one model on consecutive ranks.
+
+    Args:
+        settings: See `PipelineSettings`.
+    """
+
+    moves = True
+    traits = Traits(
+        needs_launch=True,
+        data_parallel=True,
+        precisions=("64-true", "32-true", "bf16-true", "16-true", "bf16-mixed"),
+        precisions_why="torch's loss scaling would skip a step on one stage and not on another",
+        start_methods=("popen", "spawn", "fork", "forkserver"),
+    )
+
+    def __init__(self, settings: PipelineSettings | None = None) -> None:
+        super().__init__()
+        self.settings = settings or PipelineSettings()
+        self.balance: list[int] | None = None
+        """Blocks of each stage, as the last setup has put them."""
+        self._row: Channel | None = None
+        self._ranks: list[int] = [0]
+        self._place = 0
+        self._flows: weakref.WeakKeyDictionary[Module, Flow] = weakref.WeakKeyDictionary()
+        self._tied: weakref.WeakKeyDictionary[Module, list[Tied]] = weakref.WeakKeyDictionary()
+        self._local: set[Module] = set()
+        self._due: list[Any] = []
+        self._tags = itertools.count(3)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Groups and models belong to their process; a spawned rank joins anew.
+        return type(self), (self.settings,)
+
+    @property
+    def data_rank(self) -> tuple[int, int] | None:
+        """This rank's part of the data, of how many: the row that its pipeline is."""
+        return None if self.mesh is None else (self.mesh.get_local_rank(DIMS[0]), self.mesh.size(0))
+
+    @property
+    def data_group(self) -> ProcessGroup | None:
+        """The ranks that have the same stage, and see different data."""
+        return None if self.mesh is None else self.mesh.get_group(DIMS[0])
+
+    @property
+    def stage(self) -> tuple[int, int]:
+        """(number of this rank's stage, of how many)."""
+        return self._place, len(self._ranks)
+
+    def stages_of(self, world_size: int) -> int:
+        """How many stages so many ranks make.
+
+        Raises:
+            ConfigurationError: The ranks cannot be divided into rows of this many stages.
+        """
+        stages = self.settings.num_stages or world_size
+        if world_size % stages:
+            raise ConfigurationError(
+                f"{world_size} ranks cannot be divided into pipelines of {stages} stages. Write devices= a "
+                f"multiple of {stages}, or num_stages= (or a balance= with) a number that divides "
+                f"{world_size}."
+            )
+        return stages
+
+    def join(self, topology: Topology, policy: DtypePolicy) -> None:
+        """Make the mesh. All ranks must call this."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        super().join(topology, policy)
+        stages = self.stages_of(topology.world_size)
+        sizes = (topology.world_size // stages, stages)
+        self.mesh = init_device_mesh(topology.device.type, sizes, mesh_dim_names=DIMS)
+        start = topology.rank - topology.rank % stages
+        self._ranks, self._place = list(range(start, start + stages)), topology.rank - start
+        wire = self.channel.wire  # type: ignore[union-attr]
+        self.pipeline = Channel(TorchCollective(group=self.mesh.get_group(DIMS[1])), wire)
+        if sizes[0] > 1:
+            self._row = Channel(TorchCollective(group=self.mesh.get_group(DIMS[0])), wire)
+
+    def wrap(self, module: Module, topology: Topology) -> Module:
+        """The module itself; this rank keeps the blocks of its stage, with rank zero's values. All ranks.
+
+        Raises:
+            ConfigurationError: The model has no blocks, fewer than stages, or others than `balance` says.
+            UsageError: It cannot be cut; see `find_blocks`.
+        """
+        blocks, stages = find_blocks(module), len(self._ranks)
+        check_enough(blocks, stages, type(module).__name__)
+        balance = self._choose(module, blocks, topology)
+        check_sum(balance, blocks, type(module).__name__)
+        starts = list(itertools.accumulate([0, *balance]))
+        stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
+        shared = shared_parameters(blocks, stage_of)
+        own = [block for block, stage in zip(blocks, stage_of, strict=True) if stage == self._place]
+        with self.following(module):
+            slots = Slots([b for _, b in blocks], {n for n, s in enumerate(stage_of) if s == self._place})
+            self._bring(module, [block for _, block in blocks], slots, topology)
+        for number, ((path, block), stage) in enumerate(zip(blocks, stage_of, strict=True)):
+            if all([block is not mine for _, mine in own]):
+                refuse_calls(block, f"Block {number} ({path})", stage, self._ranks[stage], self._place)
+        self.balance = balance
+        stage_ = Stage(self._place, stages, own, starts[self._place], self.settings.checkpoint)
+        self.paths[module] = [path for path, _ in own]
+        self._tie(module, shared)
+        count = self.settings.num_microbatches or 2 * stages
+        self._flows[module] = Flow(
+            type(module).__name__,
+            Runner(stage_, self._ranks, self.pipeline),
+            count,
+            self.settings.schedule,
+            self.settings.output,
+            self.policy,  # type: ignore[arg-type]
+            _After(self, module),
+        )
+        return module
+
+    def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
+        """Micro-batches through the stages, in place of the module's own forward."""
+        if is_compiled(wrapped):
+            raise UsageError(
+                "A compiled model cannot be cut into stages. Compile its blocks before fabric.setup: "
+                "for block in model: block.compile()."
+            )
+        return self._flows[wrapped]
+
+    def model_method(self, wrapped: Module, name: str) -> Callable[..., Any] | None:
+        """`pipeline_step`, which models have beside their own methods."""
+        return self._flows[wrapped].step if name == "pipeline_step" else None
+
+    @contextmanager
+    def no_sync(self, wrapped: Module) -> Iterator[None]:
+        """Gradients of backwards inside are not averaged over rows; the next one averages them all."""
+        self._local.add(wrapped)
+        try:
+            yield
+        finally:
+            self._local.discard(wrapped)
+
+    def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass; all ranks of a pipeline together.
+
+        Raises:
+            UsageError: `create_graph=True`.
+        """
+        if kwargs.get("create_graph"):
+            raise UsageError(
+                "create_graph=True cannot go through a pipeline: the graph of the gradients would be spread "
+                'over its stages. Leave it out, or use strategy="ddp".'
+            )
+        flows = list(self._flows.values())
+        for flow in flows:
+            flow.retain = bool(kwargs.get("retain_graph"))
+        try:
+            run(tensor, *args, **kwargs)
+        finally:
+            for flow in flows:
+                flow.retain = False
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The user's own optimizer; what other stages hold has no gradients here, and is passed over.
+
+        Raises:
+            UsageError: It is LBFGS.
+        """
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "LBFGS joins all parameters in one vector, which parameters on several stages cannot be. Use "
+                'another optimizer, or strategy="ddp".'
+            )
+        self.follow(optimizer)
+        return optimizer
+
+    def teardown(self) -> None:
+        """Let go of the groups; models cannot run after this."""
+        self._flows.clear()
+        self._tied.clear()
+        self._row = None
+        super().teardown()
+
+    def synchronise(self, module: Module) -> None:
+        """At the end of a backward: what several ranks hold of the module agrees again."""
+        flow = self._flows[module]
+        for tied in self._tied.get(module, ()):
+            tied.add_up()
+        if self._row is None or module in self._local:
+            return
+        blocks = [block for _, block in flow.runner.stage.blocks]
+        parameters = dict.fromkeys([p for block in blocks for p in block.parameters() if p.requires_grad])
+        average_gradients(list(parameters), self._row)
+        if module.training:
+            copy_from_first(list(dict.fromkeys([b for block in blocks for b in block.buffers()])), self._row)
+
+    def _choose(self, module: Module, blocks: Blocks, topology: Topology) -> list[int]:
+        """The balance: as given, or as rank zero finds it."""
+        settings = self.settings
+        chosen: list[int] = []
+        if settings.balance is not None:
+            return settings.balance
+        costs, wrong = Costs([], ""), ""
+        if topology.rank == 0:
+            costs, wrong = self._cost(module, blocks, topology)
+            if not wrong:
+                chosen = partition(costs.each, len(self._ranks))
+        chosen, wrong = broadcast_tree((chosen, wrong), 0, self.channel)  # type: ignore[arg-type]
+        if wrong:
+            raise UsageError(
+                f"{LISTED} of {type(module).__name__} does not list what its forward does: {wrong}. Each "
+                "block must take what the one before returned, and the last one return the output."
+            )
+        if topology.rank == 0:
+            _report(chosen, costs)
+        return chosen
+
+    def _cost(self, module: Module, blocks: Blocks, topology: Topology) -> tuple[Costs, str]:
+        settings, stages = self.settings, len(self._ranks)
+        if settings.example is None:
+            return parameter_costs(blocks, "no example_input was given"), ""
+        if any([p.is_meta for p in module.parameters()]):
+            return parameter_costs(blocks, "parameters have no values yet"), ""
+        try:
+            wrong = chain_differs(module, blocks, settings.example, topology.device)
+            count = settings.num_microbatches or 2 * stages
+            again = settings.checkpoint != "never"
+            costs = time_costs(blocks, settings.example, count, again, topology.device, self.policy)  # type: ignore[arg-type]
+        except Exception as error:
+            why = f"it does not run on example_input: {type(error).__name__}: {str(error)[:200]}"
+            return parameter_costs(blocks, why), ""
+        return costs, wrong
+
+    def _bring(self, module: Module, blocks: list[Module], slots: Slots, topology: Topology) -> None:
+        """Values for all blocks, one after the other; what is not this stage's goes again."""
+        maker = Materialiser(module, topology.device, self.deferred)
+        if maker.resets:  # a module's own function wants it whole
+            for part in reversed(list(module.modules())):
+                maker.reset(part)
+            maker.fill(module, replay=True)
+        done: set[int] = set()
+        for number, block in enumerate(blocks):
+            maker.fill(block, replay=topology.rank == 0)
+            done |= _on_device((*block.parameters(), *block.buffers()), done, topology)
+            slots.leave(number)
+            if not slots.shares(number):
+                maker.release(block)
+        for number in range(len(blocks)):
+            slots.leave(number, shared=True)
+        _on_device(tuple(module.buffers()), done, topology)  # those that are in no block
+
+    def _tie(self, module: Module, shared: list[Shared]) -> None:
+        made = []
+        for one in shared:
+            tag, (first, *rest) = next(self._tags), list(one.stages)
+            if self._place not in one.stages:
+                continue
+            parameter = module.get_parameter(one.stages[self._place])
+            others = rest if self._place == first else [first]
+            group, wire = self.pipeline.collective.group, self.pipeline.wire
+            links = [
+                (Link(self._ranks[o], group, wire, tag), Link(self._ranks[o], group, wire, tag))
+                for o in others
+            ]
+            made.append(Tied(parameter, links, self._place == first))
+            parameter._fabric_answers = self._place == first  # type: ignore[attr-defined]
+        self._tied[module] = made
+
+
+def _on_device(tensors: tuple[Tensor, ...], done: set[int], topology: Topology) -> set[int]:
+    """Bring those that are not done to the device, with rank zero's values; gives their ids. All ranks."""
+    fresh = {id(t): t for t in tensors if id(t) not in done and not t.is_meta}
+    for tensor in fresh.values():
+        if tensor.device != topology.device:
+            tensor.data = tensor.data.to(topology.device)
+    broadcast_from_zero(list(fresh.values()))
+    return set(fresh)
+
+
+class _After:
+    """Called where a backward of a model has ended on all stages: synchronises once, at autograd's end."""
+
+    def __init__(self, layout: Pipeline, module: Module) -> None:
+        self._layout, self._module = layout, weakref.ref(module)
+        self._queued_in = -1
+
+    def __call__(self) -> None:
+        running = torch._C._current_graph_task_id()
+        if running == -1:
+            self._synchronise()
+        elif running != self._queued_in:
+            self._queued_in = running
+            torch.autograd.Variable._execution_engine.queue_callback(self._synchronise)
+
+    def _synchronise(self) -> None:
+        self._queued_in = -1
+        module = self._module()
+        if module is not None:
+            self._layout.synchronise(module)
+
+
+def _report(balance: list[int], costs: Costs) -> None:
+    ends = list(itertools.accumulate(balance))
+    sums = [sum(costs.each[end - size : end]) for size, end in zip(balance, ends, strict=True)]
+    unit = (
+        [f"{cost * 1e3:.3g} ms" for cost in sums] if costs.by == "time" else [f"{cost:,.0f}" for cost in sums]
+    )
+    why = f" ({costs.why})" if costs.why else ""
+    say(f"pipeline: balance={balance} by {costs.by}{why}; stages: {', '.join(unit)}.")

@@ -1,0 +1,217 @@
+"""`Runner`: one rank's way through the micro-batches of a pass. All ranks of the pipeline run it together.
+
+Every forward and every backward sends one message on, whatever happens: a stage that has failed sends word of
+it in place of tensors, and takes what comes. So nobody waits for ever, nothing is left on the way, and at the
+end of a pass all ranks know.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from fabric.core.errors import RankError
+from fabric.core.tree import flatten
+from fabric.strategies.layouts.pipeline.link import Failed, Form, Link
+from fabric.strategies.layouts.pipeline.stage import RandomStream, own
+from fabric.utilities.lifeline import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from fabric.plugins.collectives.channel import Channel
+    from fabric.strategies.layouts.parts import Call
+    from fabric.strategies.layouts.pipeline.orders import Order
+    from fabric.strategies.layouts.pipeline.stage import Stage
+
+
+class Kept(NamedTuple):
+    """Of one forward of one micro-batch, until its backward."""
+
+    inputs: list[Any]
+    """Leaves that were received (or are the user's), in order."""
+    outputs: list[Any]
+    """Where in the graph the leaves that were sent on come from; None: they need no gradient."""
+
+
+class Runner:
+    """One stage and its links to the others.
+
+    Args:
+        stage: This rank's blocks.
+        ranks: Global ranks of the pipeline, by stage.
+        channel: Of these ranks.
+    """
+
+    def __init__(self, stage: Stage, ranks: list[int], channel: Channel) -> None:
+        self.stage, self.ranks, self.channel = stage, ranks, channel
+        self.random = RandomStream(stage.index, channel.wire.device)
+        here, group, wire = stage.index, channel.collective.group if len(ranks) > 1 else None, channel.wire
+
+        def link(to: int, tag: int) -> Link | None:
+            return Link(ranks[to], group, wire, tag) if 0 <= to < len(ranks) else None
+
+        self._before, self._after = link(here - 1, 0), link(here + 1, 0)
+        self._grads_out, self._grads_in = link(here - 1, 1), link(here + 1, 1)
+        # Reports: from the last stage (outputs, losses) and from the first (the end of a backward) to all.
+        others = [place for place in range(len(ranks)) if place != here]
+        self._to_all = [Link(ranks[place], group, wire, 2) for place in others]
+        self._reports = {place: Link(ranks[place], group, wire, 2) for place in others}
+
+    def run(self, order: Order, work: Pass) -> None:
+        """One pass. Afterwards, and not before, ask `finish`."""
+        left = Counter([kind for kind, _ in order])
+        for kind, index in order:
+            left[kind] -= 1
+            if kind == "F":
+                self._forward(index, work, more=left["F"] > 0)
+            else:
+                self._backward(index, work, more=left["B"] > 0)
+
+    def report(self, work: Pass, place: int, tree: Any) -> Any:
+        """The tree that the stage at `place` has, on all ranks; on failure a `Failed`."""
+        if self.stage.index == place:
+            tree = work.failed or tree
+            for link in self._to_all:
+                link.send(tree, self.random.drawn)
+            return tree
+        told = self._reports[place].take()
+        self.random.drawn |= self._reports[place].flag
+        if isinstance(told, Failed):
+            work.failed = work.failed or told
+        return told
+
+    def finish(self, work: Pass, doing: str) -> None:
+        """After the last report: everything that was sent has been taken. Raises what went wrong.
+
+        Raises:
+            RankError: Another stage has failed. On the rank itself: what it has failed with.
+        """
+        for link in (self._after, self._grads_out, *self._to_all):
+            if link is not None:
+                link.flush()
+        if work.error is not None:
+            raise work.error
+        if work.failed is not None:
+            error = RankError(f"{doing} failed on rank {work.failed.rank}: {work.failed.text}")
+            error.fabric_raised_by = work.failed.rank  # type: ignore[attr-defined]
+            raise error
+
+    def note(self, error: Exception, work: Pass, doing: str) -> None:
+        """This stage has failed: it raises at the end of the pass, and the others hear of it."""
+        where = f"{describe(error)}, in {self.stage.name}, {doing}"
+        work.error, work.failed = error, Failed(self.ranks[self.stage.index], where)
+
+    def _forward(self, index: int, work: Pass, more: bool) -> None:
+        if self._before is None:
+            arrived: Any = None
+        else:
+            arrived = self._before.take()
+            self.random.drawn |= self._before.flag
+            if more:
+                self._before.expect()
+        if isinstance(arrived, Failed):
+            work.failed = work.failed or arrived
+        out = None
+        if work.failed is None:
+            try:
+                out = self._compute(index, arrived, work)
+            except Exception as error:
+                self.note(error, work, f"forward of micro-batch {index + 1} of {len(work.calls)}")
+        self.random.look()
+        if self._after is not None:
+            self._after.send(work.failed or out, self.random.drawn)
+
+    def _compute(self, index: int, arrived: Any, work: Pass) -> Any:
+        call = work.calls[index] if self._before is None else ((arrived,), {})
+        grad = torch.is_grad_enabled()
+        args, kwargs = own(call) if grad else call
+        out = self.stage.forward(args, kwargs, last=index == len(work.calls) - 1)
+        if work.loss is not None and self.stage.is_last:
+            out = work.loss(index, out)
+            work.grads[index] = [torch.ones_like(out)]
+        if grad:
+            # Not the tensors themselves: what has been sent on is not needed any more.
+            edges = [
+                get_gradient_edge(leaf) if leaf is not None and leaf.requires_grad else None
+                for leaf in flatten(out)[0]
+            ]
+            work.kept[index] = Kept(flatten(call)[0], edges)
+        if self.stage.is_last:
+            work.outputs[index] = out
+        return out
+
+    def _backward(self, index: int, work: Pass, more: bool) -> None:
+        if self._grads_in is None:
+            grads: Any = work.grads.get(index)
+        else:
+            grads = self._grads_in.take()
+            self.random.drawn |= self._grads_in.flag
+            if more:
+                self._grads_in.expect()
+        if isinstance(grads, Failed):
+            work.failed = work.failed or grads
+        found: Any = None
+        if work.failed is None:
+            try:
+                found = self._differentiate(index, grads, work)
+            except Exception as error:
+                self.note(error, work, f"backward of micro-batch {index + 1} of {len(work.calls)}")
+        if self._grads_out is not None:
+            self._grads_out.send(work.failed or found, self.random.drawn)
+        elif found is not None:
+            work.input_grads[index] = found
+
+    def _differentiate(self, index: int, grads: list[Any], work: Pass) -> list[Any]:
+        kept = work.kept[index] if work.retain else work.kept.pop(index)
+        pairs = [
+            (edge, grad)
+            for edge, grad in zip(kept.outputs, grads, strict=True)
+            if edge is not None and grad is not None
+        ]
+        if pairs:
+            torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs], work.retain)
+        found = []
+        for leaf in kept.inputs:
+            wanted = isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            found.append(leaf.grad if wanted else None)
+            if wanted:
+                leaf.grad = None
+        return found
+
+
+class Pass:
+    """What one pass begins with, and comes to.
+
+    Args:
+        calls: The arguments of each micro-batch. Only the first stage looks at them.
+        loss: (micro-batch, output) -> loss, on the last stage; None: outputs are what is wanted.
+    """
+
+    def __init__(self, calls: list[Call], loss: Callable[[int, Any], Tensor] | None = None) -> None:
+        self.calls, self.loss = calls, loss
+        self.kept: dict[int, Kept] = {}
+        self.outputs: dict[int, Any] = {}
+        self.grads: dict[int, list[Any]] = {}
+        """Of the outputs of each micro-batch, on the last stage."""
+        self.input_grads: dict[int, list[Any]] = {}
+        self.retain = False
+        self.failed: Failed | None = None
+        self.error: Exception | None = None
+
+
+def form_as_tensor(form: Form) -> Tensor:
+    """A form, to be sent in place of its tree."""
+    return torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
+
+
+def form_from_tensor(tensor: Tensor) -> Form:
+    """See `form_as_tensor`."""
+    form: Form = pickle.loads(tensor.cpu().numpy().tobytes())
+    return form

@@ -1,0 +1,154 @@
+"""`PipelineStates`: state dicts and norms of a model on several stages, as of one model."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import UsageError
+from fabric.core.tree import map_tree
+from fabric.plugins.collectives.frames import call_of
+from fabric.plugins.collectives.shipping import broadcast_tree
+from fabric.plugins.io.portable import kept_elsewhere
+from fabric.strategies.layouts.split import Split
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from fabric.plugins.collectives.channel import Channel
+
+
+class PipelineStates(Split):
+    """What the ranks of one pipeline put together."""
+
+    pipeline: Channel
+    """The ranks of this rank's pipeline, by stage."""
+    _ranks: list[int]
+    _place: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: weakref.WeakKeyDictionary[Module, list[str]] = weakref.WeakKeyDictionary()
+        """Of the blocks that this stage has."""
+
+    def clip_norm(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """As `Whole`; the norm is that of the whole model, the same on all ranks, which all call this.
+
+        Raises:
+            RuntimeError: The norm is not finite, and `error_if_nonfinite`.
+        """
+        self.pipeline.meet(call_of("clip_gradients", f"max_norm={max_norm}, norm_type={norm_type}"))
+        held = [p for p in parameters if p.grad is not None]
+        counted = [p.grad for p in held if getattr(p, "_fabric_answers", True)]  # tied ones once
+        power = float(norm_type)
+        own = torch.nn.utils.get_total_norm(counted, power)  # type: ignore[arg-type]
+        infinite = power == float("inf")
+        sent = own.detach().to(self.device, torch.float64 if self.device.type != "mps" else torch.float32)
+        sent = self.pipeline.wire.ready(sent if infinite else sent**power)
+        if len(self._ranks) > 1:
+            self.pipeline.collective.all_reduce(sent, "max" if infinite else "sum")
+        total = (sent if infinite else sent ** (1.0 / power)).to(self.device, own.dtype)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients of all stages is {total.item()}, so "
+                "they cannot be clipped. Pass error_if_nonfinite=False to scale them all the same."
+            )
+        torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)
+        return total
+
+    def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element to [-clip_value, clip_value]."""
+        torch.nn.utils.clip_grad_value_([p for p in parameters if p.grad is not None], clip_value)
+
+    def module_state(self, module: Module) -> dict[str, Any]:
+        """The full state dict, in host memory, in the order of the whole model. All ranks must call this."""
+        state: dict[str, Any] = module.state_dict()
+        if len(self._ranks) == 1:
+            return state
+        own = {key: _on_host(value) for key, value in state.items() if self._answers_for(module, key)}
+        for part in self._parts(own):
+            state.update(part)
+        return state
+
+    def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
+        """Load this stage's part of a full state dict.
+
+        Raises:
+            RuntimeError: Keys are missing or unexpected (with `strict`), or shapes differ; on all ranks.
+        """
+        own = module.state_dict()
+        missing = [key for key in own if key not in state]
+        unexpected = [key for key in state if key not in own]
+        wrong = [
+            f"size mismatch for {key}: {list(state[key].shape)} in the checkpoint, {list(value.shape)} in "
+            "the model"
+            for key, value in own.items()
+            if isinstance(value, torch.Tensor) and key in state and state[key].shape != value.shape
+        ]
+        if strict:
+            wrong += [f"Missing key(s): {', '.join(missing)}"] * bool(missing)
+            wrong += [f"Unexpected key(s): {', '.join(unexpected)}"] * bool(unexpected)
+        if wrong:
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(module).__name__}: {'; '.join(wrong)}"
+            )
+        for path in self.paths[module]:
+            part = {key.removeprefix(f"{path}."): v for key, v in state.items() if key.startswith(f"{path}.")}
+            if part:
+                module.get_submodule(path).load_state_dict(part, strict=False)
+        for key, value in module.named_buffers():
+            if key in state and key in own and not value.is_meta:  # those that are in no block, too
+                with torch.no_grad():
+                    value.copy_(state[key])
+        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The full state, in host memory. All ranks must call this."""
+        state = optimizer.state_dict()
+        if len(self._ranks) == 1:
+            return state
+        own, merged = map_tree(_on_host, state["state"]), {}
+        for part in self._parts(own):
+            merged.update(part)
+        return {**state, "state": dict(sorted(merged.items()))}
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load this stage's part of a full state."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [n for group in state["param_groups"] for n in group["params"]]
+        if len(held) != len(numbers):
+            raise UsageError(
+                f"The optimizer has {len(held)} parameters, but the state that is loaded {len(numbers)}. "
+                "Make it from the same model."
+            )
+        here = {number for number, p in zip(numbers, held, strict=True) if not p.is_meta}
+        part = {key: value for key, value in state["state"].items() if key in here}
+        optimizer.load_state_dict({**state, "state": part})
+
+    def _parts(self, own: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+        """What each stage has, the first one last."""
+        for rank in reversed(self._ranks):
+            part = broadcast_tree(own if rank == self._ranks[self._place] else None, rank, self.pipeline)
+            yield part if self.keeps_full else map_tree(_absent, part)
+
+    def _part(self, value: Any, new: Tensor) -> Any:
+        return value
+
+    def _answers_for(self, module: Module, key: str) -> bool:
+        return any([key.startswith(f"{path}.") for path in self.paths[module]])
+
+
+def _absent(value: Any) -> Any:
+    return kept_elsewhere(value) if isinstance(value, torch.Tensor) else value
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,159 @@
+"""`PipelineStrategy`: a model in stages, one on each rank, fed with micro-batches. The loop stays."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.registry import did_you_mean
+from fabric.strategies.layouts.pipeline.cut import checked_balance
+from fabric.strategies.layouts.pipeline.layout import Pipeline, PipelineSettings
+from fabric.strategies.layouts.pipeline.orders import SCHEDULES
+from fabric.strategies.layouts.pipeline.stage import CHECKPOINT
+from fabric.strategies.parallel import START_METHODS, ParallelStrategy
+
+if TYPE_CHECKING:
+    import torch
+
+    from fabric.accelerators.accelerator import Accelerator
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from fabric.plugins.io.checkpoint_io import CheckpointIO
+    from fabric.plugins.precision.precision import Precision
+
+
+class PipelineStrategy(ParallelStrategy):
+    """The blocks of a model on several ranks, one stage after the other.
+
+    `fabric.setup` keeps on each rank the blocks of its stage: of an `nn.Sequential` its modules, of others
+    what their method `pipeline_blocks()` lists, modules of which each takes what the one before returned.
+    What is elsewhere has no memory here. `model(x)` cuts the batch into micro-batches, which follow each
+    other through the stages; the output comes to all ranks, all compute the loss, and `fabric.backward(loss)`
+    goes back from the last stage. All ranks of a pipeline must make each forward and backward, with the same
+    batch (loaders that are set up see to it). Seed all ranks alike.
+
+    Args:
+        balance: How many blocks each stage has, [2, 3, 3]; "auto": stages that cost about the same, by the
+            time of forward and backward where `example_input` is given, else by parameters.
+        num_microbatches: Into how many parts a batch is cut, at most; None: twice the number of stages. While
+            they fill and drain the pipeline, stages wait: a step takes (m + p - 1) / m of the time of m full
+            micro-batches on p stages. Batches may have any number of rows.
+        schedule: For `model.pipeline_step`: "1f1b" (a stage holds the activations of as many micro-batches as
+            there are stages after it, and one more) or "gpipe" (of all). A loop with `model(x)` and
+            `fabric.backward` computes the loss of the whole batch in between, which is "gpipe".
+        checkpoint: Which micro-batches keep their inputs only, and compute their activations again in
+            backward: "always", "except_last" (the last one goes back first), "never".
+        num_stages: Stages of a pipeline; None: as many as `balance` has, or all ranks. Further ranks make
+            further rows, which see different data and average their gradients.
+        output: "all", or "last": only the last stage gets the output; others get a placeholder of its shape.
+        example_input: An input of the model, or a tuple of several, for `balance="auto"`.
+        process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
+        timeout: How long a rank waits for the other ranks.
+        accelerator: As in `Strategy`.
+        parallel_devices: As in `ParallelStrategy`.
+        cluster_environment: As in `ParallelStrategy`.
+        checkpoint_io: As in `Strategy`.
+        precision: As in `Strategy`.
+        start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
+        startup_timeout: How long ranks wait for each other at the start.
+
+    Raises:
+        ConfigurationError: A value that is not known, a balance with a number below 1, ranks that cannot be
+            divided into stages (when `Fabric` is made).
+        ArgumentTypeError: A balance that is no list of numbers.
+
+    Source: GPipe (https://arxiv.org/abs/1811.06965), 1F1B (https://arxiv.org/abs/1806.03377)
+    """
+
+    def __init__(
+        self,
+        balance: Literal["auto"] | list[int] = "auto",
+        num_microbatches: int | None = None,
+        schedule: Literal["1f1b", "gpipe"] = "1f1b",
+        checkpoint: Literal["always", "except_last", "never"] = "except_last",
+        *,
+        num_stages: int | None = None,
+        output: Literal["all", "last"] = "all",
+        example_input: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(seconds=1800),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        startup_timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        _check_number("num_stages", num_stages)
+        _check_number("num_microbatches", num_microbatches)
+        for name, value, known in (
+            ("schedule", schedule, tuple(SCHEDULES)),
+            ("checkpoint", checkpoint, CHECKPOINT),
+            ("output", output, ("all", "last")),
+            ("start_method", start_method, START_METHODS),
+        ):
+            if value not in known:
+                raise ConfigurationError(
+                    f"{name}={value!r} is not one of {', '.join(map(repr, known))}."
+                    f"{did_you_mean(value, known) if isinstance(value, str) else ''}"
+                )
+        sizes = checked_balance(balance, num_stages)
+        self.layout: Pipeline = Pipeline(
+            PipelineSettings(
+                balance=sizes,
+                num_stages=num_stages or (None if sizes is None else len(sizes)),
+                num_microbatches=num_microbatches,
+                schedule=schedule,
+                checkpoint=checkpoint,
+                output=output,
+                example=example_input,
+            )
+        )
+        self._backend = process_group_backend
+        self.process_group_timeout = timeout or timedelta(seconds=1800)
+        self.startup_timeout = startup_timeout
+        self.start_method = start_method
+
+    @property
+    def balance(self) -> list[int] | None:
+        """How many blocks each stage of the last model has that was set up; None: none yet."""
+        return self.layout.balance
+
+    @property
+    def stage(self) -> int:
+        """Number of this rank's stage."""
+        return self.layout.stage[0]
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the output comes from this rank."""
+        stage, count = self.layout.stage
+        return stage == count - 1
+
+    def bind(
+        self,
+        accelerator: Accelerator,
+        devices: list[torch.device],
+        num_nodes: int,
+        precision: Precision,
+        environment: ClusterEnvironment,
+        checkpoint_io: CheckpointIO | None,
+    ) -> None:
+        """Complete the composition; called once, by `Fabric`.
+
+        Raises:
+            ConfigurationError: Ranks that cannot be divided into pipelines.
+        """
+        self.layout.stages_of(len(devices) * num_nodes)
+        super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)
+
+
+def _check_number(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name}={value!r} must be a whole number, or None.")
+    if value < 1:
+        raise ConfigurationError(f"{name}={value!r} must be 1 or more.")

@@ -1,0 +1,43 @@
+"""What the contract of strategies trains: a model of two blocks, so that a pipeline can cut it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+
+
+class Head(torch.nn.Linear):
+    """A layer with a buffer."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(8, 1)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 8) to (batch, 1)."""
+        return super().forward(x) * self.scale
+
+
+class Subject(torch.nn.Sequential):
+    """Two blocks, (batch, 4) to (batch, 1)."""
+
+    def __init__(self) -> None:
+        body = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
+        super().__init__(OrderedDict(body=body, head=Head()))
+
+
+def subject() -> tuple[Subject, torch.optim.Optimizer]:
+    """The model, always with the same values, and an optimizer of it."""
+    torch.manual_seed(1)
+    net = Subject()
+    return net, sgd(net)
+
+
+def sgd(net: Any) -> torch.optim.Optimizer:
+    """SGD with momentum for a model, set up or not."""
+    # Not Adam: it would forgive gradients that are summed instead of averaged.
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)

@@ -1,0 +1,531 @@
+"""A model in stages trains as plain torch does in one process: losses, gradients, weights, states."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric import Fabric
+from fabric.core.errors import CollectiveMismatch
+from fabric.strategies import PipelineStrategy
+
+ROWS, STEPS = 8, 4
+
+
+class Block(nn.Module):
+    """A residual block, with a norm so that rows do not mix, but features do."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Words(nn.Module):
+    """(rows, words) of numbers to (rows, words, 11); the embedding is the head's weight, too."""
+
+    def __init__(self, dropout: float = 0.0, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList([Block(dropout) for _ in range(4)])
+        self.head = nn.Linear(6, 11, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def pipeline_blocks(self):
+        return [self.embedding, *self.layers, self.head]
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Pairs(nn.Module):
+    """A block that takes and gives a dictionary with a mask of bools, a None and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, given):
+        if isinstance(given, torch.Tensor):
+            given = {"x": given, "mask": given > 0, "nothing": None}
+        x = torch.where(given["mask"], self.layer(given["x"]), given["x"])
+        return {**given, "x": x}
+
+
+class Out(nn.Module):
+    def forward(self, given):
+        return given["x"], given["x"].sum(-1), given["mask"]
+
+
+def words(seed=0, **settings):
+    torch.manual_seed(seed)
+    return Words(**settings)
+
+
+def plain_sequential(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.ReLU(inplace=True), Block(), nn.ReLU(inplace=True), nn.Linear(6, 6)
+    )
+
+
+def data(count, rows=ROWS):
+    source = torch.Generator().manual_seed(5)
+    return [
+        (torch.randint(11, (rows, 3), generator=source), torch.randint(11, (rows, 3), generator=source))
+        for _ in range(count)
+    ]
+
+
+def loss_of(out, target):
+    return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
+
+
+def start(precision=None, devices=None, **settings):
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=devices or dist.get_world_size(),
+        strategy=PipelineStrategy(**settings),
+        precision=precision,
+    )
+    fabric.launch()
+    return fabric
+
+
+def balance_of(stages):
+    return {1: [6], 2: [2, 4], 4: [1, 2, 2, 1]}[stages]
+
+
+def assert_alike(got, expected, atol=1e-6):
+    assert list(got) == list(expected)
+    for key, value in expected.items():
+        assert torch.allclose(got[key], value, atol=atol), key
+
+
+def train_plain(batches, accumulate=1, clip=None, optimizer=torch.optim.AdamW, model=None):
+    model = model or words()
+    stepper = optimizer(model.parameters(), lr=0.05)
+    losses, norms = [], []
+    for number, (x, target) in enumerate(batches):
+        loss = loss_of(model(x), target) / accumulate
+        loss.backward()
+        losses.append(loss.item())
+        if (number + 1) % accumulate == 0:
+            if clip:
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), **clip).item())
+            stepper.step()
+            stepper.zero_grad()
+    return model, stepper, losses, norms
+
+
+def train(fabric, batches, accumulate=1, clip=None, step=False, model=None):
+    """The same loop under fabric."""
+    model = model or words()
+    model, stepper = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    losses, norms = [], []
+    for number, (x, target) in enumerate(batches):
+        with fabric.no_backward_sync(model, enabled=(number + 1) % accumulate != 0):
+            if step:
+                loss = model.pipeline_step(x, target, lambda out, y: loss_of(out, y) / accumulate)
+            else:
+                loss = loss_of(model(x), target) / accumulate
+                fabric.backward(loss)
+        losses.append(loss.item())
+        if (number + 1) % accumulate == 0:
+            if clip:
+                settings = {"max_norm": clip["max_norm"], "norm_type": clip.get("norm_type", 2.0)}
+                norms.append(fabric.clip_gradients(model, stepper, **settings).item())
+            stepper.step()
+            stepper.zero_grad()
+    return model, stepper, losses, norms
+
+
+def same_as_plain(microbatches, checkpoint, schedule, accumulate, clip, stages=None):
+    stages = stages or dist.get_world_size()
+    batches = data(STEPS)
+    expected, expected_stepper, losses, norms = train_plain(batches, accumulate, clip)
+    settings = {"balance": balance_of(stages), "num_microbatches": microbatches, "checkpoint": checkpoint}
+    fabric = start(**settings, schedule=schedule or "1f1b")
+    model, stepper, found, found_norms = train(fabric, batches, accumulate, clip, step=schedule is not None)
+    assert found == pytest.approx(losses, abs=1e-6)
+    assert found_norms == pytest.approx(norms, rel=1e-5)
+    assert_alike(model.state_dict(), expected.state_dict())
+    state, wanted = stepper.state_dict(), expected_stepper.state_dict()
+    assert state["param_groups"] == wanted["param_groups"]
+    assert list(state["state"]) == list(wanted["state"])
+    for number, entries in wanted["state"].items():
+        assert_alike(state["state"][number], entries)
+    fabric.strategy.teardown()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b"])
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
+def test_losses_weights_and_states(ranks, world_size, schedule, microbatches):
+    checkpoint = {1: "never", 2: "always", 4: "except_last", 8: "never"}[microbatches]
+    ranks.run(same_as_plain, microbatches, checkpoint, schedule, 1, None, world_size=world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_accumulation_and_clipping(ranks, world_size, schedule, checkpoint):
+    clip = {"max_norm": 0.1}
+    ranks.run(same_as_plain, 4, checkpoint, schedule, 2, clip, world_size=world_size)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, float("inf")])
+def test_clipping_by_other_norms(ranks, norm_type):
+    clip = {"max_norm": 0.05, "norm_type": norm_type}
+    ranks.run(same_as_plain, 4, "never", None, 1, clip, world_size=2)
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+def test_one_stage(ranks, schedule):
+    ranks.run(same_as_plain, 4, "except_last", schedule, 2, {"max_norm": 0.1}, world_size=1)
+
+
+def uneven_batches(schedule, reduction):
+    """Batches whose rows do not divide by micro-batches, fewer than micro-batches, and of other lengths."""
+    sizes = [8, 7, 3, 1, 5, 8]
+    source = torch.Generator().manual_seed(1)
+    batches = [(torch.randint(11, (rows, 2 + rows % 3), generator=source),) * 2 for rows in sizes]
+    fabric = start(balance=balance_of(dist.get_world_size()), num_microbatches=4, schedule=schedule or "1f1b")
+    plain, model = words(), words()
+    stepper = torch.optim.SGD(plain.parameters(), lr=0.01)
+    model, own = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+    def loss(out, y):
+        return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten(), reduction=reduction)
+
+    for x, target in batches:
+        expected = loss(plain(x), target)
+        expected.backward()
+        if schedule:
+            found = model.pipeline_step(x, target, loss, reduction=reduction)
+        else:
+            found = loss(model(x), target)
+            fabric.backward(found)
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+        for o in (stepper, own):
+            o.step()
+            o.zero_grad()
+    assert_alike(model.state_dict(), plain.state_dict(), atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_batches_of_any_shape(ranks, world_size, schedule, reduction):
+    ranks.run(uneven_batches, schedule, reduction, world_size=world_size)
+
+
+def trees_and_places(checkpoint):
+    """Dictionaries between stages, tuples at the end, blocks that change their input in place."""
+    torch.manual_seed(2)
+    plain = nn.Sequential(Pairs(), Pairs(), nn.Sequential(Pairs(), Pairs()), Out())
+    torch.manual_seed(2)
+    model = nn.Sequential(Pairs(), Pairs(), nn.Sequential(Pairs(), Pairs()), Out())
+    fabric = start(balance=[1, 3], num_microbatches=3, checkpoint=checkpoint)
+    model = fabric.setup(model)
+    x = torch.randn(7, 6)
+    with torch.no_grad():
+        for got, expected in zip(model(x), plain(x), strict=True):
+            assert torch.allclose(got, expected, atol=1e-6)
+    one, two, mask = model(x)
+    assert type(model(x)) is tuple
+    fabric.backward(one.pow(2).mean() + two.sin().sum())
+    a, b, other = plain(x)
+    (a.pow(2).mean() + b.sin().sum()).backward()
+    assert torch.equal(mask, other)
+    assert not mask.requires_grad
+    assert_gradients(model, plain)
+    plain, model = plain_sequential(), start(balance=[1, 4], checkpoint=checkpoint).setup(plain_sequential())
+    fabric.backward(model(x).pow(2).mean())
+    plain(x).pow(2).mean().backward()
+    assert_gradients(model, plain)
+
+
+def assert_gradients(model, plain, atol=1e-6):
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if not p.is_meta:
+            assert torch.allclose(p.grad, q.grad, atol=atol), name
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_trees_between_stages_and_changes_in_place(ranks, checkpoint):
+    ranks.run(trees_and_places, checkpoint, world_size=2)
+
+
+def orders_of_calls():
+    """Several forwards before a backward, two backwards, evaluation in between, unused outputs."""
+    fabric = start(balance=balance_of(dist.get_world_size()), num_microbatches=2)
+    plain, model = words(), fabric.setup(words())
+    (x, y), (x2, y2), (x3, _) = data(3)
+    one, two = model(x), model(x2)
+    model.eval()
+    with torch.no_grad():
+        assert torch.allclose(model(x3), plain(x3), atol=1e-6)
+        assert not model(x3).requires_grad
+    with torch.inference_mode():
+        assert torch.allclose(model(x3), plain(x3), atol=1e-6)
+    model.train()
+    model(x3)  # nobody goes back through it
+    fabric.backward(loss_of(two, y2))
+    fabric.backward(loss_of(one, y))
+    fabric.backward(loss_of(model(x), y) + 2 * loss_of(model(x2), y2))  # both in one
+    loss_of(model(x), y).backward()  # a plain one does, too
+    loss = loss_of(model(x), y)
+    fabric.backward(loss, retain_graph=True)
+    fabric.backward(loss)
+    for other, target, times in ((x, y, 5), (x2, y2, 3)):
+        (times * loss_of(plain(other), target)).backward()
+    assert_gradients(model, plain, atol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_any_order_of_forwards_and_backwards(ranks, world_size):
+    ranks.run(orders_of_calls, world_size=world_size)
+
+
+def input_gradients():
+    """Gradients of the input come to all ranks: a module before the pipeline trains alike on all of them."""
+    fabric = start(balance=[2, 3], num_microbatches=3)
+    x, scale = (
+        torch.randn(7, 6, generator=torch.Generator().manual_seed(1)),
+        torch.ones(6, requires_grad=True),
+    )
+    again = scale.detach().clone().requires_grad_()
+    model, plain = fabric.setup(plain_sequential()), plain_sequential()
+    fabric.backward(model(x * scale).pow(2).mean())
+    plain(x * again).pow(2).mean().backward()
+    assert torch.allclose(scale.grad, again.grad, atol=1e-6)
+
+
+def test_gradients_of_the_input(ranks):
+    ranks.run(input_gradients, world_size=2)
+
+
+def frozen_parts(frozen):
+    fabric = start(balance=[2, 2, 1, 1] if dist.get_world_size() == 4 else [2, 4], num_microbatches=2)
+    models = []
+    for _ in range(2):
+        model = words(tied=False)
+        for place, block in enumerate(model.pipeline_blocks()):
+            block.requires_grad_(place not in frozen)
+        models.append(model)
+    plain, model = models
+    model, stepper = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (x, y) = data(1)[0]
+    loss_of(plain(x), y).backward()
+    fabric.backward(loss_of(model(x), y))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.requires_grad == q.requires_grad
+        if not p.is_meta:
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.allclose(p.grad, q.grad, atol=1e-6)
+    stepper.step()
+
+
+@pytest.mark.parametrize("frozen", [(0, 1), (5,), (2, 3), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_frozen_blocks(ranks, frozen, world_size):
+    ranks.run(frozen_parts, frozen, world_size=world_size)
+
+
+def on_one(precision):
+    """Losses, weights and the output's dtype of the same loop on one process."""
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    model, _, losses, _ = train(fabric, data(STEPS))
+    return losses, dict(model.state_dict()), model(data(1)[0][0]).dtype
+
+
+def mixed(precision, step, losses, weights, dtype):
+    fabric = start(precision, balance=balance_of(dist.get_world_size()), num_microbatches=4)
+    model, _, found, _ = train(fabric, data(STEPS), step=step)
+    exact = precision == "64-true"
+    assert found == pytest.approx(losses, abs=1e-6 if exact else 0.05)
+    assert model(data(1)[0][0]).dtype == dtype
+    tolerance = 1e-6 if exact else 0.08  # how bfloat16 rounds depends on the number of rows
+    got = {key: value.float() for key, value in model.state_dict().items()}
+    assert_alike(got, {key: value.float() for key, value in weights.items()}, tolerance)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("step", [False, True])
+def test_precisions(ranks, precision, step):
+    (expected,) = ranks.run(on_one, precision, world_size=1, group=False)
+    ranks.run(mixed, precision, step, *expected, world_size=2)
+
+
+def dropout_run(seed, step, checkpoint="except_last"):
+    fabric = start(balance=balance_of(dist.get_world_size()), num_microbatches=2, checkpoint=checkpoint)
+    model = words(dropout=0.5)
+    torch.manual_seed(seed)
+    model, _, losses, _ = train(fabric, data(STEPS), model=model, step=step)
+    after = torch.rand(3).tolist()
+    return losses, {key: value.tolist() for key, value in model.state_dict().items()}, after
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_dropout_is_a_function_of_the_seed(ranks, step):
+    first = ranks.run(dropout_run, 7, step, world_size=2)
+    again = ranks.run(dropout_run, 7, step, world_size=2)
+    other = ranks.run(dropout_run, 8, step, world_size=2)
+    assert first == again
+    assert first[0][0] != other[0][0]
+    assert first[0][2] == first[1][2]  # ranks draw alike outside of their stages
+    kept = ranks.run(dropout_run, 7, step, "never", world_size=2)
+    assert kept[0][0] == first[0][0]  # the second forward of a checkpointed part draws what the first did
+
+
+def draws():
+    """What stages draw differs between them, repeats with the seed, and leaves the user's draws alone."""
+    fabric = start(balance=[1, 1], num_microbatches=2)
+    model = fabric.setup(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)))
+    ones = torch.ones(64, 8)
+    torch.manual_seed(3)
+    first = model(ones)
+    second = model(ones)
+    following = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(model(ones), first)
+    assert not torch.equal(first, second)
+    share = (first > 0).float().mean().item()
+    assert 0.2 < share < 0.3  # one half of one half: the stages' masks are not the same
+    model.eval()
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    model(ones)
+    assert torch.equal(torch.rand(2), expected)  # nobody drew, so nothing moved
+    return following.tolist()
+
+
+def test_random_streams(ranks):
+    one, other = ranks.run(draws, world_size=2)
+    assert one == other
+
+
+def two_by_two(step, accumulate, checkpoint):
+    """2 stages x 2 rows against plain torch on the joined batch."""
+    fabric = start(balance=[2, 4], num_microbatches=2, checkpoint=checkpoint)
+    assert fabric.strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": fabric.global_rank // 2}
+    batches = data(STEPS, rows=2 * ROWS)
+    expected, _, _, norms = train_plain(batches, accumulate, {"max_norm": 0.1})
+    row = fabric.global_rank // 2
+    own = [(x[row::2], y[row::2]) for x, y in batches]
+    model, _, losses, found = train(fabric, own, accumulate, {"max_norm": 0.1}, step=step)
+    assert found == pytest.approx(norms, rel=1e-4)
+    assert_alike(model.state_dict(), expected.state_dict(), atol=1e-5)
+    return losses
+
+
+@pytest.mark.parametrize("step", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_two_stages_in_two_rows(ranks, step, accumulate, checkpoint):
+    losses = ranks.run(two_by_two, step, accumulate, checkpoint, world_size=4)
+    assert losses[0] == losses[1]
+    assert losses[2] == losses[3]
+
+
+class Branching(nn.Module):
+    """A layer that is used where the first number is even."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(x) if x[0, 0] > 0 else x
+
+
+def unused_in_one_row():
+    fabric = start(num_stages=2, balance=[2, 1], num_microbatches=1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), Branching())
+    row = fabric.global_rank // 2
+    stepped = fabric.setup(model)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(row))
+    fabric.backward(stepped(x).pow(2).mean())
+    return [None if p.is_meta or p.grad is None else p.grad.tolist() for p in model.parameters()] + [
+        b.tolist() for b in model.buffers() if not b.is_meta
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*BatchNorm")
+def test_rows_agree_where_one_did_not_use_a_layer_and_in_buffers(ranks):
+    found = ranks.run(unused_in_one_row, world_size=4)
+    assert found[0] == found[2]
+    assert found[1] == found[3]
+    assert any([value is not None for value in found[1]])
+
+
+def loaders():
+    fabric = start(num_stages=2, balance=[2, 4], num_microbatches=2)
+    dataset = TensorDataset(torch.arange(24))
+    loader = fabric.setup_dataloaders(DataLoader(dataset, batch_size=3, shuffle=True))
+    return torch.cat([batch for (batch,) in loader]).tolist()
+
+
+def test_loaders_give_all_stages_of_a_row_the_same_batches(ranks):
+    found = ranks.run(loaders, world_size=4)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert sorted(found[0] + found[2]) == list(range(24))
+
+
+def items():
+    fabric = start(num_stages=2, balance=[2, 4], num_microbatches=2)
+    plain, model = words(), fabric.setup(words())
+    (x, y), row = data(1, rows=6)[0], fabric.global_rank // 2
+    own = slice(0, 4) if row == 0 else slice(4, 6)
+    fabric.backward(loss_of(model(x[own]), y[own]) * y[own].numel())
+    fabric.normalize_gradients(model, y[own].numel())
+    loss_of(plain(x), y).backward()
+    assert_gradients(model, plain)
+
+
+def test_normalize_gradients(ranks):
+    ranks.run(items, world_size=4)
+
+
+def mismatched_calls():
+    """Ranks of one pipeline that give different batches hear of it, and can go on."""
+    fabric = start(balance=[2, 4], num_microbatches=2)
+    model, rows = fabric.setup(words()), 4 + fabric.global_rank
+    with pytest.raises(CollectiveMismatch, match="forward of Words"):
+        model(torch.zeros(rows, 3, dtype=torch.long))
+    out = model(torch.zeros(4, 3, dtype=torch.long))
+    with pytest.raises(CollectiveMismatch, match=r"(back|for)ward of Words"):
+        fabric.backward(out.sum()) if fabric.global_rank else model(torch.zeros(4, 3, dtype=torch.long))
+    model(torch.zeros(4, 3, dtype=torch.long))
+
+
+def test_ranks_that_differ(ranks):
+    ranks.run(mismatched_calls, world_size=2)
+
+
+def test_orders_hold_what_the_papers_say():
+    from fabric.strategies.layouts.pipeline.orders import SCHEDULES
+
+    for stages, count, name in itertools.product((1, 2, 3, 4), (1, 2, 5, 8), SCHEDULES):
+        for stage in range(stages):
+            order, held, most = SCHEDULES[name](stage, stages, count), set(), 0
+            for kind, index in order:
+                held.add(index) if kind == "F" else held.remove(index)
+                most = max(most, len(held))
+            assert not held
+            assert len(order) == 2 * count
+            assert most == (count if name == "gpipe" else min(count, stages - stage))
