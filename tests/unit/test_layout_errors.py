@@ -296,7 +296,7 @@ AT_ONCE = {
     "dp with uneven rows": (
         lambda: made("dp").setup(nn.Bilinear(2, 2, 1))(torch.ones(4, 2), torch.ones(3, 2)),
         ConfigurationError,
-        ["split over replicas along dim 0", "argument 0 has 4", "argument 1 has 3", "tensor.expand"],
+        ["split into replicas along dim 0", "argument 0 has 4", "argument 1 has 3", "tensor.expand"],
     ),
     "dp with outputs that differ": (
         lambda: made("dp").setup(Rows())(torch.ones(3, 2)),

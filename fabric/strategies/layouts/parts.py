@@ -31,31 +31,35 @@ class CallParts:
         kwargs: Its keyword arguments.
         count: How many parts there may be.
         into: What the parts are for, in errors.
+        uneven: Not all of one size, so that it shows whether outputs have rows. One part where that cannot
+            be.
 
     Raises:
         ConfigurationError: Tensors differ in their number of rows, or one is a PackedSequence.
     """
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], count: int, into: str = "replicas"
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        count: int,
+        into: str = "replicas",
+        uneven: bool = False,
     ) -> None:
         self.whole = (args, kwargs)
         self._leaves, self._spec = flatten(self.whole)
         sizes = {leaf.shape[0] for leaf in self._leaves if _has_rows(leaf)}
         if len(sizes) > 1 or _has_packed(self._spec):
             raise _cannot_split(args, kwargs, self._spec, into)
-        self._rows = next(iter(sizes), 0)
-        self._size = -(-self._rows // count)
-
-    @property
-    def sizes(self) -> list[int]:
+        rows = next(iter(sizes), 0)
+        each = -(-rows // count)
+        self.sizes = [min(each, rows - start) for start in range(0, rows, each)] if rows else [1]
         """Rows of each part; [1] where there are no rows to split."""
-        if len(self) == 1:
-            return [self._rows or 1]
-        return [min(self._size, self._rows - start) for start in range(0, self._rows, self._size)]
+        if uneven and len(set(self.sizes)) == 1 and len(self.sizes) > 1:
+            self.sizes[:2] = [self.sizes[0] + 1, self.sizes[1] - 1] if each > 1 else [2]
 
     def __len__(self) -> int:
-        return -(-self._rows // self._size) if self._rows else 1
+        return len(self.sizes)
 
     def __iter__(self) -> Iterator[Call]:
         """One part after the other, each made when it is asked for: an earlier one may have changed the rows
@@ -64,11 +68,12 @@ class CallParts:
         if len(self) == 1:
             yield self.whole
             return
-        for start in range(0, self._rows, self._size):
-            length = min(self._size, self._rows - start)
+        start = 0
+        for length in self.sizes:
             # narrow, not chunk: torch refuses to change one of several views in place.
             own = [leaf.narrow(0, start, length) if _has_rows(leaf) else leaf for leaf in self._leaves]
             yield unflatten(own, self._spec, self.whole)
+            start += length
 
 
 def gather_outputs(outputs: list[Any]) -> Any:

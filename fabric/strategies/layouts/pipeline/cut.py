@@ -98,8 +98,7 @@ def shared_parameters(blocks: Blocks, stage_of: list[int]) -> list[Shared]:
         raise UsageError(
             f"{' and '.join(buffer.names)} are one buffer, used by stages "
             f"{' and '.join(map(str, buffer.stages))}: each would change it by itself. Give each block its "
-            "own, "
-            "or choose balance= so that one stage has all of them."
+            "own, or choose balance= so that one stage has all of them."
         )
     return _shared([(path, b.named_parameters(remove_duplicate=False)) for path, b in blocks], stage_of)
 

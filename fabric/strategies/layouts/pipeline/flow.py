@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -59,12 +59,14 @@ class Flow:
         self.retain = False
         """Whether the graph outlives the backward that runs: `fabric.backward(loss, retain_graph=True)`."""
         self._forwards = 0
+        self._seen: dict[str, tuple[int, int]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output for the whole batch. All ranks of the pipeline, with the same batch."""
         self._forwards += 1
         self._meet("forward", (args, kwargs))
-        parts = CallParts(args, kwargs, self.count, _INTO)
+        # The first time uneven, so that outputs show whether their first dimension is that of the batch.
+        parts = CallParts(args, kwargs, self.count, _INTO, uneven=self._forwards == 1)
         work = Pass([_detached(call) for call in parts])
         runner = self.runner
         with runner.random():
@@ -80,6 +82,15 @@ class Flow:
         if self.output == "last" and not runner.stage.is_last:
             leaves = [None if leaf is None else placeholder(leaf) for leaf in leaves]
         return unflatten(leaves, spec, out)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise UsageError(
+            f"{self.name} is set up as stages of a pipeline and cannot be copied: its links to other ranks "
+            "cannot. Copy the model before fabric.setup, and set the copy up, too."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.__deepcopy__({})
 
     def step(
         self,
@@ -160,7 +171,8 @@ class Flow:
         if not self.runner.stage.is_last or work.failed is not None:
             return None
         try:
-            return Joined([work.outputs.pop(index) for index in range(len(work.calls))], parts.sizes)
+            outputs = [work.outputs.pop(index) for index in range(len(work.calls))]
+            return Joined(outputs, parts.sizes, self._seen if self.count > 1 else None)
         except Exception as error:
             self.runner.note(error, work, "joining the outputs")
             return None

@@ -34,9 +34,9 @@ class Slots:
         self._shared = {key for key, count in uses.items() if count > 1}
         self._ghosts: dict[int, Any] = {}
 
-    def shares(self, number: int) -> bool:
-        """Whether a block has tensors that another one has, too."""
-        return any([key in self._shared for _, _, key in self._blocks[number]])
+    def shared(self, number: int) -> list[Any]:
+        """The tensors of a block that another one has, too."""
+        return [slots[name] for slots, name, key in self._blocks[number] if key in self._shared]
 
     def leave(self, number: int, shared: bool = False) -> None:
         """Put tensors without memory in the place of a block's that this stage does not hold.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.traits import Traits
@@ -45,6 +46,7 @@ from fabric.strategies.layouts.pipeline.stage import Stage
 from fabric.strategies.layouts.pipeline.states import PipelineStates
 from fabric.utilities.compile import is_compiled
 from fabric.utilities.messages import say
+from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -182,6 +184,8 @@ class Pipeline(PipelineStates):
         self.paths[module] = [path for path, _ in own]
         self._tie(module, shared)
         count = self.settings.num_microbatches or 2 * stages
+        if count > 1 and topology.rank == 0:
+            _warn_of_batch_norm(module)
         self._flows[module] = Flow(
             type(module).__name__,
             Runner(stage_, self._ranks, self.pipeline),
@@ -313,16 +317,19 @@ class Pipeline(PipelineStates):
             for part in reversed(list(module.modules())):
                 maker.reset(part)
             maker.fill(module, replay=True)
-        done: set[int] = set()
+        done: dict[int, Any] = {}
         for number, block in enumerate(blocks):
             maker.fill(block, replay=topology.rank == 0)
-            done |= _on_device((*block.parameters(), *block.buffers()), done, topology)
+            _on_device([*block.parameters(), *block.buffers()], done, topology)
+            shared = slots.shared(number)
+            done.update({id(tensor): tensor for tensor in shared})
             slots.leave(number)
-            if not slots.shares(number):
+            if not shared:
                 maker.release(block)
         for number in range(len(blocks)):
             slots.leave(number, shared=True)
-        _on_device(tuple(module.buffers()), done, topology)  # those that are in no block
+        inside = {id(b) for block in blocks for b in block.buffers()}
+        _on_device([b for b in module.buffers() if id(b) not in inside], {}, topology)
 
     def _tie(self, module: Module, shared: list[Shared]) -> None:
         made = []
@@ -342,14 +349,13 @@ class Pipeline(PipelineStates):
         self._tied[module] = made
 
 
-def _on_device(tensors: tuple[Tensor, ...], done: set[int], topology: Topology) -> set[int]:
-    """Bring those that are not done to the device, with rank zero's values; gives their ids. All ranks."""
-    fresh = {id(t): t for t in tensors if id(t) not in done and not t.is_meta}
-    for tensor in fresh.values():
+def _on_device(tensors: list[Any], done: dict[int, Any], topology: Topology) -> None:
+    """Bring those that are not done to the device, with rank zero's values. All ranks must call this."""
+    fresh = [tensor for tensor in tensors if id(tensor) not in done]
+    for tensor in fresh:
         if tensor.device != topology.device:
             tensor.data = tensor.data.to(topology.device)
-    broadcast_from_zero(list(fresh.values()))
-    return set(fresh)
+    broadcast_from_zero(fresh)
 
 
 class _After:
@@ -372,6 +378,18 @@ class _After:
         module = self._module()
         if module is not None:
             self._layout.synchronise(module)
+
+
+def _warn_of_batch_norm(module: Module) -> None:
+    names = [
+        f"{name} ({type(m).__name__})" for name, m in module.named_modules() if isinstance(m, _BatchNorm)
+    ]
+    if names:
+        rank_zero_warn(
+            f"{', '.join(names[:4])}{', ...' * bool(names[4:])}: batch norm in training normalises each "
+            "micro-batch by itself, which is not what one big batch gives. Use another norm, or "
+            "num_microbatches=1."
+        )
 
 
 def _report(balance: list[int], costs: Costs) -> None:

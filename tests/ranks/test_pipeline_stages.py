@@ -1,0 +1,604 @@
+"""What a pipeline does beside training: balance, states, placeholders, refusals, stages that fail."""
+
+import contextlib
+import copy
+import io
+import re
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fabric import Fabric
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError, UsageError
+from fabric.strategies import PipelineStrategy
+from fabric.strategies.layouts.pipeline.balance import partition
+
+
+class Net(nn.Module):
+    """Five blocks, the first and the last of which share a weight; a buffer that changes, and one that does
+    not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("steps", torch.tensor(3.0))
+
+    def pipeline_blocks(self):
+        return [self.first, self.norm, self.second, self.last]
+
+    def forward(self, x):
+        return self.last(self.second(self.norm(self.first(x))))
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def deep(count=4, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(count)])
+
+
+def start(strategy=None, precision=None, **settings):
+    strategy = strategy or PipelineStrategy(**settings)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, precision=precision)
+    fabric.launch()
+    warnings.filterwarnings("ignore", message=".*batch norm in training")
+    return fabric
+
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+# Balance
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages", "expected"),
+    [
+        ([1] * 8, 2, [4, 4]),
+        ([1] * 7, 3, [2, 2, 3]),
+        ([9, 1, 1, 1], 2, [1, 3]),
+        ([1, 1, 1, 9], 2, [3, 1]),
+        ([5, 1, 1, 1, 1, 5], 3, [1, 4, 1]),
+        ([0, 0, 0], 3, [1, 1, 1]),
+        ([0, 0, 7, 0], 2, None),
+        ([3], 1, [3 // 3]),
+    ],
+)
+def test_partition(costs, stages, expected):
+    found = partition(costs, stages)
+    assert len(found) == stages
+    assert sum(found) == len(costs)
+    assert min(found) >= 1
+    assert expected is None or sorted(found) == sorted(expected)
+
+
+def test_partition_is_the_best_there_is():
+    import itertools
+    import random
+
+    source = random.Random(0)
+    for _ in range(60):
+        costs = [source.choice([0.1, 1.0, 2.5, 7.0]) for _ in range(source.randint(3, 9))]
+        stages = source.randint(1, 3)
+
+        def dearest(sizes, costs=costs):
+            ends = list(itertools.accumulate(sizes))
+            return max([sum(costs[end - size : end]) for size, end in zip(sizes, ends, strict=True)])
+
+        every = [
+            sizes
+            for sizes in itertools.product(range(1, len(costs) + 1), repeat=stages)
+            if sum(sizes) == len(costs)
+        ]
+        assert dearest(partition(costs, stages)) == pytest.approx(min([dearest(sizes) for sizes in every]))
+
+
+class Slow(nn.Module):
+    """Costs time and has few parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        time.sleep(0.02)
+        return x * self.scale
+
+
+def balances():
+    """By parameters the large layer is one half; by time the slow ones are."""
+    found, said = [], io.StringIO()
+    for example in (None, X, (X,)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4096), nn.Linear(4096, 4), Slow(), Slow())
+        before = torch.get_rng_state()
+        fabric = start(num_stages=2, example_input=example, checkpoint="never")
+        with contextlib.redirect_stderr(said):
+            fabric.setup(model)
+        assert torch.equal(before, torch.get_rng_state())
+        found.append(fabric.strategy.balance)
+    fabric = start(balance=[3, 1])
+    model = fabric.setup(deep())
+    return [*found, fabric.strategy.balance, [p.is_meta for p in model.parameters()], said.getvalue()]
+
+
+def test_the_balance_is_by_time_where_there_is_an_example(ranks):
+    found, other = ranks.run(balances, world_size=2)
+    assert found[:4] == [[1, 3], [3, 1], [3, 1], [3, 1]]
+    assert found[:4] == other[:4]
+    assert found[4] == [False] * 6 + [True] * 2
+    assert other[4] == [True] * 6 + [False] * 2
+    said = found[5].splitlines()
+    assert len(said) == 3
+    assert "balance=[1, 3] by parameters (no example_input was given); stages: 20,480, 16,396" in said[0]
+    assert re.search(r"balance=\[3, 1\] by time; stages: .* ms, .* ms", said[1])
+    assert other[5] == ""  # rank zero says it
+
+
+def cannot_run():
+    fabric = start(num_stages=2, example_input=torch.randn(3, 7))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        fabric.setup(deep())
+    return fabric.strategy.balance, said.getvalue()
+
+
+def test_an_example_that_does_not_run(ranks):
+    (balance, said), other = ranks.run(cannot_run, world_size=2)
+    assert balance == other[0] == [2, 2]
+    assert "by parameters (it does not run on example_input: RuntimeError: mat1 and mat2" in said
+
+
+# States
+
+
+def states(path):
+    fabric = start(balance=[2, 1, 1] if dist.get_world_size() == 3 else [1, 3], num_microbatches=1)
+    plain, model = net(), net()
+    if fabric.global_rank:  # rank zero's values count
+        nn.init.zeros_(model.second.weight)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
+    model, own = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    for _ in range(3):
+        for m, o, backward in ((plain, optimizer, torch.Tensor.backward), (model, own, fabric.backward)):
+            o.zero_grad()
+            backward(m(X).pow(2).mean())
+            o.step()
+    assert_states(model.state_dict(), plain.state_dict())
+    fabric.save(path, {"model": model, "optimizer": own, "step": 3})
+    fabric.barrier()
+    fresh = net(1)
+    fresh, other = fabric.setup(fresh, torch.optim.Adam(fresh.parameters(), lr=0.1))
+    state = {"model": fresh, "optimizer": other, "step": 0}
+    fabric.load(path, state)
+    assert state["step"] == 3
+    assert_states(fresh.state_dict(), plain.state_dict())
+    assert_states(other.state_dict()["state"][0], optimizer.state_dict()["state"][0])
+    fresh.load_state_dict({key: torch.zeros_like(value) for key, value in plain.state_dict().items()})
+    assert not any([value.any() for value in fresh.state_dict().values()])
+    fabric.load(path, {"model": fresh}, strict=False)
+    for m, o in ((model, own), (fresh, other)):
+        o.zero_grad()
+        fabric.backward(m(X).pow(2).mean())
+        o.step()
+    assert_states(fresh.state_dict(), model.state_dict())
+    one, two = fresh.pipeline_blocks()[0], fresh.pipeline_blocks()[-1]
+    return [None if p.is_meta else p.tolist() for p in (one.weight, two.weight)]
+
+
+def assert_states(got, expected):
+    assert list(got) == list(expected)
+    for key, value in expected.items():
+        assert torch.allclose(got[key], value, atol=1e-6), key
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_states_are_those_of_the_whole_model(ranks, world_size, tmp_path):
+    found = ranks.run(states, str(tmp_path / "saved.pt"), world_size=world_size)
+    assert found[0][0] == found[-1][1]  # tied to the bit, on two stages
+    assert found[0][0] is not None
+
+
+def loads(path, strategy):
+    settings = {"balance": [2, 2], "num_microbatches": 2} if strategy == "pipeline" else None
+    fabric = start(PipelineStrategy(**settings) if settings else strategy)
+    model = net(5)
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    fabric.backward(model(X).pow(2).mean())
+    optimizer.step()
+    if path.endswith("none.pt"):
+        fabric.save(path.replace("none", strategy), {"model": model, "optimizer": optimizer})
+    else:
+        fabric.load(path, {"model": model, "optimizer": optimizer})
+    state = optimizer.state_dict()["state"]
+    return dict(model.state_dict()), {number: entry["exp_avg"] for number, entry in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("pipeline", "ddp"), ("ddp", "pipeline"), ("pipeline", "zero3")]
+)
+def test_checkpoints_go_to_other_strategies_and_back(ranks, tmp_path, writer, reader):
+    saved = ranks.run(loads, str(tmp_path / "none.pt"), writer, world_size=2)[0]
+    for found in ranks.run(loads, str(tmp_path / f"{writer}.pt"), reader, world_size=2):
+        for got, expected in zip(found, saved, strict=True):
+            assert_states(got, expected)
+    if writer == "pipeline":  # and to plain torch
+        read = torch.load(tmp_path / "pipeline.pt", weights_only=True)
+        model = net(9)
+        model.load_state_dict(read["model"])
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer.load_state_dict(read["optimizer"])
+        assert_states(model.state_dict(), saved[0])
+
+
+def wrong_states():
+    fabric = start(balance=[2, 2])
+    model = fabric.setup(deep())
+    state = model.state_dict()
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\): 3.weight.*Unexpected key\(s\): extra"):
+        model.load_state_dict({**{k: v for k, v in state.items() if k != "3.weight"}, "extra": torch.ones(1)})
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for 0.weight: \[2, 2\] in the checkpoint, \[4, 4\]"
+    ):
+        model.load_state_dict({**state, "0.weight": torch.ones(2, 2)})
+    found = model.load_state_dict({"0.weight": torch.ones(4, 4)}, strict=False)
+    assert found.missing_keys == [key for key in state if key != "0.weight"]
+    with pytest.raises(UsageError, match="cannot be copied"):
+        copy.deepcopy(model)
+
+
+def test_states_that_do_not_fit(ranks):
+    ranks.run(wrong_states, world_size=2)
+
+
+def deferred():
+    """Built without memory: the values of a plain construction, tied weights tied, on every stage."""
+    fabric = start(balance=[1, 3])
+    torch.manual_seed(4)
+    with fabric.init_module(empty_init=True):
+        model = Net()
+    model, _ = fabric.setup(model, torch.optim.Adam(model.parameters()))
+    torch.manual_seed(4)
+    assert_states(model.state_dict(), Net().state_dict())
+
+
+def test_models_without_memory(ranks):
+    ranks.run(deferred, world_size=2)
+
+
+# Placeholders
+
+
+def placeholders(kind):
+    fabric = start(balance=[2, 2], num_microbatches=4, output="last")
+    plain, model = deep(), fabric.setup(deep())
+    out = model(X)
+    assert out.shape == (8, 4)
+    assert out.dtype == torch.float32
+    target = torch.arange(8) % 4
+    loss = nn.functional.cross_entropy(out * 2, target) + out.pow(2).mean() / 3
+    hits = (out.argmax(1) == target).float().mean()
+    loss.backward() if kind == "plain" else fabric.backward(loss)
+    expected = plain(X)
+    wanted = nn.functional.cross_entropy(expected * 2, target) + expected.pow(2).mean() / 3
+    wanted.backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.is_meta or torch.allclose(p.grad, q.grad, atol=1e-6)
+    if fabric.strategy.is_last_stage:
+        assert torch.allclose(loss, wanted)
+        assert torch.allclose(fabric.broadcast(loss.detach(), src=1), wanted)
+        return
+    assert torch.allclose(fabric.broadcast(None, src=1), wanted)
+    total = 0.0
+    total += loss.detach()
+    for misuse in (
+        lambda: print(loss), lambda: f"{loss:.3f}", lambda: repr(out), loss.item, lambda: float(loss),
+        lambda: loss < 3.0, lambda: loss == wanted, lambda: bool(hits), out.tolist, out.detach().numpy,
+        out.cpu, lambda: out.to("cpu"), lambda: out[out > 0], lambda: torch.equal(out, expected),
+        lambda: 1.0 if total else 0.0, lambda: expected.detach().copy_(out), lambda: int(hits),
+        lambda: torch.zeros(8, 4).add_(out), out.nonzero, hits.item,
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match="only the last stage has them"):
+            misuse()
+
+
+@pytest.mark.parametrize("kind", ["plain", "fabric"])
+def test_placeholders(ranks, kind):
+    ranks.run(placeholders, kind, world_size=2)
+
+
+def placeholder_step():
+    """Under no_grad too; in bf16-mixed; the loss of pipeline_step comes to all."""
+    fabric = start(balance=[2, 2], num_microbatches=4, output="last", precision="bf16-mixed")
+    model = fabric.setup(deep())
+    with torch.no_grad():
+        assert model(X).shape == (8, 4)
+    out = model(X)
+    assert out.dtype == torch.float32
+    fabric.backward(out.mean())
+    return model.pipeline_step(X, X, nn.functional.mse_loss).item()
+
+
+def test_placeholders_in_mixed_precision(ranks):
+    one, two = ranks.run(placeholder_step, world_size=2)
+    assert one == two
+
+
+# What is refused
+
+
+class Unlisted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Listing(Net):
+    def __init__(self, listed) -> None:
+        super().__init__()
+        self.listed = listed
+
+    def pipeline_blocks(self):
+        return self.listed(self)
+
+
+def stranger(model):
+    return [*Net.pipeline_blocks(model), nn.Linear(4, 4)]
+
+
+def lambdas(model):
+    return [*Net.pipeline_blocks(model), torch.relu]
+
+
+def incomplete(model):
+    return [model.first, model.norm, model.last]
+
+
+def backwards(model):
+    return [model.last, model.second, model.norm, model.first]
+
+
+def text(model):
+    return [nn.Flatten(), *model]
+
+
+class Words(nn.Module):
+    def forward(self, x):
+        return "words"
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean()
+
+
+class Transposed(nn.Module):
+    def forward(self, x):
+        return x.T
+
+
+def shared_norm():
+    norm = nn.BatchNorm1d(4)
+    return nn.Sequential(norm, nn.Linear(4, 4), norm)
+
+
+def hooked():
+    model = deep()
+    model.register_forward_hook(lambda *_: None)
+    return model
+
+
+REFUSED = {
+    "fewer blocks": ({}, lambda: deep(1), ConfigurationError, "1 block, which cannot fill 2 stages"),
+    "sum": ({"balance": [1, 2]}, deep, ConfigurationError, "has 3 blocks, but Sequential has 4: 0, 1"),
+    "not listed": ({}, Unlisted, ConfigurationError, "Unlisted is neither an nn.Sequential nor does it list"),
+    "stranger": ({}, lambda: Listing(stranger), ArgumentTypeError, "Block 4 of Listing is no part"),
+    "function": ({}, lambda: Listing(lambdas), ArgumentTypeError, "Block 4 of Listing is a builtin_function"),
+    "incomplete": ({}, lambda: Listing(incomplete), ConfigurationError, "second.weight, second.bias of"),
+    "buffers": ({"balance": [1, 2]}, shared_norm, UsageError, "are one buffer, used by stages 0 and 1"),
+    "hooks": ({}, hooked, UsageError, "Sequential has forward or backward hooks of its own"),
+    "not forward": (
+        {"example_input": X},
+        lambda: Listing(backwards),
+        UsageError,
+        "not list what its forward",
+    ),
+    "compiled": ({}, lambda: torch.compile(deep(), backend="eager"), UsageError, "Compile its blocks before"),
+}
+
+
+def refused(name):
+    settings, make, kind, message = REFUSED[name]
+    fabric = start(**settings)
+    with pytest.raises(kind, match=message):
+        fabric.setup(make())
+    fabric.barrier()
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_models_that_cannot_be_cut(ranks, name):
+    ranks.run(refused, name, world_size=2)
+
+
+FAILS = {
+    "words": (Words, UsageError, r"Block 2 \(2, a Words\) returned str \('words'\), which cannot go on"),
+    "mean": (Mean, UsageError, "returned one number for each micro-batch"),
+    "transposed": (
+        Transposed,
+        UsageError,
+        r"returned shapes \[4, 3\], \[4, 1\], \[4, 2\].* for micro-batches of 3, 1, 2, 2 rows",
+    ),
+}
+
+
+def bad_outputs(name):
+    kind, error, message = FAILS[name]
+    fabric = start(balance=[2, 1], num_microbatches=4)
+    model = fabric.setup(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), kind()))
+    last = fabric.strategy.is_last_stage
+    with pytest.raises(error if last else RankError, match=message):
+        model(X)
+    with pytest.raises(ConfigurationError, match="split into micro-batches along dim 0, but"):
+        model((X, X[:3]))
+
+
+@pytest.mark.parametrize("name", list(FAILS))
+def test_outputs_that_cannot_go_on(ranks, name):
+    ranks.run(bad_outputs, name, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"balance": [2, 0]}, ConfigurationError, r"balance=\[2, 0\] must have 1 block or more"),
+        ({"balance": []}, ConfigurationError, r"balance=\[\] must have 1 block or more"),
+        ({"balance": "even"}, ConfigurationError, 'Write "auto", or a list'),
+        ({"balance": 3}, ArgumentTypeError, "balance=3 must be"),
+        ({"balance": [1.0, 2]}, ArgumentTypeError, "must be"),
+        ({"balance": [1, 2], "num_stages": 3}, ConfigurationError, "for 2 stages, not 3"),
+        ({"num_microbatches": 0}, ConfigurationError, "num_microbatches=0 must be 1 or more"),
+        ({"num_microbatches": 2.5}, ArgumentTypeError, "num_microbatches=2.5 must be a whole number"),
+        (
+            {"schedule": "gpip"},
+            ConfigurationError,
+            "schedule='gpip' is not one of '1f1b', 'gpipe'|Did you mean",
+        ),
+        ({"checkpoint": True}, ConfigurationError, "checkpoint=True is not one of 'always'"),
+        ({"output": "first"}, ConfigurationError, "output='first' is not one of 'all', 'last'"),
+        ({"start_method": "thread"}, ConfigurationError, "start_method='thread' is not one of"),
+    ],
+)
+def test_settings_that_are_refused(settings, error, message):
+    with pytest.raises(error, match=message):
+        PipelineStrategy(**settings)
+
+
+def test_ranks_that_do_not_divide():
+    with pytest.raises(ConfigurationError, match="3 ranks cannot be divided into pipelines of 2 stages"):
+        Fabric(accelerator="cpu", devices=3, strategy=PipelineStrategy(balance=[1, 2]))
+    with pytest.raises(ConfigurationError, match="16-mixed"):
+        Fabric(accelerator="cpu", devices=2, strategy="pipeline", precision="16-mixed")
+
+
+def misuse():
+    fabric = start(balance=[2, 2], num_microbatches=2)
+    model = deep()
+    other = deep()
+    with pytest.raises(UsageError, match="LBFGS"):
+        fabric.setup(other, torch.optim.LBFGS(other.parameters()))
+    model = fabric.setup(model)
+    elsewhere = 2 if fabric.global_rank == 0 else 0
+    with pytest.raises(UsageError, match=rf"Block {elsewhere} \({elsewhere}\) is on stage"):
+        model.module(X)
+    with pytest.raises(UsageError, match=r"create_graph=True cannot go through a pipeline"):
+        fabric.backward(model(X).sum(), create_graph=True)
+    loss = model(X).sum()
+    fabric.backward(loss)
+    with pytest.raises(UsageError, match="second backward through one forward of Sequential"):
+        fabric.backward(loss)
+    with pytest.raises(ConfigurationError, match="reduction='max' is neither"):
+        model.pipeline_step(X, X, nn.functional.mse_loss, reduction="max")
+    with pytest.raises(ArgumentTypeError, match="loss_fn as a function"):
+        model.pipeline_step(X, X, None)
+    last = fabric.strategy.is_last_stage
+    with pytest.raises(UsageError if last else RankError, match=r"loss_fn returned shape \[4, 4\]"):
+        model.pipeline_step(X, X, lambda out, y: out - y)
+    (model(X).sum() * float("nan")).backward()
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="gradients of all stages is nan"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    assert fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False).isnan()
+
+
+def test_misuse(ranks):
+    ranks.run(misuse, world_size=2)
+
+
+def batch_norm(count):
+    fabric = start(balance=[1, 3], num_microbatches=count)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fabric.setup(net())
+    return [str(warning.message) for warning in caught]
+
+
+def test_batch_norm_is_warned_of(ranks):
+    (warning,), others = ranks.run(batch_norm, 4, world_size=2)
+    assert re.match(r"norm \(BatchNorm1d\): batch norm in training normalises each micro-batch", warning)
+    assert others == []
+    assert ranks.run(batch_norm, 1, world_size=2) == [[], []]
+
+
+# A stage fails
+
+
+class Failing(nn.Module):
+    """Fails on demand, in the forward or the backward of its n-th micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.when, self.seen = nn.Linear(4, 4), None, 0
+
+    def forward(self, x):
+        self.seen += 1
+        if self.when == ("F", self.seen):
+            raise ValueError("boom")
+        x = self.layer(x)
+        if self.when is not None and self.when[0] == "B" and x.requires_grad:
+            x.register_hook(self.back)
+        return x
+
+    def back(self, grad):
+        self.seen += 1
+        if self.seen > self.when[1]:
+            raise ValueError("boom")
+
+
+def fails(stage, when, step, checkpoint):
+    world = dist.get_world_size()
+    fabric = start(balance=[1] * world, num_microbatches=4, checkpoint=checkpoint)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Failing() for _ in range(world)])
+    plain, model = copy.deepcopy(model), fabric.setup(model)
+    model.module[stage].when = when
+
+    def run():
+        if step:
+            model.pipeline_step(X, X, nn.functional.mse_loss)
+        else:
+            fabric.backward(nn.functional.mse_loss(model(X), X))
+
+    expected = ValueError if fabric.global_rank == stage else RankError
+    where = rf"failed on rank {stage}: ValueError: boom \(.*test_pipeline_stages.py:\d+\), in stage {stage}"
+    with pytest.raises(expected, match="boom" if expected is ValueError else where):
+        run()
+    model.module[stage].when = None  # nothing is left on the way: the next step is as ever
+    model.zero_grad()
+    run()
+    nn.functional.mse_loss(plain(X), X).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert p.is_meta or torch.allclose(p.grad, q.grad, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("when", [("F", 1), ("F", 3), ("B", 4), ("B", 6)])
+@pytest.mark.parametrize("step", [False, True])
+def test_a_stage_that_fails_is_named_and_nobody_waits(ranks, stage, when, step):
+    ranks.run(fails, stage, when, step, "never", world_size=3)
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_a_stage_that_fails_while_it_computes_again(ranks, step):
+    ranks.run(fails, 1, ("F", 5), step, "always", world_size=3)
