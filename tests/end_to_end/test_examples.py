@@ -22,6 +22,7 @@ SHORT = {
     "digits": ["--epochs", "2"],
     "gan": ["--epochs", "2", "--report-every", "1"],
     "language_model": ["--steps", "20", "--report-every", "10"],
+    "pipeline": ["--steps", "12", "--report-every", "4"],
     "sharded": ["--steps", "10"],
     "tensor_parallel": ["--epochs", "1"],
     "token_loss": ["--sequences", "203"],
@@ -35,6 +36,7 @@ AGREE = {
     "digits": 1e-4,
     "gan": 1e-3,
     "language_model": 1e-4,
+    "pipeline": 1e-4,
     "sharded": 1e-4,
     "tensor_parallel": 1e-4,
     "token_loss": 1e-4,
@@ -82,7 +84,8 @@ def test_every_example_is_here():
 @pytest.mark.parametrize("devices", [1, 2])
 def test_an_example_ends_well(name, devices):
     done = example(name, "--devices", str(devices))
-    assert done.stderr == ""
+    said = r"fabric: pipeline: balance=\[.*\n" if (name, devices) == ("pipeline", 2) else ""
+    assert re.fullmatch(said, done.stderr), done.stderr
     assert f"{name}: {devices} process(es), " in done.stdout
     assert results(done.stdout, name)
 
@@ -107,6 +110,21 @@ def test_the_sharded_example_agrees_with_plain_torch(further):
     split, plain = results(done.stdout, "sharded")
     assert split == pytest.approx(plain, abs=2e-6)
     assert last.endswith(": the same")
+
+
+@pytest.mark.parametrize(
+    "further", [("2",), ("2", "--one-call"), ("3",), ("4", "--stages", "2"), ("2", "--microbatches", "16")]
+)
+def test_the_pipeline_example_prints_the_losses_of_one_process(further):
+    alone = example("pipeline", "--devices", "1").stdout.strip().splitlines()
+    staged = example("pipeline", "--devices", *further).stdout.strip().splitlines()
+    held, total = map(int, re.fullmatch(r"rank 0 holds (\d+) of (\d+) parameters", staged[0]).groups())
+    assert held < 0.7 * total
+    losses = [[float(line.split()[-1]) for line in lines[1:-1]] for lines in (alone, staged)]
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    got, expected = (results("\n".join(lines), "pipeline") for lines in (staged, alone))
+    assert got == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(("devices", "held"), [("1", "256, 64"), ("2", "128, 64"), ("4", "64, 64")])

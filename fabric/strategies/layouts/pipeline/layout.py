@@ -290,7 +290,7 @@ class Pipeline(PipelineStates):
                 f"{LISTED} of {type(module).__name__} does not list what its forward does: {wrong}. Each "
                 "block must take what the one before returned, and the last one return the output."
             )
-        if topology.rank == 0:
+        if topology.rank == 0 and len(chosen) > 1:
             _report(chosen, costs)
         return chosen
 
