@@ -147,7 +147,7 @@ class Pipeline(PipelineStates):
         """Make the mesh. All ranks must call this."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        super().join(topology, policy)
+        self.device, self.policy = topology.device, policy
         stages = self.stages_of(topology.world_size)
         sizes = (topology.world_size // stages, stages)
         self.mesh = init_device_mesh(topology.device.type, sizes, mesh_dim_names=DIMS)
