@@ -46,7 +46,7 @@ class Block(nn.TransformerEncoderLayer):
 
 
 class Model(nn.Module):
-    """Characters to logits of each next one. The head's weight is that of the embedding, also on two stages."""
+    """Characters to logits of each next one. Embedding and head share a weight, also on two stages."""
 
     def __init__(self, width=64, layers=4, dropout=0.0):
         super().__init__()

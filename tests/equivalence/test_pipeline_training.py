@@ -513,8 +513,19 @@ def mismatched_calls():
     model(torch.zeros(4, 3, dtype=torch.long))
 
 
+def other_data(step):
+    """Each rank with a batch of its own, as under DDP: the first stage's input, the last one's target."""
+    fabric = start(balance=[2, 4], num_microbatches=2)
+    model = fabric.setup(words())
+    x, y = torch.full((4, 3), fabric.global_rank), torch.zeros(4, 3, dtype=torch.long)
+    with pytest.raises(CollectiveMismatch, match=r"int64\[4, 3\].*contents"):
+        model.pipeline_step(x, y, loss_of) if step else model(x)
+
+
 def test_ranks_that_differ(ranks):
     ranks.run(mismatched_calls, world_size=2)
+    ranks.run(other_data, False, world_size=2)
+    ranks.run(other_data, True, world_size=2)
 
 
 def test_orders_hold_what_the_papers_say():
