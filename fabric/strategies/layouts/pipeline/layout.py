@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fabric.core.errors import ConfigurationError, UsageError
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from fabric.core.policy import DtypePolicy
     from fabric.core.topology import Topology
     from fabric.strategies.layouts.pipeline.cut import Blocks, Shared
+    from fabric.strategies.layouts.pipeline.run import Lanes
 
 DIMS = ("data_parallel", "pipeline")
 
@@ -107,6 +109,7 @@ class Pipeline(PipelineStates):
         self._tied: weakref.WeakKeyDictionary[Module, list[Tied]] = weakref.WeakKeyDictionary()
         self._local: set[Module] = set()
         self._due: list[Any] = []
+        self._lanes: Lanes = (None, None, None)
         self._tags = itertools.count(3)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -155,6 +158,7 @@ class Pipeline(PipelineStates):
         self._ranks, self._place = list(range(start, start + stages)), topology.rank - start
         wire = self.channel.wire  # type: ignore[union-attr]
         self.pipeline = Channel(TorchCollective(group=self.mesh.get_group(DIMS[1])), wire)
+        self._lanes = self._make_lanes(topology, *sizes)
         if sizes[0] > 1:
             self._row = Channel(TorchCollective(group=self.mesh.get_group(DIMS[0])), wire)
 
@@ -188,7 +192,7 @@ class Pipeline(PipelineStates):
             _warn_of_batch_norm(module)
         self._flows[module] = Flow(
             type(module).__name__,
-            Runner(stage_, self._ranks, self.pipeline),
+            Runner(stage_, self._ranks, self.pipeline, self._lanes),
             count,
             self.settings.schedule,
             self.settings.output,
@@ -257,7 +261,7 @@ class Pipeline(PipelineStates):
         """Let go of the groups; models cannot run after this."""
         self._flows.clear()
         self._tied.clear()
-        self._row = None
+        self._row, self._lanes = None, (None, None, None)
         super().teardown()
 
     def synchronise(self, module: Module) -> None:
@@ -272,6 +276,16 @@ class Pipeline(PipelineStates):
         average_gradients(list(parameters), self._row)
         if module.training:
             copy_from_first(list(dict.fromkeys([b for block in blocks for b in block.buffers()])), self._row)
+
+    def _make_lanes(self, topology: Topology, rows: int, stages: int) -> Lanes:
+        own = self.pipeline.collective.group
+        if topology.device.type == "cpu" or stages == 1:
+            return own, own, own
+        made = []
+        for _ in range(2):  # all ranks make the groups of all rows
+            groups = [dist.new_group(list(range(row * stages, (row + 1) * stages))) for row in range(rows)]
+            made.append(groups[topology.rank // stages])
+        return own, made[0], made[1]
 
     def _choose(self, module: Module, blocks: Blocks, topology: Topology) -> list[int]:
         """The balance: as given, or as rank zero finds it."""
@@ -339,7 +353,7 @@ class Pipeline(PipelineStates):
                 continue
             parameter = module.get_parameter(one.stages[self._place])
             others = rest if self._place == first else [first]
-            group, wire = self.pipeline.collective.group, self.pipeline.wire
+            group, wire = self._lanes[2], self.pipeline.wire
             links = [
                 (Link(self._ranks[o], group, wire, tag), Link(self._ranks[o], group, wire, tag))
                 for o in others

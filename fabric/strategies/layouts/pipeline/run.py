@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from fabric.strategies.layouts.pipeline.stage import Stage
 
 
+Lanes = tuple[Any, Any, Any]
+
+
 class Kept(NamedTuple):
     """Of one forward of one micro-batch, until its backward."""
 
@@ -47,22 +50,24 @@ class Runner:
         stage: This rank's blocks.
         ranks: Global ranks of the pipeline, by stage.
         channel: Of these ranks.
+        lanes: Their process groups for activations, gradients and reports. Where tensors wait in the order
+            of their calls (NCCL), three of them: two ranks may then send to each other at once.
     """
 
-    def __init__(self, stage: Stage, ranks: list[int], channel: Channel) -> None:
+    def __init__(self, stage: Stage, ranks: list[int], channel: Channel, lanes: Lanes) -> None:
         self.stage, self.ranks, self.channel = stage, ranks, channel
         self.random = RandomStream(stage.index, channel.wire.device)
-        here, group, wire = stage.index, channel.collective.group if len(ranks) > 1 else None, channel.wire
+        here, wire = stage.index, channel.wire
 
-        def link(to: int, tag: int) -> Link | None:
-            return Link(ranks[to], group, wire, tag) if 0 <= to < len(ranks) else None
+        def link(to: int, lane: int) -> Link | None:
+            return Link(ranks[to], lanes[lane], wire, lane) if 0 <= to < len(ranks) else None
 
         self._before, self._after = link(here - 1, 0), link(here + 1, 0)
         self._grads_out, self._grads_in = link(here - 1, 1), link(here + 1, 1)
         # Reports: from the last stage (outputs, losses) and from the first (the end of a backward) to all.
         others = [place for place in range(len(ranks)) if place != here]
-        self._to_all = [Link(ranks[place], group, wire, 2) for place in others]
-        self._reports = {place: Link(ranks[place], group, wire, 2) for place in others}
+        self._to_all = [Link(ranks[place], lanes[2], wire, 2) for place in others]
+        self._reports = {place: Link(ranks[place], lanes[2], wire, 2) for place in others}
 
     def run(self, order: Order, work: Pass) -> None:
         """One pass. Afterwards, and not before, ask `finish`."""
