@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fabric import Fabric
-from fabric.strategies import FSDPStrategy, ModelParallelStrategy, ZeRO1Strategy
+from fabric.strategies import FSDPStrategy, ModelParallelStrategy, PipelineStrategy, ZeRO1Strategy
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +36,7 @@ STRATEGIES = {
     "zero3": partial(FSDPStrategy, auto_wrap_policy={nn.Linear}, **SPAWNED),
     "offload": partial(FSDPStrategy, cpu_offload=True, auto_wrap_policy={nn.Linear}, **SPAWNED),
     "tp": partial(ModelParallelStrategy, split, 1, "auto", **SPAWNED),
+    "pipeline": partial(PipelineStrategy, num_microbatches=2, **SPAWNED),
 }
 
 
@@ -85,7 +86,7 @@ def test_one_device_equals_plain_torch(strategy, precision):
 @NEEDS_TWO
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_devices_equal_plain_torch(strategy):
-    expected = train_plain(1 if strategy == "tp" else 2)
+    expected = train_plain(1 if strategy in ("tp", "pipeline") else 2)
     torch.testing.assert_close(launch(strategy, 2), expected, atol=1e-5, rtol=1e-5)
 
 
