@@ -571,6 +571,7 @@ def fails(stage, when, step, checkpoint):
     fabric = start(balance=[1] * world, num_microbatches=4, checkpoint=checkpoint)
     torch.manual_seed(0)
     model = nn.Sequential(*[Failing() for _ in range(world)])
+    model[-1].layer.weight = model[0].layer.weight  # of which nothing may be left over either
     plain, model = copy.deepcopy(model), fabric.setup(model)
     model.module[stage].when = when
 

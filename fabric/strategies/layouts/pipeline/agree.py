@@ -61,6 +61,10 @@ class Tied:
             self.parameter.grad = torch.zeros_like(self.parameter)
         self.parameter.grad += total
 
+    def forget(self) -> None:
+        """Drop what a backward that failed has left."""
+        self._own = None
+
     def _hold_back(self, grad: Tensor) -> Tensor:
         self._own = grad.clone() if self._own is None else self._own + grad
         return torch.zeros_like(grad)

@@ -22,6 +22,7 @@ from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Protocol
 
     from torch import Tensor
 
@@ -29,6 +30,16 @@ if TYPE_CHECKING:
     from fabric.strategies.layouts.parts import Call
     from fabric.strategies.layouts.pipeline.link import Form
     from fabric.strategies.layouts.pipeline.run import Runner
+
+    class After(Protocol):
+        """What a layout has to do after a backward."""
+
+        def __call__(self) -> None:
+            """It has ended."""
+
+        def forget(self) -> None:
+            """It has failed."""
+
 
 _INTO = "micro-batches"
 _COMPARED = 2
@@ -46,7 +57,7 @@ class Flow:
         schedule: A key of `SCHEDULES`, for `pipeline_step`.
         output: "all": every rank gets the output; "last": only the last stage.
         policy: Of the precision.
-        after: Called when a backward has ended on all stages.
+        after: Called when a backward has ended on all stages; told when one has not.
     """
 
     def __init__(
@@ -57,7 +68,7 @@ class Flow:
         schedule: str,
         output: str,
         policy: DtypePolicy,
-        after: Callable[[], None],
+        after: After,
     ) -> None:
         self.name, self.runner, self.count = name, runner, count
         self.schedule, self.output, self.policy, self.after = schedule, output, policy, after
@@ -78,7 +89,7 @@ class Flow:
             runner.run(forwards(len(work.calls)), work)
         joined = self._join(work, parts)
         out = self._bring(work, joined)
-        runner.finish(work, f"forward of {self.name}")
+        self.finish(work, "forward")
         runner.random.go_on()
         leaves, spec = flatten(out)
         if torch.is_grad_enabled():
@@ -158,12 +169,20 @@ class Flow:
             total = torch.stack([work.outputs[index].detach() for index in range(count)]).sum()
         total = runner.report(work, runner.stage.count - 1, total)
         runner.report(work, 0, [])
-        runner.finish(work, f"pipeline_step of {self.name}")
+        self.finish(work, "pipeline_step")
         runner.random.go_on()
         if torch.is_grad_enabled():
             self.after()
         result: Tensor = total
         return result
+
+    def finish(self, work: Pass, doing: str) -> None:
+        """End a pass; raises on all ranks if a stage has failed."""
+        try:
+            self.runner.finish(work, f"{doing} of {self.name}")
+        except BaseException:
+            self.after.forget()
+            raise
 
     def _meet(self, verb: str, data: Any) -> None:
         if self.runner.stage.count == 1:
@@ -192,7 +211,9 @@ class Flow:
     def _bring(self, work: Pass, joined: Joined | None) -> Any:
         """The output on this rank: the values, or what they look like."""
         runner, last = self.runner, self.runner.stage.count - 1
-        tree = None if joined is None else joined.tree
+        tree = None
+        if joined is not None:  # which must not keep it
+            tree, joined.tree = joined.tree, None
         if self.output == "all" or last == 0:
             told = runner.report(work, last, tree)
         else:
@@ -261,7 +282,7 @@ class Record:
             work.grads = dict(enumerate(self.joined.split(given)))
         runner.run(backwards(len(work.calls)), work)
         found = runner.report(work, 0, self._gather(work) if runner.stage.is_first else None)
-        runner.finish(work, f"backward of {flow.name}")
+        flow.finish(work, "backward")
         if runner.stage.is_first and work.failed is None:
             found = self._gather(work)
         return list(found)

@@ -39,7 +39,7 @@ class Joined:
         paths = [path for path, _ in iter_paths(outputs[0])]
         self._sizes = [_sizes(column, rows, path, seen) for column, path in zip(columns, paths, strict=True)]
         joined = [_join(column) for column in columns]
-        self.tree = unflatten(joined, spec, outputs[0])
+        self.tree: Any = unflatten(joined, spec, outputs[0])
         """Leaves require gradients where a part does."""
 
     def split(self, grads: dict[int, Any]) -> list[list[Any]]:

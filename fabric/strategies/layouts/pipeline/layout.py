@@ -267,7 +267,7 @@ class Pipeline(PipelineStates):
     def synchronise(self, module: Module) -> None:
         """At the end of a backward: what several ranks hold of the module agrees again."""
         flow = self._flows[module]
-        for tied in self._tied.get(module, ()):
+        for tied in self.tied_of(module):
             tied.add_up()
         if self._row is None or module in self._local:
             return
@@ -286,6 +286,10 @@ class Pipeline(PipelineStates):
             groups = [dist.new_group(list(range(row * stages, (row + 1) * stages))) for row in range(rows)]
             made.append(groups[topology.rank // stages])
         return own, made[0], made[1]
+
+    def tied_of(self, module: Module) -> list[Tied]:
+        """The parameters of a module that this stage shares with others."""
+        return self._tied.get(module, [])
 
     def _choose(self, module: Module, blocks: Blocks, topology: Topology) -> list[int]:
         """The balance: as given, or as rank zero finds it."""
@@ -386,6 +390,13 @@ class _After:
         elif running != self._queued_in:
             self._queued_in = running
             torch.autograd.Variable._execution_engine.queue_callback(self._synchronise)
+
+    def forget(self) -> None:
+        """The backward has failed: what it left for the synchronisation must not come into the next one."""
+        self._queued_in = -1
+        module = self._module()
+        for tied in self._layout.tied_of(module) if module is not None else ():
+            tied.forget()
 
     def _synchronise(self) -> None:
         self._queued_in = -1
