@@ -21,6 +21,7 @@ TOPICS = (
     "at_scale",
     "layouts",
     "memory",
+    "pipeline",
 )
 HEAD = ["what", "Lightning Fabric", "Accelerate", "limit", "ours", "target"]
 

@@ -1,12 +1,15 @@
 """A character-level transformer in stages, one on each process: the loop is that of one process.
 
 Nothing is downloaded. Each process holds the blocks of its stage; batches follow each other through the
-stages in micro-batches, and every process computes the loss. With 2 and more processes it prints the losses
-of one:
+stages in micro-batches, and every process computes the loss. Any number of processes prints the same losses:
 
-    python examples/pipeline.py --devices 1 python examples/pipeline.py --devices 2 python
-    examples/pipeline.py --devices 2 --one-call  # forward, loss and backward in turns: 1F1B python
-    examples/pipeline.py --devices 4 --stages 2  # two pipelines, each with half of every batch
+    python examples/pipeline.py --devices 1
+    python examples/pipeline.py --devices 2
+    python examples/pipeline.py --devices 2 --one-call
+    python examples/pipeline.py --devices 4 --stages 2
+
+--one-call makes forward, loss and backward in turns (1F1B); the last line runs two pipelines, each with half
+of every batch.
 """
 
 import argparse

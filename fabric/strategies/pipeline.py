@@ -42,7 +42,8 @@ class PipelineStrategy(ParallelStrategy):
             there are stages after it, and one more) or "gpipe" (of all). A loop with `model(x)` and
             `fabric.backward` computes the loss of the whole batch in between, which is "gpipe".
         checkpoint: Which micro-batches keep their inputs only, and compute their activations again in
-            backward: "always", "except_last" (the last one goes back first), "never".
+            backward: "always", "except_last" (all but those that go back right after their forward: of
+            "gpipe" the last one, of "1f1b" those of the last stage), "never".
         num_stages: Stages of a pipeline; None: as many as `balance` has, or all ranks. Further ranks make
             further rows, which see different data and average their gradients.
         output: "all", or "last": only the last stage gets the output; others get a placeholder of its shape.

@@ -41,6 +41,8 @@ REFUSED = "refused: "
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _NOT_THE_USERS = (_PACKAGE, contextlib.__file__, str(Path("site-packages", "torch")) + os.sep)
 _KEPT_CALLS = 1024
+CONTENTS = ", contents "
+"""In the data of a call: a checksum of the values follows, which are to be the same."""
 
 
 class Call(NamedTuple):
@@ -152,9 +154,13 @@ def mismatch_text(rows: Sequence[Said]) -> str:
         remedy = "Call it on all ranks with arguments that every rank accepts."
     elif len({row.verb for row in rows}) == 1:
         head = f"Ranks called {rows[0].verb} with different data"
-        remedy = (
-            "Give every rank the same structure, shapes and dtypes (all_gather has uneven='list' or 'cat')."
-        )
+        hint = " (all_gather has uneven='list' or 'cat')" * rows[0].verb.startswith("all_gather")
+        remedy = f"Give every rank the same structure, shapes and dtypes{hint}."
+        if all([CONTENTS in row.what for row in rows]):
+            remedy = (
+                "The ranks of a pipeline need the same batch: give the loader to fabric.setup_dataloaders, "
+                "use no sampler per rank, and seed all ranks alike."
+            )
     else:
         head = "Ranks made different calls where all must make the same"
         remedy = (

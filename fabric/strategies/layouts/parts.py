@@ -31,8 +31,6 @@ class CallParts:
         kwargs: Its keyword arguments.
         count: How many parts there may be.
         into: What the parts are for, in errors.
-        uneven: Not all of one size, so that it shows whether outputs have rows. One part where that cannot
-            be.
 
     Raises:
         ConfigurationError: Tensors differ in their number of rows, or one is a PackedSequence.
@@ -44,7 +42,6 @@ class CallParts:
         kwargs: dict[str, Any],
         count: int,
         into: str = "replicas",
-        uneven: bool = False,
     ) -> None:
         self.whole = (args, kwargs)
         self._leaves, self._spec = flatten(self.whole)
@@ -55,8 +52,12 @@ class CallParts:
         each = -(-rows // count)
         self.sizes = [min(each, rows - start) for start in range(0, rows, each)] if rows else [1]
         """Rows of each part; [1] where there are no rows to split."""
-        if uneven and len(set(self.sizes)) == 1 and len(self.sizes) > 1:
-            self.sizes[:2] = [self.sizes[0] + 1, self.sizes[1] - 1] if each > 1 else [2]
+
+    def head(self, rows: int) -> Call:
+        """The arguments of a call with the first `rows` rows."""
+        own = [leaf.narrow(0, 0, rows) if _has_rows(leaf) else leaf for leaf in self._leaves]
+        call: Call = unflatten(own, self._spec, self.whole)
+        return call
 
     def __len__(self) -> int:
         return len(self.sizes)

@@ -35,8 +35,13 @@ class Tied:
     def __init__(self, parameter: Parameter, links: list[tuple[Link, Link]], first: bool) -> None:
         self.parameter, self._links, self.first = parameter, links, first
         self._own: Tensor | None = None
-        if parameter.requires_grad:
-            parameter.register_hook(self._hold_back)
+        self._hooked = False
+
+    def arm(self) -> None:
+        """Before a forward: from now on, if it is trained. It may have been frozen until here."""
+        if self.parameter.requires_grad and not self._hooked:
+            self._hooked = True
+            self.parameter.register_hook(self._hold_back)
 
     def add_up(self) -> None:
         """The sum over stages into `.grad`. All these stages must call this."""

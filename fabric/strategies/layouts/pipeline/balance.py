@@ -121,11 +121,14 @@ def time_costs(
     return Costs(each, "time")
 
 
-def chain_differs(model: Module, blocks: Blocks, example: Any, device: torch.device) -> str:
+def chain_differs(
+    model: Module, blocks: Blocks, example: Any, device: torch.device, policy: DtypePolicy
+) -> str:
     """How far the model's own forward is from its blocks one after the other; "": they agree."""
     args = map_tree(
         lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, as_call(example)
     )
+    args = _cast(args, policy.param)
     tried = copy.deepcopy(model).to(device).eval()
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         expected = tried(*args)

@@ -43,7 +43,7 @@ def find_blocks(model: Module) -> Blocks:
             f"`def {LISTED}(self): return [self.embedding, *self.layers, self.head]`: modules of which each "
             "takes what the one before returned."
         )
-    paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
+    paths = {id(module): path for path, module in model.named_modules()}
     for place, block in enumerate(blocks):
         if not isinstance(block, Module) or id(block) not in paths or block is model:
             what = f"a {type(block).__name__}" if not isinstance(block, Module) else "no part of the model"

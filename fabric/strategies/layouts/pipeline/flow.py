@@ -10,13 +10,14 @@ from torch.autograd.function import once_differentiable
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.tree import flatten, unflatten
+from fabric.forward import differentiable
 from fabric.plugins.collectives.channel import as_bytes
-from fabric.plugins.collectives.frames import call_of, describe_tensor, draw
+from fabric.plugins.collectives.frames import CONTENTS, call_of, describe_tensor, draw
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.joined import Joined
 from fabric.strategies.layouts.pipeline.link import Failed, form_of
 from fabric.strategies.layouts.pipeline.orders import SCHEDULES, backwards, forwards
-from fabric.strategies.layouts.pipeline.placeholder import placeholder
+from fabric.strategies.layouts.pipeline.placeholder import Placeholder, placeholder
 from fabric.strategies.layouts.pipeline.run import Pass, form_as_tensor, form_from_tensor
 from fabric.utilities.dtypes import CastTo
 
@@ -40,10 +41,14 @@ if TYPE_CHECKING:
         def forget(self) -> None:
             """It has failed."""
 
+        def arm(self) -> None:
+            """A forward begins through which it may go."""
+
 
 _INTO = "micro-batches"
 _COMPARED = 2
 """Calls in which ranks compare what is in their batches; later ones compare shapes."""
+_TRIAL = "a trial with one row and with two"
 _LOOKED_AT = 1 << 16
 
 
@@ -75,14 +80,14 @@ class Flow:
         self.retain = False
         """Whether the graph outlives the backward that runs: `fabric.backward(loss, retain_graph=True)`."""
         self._forwards = self._compared = 0
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output for the whole batch. All ranks of the pipeline, with the same batch."""
         self._forwards += 1
         self._meet("forward", (args, kwargs))
-        # The first time uneven, so that outputs show whether their first dimension is that of the batch.
-        parts = CallParts(args, kwargs, self.count, _INTO, uneven=self._forwards == 1)
+        parts = CallParts(args, kwargs, self.count, _INTO)
+        self._try_rows(parts)
         work = Pass([_detached(call) for call in parts])
         runner = self.runner
         with runner.random():
@@ -108,7 +113,7 @@ class Flow:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.__deepcopy__({})
 
-    def step(
+    def pipeline_step(
         self,
         x: Any,
         target: Any,
@@ -131,12 +136,17 @@ class Flow:
                 of the whole batch, also where micro-batches have different numbers of rows.
             kwargs: Keyword arguments of the model.
 
+        A mean over something else than rows (over the tokens that are not padding, with weights of classes)
+        is none of the two: let `loss_fn` sum, write reduction="sum", and then
+        `fabric.normalize_gradients(model, count)`.
+
         Returns:
             The loss of the whole batch, shape (), without a graph.
 
         Raises:
             ConfigurationError: `reduction` is neither; tensors differ in their number of rows.
             ArgumentTypeError: `loss_fn` is no function.
+            UsageError: An input requires a gradient: it would not get one. The loss requires none.
             RankError: A stage has failed.
         """
         if reduction not in ("mean", "sum"):
@@ -147,15 +157,21 @@ class Flow:
                 f"{loss_fn!r:.80}."
             )
         self._meet("pipeline_step", (x, target, kwargs))
+        if torch.is_grad_enabled() and differentiable((x, target, kwargs)):
+            raise UsageError(
+                "An argument of pipeline_step requires a gradient, which it would not get. Call model(x), "
+                "and fabric.backward with the loss, where something before the pipeline is trained, too."
+            )
         parts = CallParts((x, target), kwargs, self.count, _INTO)
         cut = list(parts)
         weights = [size / sum(parts.sizes) if reduction == "mean" else 1.0 for size in parts.sizes]
 
         def loss(index: int, out: Any) -> Tensor:
+            needed = bool(differentiable(out))
             with torch.autocast(self.runner.channel.wire.device.type, enabled=False):
                 cast = out if self.policy.output is None else CastTo(self.policy.output)(out)
                 value = loss_fn(cast, cut[index][0][1])
-            return _checked_loss(value) * weights[index]
+            return _checked_loss(value, needed) * weights[index]
 
         work = Pass([_detached(((args[0],), named)) for args, named in cut], loss)
         runner, count = self.runner, len(cut)
@@ -185,17 +201,44 @@ class Flow:
             raise
 
     def _meet(self, verb: str, data: Any) -> None:
-        if self.runner.stage.count == 1:
-            return
+        if torch.is_grad_enabled():
+            self.after.arm()
         leaves, spec = flatten(data)
+        if any([isinstance(leaf, Placeholder) for leaf in leaves]):
+            raise UsageError(
+                f"An input of {self.name} is an output that PipelineStrategy(output='last') brought to the "
+                "last stage only. Leave output='last' out where one model goes on with what another one "
+                "returns."
+            )
         mode = "" if torch.is_grad_enabled() else ", no_grad"
         drawn = [describe_tensor(v) if isinstance(v, torch.Tensor) else type(v).__name__ for v in leaves]
         what = draw(spec, drawn)
         if self._compared < _COMPARED:
             # The first stage takes the input, the last one the target: of two batches nobody would notice.
             self._compared += 1
-            what = f"{what}, contents {_checksum(leaves)}"
+            what = f"{what}{CONTENTS}{_checksum(leaves)}"
         self.runner.channel.meet(call_of(f"{verb} of {self.name}{mode}", what))
+
+    def _try_rows(self, parts: CallParts) -> None:
+        """Once: an output whose first dimension is not that of the batch cannot be joined; micro-batches of
+        one size would not show it. Computes one row and two, in evaluation; leaves no trace.
+        """
+        if self._tried or self.count == 1 or sum(parts.sizes) < 2 or len(parts) < 2:
+            return
+        self._tried = True
+        runner = self.runner
+        work = Pass([parts.head(1), parts.head(2)])
+        with torch.no_grad(), runner.random(), runner.stage.untouched():
+            runner.run(forwards(2), work)
+        if runner.stage.is_last and work.failed is None:
+            try:
+                Joined([work.outputs[0], work.outputs[1]], [1, 2])
+            except UsageError as error:
+                runner.note(error, work, _TRIAL)
+        told = runner.report(work, runner.stage.count - 1, [])
+        if isinstance(told, Failed) and _TRIAL not in told.text:
+            work.failed = work.error = None  # it does not run on so few rows: then nothing is known
+        self.finish(work, "forward")
 
     def _join(self, work: Pass, parts: CallParts) -> Joined | None:
         """The output of all micro-batches, on the last stage."""
@@ -203,7 +246,7 @@ class Flow:
             return None
         try:
             outputs = [work.outputs.pop(index) for index in range(len(work.calls))]
-            return Joined(outputs, parts.sizes, self._seen if self.count > 1 else None)
+            return Joined(outputs, parts.sizes)
         except Exception as error:
             self.runner.note(error, work, "joining the outputs")
             return None
@@ -320,6 +363,12 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         record: Record = ctx.record
         flow = record.flow
+        if not torch.autograd.Variable._execution_engine.is_checkpoint_valid():
+            raise UsageError(
+                f"torch.autograd.grad, or backward(inputs=...), went through {flow.name}, whose stages would "
+                "accumulate into .grad of all parameters. Write fabric.backward(loss): inputs that require a "
+                "gradient have it in .grad afterwards."
+            )
         found = record.backward(grads)
         flow.after()
         return None, None, None, *found
@@ -338,7 +387,9 @@ def _checksum(leaves: list[Any]) -> str:
     """Of the first elements of each tensor; copies them to the host."""
     value = 0
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_meta:
+        plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.grad_fn is None
+        # What was computed on a GPU may differ in the last bit.
+        if plain and (leaf.device.type == "cpu" or not leaf.is_floating_point()):
             some = leaf.detach().reshape(-1)[:_LOOKED_AT].cpu()
             value = zlib.crc32(as_bytes(some).numpy().tobytes(), value)
     return f"{value:08x}"
@@ -357,11 +408,16 @@ def _detached(call: Call) -> Call:
     return made
 
 
-def _checked_loss(value: Any) -> Tensor:
+def _checked_loss(value: Any, needed: bool) -> Tensor:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise UsageError(
             f"loss_fn returned {shape}, but pipeline_step needs one number. Reduce it to the mean over the "
             "rows, or to their sum with reduction='sum'."
+        )
+    if needed and not value.requires_grad:
+        raise UsageError(
+            "loss_fn returned a loss that does not require a gradient, though the output does, so nothing "
+            "would be trained. Leave out what cuts it off (detach(), item(), no_grad)."
         )
     return value.reshape(())

@@ -9,9 +9,6 @@ import torch
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten, iter_paths, unflatten
 
-Seen = dict[str, tuple[int, int]]
-"""By place and shape of an output: its first dimension, for so many rows."""
-
 
 class Joined:
     """One output in place of several: tensors joined along dim 0, without a graph.
@@ -19,13 +16,12 @@ class Joined:
     Args:
         outputs: Of each micro-batch, trees of tensors.
         rows: Of each micro-batch.
-        seen: First dimensions and rows of earlier outputs, to compare with; None: nothing is joined.
 
     Raises:
         UsageError: They differ in structure, or have no rows to join by.
     """
 
-    def __init__(self, outputs: list[Any], rows: list[int], seen: Seen | None) -> None:
+    def __init__(self, outputs: list[Any], rows: list[int]) -> None:
         flat = [flatten(output) for output in outputs]
         spec = flat[0][1]
         for index, (_, other) in enumerate(flat):
@@ -37,7 +33,7 @@ class Joined:
                 )
         columns = [list(column) for column in zip(*[leaves for leaves, _ in flat], strict=True)]
         paths = [path for path, _ in iter_paths(outputs[0])]
-        self._sizes = [_sizes(column, rows, path, seen) for column, path in zip(columns, paths, strict=True)]
+        self._sizes = [_sizes(column, rows, path) for column, path in zip(columns, paths, strict=True)]
         joined = [_join(column) for column in columns]
         self.tree: Any = unflatten(joined, spec, outputs[0])
         """Leaves require gradients where a part does."""
@@ -68,10 +64,10 @@ def _join(column: list[Any]) -> Any:
     return whole.requires_grad_(needed)
 
 
-def _sizes(column: list[Any], rows: list[int], path: str, seen: Seen | None) -> list[int]:
+def _sizes(column: list[Any], rows: list[int], path: str) -> list[int]:
     """First dimensions of each micro-batch's part; an output may have several for each row of the input."""
     first = column[0]
-    if seen is None or first is None:
+    if len(column) == 1 or first is None:
         return [0] * len(column)
     where = f" at output{path}" if path else ""
     if not first.dim():
@@ -82,9 +78,9 @@ def _sizes(column: list[Any], rows: list[int], path: str, seen: Seen | None) -> 
         )
     alike = all([isinstance(leaf, torch.Tensor) and leaf.shape[1:] == first.shape[1:] for leaf in column])
     sizes = [leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else -1 for leaf in column]
-    key = f"{path} of shape {list(first.shape[1:])}"
-    size, own = seen.setdefault(key, (sizes[0], rows[0]))
-    if not alike or any([there * own != size * here for there, here in zip(sizes, rows, strict=True)]):
+    if not alike or any(
+        [there * rows[0] != sizes[0] * here for there, here in zip(sizes, rows, strict=True)]
+    ):
         shapes = ", ".join([str(list(leaf.shape)) if leaf is not None else "None" for leaf in column])
         raise UsageError(
             f"The last stage returned shapes {shapes}{where} for micro-batches of "

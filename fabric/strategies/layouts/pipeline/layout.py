@@ -44,7 +44,7 @@ from fabric.strategies.layouts.pipeline.ghosts import Slots, refuse_calls
 from fabric.strategies.layouts.pipeline.link import Link
 from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
-from fabric.strategies.layouts.pipeline.states import PipelineStates
+from fabric.strategies.layouts.pipeline.states import PipelineStates, names_of
 from fabric.utilities.compile import is_compiled
 from fabric.utilities.messages import say
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -186,6 +186,7 @@ class Pipeline(PipelineStates):
         self.balance = balance
         stage_ = Stage(self._place, stages, own, starts[self._place], self.settings.checkpoint)
         self.paths[module] = [path for path, _ in own]
+        self.names[module] = names_of(module, own)
         self._tie(module, shared)
         count = self.settings.num_microbatches or 2 * stages
         if count > 1 and topology.rank == 0:
@@ -199,6 +200,8 @@ class Pipeline(PipelineStates):
             self.policy,  # type: ignore[arg-type]
             _After(self, module),
         )
+        # Its own methods may call self(x).
+        module.__dict__["forward"] = self._flows[module]
         return module
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
@@ -212,7 +215,7 @@ class Pipeline(PipelineStates):
 
     def model_method(self, wrapped: Module, name: str) -> Callable[..., Any] | None:
         """`pipeline_step`, which models have beside their own methods."""
-        return self._flows[wrapped].step if name == "pipeline_step" else None
+        return self._flows[wrapped].pipeline_step if name == "pipeline_step" else None
 
     @contextmanager
     def no_sync(self, wrapped: Module) -> Iterator[None]:
@@ -319,7 +322,7 @@ class Pipeline(PipelineStates):
         if any([p.is_meta for p in module.parameters()]):
             return parameter_costs(blocks, "parameters have no values yet"), ""
         try:
-            wrong = chain_differs(module, blocks, settings.example, topology.device)
+            wrong = chain_differs(module, blocks, settings.example, topology.device, self.policy)  # type: ignore[arg-type]
             count = settings.num_microbatches or 2 * stages
             again = settings.checkpoint != "never"
             costs = time_costs(blocks, settings.example, count, again, topology.device, self.policy)  # type: ignore[arg-type]
@@ -390,6 +393,12 @@ class _After:
         elif running != self._queued_in:
             self._queued_in = running
             torch.autograd.Variable._execution_engine.queue_callback(self._synchronise)
+
+    def arm(self) -> None:
+        """Before a forward through which gradients may flow."""
+        module = self._module()
+        for tied in self._layout.tied_of(module) if module is not None else ():
+            tied.arm()
 
     def forget(self) -> None:
         """The backward has failed: what it left for the synchronisation must not come into the next one."""

@@ -8,6 +8,7 @@ come before the new description.
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.channel import Wire
 
 _KNOWN, _NEW, _FAILED = 0, 1, 2
+_ON_THE_WAY = 2
+"""Messages. With one or more, no stages wait in a circle: each comes to what it has not taken yet."""
 
 
 class Failed(NamedTuple):
@@ -73,13 +76,19 @@ class Link:
         self._form: Form | None = None
         self._text = b""
         self._expected: tuple[Tensor, Any, list[Any], list[Any]] | None = None
-        self._sent: list[tuple[Any, Tensor]] = []
+        self._sent: deque[list[tuple[Any, Tensor]]] = deque()
         self.flag = False
         """A bit that rides along; of the last message that was taken."""
 
     def send(self, tree: Any, flag: bool = False) -> None:
-        """Start to send a tree of tensors, or a `Failed`. Its tensors must stay as they are until `flush`."""
-        self._sent = [(work, held) for work, held in self._sent if not work.is_completed()]
+        """Start to send a tree of tensors, or a `Failed`. Its tensors must stay as they are until `flush`.
+
+        A few messages may be on the way; then it waits until the first of them has been taken. (gloo does not
+        tell without waiting, and a sender that is far ahead would hold all that it has sent.)
+        """
+        while len(self._sent) >= _ON_THE_WAY:
+            _wait([work for work, _ in self._sent.popleft()])
+        self._sent.append([])
         if isinstance(tree, Failed):
             text = pickle.dumps(tuple(tree))
             self._head(_FAILED, len(text), flag)
@@ -135,8 +144,8 @@ class Link:
 
     def flush(self) -> None:
         """Wait until all that was sent has been taken."""
-        _wait([work for work, _ in self._sent])
-        self._sent.clear()
+        while self._sent:
+            _wait([work for work, _ in self._sent.popleft()])
 
     def _head(self, kind: int, size: int, flag: bool) -> None:
         self._start(torch.tensor([kind, size, flag], dtype=torch.int64, device=self._host))
@@ -149,7 +158,7 @@ class Link:
                     self._start(as_bytes(leaf))
 
     def _start(self, tensor: Tensor) -> None:
-        self._sent.append((dist.isend(tensor, self.peer, group=self._group, tag=self._tag), tensor))
+        self._sent[-1].append((dist.isend(tensor, self.peer, group=self._group, tag=self._tag), tensor))
 
     def _ask(self, room: Iterable[Tensor | None]) -> list[Any]:
         wanted = [as_bytes(leaf) for leaf in room if leaf is not None and leaf.numel()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -33,6 +34,14 @@ def one_forward_one_backward(stage: int, stages: int, count: int) -> Order:
     for index in range(count - ahead):
         order += [("F", ahead + index), ("B", index)]
     return order + [("B", index) for index in range(count - ahead, count)]
+
+
+def at_once(order: Order, count: int) -> set[int]:
+    """The micro-batches that go back right after their forward; without backwards in the order, the last."""
+    if not any([kind == "B" for kind, _ in order]):
+        return {count - 1}
+    follows = itertools.pairwise(order)
+    return {i for (kind, i), (then, j) in follows if kind == "F" and then == "B" and i == j}
 
 
 SCHEDULES: dict[str, Callable[[int, int, int], Order]] = {

@@ -25,6 +25,7 @@ _READERS = (
     "__repr__",
     "__format__",
     "__contains__",
+    "__reduce_ex__",
     "data_ptr",
     "is_nonzero",
     "equal",
@@ -54,7 +55,8 @@ class Placeholder(torch.Tensor):
                 raise _no_values(name)
             if name in ("__get__", "__set__", "backward", "requires_grad_", "detach_", "register_hook"):
                 return _as_placeholders(func(*args, **(kwargs or {})))
-            changed = leaves[0] if leaves and name.endswith("_") and not name.startswith("__") else None
+            in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
+            changed = leaves[0] if leaves and in_place else None
             if isinstance(changed, torch.Tensor) and not isinstance(changed, cls):
                 raise _no_values(f"{name} into a tensor with values")
             plain, named = unflatten([_shape_of(leaf) for leaf in leaves], spec, None)
@@ -78,6 +80,12 @@ def _shape_of(leaf: Any) -> Any:
     if isinstance(leaf, Placeholder):
         return leaf.as_subclass(torch.Tensor)
     if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+        if leaf.requires_grad and torch.is_grad_enabled():
+            raise UsageError(
+                f"A tensor of shape {list(leaf.shape)} that requires a gradient meets a placeholder: with "
+                "PipelineStrategy(output='last') only the last stage has the values, so its gradient would "
+                "be missing here. Leave output='last' out, or put it into a block of the model."
+            )
         return torch.empty_like(leaf, device="meta", requires_grad=False)
     return leaf
 

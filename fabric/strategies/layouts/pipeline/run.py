@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from fabric.core.errors import RankError
 from fabric.core.tree import flatten
 from fabric.strategies.layouts.pipeline.link import Failed, Form, Link
+from fabric.strategies.layouts.pipeline.orders import at_once
 from fabric.strategies.layouts.pipeline.stage import RandomStream, own
 from fabric.utilities.lifeline import describe
 
@@ -72,6 +73,7 @@ class Runner:
     def run(self, order: Order, work: Pass) -> None:
         """One pass. Afterwards, and not before, ask `finish`."""
         left = Counter([kind for kind, _ in order])
+        work.at_once = at_once(order, len(work.calls))
         for kind, index in order:
             left[kind] -= 1
             if kind == "F":
@@ -137,7 +139,7 @@ class Runner:
         call = work.calls[index] if self._before is None else ((arrived,), {})
         grad = torch.is_grad_enabled()
         args, kwargs = own(call) if grad else call
-        out = self.stage.forward(args, kwargs, last=index == len(work.calls) - 1)
+        out = self.stage.forward(args, kwargs, at_once=index in work.at_once)
         if work.loss is not None and self.stage.is_last:
             out = work.loss(index, out)
             work.grads[index] = [torch.ones_like(out)]
@@ -201,6 +203,8 @@ class Pass:
 
     def __init__(self, calls: list[Call], loss: Callable[[int, Any], Tensor] | None = None) -> None:
         self.calls, self.loss = calls, loss
+        self.at_once: set[int] = set()
+        """Micro-batches that go back right after their forward."""
         self.kept: dict[int, Kept] = {}
         self.outputs: dict[int, Any] = {}
         self.grads: dict[int, list[Any]] = {}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.plugins.collectives.channel import Channel
+    from fabric.strategies.layouts.pipeline.cut import Blocks
 
 
 class PipelineStates(Split):
@@ -36,6 +37,8 @@ class PipelineStates(Split):
         super().__init__()
         self.paths: weakref.WeakKeyDictionary[Module, list[str]] = weakref.WeakKeyDictionary()
         """Of the blocks that this stage has."""
+        self.names: weakref.WeakKeyDictionary[Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
+        """Under which keys of a state dict they may stand: a module can have several names."""
 
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
@@ -73,7 +76,7 @@ class PipelineStates(Split):
         state: dict[str, Any] = module.state_dict()
         if len(self._ranks) == 1:
             return state
-        own = {key: _on_host(value) for key, value in state.items() if self._answers_for(module, key)}
+        own = {key: _on_host(value) for key, value in state.items() if self._answers_for(module, key, value)}
         for part in self._parts(own):
             state.update(part)
         return state
@@ -115,21 +118,16 @@ class PipelineStates(Split):
         state = optimizer.state_dict()
         if len(self._ranks) == 1:
             return state
-        own, merged = map_tree(_on_host, state["state"]), {}
+        here = _numbers_here(optimizer, state)
+        own = {n: map_tree(_on_host, entry) for n, entry in state["state"].items() if n in here}
+        merged: dict[Any, Any] = {}
         for part in self._parts(own):
             merged.update(part)
         return {**state, "state": dict(sorted(merged.items()))}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load this stage's part of a full state."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        numbers = [n for group in state["param_groups"] for n in group["params"]]
-        if len(held) != len(numbers):
-            raise UsageError(
-                f"The optimizer has {len(held)} parameters, but the state that is loaded {len(numbers)}. "
-                "Make it from the same model."
-            )
-        here = {number for number, p in zip(numbers, held, strict=True) if not p.is_meta}
+        here = _numbers_here(optimizer, state)
         part = {key: value for key, value in state["state"].items() if key in here}
         optimizer.load_state_dict({**state, "state": part})
 
@@ -142,8 +140,33 @@ class PipelineStates(Split):
     def _part(self, value: Any, new: Tensor) -> Any:
         return value
 
-    def _answers_for(self, module: Module, key: str) -> bool:
-        return any([key.startswith(f"{path}.") for path in self.paths[module]])
+    def _answers_for(self, module: Module, key: str, value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return not value.is_meta
+        return key.startswith(self.names[module])
+
+
+def names_of(module: Module, own: Blocks) -> tuple[str, ...]:
+    """Prefixes of the keys of a stage's blocks, under all names that they have in the model."""
+    blocks = [block for _, block in own]
+    named = module.named_modules(remove_duplicate=False)
+    return tuple([f"{name}." for name, part in named if any([part is block for block in blocks])])
+
+
+def _numbers_here(optimizer: Optimizer, state: dict[str, Any]) -> set[int]:
+    """The numbers in an optimizer's state dict of the parameters that this stage holds.
+
+    Raises:
+        UsageError: The state is that of another number of parameters.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [n for group in state["param_groups"] for n in group["params"]]
+    if len(held) != len(numbers):
+        raise UsageError(
+            f"The optimizer has {len(held)} parameters, but the state that is loaded {len(numbers)}. Make "
+            "it from the same model."
+        )
+    return {number for number, p in zip(numbers, held, strict=True) if not p.is_meta}
 
 
 def _absent(value: Any) -> Any:
