@@ -176,13 +176,12 @@ def due(form: str, checkpoint: str, stage: int, stages: int, size: Size) -> int:
     one, last = size.rows * size.width * 4, stage == stages - 1
     held = min(MICRO_BATCHES, stages - stage) if form in EARLY else MICRO_BATCHES
     inside, received = 9 * one * (BLOCKS // stages) - one, 0 if stage == 0 else one
-    if checkpoint == "never":
+    # Under 1f1b the last stage's micro-batches go back at once: "except_last" is for them as "never".
+    if checkpoint == "never" or (form == ALTERNATING and checkpoint == "except_last" and last):
         total = held * (inside + received)
     else:
-        # Inputs of all; one micro-batch is computed again, from a copy of its input. Under 1f1b the one
-        # that is not checkpointed waits meanwhile, but for the last stage.
-        also = form == ALTERNATING and checkpoint == "except_last" and not last
-        total = held * received + one + (2 if also else 1) * inside
+        # Inputs of all; one micro-batch is computed again, from a copy of its input.
+        total = held * received + one + inside
     if form == RAW:
         return total + 2 * MICRO_BATCHES * one  # the joined output, and its gradient
     return total + (held * one if last else 0)

@@ -1,0 +1,75 @@
+"""`Link` between two ranks: trees of any shapes and sizes, one after the other, and word of failures."""
+
+import torch
+import torch.distributed as dist
+
+from fabric.core.tree import flatten
+from fabric.plugins.collectives.channel import Wire
+from fabric.strategies.layouts.pipeline import link as links
+from fabric.strategies.layouts.pipeline.link import Failed, Link
+
+
+def trees():
+    source = torch.Generator().manual_seed(0)
+    small = torch.randn(3, 5, generator=source)
+    large = torch.randn(300, 1000, generator=source)
+    mixed = {
+        "half": small.bfloat16(),
+        "mask": small > 0,
+        "none": None,
+        "number": torch.tensor(3),
+        "pair": (small.to(torch.complex64), torch.empty(0, 4)),
+        "turned": small.t(),
+        "spread": torch.ones(1, 4).expand(3, 4),
+    }
+    failed = Failed(1, "ValueError: boom" * 100)
+    one = [small, small + 1, small[:2], failed, small, failed, failed, small[:, :0], small]
+    several = [mixed, mixed, large, large + 1, failed, large, mixed, (large, small), (large, small), []]
+    return [*one, *several, [], torch.tensor(2.0), torch.tensor(4.0), {}, small.double()]
+
+
+def exchange(ahead):
+    """Rank 0 sends all; rank 1 takes them, the next one asked for before or not."""
+    wire = Wire(torch.device("cpu"), ("cpu",), torch.device("cpu"))
+    rank, sent = dist.get_rank(), trees()
+    link = Link(1 - rank, dist.group.WORLD, wire, 5)
+    for number, tree in enumerate(sent):
+        if rank == 0:
+            link.send(tree, flag=number % 3 == 0)
+            assert len(link._sent) <= links._ON_THE_WAY
+            continue
+        got = link.take()
+        assert link.flag == (number % 3 == 0)
+        if ahead and number + 1 < len(sent):
+            link.expect()
+        assert type(got) is type(tree)
+        if isinstance(tree, Failed):
+            assert got == tree
+            continue
+        (leaves, spec), (expected, other) = flatten(got), flatten(tree)
+        assert spec == other
+        for one, two in zip(leaves, expected, strict=True):
+            assert (one is None) == (two is None)
+            assert one is None or (one.dtype == two.dtype and torch.equal(one, two))
+    link.flush()
+
+
+def test_trees_and_failures_arrive_in_order(ranks):
+    for ahead in (False, True):
+        ranks.run(exchange, ahead, world_size=2)
+
+
+def test_small_trees_are_one_message_and_large_ones_are_not():
+    form = links.form_of({"a": torch.ones(3, dtype=torch.bool), "b": None, "c": torch.ones(2)})[1]
+    pack = links.pack_of(form)
+    assert pack.starts == [32, 48, 48]
+    assert pack.total == 64
+    piece = torch.zeros(pack.total, dtype=torch.uint8)
+    a, b, c = pack.views(piece)
+    a.fill_(True)
+    c.fill_(1.5)
+    assert b is None
+    assert piece[32:35].tolist() == [1, 1, 1]
+    assert piece[48:56].view(torch.float32).tolist() == [1.5, 1.5]
+    assert links.pack_of(links.form_of(torch.ones(1 << 16))[1]) is None
+    assert links.pack_of(None) is None
