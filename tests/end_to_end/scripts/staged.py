@@ -34,6 +34,7 @@ def end(how):
 
 
 def train(fabric, stage, how, when):
+    torch.manual_seed(0)  # the same batches on all ranks
     model = nn.Sequential(*[Block() for _ in range(3)])
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(100):
