@@ -13,6 +13,8 @@ import torch
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.stage import own
+from fabric.utilities.apply_func import move_data_to_device
+from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -104,12 +106,11 @@ def time_costs(
         policy: Of the precision.
     """
     args, _ = next(iter(CallParts(as_call(example), {}, count)))
-    moved = map_tree(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, args)
     mixed = torch.autocast(device.type, policy.compute) if policy.autocast else nullcontext()
     each = []
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad(), mixed:
-        value: Any = _cast(moved, policy.param)
+        value: Any = _cast(move_data_to_device(args, device), policy.param)
         for _, block in blocks:
             tried = copy.deepcopy(block).to(device).train()
             spent, out = [], None
@@ -125,10 +126,7 @@ def chain_differs(
     model: Module, blocks: Blocks, example: Any, device: torch.device, policy: DtypePolicy
 ) -> str:
     """How far the model's own forward is from its blocks one after the other; "": they agree."""
-    args = map_tree(
-        lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, as_call(example)
-    )
-    args = _cast(args, policy.param)
+    args = _cast(move_data_to_device(as_call(example), device), policy.param)
     tried = copy.deepcopy(model).to(device).eval()
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         expected = tried(*args)
@@ -177,8 +175,6 @@ def _try(block: Module, args: Any, checkpointed: bool, device: torch.device) -> 
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    from fabric.utilities.dtypes import CastTo
-
     return tree if dtype is None else CastTo(dtype)(tree)
 
 
