@@ -412,6 +412,20 @@ def draws():
     return following.tolist()
 
 
+def draws_alone():
+    fabric = start(num_microbatches=1, checkpoint="always")
+    plain, model = nn.Dropout(0.5), fabric.setup(nn.Sequential(nn.Dropout(0.5)))
+    torch.manual_seed(3)
+    expected = plain(torch.ones(64, 8)), torch.rand(2)
+    torch.manual_seed(3)
+    for got, wanted in zip((model(torch.ones(64, 8)), torch.rand(2)), expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_one_stage_draws_as_plain_torch(ranks):
+    ranks.run(draws_alone, world_size=1)
+
+
 def test_random_streams(ranks):
     one, other = ranks.run(draws, world_size=2)
     assert one == other

@@ -57,7 +57,7 @@ class Runner:
 
     def __init__(self, stage: Stage, ranks: list[int], channel: Channel, lanes: Lanes) -> None:
         self.stage, self.ranks, self.channel = stage, ranks, channel
-        self.random = RandomStream(stage.index, channel.wire.device)
+        self.random = RandomStream(stage.index if len(ranks) > 1 else None, channel.wire.device)
         here, wire = stage.index, channel.wire
 
         def link(to: int, lane: int) -> Link | None:

@@ -191,13 +191,14 @@ class RandomStream:
     afterwards; if any stage has drawn, they go one step on, on all ranks alike.
 
     Args:
-        stage: Number of the stage.
+        stage: Number of the stage; None: it is the only one, and draws as plain torch does.
         device: Whose generators are meant, beside those of the host.
     """
 
-    def __init__(self, stage: int, device: torch.device) -> None:
-        self._stage, self._generators = stage, [torch.default_generator]
-        if device.type == "cuda":
+    def __init__(self, stage: int | None, device: torch.device) -> None:
+        self._stage = stage or 0
+        self._generators = [] if stage is None else [torch.default_generator]
+        if stage is not None and device.type == "cuda":
             torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[device.index or 0])
         self._fresh: list[Tensor] = []
