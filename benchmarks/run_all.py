@@ -22,6 +22,7 @@ TOPICS = (
     "layouts",
     "memory",
     "pipeline",
+    "context_parallel",
 )
 HEAD = ["what", "Lightning Fabric", "Accelerate", "limit", "ours", "target"]
 

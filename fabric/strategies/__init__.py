@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from fabric.strategies.ddp2 import DDP2Strategy
     from fabric.strategies.dp import DataParallelStrategy
     from fabric.strategies.fsdp import FSDPStrategy
+    from fabric.strategies.layouts.context.part import ContextParallel
     from fabric.strategies.model_parallel import ModelParallelStrategy
     from fabric.strategies.parallel import ParallelStrategy
     from fabric.strategies.pipeline import PipelineStrategy
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STRATEGY_REGISTRY",
+    "ContextParallel",
     "DDP2Strategy",
     "DDPStrategy",
     "DataParallelStrategy",
@@ -35,6 +37,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "STRATEGY_REGISTRY": "fabric.strategies.registry",
+        "ContextParallel": "fabric.strategies.layouts.context.part",
         "DDP2Strategy": "fabric.strategies.ddp2",
         "DDPStrategy": "fabric.strategies.ddp",
         "DataParallelStrategy": "fabric.strategies.dp",

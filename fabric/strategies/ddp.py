@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fabric.core.errors import ConfigurationError
 from fabric.strategies.layouts.replicate import Replicate
-from fabric.strategies.parallel import START_METHODS, ParallelStrategy
+from fabric.strategies.parallel import START_METHODS, ParallelStrategy, checked_part
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
+    from fabric.strategies.layouts.context.part import ContextParallel
 
 
 class DDPStrategy(ParallelStrategy):
@@ -31,6 +32,7 @@ class DDPStrategy(ParallelStrategy):
         timeout: How long a collective waits for the other ranks.
         start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
         startup_timeout: How long ranks wait for each other at the start.
+        context_parallel: `ContextParallel(...)`: long sequences are divided over ranks; None: they are not.
         kwargs: Keywords of DistributedDataParallel (find_unused_parameters, static_graph, bucket_cap_mb,
             ...).
 
@@ -50,6 +52,7 @@ class DDPStrategy(ParallelStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         *,
         startup_timeout: timedelta = timedelta(minutes=10),
+        context_parallel: ContextParallel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
@@ -58,6 +61,7 @@ class DDPStrategy(ParallelStrategy):
                 f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
             )
         self.layout = Replicate(kwargs)
+        self.context_parallel = checked_part(context_parallel)
         self._backend = process_group_backend
         self.process_group_timeout = timeout or timedelta(seconds=1800)
         self.startup_timeout = startup_timeout

@@ -70,6 +70,11 @@ class DDP2Strategy(DDPStrategy):
                 f"DDP2Strategy(start_method={kwargs['start_method']!r}): there is one process on each "
                 f"machine, and so nothing to start. Leave start_method out."
             )
+        if "context_parallel" in kwargs:
+            raise ConfigurationError(
+                "DDP2Strategy(context_parallel=...): one process splits batches over the devices of its "
+                "machine, and sequences are divided over processes. Use DDPStrategy(context_parallel=...)."
+            )
         super().__init__(
             accelerator,
             parallel_devices,

@@ -12,7 +12,7 @@ from fabric.core.policy import POLICIES
 from fabric.strategies.fsdp_keywords import check_mesh, check_ranks, sharding, translate
 from fabric.strategies.layouts.blocks import check_policy, check_whole
 from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings, offload_error
-from fabric.strategies.parallel import START_METHODS, ParallelStrategy
+from fabric.strategies.parallel import START_METHODS, ParallelStrategy, checked_part
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
+    from fabric.strategies.layouts.context.part import ContextParallel
 
 
 class FSDPStrategy(ParallelStrategy):
@@ -62,6 +63,7 @@ class FSDPStrategy(ParallelStrategy):
         find_unused_parameters: Whether ranks may use different parameters in one step (conditional branches).
             A parameter that nobody used then has a gradient of zeros instead of none. Without a policy the
             model is then one group; modules that a policy names are still called by all ranks.
+        context_parallel: `ContextParallel(...)`: long sequences are divided over ranks; None: they are not.
         kwargs: Further keywords of FSDP1: limit_all_gathers, use_orig_params, sync_module_states,
             forward_prefetch, backward_prefetch, ignored_modules, ignored_states, param_init_fn, device_id;
             and `reshard_after_forward` of FSDP2.
@@ -94,6 +96,7 @@ class FSDPStrategy(ParallelStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         startup_timeout: timedelta = timedelta(minutes=10),
         find_unused_parameters: bool = False,
+        context_parallel: ContextParallel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
@@ -119,6 +122,7 @@ class FSDPStrategy(ParallelStrategy):
             **own,
         )
         self.layout: FullyShard = FullyShard(settings)
+        self.context_parallel = checked_part(context_parallel)
         self.state_dict_type = state_dict_type
         self._backend = process_group_backend
         self.process_group_timeout = timeout or timedelta(seconds=1800)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fabric.core.errors import ConfigurationError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.topology import Topology
 from fabric.plugins.collectives.channel import Wire
 from fabric.plugins.collectives.torch_collective import TorchCollective
@@ -21,12 +21,17 @@ from fabric.utilities.rank_zero import rank_zero_only
 from fabric.utilities.threads import share_cores
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.nn import Module
+
     from fabric.accelerators.accelerator import Accelerator
     from fabric.plugins.collectives.collective import Collective
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.launchers.launcher import Launcher
+    from fabric.strategies.layouts.context.part import ContextParallel
     from fabric.watch.watchdog import Watchdog
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -46,6 +51,8 @@ class ParallelStrategy(Strategy):
     process_group_timeout = timedelta(minutes=30)
     startup_timeout = timedelta(minutes=10)
     start_method = "popen"
+    context_parallel: ContextParallel | None = None
+    """How sequences are divided over ranks; None: they are not."""
 
     def __init__(
         self,
@@ -110,15 +117,21 @@ class ParallelStrategy(Strategy):
         return own if own == "gloo" else f"cpu:gloo,{self.root_device.type}:{own}"
 
     @property
+    def data_rank(self) -> tuple[int, int]:
+        """(which part of the data this rank sees, of how many); ranks that share a sequence see the same."""
+        shared = None if self.context_parallel is None else self.context_parallel.data_rank
+        return shared or super().data_rank
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """`num_replicas` and `rank` by which loaders are sharded."""
-        rank, count = self.layout.data_rank or (self.global_rank, self.world_size)
+        rank, count = self.data_rank
         return {"num_replicas": count, "rank": rank}
 
     @property
     def data_group(self) -> Any | None:
         """The ranks that see different data; None: all of them."""
-        return self.layout.data_group
+        return self.layout.data_group if self.context_parallel is None else self.context_parallel.data_group
 
     @property
     def launcher(self) -> Launcher | None:
@@ -135,6 +148,8 @@ class ParallelStrategy(Strategy):
         checkpoint_io: CheckpointIO | None,
     ) -> None:
         """Complete the composition; called once, by `Fabric`."""
+        if self.context_parallel is not None:
+            self.context_parallel.size_of(len(devices) * num_nodes)
         super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)
         self.parallel_devices = devices
         self.cluster_environment = environment
@@ -149,6 +164,24 @@ class ParallelStrategy(Strategy):
         self._take_place()
         self.wire = self.make_wire()
         super().setup_environment()
+        if self.context_parallel is not None:
+            self.context_parallel.join(self.topology, self.wire)
+
+    def setup_module(self, module: Module) -> Module:
+        """The module that forwards go through. All ranks must call this."""
+        part = self.context_parallel
+        if part is None:
+            return super().setup_module(module)
+        regions = part.regions(module)
+        wrapped = super().setup_module(module)
+        part.install(module, regions)
+        return wrapped
+
+    def forward_plan(self, module: Module, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """What `model(x)` runs."""
+        if self.context_parallel is not None:
+            self.context_parallel.check_forward(module)
+        return super().forward_plan(module, call)
 
     def _join_ranks(self) -> None:
         share_cores(self.topology.local_world_size)
@@ -175,6 +208,8 @@ class ParallelStrategy(Strategy):
 
         report_unwaited()
         super().teardown()
+        if self.context_parallel is not None:
+            self.context_parallel.teardown()
         if self._watchdog is not None and self._made_group:
             self._watchdog.stop()
         self._watchdog = None
@@ -270,3 +305,21 @@ class ParallelStrategy(Strategy):
         # A group belongs to its process; a spawned rank joins anew.
         own = {"_made_group": False, "_watchdog": None, "collective": TorchCollective()}
         return {**self.__dict__, **own}
+
+
+def checked_part(given: Any) -> ContextParallel | None:
+    """What a strategy was given as `context_parallel=`.
+
+    Raises:
+        ArgumentTypeError: It is no `ContextParallel`.
+    """
+    if given is None:
+        return None
+    from fabric.strategies.layouts.context.part import ContextParallel
+
+    if not isinstance(given, ContextParallel):
+        raise ArgumentTypeError(
+            f"context_parallel={given!r} must be a ContextParallel. Write ContextParallel(2) for "
+            "two ranks that share a sequence."
+        )
+    return given

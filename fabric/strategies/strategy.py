@@ -120,6 +120,11 @@ class Strategy(Exchange):
         return self.layout.device_mesh
 
     @property
+    def data_rank(self) -> tuple[int, int]:
+        """(which part of the data this rank sees, of how many)."""
+        return self.layout.data_rank or (self.topology.rank, self.topology.world_size)
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """`num_replicas` and `rank` by which loaders are sharded; None where all ranks see all data."""
         return None
@@ -314,8 +319,7 @@ class Strategy(Exchange):
             self.layout.check_synced(parameters, "fabric.normalize_gradients")
         except FabricError as error:
             self.refuse("normalize_gradients", error)
-        here = self.topology
-        rank, parts = self.layout.data_rank or (here.rank, here.world_size)
+        rank, parts = self.data_rank
         # All ranks, and not one of each data group: an error on any of them must be one on all.
         total = total_items(num_items, rank, self.channel())
         if total:

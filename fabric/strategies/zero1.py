@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
+    from fabric.strategies.layouts.context.part import ContextParallel
 
 
 class ZeRO1Strategy(DDPStrategy):
@@ -42,6 +43,7 @@ class ZeRO1Strategy(DDPStrategy):
         timeout: As in `DDPStrategy`.
         start_method: As in `DDPStrategy`.
         startup_timeout: As in `DDPStrategy`.
+        context_parallel: `ContextParallel(...)`: long sequences are divided over ranks; None: they are not.
         kwargs: Keywords of DistributedDataParallel.
     """
 
@@ -57,6 +59,7 @@ class ZeRO1Strategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         *,
         startup_timeout: timedelta = timedelta(minutes=10),
+        context_parallel: ContextParallel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -69,6 +72,7 @@ class ZeRO1Strategy(DDPStrategy):
             timeout,
             start_method,
             startup_timeout=startup_timeout,
+            context_parallel=context_parallel,
         )
         self.layout: ShardedStates = ShardedStates(kwargs)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         rank_zero_only,
         rank_zero_warn,
     )
+    from fabric.utilities.sequence import sequence_positions
     from fabric.utilities.throughput import Throughput, ThroughputMonitor, measure_flops
     from fabric.utilities.warnings import disable_possible_user_warnings
 
@@ -31,6 +32,7 @@ __all__ = [
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "sequence_positions",
     "suggested_max_num_workers",
 ]
 
@@ -49,6 +51,7 @@ __getattr__, __dir__ = lazy_exports(
         "rank_zero_info": "fabric.utilities.rank_zero",
         "rank_zero_only": "fabric.utilities.rank_zero",
         "rank_zero_warn": "fabric.utilities.rank_zero",
+        "sequence_positions": "fabric.utilities.sequence",
         "suggested_max_num_workers": "fabric.utilities.data",
     },
 )

@@ -22,6 +22,7 @@ SHORT = {
     "digits": ["--epochs", "2"],
     "gan": ["--epochs", "2", "--report-every", "1"],
     "language_model": ["--steps", "20", "--report-every", "10"],
+    "long_context": ["--steps", "12", "--report-every", "4"],
     "pipeline": ["--steps", "12", "--report-every", "4"],
     "sharded": ["--steps", "10"],
     "tensor_parallel": ["--epochs", "1"],
@@ -36,6 +37,7 @@ AGREE = {
     "digits": 1e-4,
     "gan": 1e-3,
     "language_model": 1e-4,
+    "long_context": 1e-5,
     "pipeline": 1e-4,
     "sharded": 1e-4,
     "tensor_parallel": 1e-4,
@@ -110,6 +112,15 @@ def test_the_sharded_example_agrees_with_plain_torch(further):
     split, plain = results(done.stdout, "sharded")
     assert split == pytest.approx(plain, abs=2e-6)
     assert last.endswith(": the same")
+
+
+@pytest.mark.parametrize("further", [("2",), ("3",), ("2", "--strategy", "fsdp"), ("4", "--share", "2")])
+def test_the_long_context_example_prints_the_losses_of_one_process(further):
+    alone = example("long_context", "--devices", "1").stdout.strip().splitlines()
+    shared = example("long_context", "--devices", *further).stdout.strip().splitlines()
+    losses = [[float(line.split()[-1]) for line in lines[:-1]] for lines in (alone, shared)]
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
 
 
 @pytest.mark.parametrize(

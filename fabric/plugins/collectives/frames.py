@@ -158,8 +158,8 @@ def mismatch_text(rows: Sequence[Said]) -> str:
         remedy = f"Give every rank the same structure, shapes and dtypes{hint}."
         if all([CONTENTS in row.what for row in rows]):
             remedy = (
-                "The ranks of a pipeline need the same batch: give the loader to fabric.setup_dataloaders, "
-                "use no sampler per rank, and seed all ranks alike."
+                "Ranks that compute one model together need the same batch: give the loader to "
+                "fabric.setup_dataloaders, use no sampler per rank, and seed all ranks alike."
             )
     else:
         head = "Ranks made different calls where all must make the same"

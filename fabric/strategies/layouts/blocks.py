@@ -64,11 +64,13 @@ def check_whole(model: Module) -> None:
             )
 
 
-def choose_blocks(model: Module, policy: Any, name: str, may_be_empty: bool = False) -> list[Module]:
+def choose_blocks(
+    model: Module, policy: Any, name: str, may_be_empty: bool = False, alone: bool = True
+) -> list[Module]:
     """The modules inside `model` that form groups of their own, innermost first. The rest goes with `model`.
 
-    A module that shares a parameter with modules outside of it (tied weights) is never one: all uses of a
-    parameter belong to one group.
+    With `alone`, a module that shares a parameter with modules outside of it (tied weights), or has none, is
+    never one: all uses of a parameter belong to one group.
 
     Args:
         model: The user's model.
@@ -77,6 +79,7 @@ def choose_blocks(model: Module, policy: Any, name: str, may_be_empty: bool = Fa
             nonwrapped_numel=.
         name: Of the argument, for errors.
         may_be_empty: Whether a policy may match nothing here: it matched in another model.
+        alone: Whether parameters belong to one group.
 
     Raises:
         ArgumentTypeError: `policy` is none of these.
@@ -103,7 +106,7 @@ def choose_blocks(model: Module, policy: Any, name: str, may_be_empty: bool = Fa
             f"{', '.join(kinds) or 'no modules'}. {_remedy(policy, name)}"
         )
     uses = Counter([id(p) for m in model.modules() for p in m._parameters.values() if p is not None])
-    return [m for m in _innermost_first(model) if m in chosen and _stands_alone(m, uses)]
+    return [m for m in _innermost_first(model) if m in chosen and (not alone or _stands_alone(m, uses))]
 
 
 def _repeated(model: Module) -> set[Module]:

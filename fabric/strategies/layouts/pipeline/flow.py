@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -11,8 +10,8 @@ from torch.autograd.function import once_differentiable
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.tree import flatten, unflatten
 from fabric.forward import differentiable
-from fabric.plugins.collectives.channel import as_bytes
-from fabric.plugins.collectives.frames import CONTENTS, call_of, describe_tensor, draw
+from fabric.plugins.collectives.frames import call_of
+from fabric.strategies.layouts.alike import Alike
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.joined import Joined
 from fabric.strategies.layouts.pipeline.link import Failed, form_of
@@ -46,10 +45,7 @@ if TYPE_CHECKING:
 
 
 _INTO = "micro-batches"
-_COMPARED = 2
-"""Calls in which ranks compare what is in their batches; later ones compare shapes."""
 _TRIAL = "a trial with one row and with two"
-_LOOKED_AT = 1 << 16
 
 
 class Flow:
@@ -79,7 +75,8 @@ class Flow:
         self.schedule, self.output, self.policy, self.after = schedule, output, policy, after
         self.retain = False
         """Whether the graph outlives the backward that runs: `fabric.backward(loss, retain_graph=True)`."""
-        self._forwards = self._compared = 0
+        self._forwards = 0
+        self._alike = Alike(runner.channel, name)
         self._tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,14 +207,8 @@ class Flow:
                 "last stage only. Leave output='last' out where one model goes on with what another one "
                 "returns."
             )
-        mode = "" if torch.is_grad_enabled() else ", no_grad"
-        drawn = [describe_tensor(v) if isinstance(v, torch.Tensor) else type(v).__name__ for v in leaves]
-        what = draw(spec, drawn)
-        if self._compared < _COMPARED:
-            # The first stage takes the input, the last one the target: of two batches nobody would notice.
-            self._compared += 1
-            what = f"{what}{CONTENTS}{_checksum(leaves)}"
-        self.runner.channel.meet(call_of(f"{verb} of {self.name}{mode}", what))
+        # The first stage takes the input, the last one the target: of two batches nobody would notice.
+        self._alike.meet(verb, leaves, spec)
 
     def _try_rows(self, parts: CallParts) -> None:
         """Once: an output whose first dimension is not that of the batch cannot be joined; micro-batches of
@@ -381,18 +372,6 @@ def _shapes(form: Form) -> Any:
         for leaf, known in zip(form.room(torch.device("meta")), form.leaves, strict=True)
     ]
     return unflatten(leaves, form.spec, None)
-
-
-def _checksum(leaves: list[Any]) -> str:
-    """Of the first elements of each tensor; copies them to the host."""
-    value = 0
-    for leaf in leaves:
-        plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.grad_fn is None
-        # What was computed on a GPU may differ in the last bit.
-        if plain and (leaf.device.type == "cpu" or not leaf.is_floating_point()):
-            some = leaf.detach().reshape(-1)[:_LOOKED_AT].cpu()
-            value = zlib.crc32(as_bytes(some).numpy().tobytes(), value)
-    return f"{value:08x}"
 
 
 def _detached(call: Call) -> Call:

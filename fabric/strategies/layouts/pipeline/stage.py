@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
-from fabric.utilities.seed import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -182,58 +180,6 @@ def own(tree: Any) -> Any:
     apply: Any = _Own.apply
     made = [apply(leaf) if wanted else leaf for leaf, wanted in zip(leaves, wants, strict=True)]
     return unflatten(made, spec, tree)
-
-
-class RandomStream:
-    """The random numbers of one stage. Every rank of a pipeline draws alike outside of its stages.
-
-    What a stage draws is a function of its number and of the global generators, which are as before
-    afterwards; if any stage has drawn, they go one step on, on all ranks alike.
-
-    Args:
-        stage: Number of the stage; None: it is the only one, and draws as plain torch does.
-        device: Whose generators are meant, beside those of the host.
-    """
-
-    def __init__(self, stage: int | None, device: torch.device) -> None:
-        self._stage = stage or 0
-        self._generators = [] if stage is None else [torch.default_generator]
-        if stage is not None and device.type == "cuda":
-            torch.cuda.init()
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self._fresh: list[Tensor] = []
-        self.drawn = False
-        """Whether this stage, or one that it has heard of, has drawn."""
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Context in which the generators are the stage's."""
-        before = [generator.get_state() for generator in self._generators]
-        self.drawn = False
-        base = zlib.crc32(b"".join([state.numpy().tobytes() for state in before]))
-        for place, generator in enumerate(self._generators):
-            generator.manual_seed(derive_seed(base, self._stage, place) & (2**63 - 1))
-        self._fresh = [generator.get_state() for generator in self._generators]
-        try:
-            yield
-        finally:
-            for generator, state in zip(self._generators, before, strict=True):
-                generator.set_state(state)
-
-    def look(self) -> bool:
-        """Whether anything has been drawn so far, here or where `heard` knows of."""
-        if not self.drawn:
-            now = [generator.get_state() for generator in self._generators]
-            self.drawn = not all(
-                [torch.equal(one, other) for one, other in zip(now, self._fresh, strict=True)]
-            )
-        return self.drawn
-
-    def go_on(self) -> None:
-        """After the context: one step, if any stage has drawn."""
-        if self.drawn:
-            for generator in self._generators:
-                torch.rand(1, generator=generator, device=generator.device)
 
 
 def _copy(leaf: Any) -> Any:

@@ -1,0 +1,207 @@
+"""Attention where each rank has its part of the queries, and asks for the keys of all."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from fabric.core.errors import UsageError
+from fabric.strategies.layouts.context.kept import KeptParts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from fabric.strategies.layouts.context.exchange import Exchange
+
+_HEADS = inspect.signature(F.multi_head_attention_forward)
+
+
+class Attention(TorchFunctionMode):
+    """While this is entered, torch's attention looks at the whole sequence.
+
+    Args:
+        exchange: The ranks, and who has which part.
+        still: Whether nothing is dropped out.
+        may_go_back: Whether gradients were wanted where the innermost module began.
+    """
+
+    def __init__(
+        self, exchange: Exchange, still: bool = False, may_go_back: Callable[[], bool] | None = None
+    ) -> None:
+        super().__init__()
+        self._may_go_back = may_go_back
+        own: dict[Any, Callable[..., Any]] = {
+            F.scaled_dot_product_attention: partial(_attend, exchange, still),
+            F.multi_head_attention_forward: partial(_attend_in_heads, exchange, still),
+        }
+        self._own = {**own, **_STILL} if still else own
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What stands in for `func`, or itself."""
+        own = self._own.get(func)
+        if own is None:
+            return func(*args, **(kwargs or {}))
+        if not torch.is_grad_enabled() and self._may_go_back is not None and self._may_go_back():
+            raise UsageError(
+                "Attention was called without gradients, inside of a module that was called with them: by "
+                "torch.utils.checkpoint(function, use_reentrant=True), which calls the function again where "
+                "ContextParallel cannot see it, or under no_grad. Give checkpoint a module, or call a module "
+                "under no_grad."
+            )
+        return own(*args, **(kwargs or {}))
+
+
+class Still(TorchFunctionMode):
+    """While this is entered, nothing is dropped out."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What stands in for `func`, or itself."""
+        own = _ALL_STILL.get(func, func)
+        return own(*args, **(kwargs or {}))
+
+
+def _undropped(input: Tensor, *_: Any, **__: Any) -> Tensor:
+    return input
+
+
+def _attend_still(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, **kwargs: Any
+) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, **kwargs)
+
+
+def _attend_in_heads_still(*args: Any, **kwargs: Any) -> Any:
+    given = _HEADS.bind(*args, **kwargs).arguments
+    return F.multi_head_attention_forward(**{**given, "dropout_p": 0.0})
+
+
+_STILL: dict[Any, Callable[..., Any]] = dict.fromkeys(
+    [
+        F.dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        torch.dropout,
+    ],
+    _undropped,
+)
+_ALL_STILL = {
+    **_STILL,
+    F.scaled_dot_product_attention: _attend_still,
+    F.multi_head_attention_forward: _attend_in_heads_still,
+}
+
+
+def _attend(
+    exchange: Exchange,
+    still: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` of this rank's queries (..., size, E) with the keys of all ranks."""
+    part, drop = exchange.part, 0.0 if still else dropout_p
+    query, key, value = [_in_autocast(tensor) for tensor in (query, key, value)]
+    _check_lengths("scaled_dot_product_attention", exchange, query, (key, value), -2)
+    own = [key, value]
+    key, value = exchange.see(own, -2)
+    kept = KeptParts(exchange, own, [key, value], -2)
+    with kept.context():
+        if not is_causal or attn_mask is not None:  # both together torch refuses, in its own words
+            mask = _own_rows(attn_mask, exchange)
+            return F.scaled_dot_product_attention(query, key, value, mask, drop, is_causal, **kwargs)
+        outputs, first = [], 0
+        for start, end in part.own:
+            rows = query.narrow(-2, first, end - start)
+            seen = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
+            make = partial(_causal, end - start, end, query)
+            with kept.making(make(), make) as mask:
+                outputs.append(F.scaled_dot_product_attention(rows, *seen, mask, drop, **kwargs))
+            first += end - start
+    return torch.cat(outputs, -2)
+
+
+def _attend_in_heads(exchange: Exchange, still: bool, *args: Any, **kwargs: Any) -> Any:
+    """`F.multi_head_attention_forward` of queries (size, N, E); keys are projected on each rank, for all."""
+    given = _HEADS.bind(*args, **kwargs)
+    given.apply_defaults()
+    own = given.arguments
+    query, key, value = own["query"], own["key"], own["value"]
+    _check_lengths("multi_head_attention_forward", exchange, query, (key, value), 0)
+    distinct = [key] if value is key else [key, value]
+    seen = exchange.see(distinct, 0)
+    own["key"], own["value"] = seen[0], seen[-1]  # one object where it was one: torch projects it once
+    if own["is_causal"]:
+        here = exchange.part.positions(query.device)
+        own["attn_mask"] = torch.arange(exchange.part.length, device=query.device) > here[:, None]
+        own["is_causal"] = False
+    else:
+        own["attn_mask"] = _own_rows(own["attn_mask"], exchange)
+    padding = own["key_padding_mask"]
+    if padding is not None and padding.shape[-1] == exchange.part.size:
+        own["key_padding_mask"] = exchange.see([padding], -1)[0]
+    if still:
+        own["dropout_p"] = 0.0
+    return F.multi_head_attention_forward(*given.args, **given.kwargs)
+
+
+def _check_lengths(
+    name: str, exchange: Exchange, query: Tensor, others: tuple[Tensor, Tensor], dim: int
+) -> None:
+    part, lengths = exchange.part, [tensor.shape[dim] for tensor in (query, *others)]
+    if lengths != [part.size] * 3:
+        raise UsageError(
+            f"{name} was called with sequences of {lengths[0]} queries, {lengths[1]} keys and {lengths[2]} "
+            f"values, where this rank has {part.size} of {part.length} positions. ContextParallel divides "
+            "self-attention over one sequence: leave modules that attend to something else (another "
+            "sequence, a cache, tokens of their own) out of blocks=."
+        )
+
+
+def _in_autocast(tensor: Tensor) -> Tensor:
+    """As autocast casts what attention is called with; here before it is sent."""
+    kind = tensor.device.type
+    if tensor.dtype is torch.float32 and torch.is_autocast_enabled(kind):
+        return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor
+
+
+def _causal(rows: int, keys: int, like: Tensor) -> Any:
+    """Each of the last `rows` queries sees the keys up to its own."""
+    if like.device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right
+
+        return causal_lower_right(rows, keys)  # the fused kernels know it, and need no memory for it
+    hidden = torch.full((rows, keys), -torch.inf, dtype=like.dtype, device=like.device)
+    return hidden.triu_(keys - rows + 1)
+
+
+def _own_rows(mask: Tensor | None, exchange: Exchange) -> Tensor | None:
+    """The rows of an attention mask (..., queries, keys) that are this rank's queries, with all keys."""
+    part = exchange.part
+    if mask is None or mask.dim() < 2:
+        return mask
+    rows, keys = mask.shape[-2:]
+    if keys == part.size and rows == 1:  # a mask of keys, which was divided with the sequence
+        return exchange.see([mask], -1)[0]
+    if keys not in (1, part.length) or rows not in (1, part.size, part.length):
+        raise UsageError(
+            f"An attention mask of shape {list(mask.shape)} was made inside of what ContextParallel divides, "
+            f"where this rank has {part.size} of {part.length} positions: it does not say what these queries "
+            "see of the whole. Write is_causal=True, or give the mask of the whole sequence "
+            f"({part.length} x {part.length}) to the module from outside."
+        )
+    return part.take(mask, -2) if rows == part.length else mask

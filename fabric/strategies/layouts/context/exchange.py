@@ -1,0 +1,193 @@
+"""Tensors of which each rank has a part along the sequence: made whole, and divided, with gradients.
+
+All ranks of a row compute one loss. Inside of what is divided each knows the gradient from its own part only;
+it is kept there as `count` times that, so that a mean over ranks, which is what DDP and FSDP2 make of
+gradients, is the sum over parts, and leaves what is alike on all ranks as it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fabric.plugins.collectives.channel import Channel
+    from fabric.utilities.sequence import Part
+
+
+class Exchange:
+    """The ranks that share a sequence, and which part of it is whose. All of them make each call.
+
+    Args:
+        channel: Their group.
+        part: Of this rank.
+    """
+
+    def __init__(self, channel: Channel, part: Part) -> None:
+        self.channel, self.part = channel, part
+
+    def divide(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor that all ranks have whole."""
+        if not _flows(whole):
+            return self.part.take(whole, dim)
+        divided: Tensor = _Divide.apply(self, dim, whole)  # type: ignore[no-untyped-call]
+        return divided
+
+    def share(self, alike: Tensor) -> Tensor:
+        """A tensor that is alike on all ranks, for use in what is divided: only its gradient changes."""
+        if not _flows(alike):
+            return alike
+        shared: Tensor = _Share.apply(self, alike)  # type: ignore[no-untyped-call]
+        return shared
+
+    def join(self, own: Tensor, dim: int) -> Tensor:
+        """The whole of what each rank has its part of, on all ranks, which go on alike."""
+        if not _flows(own):
+            return self.gather([own], dim)[0]
+        joined: Tensor = _Join.apply(self, dim, own)  # type: ignore[no-untyped-call]
+        return joined
+
+    def see(self, own: list[Tensor], dim: int) -> list[Tensor]:
+        """The whole of tensors, of which each rank makes a use of its own: gradients are summed."""
+        if not any([_flows(tensor) for tensor in own]):
+            return self.gather(own, dim)
+        return list(_See.apply(self, dim, *own))  # type: ignore[no-untyped-call]
+
+    def gather(self, own: list[Tensor], dim: int) -> list[Tensor]:
+        """The whole of tensors, without gradients. Those of one dtype travel together."""
+        most, sizes = max(self.part.sizes), self.part.sizes
+        moved = [tensor.detach().movedim(dim, 0) for tensor in own]
+        made: dict[int, Tensor] = {}
+        for places in _alike(moved):
+            flat = torch.cat([_padded(moved[i], most).reshape(-1) for i in places])
+            ready = self.channel.wire.ready(_as_numbers(flat))
+            room = ready.new_empty(len(sizes) * ready.numel())
+            self.channel.collective.all_gather_flat(room, ready)
+            rows = room.to(flat.device).view(flat.dtype).view(len(sizes), -1)
+            start = 0
+            for i in places:
+                shape = (most, *moved[i].shape[1:])
+                columns = rows[:, start : start + _numel(shape)].unflatten(1, shape)
+                start += _numel(shape)
+                made[i] = self._in_order([columns[r, :size] for r, size in enumerate(sizes)], dim)
+        return [made[i] for i in range(len(own))]
+
+    def sum_parts(self, whole: list[Tensor], dim: int) -> list[Tensor]:
+        """Of tensors that each rank has whole, this rank's part of the sum over ranks."""
+        most, size = max(self.part.sizes), self.part.size
+        moved = [tensor.movedim(dim, 0) for tensor in whole]
+        made: dict[int, Tensor] = {}
+        for places in _alike(moved):
+            each = []
+            for pair in self.part.spans:
+                taken = [torch.cat([moved[i][start:end] for start, end in pair]) for i in places]
+                flat = torch.cat([_padded(tensor, most).reshape(-1) for tensor in taken])
+                each.append(self.channel.wire.ready(flat))
+            own = torch.empty_like(each[0])
+            self.channel.collective.reduce_scatter(own, each)
+            own, begin = own.to(moved[places[0]].device), 0
+            for i in places:
+                shape = (most, *moved[i].shape[1:])
+                made[i] = own[begin : begin + _numel(shape)].view(shape)[:size].movedim(0, dim)
+                begin += _numel(shape)
+        return [made[i] for i in range(len(whole))]
+
+    def mean(self, alike: Tensor) -> Tensor:
+        """The mean over ranks, as a new tensor."""
+        ready = self.channel.wire.ready(alike.clone(memory_format=torch.contiguous_format))
+        self.channel.collective.all_reduce(ready)
+        return ready.to(alike.device).div_(self.part.count)
+
+    def _in_order(self, parts: list[Tensor], dim: int) -> Tensor:
+        """Every rank's part, which has the sequence first, as one tensor that has it in `dim`."""
+        pieces: list[tuple[int, Tensor]] = []
+        for tensor, pair in zip(parts, self.part.spans, strict=True):
+            lengths = [end - start for start, end in pair]
+            pieces += [(start, piece) for (start, _), piece in zip(pair, tensor.split(lengths), strict=True)]
+        pieces.sort(key=lambda pair: pair[0])
+        return torch.cat([piece.movedim(0, dim) for _, piece in pieces], dim)
+
+
+class _Divide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, dim: int, whole: Tensor) -> Tensor:
+        ctx.exchange, ctx.dim = exchange, dim
+        return exchange.part.take(whole, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (whole,) = ctx.exchange.gather([grad], ctx.dim)
+        return None, None, whole.div_(ctx.exchange.part.count)
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, alike: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return alike.view_as(alike)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, ctx.exchange.mean(grad)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, dim: int, own: Tensor) -> Tensor:
+        ctx.exchange, ctx.dim = exchange, dim
+        return exchange.gather([own], dim)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        part = ctx.exchange.part
+        return None, None, part.take(grad, ctx.dim).mul_(part.count)
+
+
+class _See(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, dim: int, *own: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.dim = exchange, dim
+        return tuple(exchange.gather(list(own), dim))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+        summed = ctx.exchange.sum_parts([grads[i] for i in wanted], ctx.dim)
+        found: list[Any] = [None] * len(grads)
+        for i, grad in zip(wanted, summed, strict=True):
+            found[i] = grad
+        return None, None, *found
+
+
+def _flows(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _alike(tensors: list[Tensor]) -> list[list[int]]:
+    """Places of tensors of one dtype, which travel together."""
+    kinds: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        kinds.setdefault(tensor.dtype, []).append(place)
+    return list(kinds.values())
+
+
+def _padded(tensor: Tensor, rows: int) -> Tensor:
+    missing = rows - tensor.shape[0]
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+
+def _as_numbers(flat: Tensor) -> Tensor:
+    """Truth values as bytes, which every backend sends."""
+    return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

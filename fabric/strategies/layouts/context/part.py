@@ -1,0 +1,216 @@
+"""`ContextParallel`: ranks that share one sequence, each with its part of it. Goes with any data parallel
+layout.
+
+Gradients of a row's ranks are kept so that the mean over all ranks, which those layouts take, is right
+(exchange.py), so nothing in them changes: parameters, optimizers and state dicts are as without this.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.tree import flatten
+from fabric.plugins.collectives.channel import Channel
+from fabric.plugins.collectives.torch_collective import TorchCollective
+from fabric.strategies.layouts.alike import Alike
+from fabric.strategies.layouts.blocks import check_policy, choose_blocks
+from fabric.strategies.layouts.context.region import Region, Row
+from fabric.utilities.compile import is_compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
+
+    from fabric.core.topology import Topology
+    from fabric.plugins.collectives.channel import Wire
+
+DIMS = ("data_parallel", "context_parallel")
+
+
+class ContextParallel:
+    """Long sequences divided over ranks: `DDPStrategy(context_parallel=ContextParallel(2))`.
+
+    Ranks in rows of `size` get the same batch (loaders that are set up see to it). Inside of the modules that
+    are divided each works on its part of the sequence, two pieces from either end; attention
+    (`F.scaled_dot_product_attention`, `nn.MultiheadAttention`) collects the keys and values of all. Outputs
+    come back whole, on all ranks, which go on alike: the loop is unchanged, and the numbers are those of one
+    process. All ranks of a row must make each forward and backward. Seed all ranks alike.
+
+    Everything else in these modules must work on each position by itself; positions come from
+    `fabric.utilities.sequence_positions`, or as arguments. The first forward compares parts with the whole on
+    a few positions, and raises if they differ. A sequence of less than 2 x size positions is computed whole.
+
+    Args:
+        size: Ranks that share a sequence; None: all. Further ranks make further rows, with other data.
+        blocks: Which modules are divided, outermost ones: module classes, or a function (module) -> bool.
+            None: the model, from its inputs to its outputs. Inputs and outputs of each are whole on all
+            ranks.
+        seq_dim: The dimension of the sequence in their inputs and outputs. Arguments are divided that have
+            the length of the first one there; masks (length x length) stay whole.
+        seq_dims: The dimension in single arguments, by name; None: whole on all ranks.
+
+    Raises:
+        ConfigurationError: A size or dimension below what there is; ranks that cannot be divided into rows
+            (when `Fabric` is made); `blocks` that match nothing (at setup).
+        ArgumentTypeError: An argument of the wrong kind.
+
+    Source: Llama 3, section 3.3.2, all-gather context parallelism (https://arxiv.org/abs/2407.21783)
+    """
+
+    def __init__(
+        self,
+        size: int | None = None,
+        *,
+        blocks: type[Module] | set[type[Module]] | list[type[Module]] | Callable[..., bool] | None = None,
+        seq_dim: int = 1,
+        seq_dims: Mapping[str, int | None] | None = None,
+    ) -> None:
+        _check_whole_number("size", size, least=1)
+        _check_whole_number("seq_dim", seq_dim, least=0)
+        check_policy(blocks, "blocks")
+        if isinstance(blocks, set | frozenset | list | tuple) and not blocks:
+            raise ConfigurationError(
+                "blocks is empty, so nothing would be divided. Write {TransformerBlock}."
+            )
+        for name, dim in dict(seq_dims or {}).items():
+            _check_whole_number(f"seq_dims[{name!r}]", dim, least=0)
+        self.size, self.blocks = size, blocks
+        self.row = Row(seq_dim, dict(seq_dims or {}))
+        """The ranks that share a sequence with this one."""
+        self._mesh: DeviceMesh | None = None
+        self._matched = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Groups belong to their process; a spawned rank joins anew.
+        return _made, (self.size, self.blocks, self.row.seq_dim, self.row.seq_dims)
+
+    @property
+    def data_rank(self) -> tuple[int, int] | None:
+        """Which part of the data this rank sees, of how many: its row; None before launch."""
+        return None if self._mesh is None else (self._mesh.get_local_rank(DIMS[0]), self._mesh.size(0))
+
+    @property
+    def data_group(self) -> Any | None:
+        """The ranks that have the same part of sequences, and see different data."""
+        return None if self._mesh is None else self._mesh.get_group(DIMS[0])
+
+    def size_of(self, world_size: int) -> int:
+        """How many ranks share a sequence.
+
+        Raises:
+            ConfigurationError: The ranks cannot be divided into rows of so many.
+        """
+        size = self.size or world_size
+        if world_size % size:
+            raise ConfigurationError(
+                f"{world_size} ranks cannot be divided into rows of {size} that share a sequence. Write "
+                f"devices= a multiple of {size}, or ContextParallel(size) with a number that divides "
+                f"{world_size}."
+            )
+        return size
+
+    def join(self, topology: Topology, wire: Wire) -> None:
+        """Make the groups. All ranks must call this."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        size = self.size_of(topology.world_size)
+        sizes = (topology.world_size // size, size)
+        self._mesh = init_device_mesh(topology.device.type, sizes, mesh_dim_names=DIMS)
+        self.row.place = (topology.rank % size, size)
+        if size > 1:
+            self.row.channel = Channel(TorchCollective(group=self._mesh.get_group(DIMS[1])), wire)
+
+    def regions(self, module: Module) -> dict[Module, str]:
+        """What is divided in a model, with its name for messages; to be asked before a layout wraps it.
+
+        Raises:
+            ConfigurationError: `blocks` names nothing there.
+            UsageError: What it names has batch norm.
+        """
+        if self.row.channel is None:
+            return {}
+        kind = type(module).__name__
+        found = {module: kind}
+        if self.blocks is not None:
+            chosen = choose_blocks(module, self.blocks, "blocks", self._matched, alone=False)
+            inside = {part for block in chosen for part in block.modules() if part is not block}
+            self._matched = self._matched or bool(chosen)
+            named = [(name, part) for name, part in module.named_modules() if part in {*chosen} - inside]
+            found = {part: f"{kind}.{name} ({type(part).__name__})" for name, part in named}
+        for part, name in found.items():
+            _check_norms(part, name)
+        return found
+
+    def install(self, module: Module, regions: dict[Module, str]) -> None:
+        """Divide these in a model that a layout has wrapped: hooks of its own see what is whole."""
+        if self.row.channel is None:
+            return
+        entrance = _Entrance(Alike(self.row.channel, type(module).__name__))
+        module.register_forward_pre_hook(entrance, with_kwargs=True)
+        for part, name in regions.items():
+            Region(self.row, name).install(part)
+
+    def check_forward(self, wrapped: Module) -> None:
+        """Raise if forwards would go through torch's compiler.
+
+        Raises:
+            UsageError: The model is compiled.
+        """
+        if self.row.channel is not None and is_compiled(wrapped):
+            raise UsageError(
+                "A compiled model cannot be divided by ContextParallel: attention in it goes to other ranks. "
+                "Compile modules without attention in it before fabric.setup (block.mlp.compile()), or "
+                "leave torch.compile out."
+            )
+
+    def teardown(self) -> None:
+        """Let go of the groups."""
+        self.row.channel = self._mesh = None
+
+
+class _Entrance:
+    """Hook where a model begins: ranks of a row compare what they were called with."""
+
+    def __init__(self, alike: Alike | None) -> None:
+        self._alike = alike
+
+    def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._alike is not None and torch._C._current_graph_task_id() == -1:
+            self._alike.meet("forward", *flatten((args, kwargs)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Entrance:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Entrance, (None,)
+
+
+def _check_norms(module: Module, name: str) -> None:
+    normed = [path for path, inner in module.named_modules() if isinstance(inner, _BatchNorm)]
+    if normed:
+        raise UsageError(
+            f"{name} has batch norm ({', '.join(normed[:3])}), which would normalise each rank's part of a "
+            "sequence by itself. Use another norm, or name modules without one in ContextParallel(blocks=)."
+        )
+
+
+def _made(size: Any, blocks: Any, seq_dim: Any, seq_dims: Any) -> ContextParallel:
+    return ContextParallel(size, blocks=blocks, seq_dim=seq_dim, seq_dims=seq_dims)
+
+
+def _check_whole_number(name: str, value: Any, least: int) -> None:
+    if value is None and name != "seq_dim":
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"ContextParallel({name}={value!r}): {name} must be a whole number.")
+    if value < least:
+        raise ConfigurationError(f"ContextParallel({name}={value!r}): {name} must be {least} or more.")
