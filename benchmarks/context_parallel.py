@@ -6,13 +6,12 @@ import argparse
 import copy
 import os
 import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import interleave, ranks, ratios, report, show, summarise, table, timing_table
+from harness import interleave, on_a_rank, ranks, ratios, show, summarise, table, timing_table
 from pipeline import QUIET, peak_live
 from torch import nn
 
@@ -98,25 +97,13 @@ def measure(lengths: list[int], rounds: int) -> list[Table]:
     return [*tables, table("Peak of activations", head, rows, note)]
 
 
-def on_a_rank(quick: bool) -> None:
-    """Measure, and let rank zero report."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    result = measure([64] if quick else [1024, 4096], 3 if quick else ROUNDS)
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    if rank == 0:
-        report(result)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("topic", nargs="?", choices=["measure", None], help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="small sizes and 3 rounds: only whether it runs")
     options = parser.parse_args()
     if options.topic:
-        on_a_rank(options.quick)
+        on_a_rank(lambda: measure([64], 3) if options.quick else measure([1024, 4096], ROUNDS))
         return
     arguments = [__file__, "measure", *sys.argv[1:]]
     show(ranks(arguments, 2, 1200, OMP_NUM_THREADS="1", **QUIET))

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +190,21 @@ def installed(distribution: str) -> bool:
 def report(result: Any) -> None:
     """Hand `result` from a child process to the parent that waits in `child` or `ranks`."""
     print(MARK + json.dumps(result), flush=True)
+
+
+def on_a_rank(measure: Callable[[], Any]) -> None:
+    """Measure in a group of one-threaded ranks, and let rank zero report; all ranks call this."""
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    result = measure()
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    if rank == 0:
+        report(result)
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -7,14 +7,13 @@ import gc
 import os
 import statistics
 import sys
-import warnings
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from harness import interleave, ranks, ratios, report, show, summarise, table, timing_table
+from harness import interleave, on_a_rank, ranks, ratios, show, summarise, table, timing_table
 from layouts import count as count_messages
 from memory import MALLOC, MIB, peak, settled
 from torch import nn
@@ -413,18 +412,6 @@ def compare(against: str, forms: tuple[str, ...], size: Size, samples: Samples) 
 TOPICS: dict[str, Callable[[Scale], Any]] = {"memory": memory, "bubble": bubble, "overhead": overhead}
 
 
-def on_a_rank(topic: str, scale: Scale) -> None:
-    """Measure, and let rank zero report."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    result = TOPICS[topic](scale)
-    rank = dist.get_rank()
-    dist.destroy_process_group()
-    if rank == 0:
-        report(result)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("topic", nargs="?", choices=[*TOPICS, None], help=argparse.SUPPRESS)
@@ -432,7 +419,7 @@ def main() -> None:
     options = parser.parse_args()
     scale = QUICK if options.quick else FULL
     if options.topic:
-        on_a_rank(options.topic, scale)
+        on_a_rank(lambda: TOPICS[options.topic](scale))
         return
 
     def start(topic: str, world: int, **more: str) -> Any:

@@ -101,14 +101,7 @@ class FSDPStrategy(ParallelStrategy):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
         _check_flags(start_method, state_dict_type, find_unused_parameters)
-        if activation_checkpointing is not None and activation_checkpointing_policy is not None:
-            raise ConfigurationError(
-                "activation_checkpointing and activation_checkpointing_policy say the same thing. "
-                "Keep the policy."
-            )
         check_policy(auto_wrap_policy, "auto_wrap_policy")
-        check_policy(activation_checkpointing, "activation_checkpointing")
-        check_policy(activation_checkpointing_policy, "activation_checkpointing_policy")
         check_mesh(device_mesh, sharding(sharding_strategy))
         own = {
             **sharding(sharding_strategy),
@@ -116,7 +109,7 @@ class FSDPStrategy(ParallelStrategy):
         }
         settings = ShardSettings(
             blocks=set() if find_unused_parameters and auto_wrap_policy is None else auto_wrap_policy,
-            checkpointed=activation_checkpointing or activation_checkpointing_policy,
+            checkpointed=_checkpointed(activation_checkpointing, activation_checkpointing_policy),
             mesh=device_mesh,
             unused=find_unused_parameters,
             **own,
@@ -192,3 +185,15 @@ def _check_flags(start_method: Any, state_dict_type: Any, find_unused_parameters
         raise ConfigurationError(f"state_dict_type={state_dict_type!r} is neither 'full' nor 'sharded'.")
     if not isinstance(find_unused_parameters, bool):
         raise ArgumentTypeError(f"find_unused_parameters={find_unused_parameters!r} must be True or False.")
+
+
+def _checkpointed(modules: Any, policy: Any) -> Any:
+    """What is computed again in backward: modules and policy are two words for it."""
+    if modules is not None and policy is not None:
+        raise ConfigurationError(
+            "activation_checkpointing and activation_checkpointing_policy say the same thing. "
+            "Keep the policy."
+        )
+    check_policy(modules, "activation_checkpointing")
+    check_policy(policy, "activation_checkpointing_policy")
+    return modules or policy

@@ -39,6 +39,11 @@ def assert_left():
     assert not _get_current_function_mode_stack()
 
 
+def assert_same_gradients(model, plain):
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
 class Attend(nn.Module):
     """Self-attention with one head."""
 
@@ -281,8 +286,7 @@ def several():
         fabric.backward(model(long).square().mean())
     fabric.backward(model(short).square().mean() + model(long).square().mean() + model(one).sum())
     (plain(long).square().mean() * 2 + plain(short).square().mean() + plain(one).sum()).backward()
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
+    assert_same_gradients(model, plain)
     shadow = copy.deepcopy(model)
     with torch.inference_mode():
         torch.testing.assert_close(shadow(short), plain(short))
@@ -329,8 +333,7 @@ def biased(inside):
     fabric.backward(model(x, bias).square().mean())
     plain(x, same).square().mean().backward()
     torch.testing.assert_close(bias.grad, same.grad)
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
+    assert_same_gradients(model, plain)
 
 
 class Biased(nn.Module):
@@ -382,8 +385,7 @@ def keys_kept():
     for _ in range(2):
         fabric.backward(out.square().sum(), retain_graph=True)
         plain(x).square().sum().backward()
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
+    assert_same_gradients(model, plain)
 
 
 def test_keys_of_other_ranks_are_not_kept_for_the_backward(ranks):
@@ -486,8 +488,7 @@ def key_bias(heads):
     dist.broadcast(x, 0)
     fabric.backward(model(x).square().mean())
     plain(x).square().mean().backward()
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("heads", [False, True])
@@ -528,8 +529,7 @@ def lengths(reentrant, blocks):
         plain(x).square().mean().backward()
         with torch.no_grad():
             model(torch.ones(1, 30, 4))
-        for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(own.grad, other.grad)
+        assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("blocks", [None, {Attend}], ids=["model", "blocks"])
@@ -552,8 +552,7 @@ def two_lengths(blocks):
         return
     fabric.backward(loss)
     (plain(long).square().mean() + plain(short).square().mean()).backward()
-    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(own.grad, other.grad)
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("blocks", [None, {Attend}], ids=["model", "blocks"])

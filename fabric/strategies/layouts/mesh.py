@@ -15,6 +15,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.traits import Traits
 from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser
+from fabric.strategies.layouts.rows import across_rows, row_of
 from fabric.strategies.layouts.sharded import Sharded
 from fabric.strategies.layouts.split import is_split
 
@@ -64,14 +65,12 @@ class Mesh(Sharded):
     @property
     def data_rank(self) -> tuple[int, int] | None:
         """This rank's part of the data, of how many: the place along "data_parallel"."""
-        if self.mesh is None:
-            return None
-        return self.mesh.get_local_rank(DIMS[0]), self.mesh.size(0)
+        return row_of(self.mesh)
 
     @property
     def data_group(self) -> ProcessGroup | None:
         """The ranks that see different data."""
-        return None if self.mesh is None else self.mesh.get_group(DIMS[0])
+        return across_rows(self.mesh)
 
     def sizes(self, local_world_size: int, num_nodes: int) -> tuple[int, int]:
         """(data parallel, tensor parallel) sizes.

@@ -19,6 +19,7 @@ from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.strategies.layouts.alike import Alike
 from fabric.strategies.layouts.blocks import check_policy, choose_blocks
 from fabric.strategies.layouts.context.region import Region, Row
+from fabric.strategies.layouts.rows import across_rows, along_row, check_rows, make_rows, row_of
 from fabric.utilities.compile import is_compiled
 
 if TYPE_CHECKING:
@@ -96,12 +97,12 @@ class ContextParallel:
     @property
     def data_rank(self) -> tuple[int, int] | None:
         """Which part of the data this rank sees, of how many: its row; None before launch."""
-        return None if self._mesh is None else (self._mesh.get_local_rank(DIMS[0]), self._mesh.size(0))
+        return row_of(self._mesh)
 
     @property
     def data_group(self) -> Any | None:
         """The ranks that have the same part of sequences, and see different data."""
-        return None if self._mesh is None else self._mesh.get_group(DIMS[0])
+        return across_rows(self._mesh)
 
     def size_of(self, world_size: int) -> int:
         """How many ranks share a sequence.
@@ -110,24 +111,17 @@ class ContextParallel:
             ConfigurationError: The ranks cannot be divided into rows of so many.
         """
         size = self.size or world_size
-        if world_size % size:
-            raise ConfigurationError(
-                f"{world_size} ranks cannot be divided into rows of {size} that share a sequence. Write "
-                f"devices= a multiple of {size}, or ContextParallel(size) with a number that divides "
-                f"{world_size}."
-            )
-        return size
+        return check_rows(
+            size, world_size, f"rows of {size} that share a sequence", "ContextParallel(size) with"
+        )
 
     def join(self, topology: Topology, wire: Wire) -> None:
         """Make the groups. All ranks must call this."""
-        from torch.distributed.device_mesh import init_device_mesh
-
         size = self.size_of(topology.world_size)
-        sizes = (topology.world_size // size, size)
-        self._mesh = init_device_mesh(topology.device.type, sizes, mesh_dim_names=DIMS)
+        self._mesh = make_rows(topology, size, DIMS)
         self.row.place = (topology.rank % size, size)
         if size > 1:
-            self.row.channel = Channel(TorchCollective(group=self._mesh.get_group(DIMS[1])), wire)
+            self.row.channel = Channel(TorchCollective(group=along_row(self._mesh)), wire)
 
     def regions(self, module: Module) -> dict[Module, str]:
         """What is divided in a model, with its name for messages; to be asked before a layout wraps it.

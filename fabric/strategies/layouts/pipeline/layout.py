@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.errors import UsageError
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
 from fabric.plugins.collectives.shipping import broadcast_tree
@@ -45,6 +45,7 @@ from fabric.strategies.layouts.pipeline.link import Link
 from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
 from fabric.strategies.layouts.pipeline.states import PipelineStates, names_of
+from fabric.strategies.layouts.rows import across_rows, along_row, check_rows, make_rows, row_of
 from fabric.utilities.compile import is_compiled
 from fabric.utilities.messages import say
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -119,12 +120,12 @@ class Pipeline(PipelineStates):
     @property
     def data_rank(self) -> tuple[int, int] | None:
         """This rank's part of the data, of how many: the row that its pipeline is."""
-        return None if self.mesh is None else (self.mesh.get_local_rank(DIMS[0]), self.mesh.size(0))
+        return row_of(self.mesh)
 
     @property
     def data_group(self) -> ProcessGroup | None:
         """The ranks that have the same stage, and see different data."""
-        return None if self.mesh is None else self.mesh.get_group(DIMS[0])
+        return across_rows(self.mesh)
 
     @property
     def stage(self) -> tuple[int, int]:
@@ -138,29 +139,23 @@ class Pipeline(PipelineStates):
             ConfigurationError: The ranks cannot be divided into rows of this many stages.
         """
         stages = self.settings.num_stages or world_size
-        if world_size % stages:
-            raise ConfigurationError(
-                f"{world_size} ranks cannot be divided into pipelines of {stages} stages. Write devices= a "
-                f"multiple of {stages}, or num_stages= (or a balance= with) a number that divides "
-                f"{world_size}."
-            )
-        return stages
+        return check_rows(
+            stages, world_size, f"pipelines of {stages} stages", "num_stages= (or a balance= with)"
+        )
 
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Make the mesh. All ranks must call this."""
-        from torch.distributed.device_mesh import init_device_mesh
-
         self.device, self.policy = topology.device, policy
         stages = self.stages_of(topology.world_size)
-        sizes = (topology.world_size // stages, stages)
-        self.mesh = init_device_mesh(topology.device.type, sizes, mesh_dim_names=DIMS)
+        self.mesh = make_rows(topology, stages, DIMS)
         start = topology.rank - topology.rank % stages
         self._ranks, self._place = list(range(start, start + stages)), topology.rank - start
         wire = self.channel.wire  # type: ignore[union-attr]
-        self.pipeline = Channel(TorchCollective(group=self.mesh.get_group(DIMS[1])), wire)
-        self._lanes = self._make_lanes(topology, *sizes)
-        if sizes[0] > 1:
-            self._row = Channel(TorchCollective(group=self.mesh.get_group(DIMS[0])), wire)
+        self.pipeline = Channel(TorchCollective(group=along_row(self.mesh)), wire)
+        rows = self.mesh.size(0)
+        self._lanes = self._make_lanes(topology, rows, stages)
+        if rows > 1:
+            self._row = Channel(TorchCollective(group=across_rows(self.mesh)), wire)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module itself; this rank keeps the blocks of its stage, with rank zero's values. All ranks.
