@@ -67,6 +67,17 @@ class RootGate:
                     if hasattr(part, "_unsharded_param"):
                         part._unsharded_param.grad = None
 
+    def reduce_rest(self) -> None:
+        """After a pass inside of a backward: reduce the gradients of groups that were reduced before.
+
+        Computed again for another forward, such a group looks to torch as if its hooks had already run: its
+        gradients would stay whole, this rank's own, and out of `.grad`.
+        """
+        for state in self.root._get_fsdp_state()._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                if group._training_state.name == "POST_BACKWARD" and group.is_unsharded:
+                    group.post_backward()
+
     def check(self) -> None:
         """Before a forward: a plain `loss.backward()` has not failed, and nobody has swapped parameters.
 

@@ -3,7 +3,8 @@
 Invariant: the reducer is armed at the start of every `fabric.backward`, and checked at its end. torch arms it
 in `DDP.forward` only, so that two forwards with two backwards, a backward outside `no_sync` of a forward
 inside it, and any method other than forward silently leave gradients unsynchronised (measured:
-tests/equivalence/test_gradient_sync.py).
+tests/equivalence/test_gradient_sync.py). Reentrant checkpoints run passes inside of the pass; the reducer
+takes the first that is complete for the whole, and what comes after it is averaged here, at the end.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import torch.distributed as dist
 
 from fabric.core.errors import UsageError
 from fabric.core.traits import Traits
+from fabric.strategies.layouts.agree import average_gradients
 from fabric.strategies.layouts.hooked import HookedCall, broadcast_from_zero
 from fabric.strategies.layouts.whole import Whole
 from fabric.utilities.compile import is_compiled
+from fabric.utilities.nested_backward import attend_nested_passes, outermost_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,6 +65,7 @@ class Replicate(Whole):
         self._synced_in: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
         self.reached: set[int] = set()
         self._frozen: list[tuple[str, weakref.ref[Parameter]]] = []
+        self._reduced: weakref.WeakKeyDictionary[Module, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
         self.in_backward = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -181,6 +185,7 @@ class Replicate(Whole):
             self._buffered.add(replica)
         if dist.get_world_size(replica.process_group) > 1 and not replica.static_graph:
             PlainBackwardWatch(self, replica)
+            attend_nested_passes(self)
 
     def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Arm every replica's reducer, run the backward, and check that each reduction finished.
@@ -199,6 +204,10 @@ class Replicate(Whole):
         self.in_backward = True
         try:
             run(tensor, *args, **kwargs)
+        except RuntimeError as error:
+            if "mark a variable ready only once" in str(error):
+                raise _marked_twice(syncing, error) from error
+            raise
         finally:
             self.in_backward = False
         for name, parameter, stamp in thawed:
@@ -255,6 +264,27 @@ class Replicate(Whole):
             sync = partial(broadcast_from_zero, list(replica.buffers()))
             torch.autograd.Variable._execution_engine.queue_callback(sync)
 
+    def after_nested_pass(self) -> None:
+        """If a reducer has finished inside of a pass, watch for what that pass still adds to gradients."""
+        running = outermost_pass()
+        for replica in self._replicas.values():
+            known, _ = self._reduced.get(replica, (-1, None))
+            if known != running and _has_reduced(replica, running):
+                self._reduced[replica] = running, [_stamp(p) for p in replica.parameters()]
+                end = partial(self._average_rest, replica)
+                torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _average_rest(self, replica: DistributedDataParallel) -> None:
+        """Average gradients that have grown after their reduction: the mean of equal numbers is that number.
+
+        All ranks come here, since all went through the same checkpoints.
+        """
+        parameters = list(replica.parameters())
+        _, stamps = self._reduced.pop(replica)
+        if stamps != [_stamp(p) for p in parameters]:
+            trained = [p for p in parameters if p.requires_grad]
+            average_gradients(trained, self.channel, "DDP with reentrant checkpoints")  # type: ignore[arg-type]
+
     def _arm(self, replica: DistributedDataParallel) -> None:
         replica.__dict__.get("_fabric_marks", {})[replica] = ()
         try:
@@ -296,11 +326,13 @@ class PlainBackwardWatch:
         if replica is None:
             return
         armed = replica.__dict__["_fabric_marks"].pop(replica, None) is not None
+        again = _reached_in(replica, outermost_pass())
+        replica.__dict__["_fabric_pass"] = torch._C._current_graph_task_id()
         if self.layout.in_backward:
             if not replica.find_unused_parameters:  # else a parameter may rest on one rank and not on another
                 self.layout.reached.add(id(replica))
             return
-        if armed or not replica.require_backward_grad_sync:
+        if armed or again or not replica.require_backward_grad_sync:
             return
         raise UsageError(
             f"loss.backward() was called where it leaves the gradients of {type(replica.module).__name__} "
@@ -310,6 +342,22 @@ class PlainBackwardWatch:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlainBackwardWatch:
         return self
+
+
+def _reached_in(replica: DistributedDataParallel, running: int) -> bool:
+    """Whether this backward pass, or one inside of it, has come to the replica's last parameter."""
+    return bool(replica.__dict__.get("_fabric_pass", -1) >= running)
+
+
+def _has_reduced(replica: DistributedDataParallel, running: int) -> bool:
+    """Whether the gradients of this backward pass, which runs still, are averaged already."""
+    if not replica.require_backward_grad_sync or replica.static_graph or not _reached_in(replica, running):
+        return False
+    try:
+        replica._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _stamp(parameter: Tensor) -> Any:
@@ -335,6 +383,18 @@ def _unused_parameters(replica: DistributedDataParallel, error: RuntimeError) ->
         f"this backward, so the gradients of the ranks cannot be averaged: {', '.join(unused)}. {way}, or "
         'write Fabric(strategy="ddp_find_unused_parameters_true"); with other strategies pass them '
         "find_unused_parameters=True."
+    )
+
+
+def _marked_twice(replicas: list[DistributedDataParallel], error: RuntimeError) -> UsageError:
+    found = re.search(r"Parameter at index (\d+)", str(error))
+    names = replicas[0].__dict__["_fabric_names"] if found is not None and len(replicas) == 1 else []
+    which = names[int(found.group(1))] if found is not None and names else "a parameter"
+    return UsageError(
+        f"Rank {dist.get_rank()}: DDP got the gradient of {which} twice in one backward. Activation "
+        "checkpoints with use_reentrant=True do so where several forwards meet in one backward, where a "
+        "layer is called twice, or under find_unused_parameters. Write "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
     )
 
 

@@ -16,6 +16,7 @@ from fabric.strategies.layouts.gathered import GatheredCall, RootGate, own_outpu
 from fabric.strategies.layouts.hooked import HookedCall
 from fabric.strategies.layouts.split import Split
 from fabric.utilities.compile import is_compiled
+from fabric.utilities.nested_backward import attend_nested_passes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -87,6 +88,12 @@ class Sharded(Split):
                     _gate(model).recover()
             raise
 
+    def after_nested_pass(self) -> None:
+        """Reentrant checkpoints: what FSDP2 leaves unreduced there."""
+        for model in self.models():
+            if _gate(model) is not None:
+                _gate(model).reduce_rest()
+
     def forget_gradients(self, parameters: list[Tensor]) -> None:
         """Drop what backwards under no_sync left: it is whole, and not in `.grad`."""
         for part in self._with_local(parameters):
@@ -125,6 +132,7 @@ class Sharded(Split):
         if channel is not None and channel.world_size > 1:
             evaluation = Evaluation(module, next(self._numbers), channel)
         module.__dict__["_fabric_gate"] = RootGate(module, evaluation)
+        attend_nested_passes(self)
         for state in _states(module):
             for group in state._modules:
                 group.register_forward_hook(own_output, prepend=True)

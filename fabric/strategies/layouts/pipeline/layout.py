@@ -22,9 +22,9 @@ from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
 from fabric.plugins.collectives.shipping import broadcast_tree
 from fabric.plugins.collectives.torch_collective import TorchCollective
+from fabric.strategies.layouts.agree import average_gradients, copy_from_first
 from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser
-from fabric.strategies.layouts.pipeline.agree import Tied, average_gradients, copy_from_first
 from fabric.strategies.layouts.pipeline.balance import (
     Costs,
     chain_differs,
@@ -45,6 +45,7 @@ from fabric.strategies.layouts.pipeline.link import Link
 from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
 from fabric.strategies.layouts.pipeline.states import PipelineStates, names_of
+from fabric.strategies.layouts.pipeline.tied import Tied
 from fabric.strategies.layouts.rows import across_rows, along_row, check_rows, make_rows, row_of
 from fabric.utilities.compile import is_compiled
 from fabric.utilities.messages import say
@@ -271,7 +272,7 @@ class Pipeline(PipelineStates):
             return
         blocks = [block for _, block in flow.runner.stage.blocks]
         parameters = dict.fromkeys([p for block in blocks for p in block.parameters() if p.requires_grad])
-        average_gradients(list(parameters), self._row)
+        average_gradients(list(parameters), self._row, "a pipeline with several data parallel rows")
         if module.training:
             copy_from_first(list(dict.fromkeys([b for block in blocks for b in block.buffers()])), self._row)
 
