@@ -88,6 +88,12 @@ def test_a_second_launch_in_the_same_process(how):
     assert [line["result"] for line in lines if "result" in line] == [[0, 3.0]] * 2
 
 
+def test_the_launching_process_forks_before_it_starts_threads():
+    code, lines, err = finish(start("fork", "sum", "twice", env={"OMP_NUM_THREADS": "1"}))
+    assert (code, err) == (0, "")
+    assert {"threads_at_forks": [1, 1, 1, 1]} in lines
+
+
 def test_forked_ranks_compute_after_the_parent_has():
     code, _, err = finish(start("fork", "threads", env={"OMP_NUM_THREADS": "2"}), timeout=60)
     assert (code, err) == (0, "")

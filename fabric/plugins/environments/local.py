@@ -39,6 +39,7 @@ class LocalEnvironment(ClusterEnvironment):
         self._address: str | None = None
         self._port: int | None = None
         self._child = False
+        self._listener: socket.socket | None = None
         self._store: Store | None = None
         self._owner = os.getpid()
 
@@ -143,26 +144,35 @@ class LocalEnvironment(ClusterEnvironment):
         self._place, self._address, self._port = dict(other._place), other._address, other._port
         self._child, self._store, self._owner = other._child, other._store, other._owner
 
-    def host_store(self, timeout: timedelta, num_nodes: int = 1) -> int:
-        """Host the store of the job in this process and return its port; a second call returns the same port.
+    def take_port(self, num_nodes: int = 1) -> int:
+        """Listen at the port of the store to come, and return it: who connects waits for `host_store`.
 
         Args:
-            timeout: Default of each later wait on the store.
-            num_nodes: With more than one the store listens on all interfaces, else on the loopback only.
+            num_nodes: With more than one it listens on all interfaces, else on the loopback only.
 
         Raises:
             LaunchError: The user's MASTER_PORT is taken.
             ConfigurationError: MASTER_PORT is no port number.
         """
-        if self._store is None or self._port is None:
+        if self._port is None or (self._store is None and self._listener is None):
             wanted = _int_variable("MASTER_PORT") or 0
-            listener = listen(self.main_address, wanted, everywhere=num_nodes > 1)
-            self._port = int(listener.getsockname()[1])
-            # The store takes the descriptor over: the port is ours before anyone hears of it.
-            self._store = open_store(
-                self.main_address, self._port, True, 1, timeout, listen_fd=listener.detach()
-            )
+            self._listener = listen(self.main_address, wanted, everywhere=num_nodes > 1)
+            self._port = int(self._listener.getsockname()[1])
         return self._port
+
+    def host_store(self, timeout: timedelta, num_nodes: int = 1) -> int:
+        """Host the store of the job in this process and return its port; a second call returns the same port.
+
+        Args:
+            timeout: Default of each later wait on the store.
+            num_nodes: As in `take_port`, which also says what is raised.
+        """
+        port = self.take_port(num_nodes)
+        if self._listener is not None:
+            # The store takes the descriptor over: the port is ours before anyone hears of it.
+            descriptor, self._listener = self._listener.detach(), None
+            self._store = open_store(self.main_address, port, True, 1, timeout, listen_fd=descriptor)
+        return port
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """The hosted store in the hosting process, else a connection to it (raises as the base does)."""
@@ -196,7 +206,9 @@ class LocalEnvironment(ClusterEnvironment):
     def _forget_store(self) -> None:
         if self._store is not None and self._owner != os.getpid():
             _inherited.append(self._store)
-        self._store = None
+        if self._listener is not None:
+            self._listener.close()
+        self._store = self._listener = None
 
     def _read(self, name: str, default: int) -> int:
         if name in self._place:
@@ -205,7 +217,7 @@ class LocalEnvironment(ClusterEnvironment):
         return default if value is None else value
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None}
+        return {**self.__dict__, "_store": None, "_listener": None}
 
 
 def _check_allocation(num_devices: int, num_nodes: int) -> None:

@@ -106,10 +106,8 @@ class MultiprocessLauncher(Launcher):
         self._refuse_nested_start()
         call = self._pack(function, args, kwargs)
         node_rank = self.environment.node_rank()
-        if node_rank == 0:
-            port = self.environment.host_store(timedelta(minutes=5), self.num_nodes)
-        else:
-            port = self.environment.main_port
+        hosts = node_rank == 0
+        port = self.environment.take_port(self.num_nodes) if hosts else self.environment.main_port
         first = Place(
             0,
             self.num_processes * self.num_nodes,
@@ -120,9 +118,12 @@ class MultiprocessLauncher(Launcher):
         )
         try:
             with relayed_output(self.start_method):
-                return _Ranks(self._context(), first, call).run()
+                return _Ranks(self._context(), first, call, self._host_store if hosts else None).run()
         finally:
             self.environment.teardown()  # the next launch gets a store of its own
+
+    def _host_store(self) -> None:
+        self.environment.host_store(timedelta(minutes=5))
 
     def _context(self) -> BaseContext:
         context = multiprocessing.get_context(self.start_method)
@@ -160,10 +161,24 @@ class MultiprocessLauncher(Launcher):
 
 
 class _Ranks:
-    """The processes of one launch, from start to end."""
+    """The processes of one launch, from start to end.
 
-    def __init__(self, context: BaseContext, first: Place, call: bytes | tuple[Any, ...]) -> None:
-        self.context, self.first, self.call = context, first, call
+    Args:
+        context: Of Python's multiprocessing, with the start method.
+        first: The place of the first rank.
+        call: What they run.
+        host: Opens the store, once all are started: its thread takes locks of the C library for each rank
+            that connects, and a rank forked at that moment would find them taken for ever.
+    """
+
+    def __init__(
+        self,
+        context: BaseContext,
+        first: Place,
+        call: bytes | tuple[Any, ...],
+        host: Callable[[], None] | None,
+    ) -> None:
+        self.context, self.first, self.call, self.host = context, first, call, host
         self.method = context.get_start_method()
         self.processes: dict[int, BaseProcess] = {}
         self.links: dict[int, Connection] = {}
@@ -177,6 +192,8 @@ class _Ranks:
         handlers = Handlers([] if ignored else [signal.SIGTERM], self._pass_on)
         try:
             self._start()
+            if self.host is not None:
+                self.host()
             while self.processes.keys() - self._over() and not self.failures:
                 self._collect(1.0)  # a signal that comes just before the wait does not end it
             self._join()

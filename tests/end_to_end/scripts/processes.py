@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -115,12 +116,16 @@ def main():
         environment.set_world_size(2)
         join(environment, seconds=2)
     else:
+        threads = []  # a thread beside this one may hold a lock of the C library, which a fork would copy
+        os.register_at_fork(before=lambda: threads.append(len([*Path("/proc/self/task").iterdir()])))
         for _ in range(2 if "twice" in more else 1):
             if what == "threads":
                 compute(environment)
             result = MultiprocessLauncher(environment, 2, how).launch(function, environment, *arguments)
             if what == "sum":
                 say(result=[result["rank"], result["total"].item()], shared=result["total"].is_shared())
+        if how == "fork":
+            say(threads_at_forks=threads)
     assert dict(os.environ) == before
 
 
