@@ -462,6 +462,24 @@ def test_what_the_first_numbers_do_not_show_is_refused_too(ranks, how):
     ranks.run(hidden, how, world_size=2)
 
 
+class Longer(nn.Module):
+    """Looks along the sequence if it is long."""
+
+    def forward(self, x):
+        return x - x.mean(1, keepdim=True) if x.shape[1] > 15 else x
+
+
+def grows():
+    model = launched().setup(Longer())
+    model(torch.ones(2, 24, 4))
+    with pytest.raises(UsageError, match="gives other numbers"):
+        model(torch.ones(2, 24, 4))
+
+
+def test_a_second_trial_of_another_length_is_made(ranks):
+    ranks.run(grows, world_size=2)
+
+
 class KeyBias(nn.Module):
     """A float mask of keys, made of the sequence itself."""
 
