@@ -183,3 +183,17 @@ def test_no_thread_of_the_backend_is_left_at_exit(tmp_path):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert out == "[]\n[]\n"
+
+
+@pytest.fixture(scope="module")
+def alone_with_a_sequence() -> dict:
+    (line,), _ = finish(start([PYTHON, str(SCRIPT.with_name("context.py")), "alone"]))
+    return line
+
+
+@pytest.mark.parametrize("how", ["popen", "spawn", "fork", "forkserver"])
+def test_a_sequence_is_divided_in_every_kind_of_process(how, alone_with_a_sequence):
+    lines, err = finish(start([PYTHON, str(SCRIPT.with_name("context.py")), how]))
+    assert err == ""
+    assert [line["rank"] for line in lines] == [0, 1]
+    assert {line["loss"] for line in lines} == {alone_with_a_sequence["loss"]}

@@ -116,19 +116,25 @@ STRATEGIES = {
     "zero1": ZeRO1Strategy,
     "fsdp": FSDPStrategy,
     "zero2": lambda **k: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP", **k),
+    "fsdp_full": lambda **k: FSDPStrategy(state_dict_type="full", **k),
     "fsdp_recomputed": lambda **k: FSDPStrategy(activation_checkpointing_policy={Block}, **k),
 }
 
 
-def train(name, part, length, settings):
-    """The same loop under a strategy."""
-    warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")  # in evaluation
+def start(name, **part) -> Fabric:
     fabric = Fabric(
         accelerator="cpu",
         devices=torch.distributed.get_world_size(),
         strategy=STRATEGIES[name](context_parallel=ContextParallel(**part)),
     )
     fabric.launch()
+    return fabric
+
+
+def train(name, part, length, settings):
+    """The same loop under a strategy."""
+    warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")  # in evaluation
+    fabric = start(name, **part)
     row, rows = fabric.strategy.data_rank
     model = net(**settings)
     model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
@@ -164,6 +170,32 @@ def test_losses_norms_and_weights_equal_plain_torch(ranks, world, size, length, 
 @pytest.mark.parametrize("blocks", [None, {Block}], ids=["model", "blocks"])
 def test_under_every_strategy_that_takes_it(ranks, name, blocks):
     ranks.run(train, name, {"size": 2, "blocks": blocks}, 13, {}, world_size=4)
+
+
+def in_two_runs(name, path, second):
+    """The first step and a save; or what comes after it."""
+    fabric = start(name, size=2)
+    model = net()
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    if second:
+        fabric.load(path, {"model": model, "optimizer": optimizer})
+    for step in data(1, 13)[1:] if second else data(1, 13)[:1]:
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model, step[0]))
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp_full"])
+def test_a_checkpoint_is_that_of_the_whole_model(ranks, tmp_path, name):
+    path = str(tmp_path / "saved.pt")
+    for second in (False, True):
+        ranks.run(in_two_runs, name, path, second, world_size=2)
+    state, (_, expected) = torch.load(path, weights_only=True), plain(1, 13)
+    for key, value in expected.state_dict().items():
+        torch.testing.assert_close(state["model"][key], value, rtol=1e-8, atol=1e-8)
+    torch.optim.Adam(expected.parameters()).load_state_dict(state["optimizer"])
 
 
 @pytest.mark.parametrize("recompute", ["reentrant", "saved"])
