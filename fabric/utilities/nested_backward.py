@@ -7,6 +7,7 @@ DDP and FSDP2 take the first pass that looks complete for the whole, and torch t
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,23 +30,26 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_attendants: weakref.WeakSet[Any] = weakref.WeakSet()
+# By number: attendants send messages, whose order must be the same on all ranks.
+_attendants: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 _installed = False
 
 
 def attend_nested_passes(attendant: Attendant) -> None:
-    """From now on `attendant.after_nested_pass()` is called; it is held weakly."""
+    """From now on call `attendant.after_nested_pass()`, in the order of these requests; it is held weakly."""
     global _installed
-    _attendants.add(attendant)
+    if not any([known is attendant for known in _attendants.values()]):
+        _attendants[next(_numbers)] = attendant
     if not _installed:
         _installed = True
         torch.autograd.backward = _telling(torch.autograd.backward)
 
 
 def outermost_pass() -> int:
-    """The number of the outermost backward pass that runs in this thread; passes inside have higher ones.
+    """The number of the outermost backward pass that runs in this thread; -1: none runs.
 
-    -1: none runs.
+    torch counts passes up, so that those inside of it have higher numbers, and those before it lower ones.
     """
     return torch._C._current_graph_task_id() if _here.outermost == -1 else _here.outermost
 
@@ -61,7 +65,7 @@ def _telling(backward: Callable[..., None]) -> Callable[..., None]:
         _here.outermost = around if before == -1 else before
         try:
             backward(*args, **kwargs)
-            for attendant in list(_attendants):
+            for attendant in list(_attendants.values()):
                 attendant.after_nested_pass()
         finally:
             _here.outermost = before

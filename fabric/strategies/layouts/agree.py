@@ -32,14 +32,20 @@ def average_gradients(parameters: list[Any], channel: Channel, where: str) -> No
             f"A gradient is sparse (nn.Embedding(sparse=True)), which {where} cannot average. Write "
             "sparse=False."
         )
-    device = torch.device("cpu") if "cpu" in channel.wire.sendable else channel.wire.via
-    has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=device)
-    channel.collective.all_reduce(has, "max")
-    held = [p for p, any_has in zip(parameters, has.tolist(), strict=True) if any_has]
+    has = on_any_rank([p.grad is not None for p in parameters], channel)
+    held = [p for p, any_has in zip(parameters, has, strict=True) if any_has]
     for parameter in held:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     _each_bucket([p.grad for p in held], channel, partial(channel.collective.all_reduce, op="mean"))
+
+
+def on_any_rank(truths: list[bool], channel: Channel) -> list[bool]:
+    """Of each, whether it holds on any rank. All ranks of the group must call this."""
+    device = torch.device("cpu") if "cpu" in channel.wire.sendable else channel.wire.via
+    flags = torch.tensor(truths, dtype=torch.uint8, device=device)
+    channel.collective.all_reduce(flags, "max")
+    return [bool(flag) for flag in flags.tolist()]
 
 
 def copy_from_first(tensors: list[Tensor], channel: Channel) -> None:

@@ -15,14 +15,14 @@ import re
 import weakref
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fabric.core.errors import UsageError
 from fabric.core.traits import Traits
-from fabric.strategies.layouts.agree import average_gradients
+from fabric.strategies.layouts.agree import average_gradients, on_any_rank
 from fabric.strategies.layouts.hooked import HookedCall, broadcast_from_zero
 from fabric.strategies.layouts.whole import Whole
 from fabric.utilities.compile import is_compiled
@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 _BUFFER_KEYWORDS = ("broadcast_buffers", "forward_sync_buffers")
 """DDP's switch for buffers; torch 2.13 renamed it."""
+
+
+_TWICE = ("mark a variable ready only once", "!unmarked_param_indices.empty()")
+"""What the reducer says of a gradient that comes again; the second where torch has no words for it."""
 
 
 class Replicate(Whole):
@@ -65,7 +69,7 @@ class Replicate(Whole):
         self._synced_in: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
         self.reached: set[int] = set()
         self._frozen: list[tuple[str, weakref.ref[Parameter]]] = []
-        self._reduced: weakref.WeakKeyDictionary[Module, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
+        self._reduced: weakref.WeakKeyDictionary[Module, _Reduced] = weakref.WeakKeyDictionary()
         self.in_backward = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -205,7 +209,9 @@ class Replicate(Whole):
         try:
             run(tensor, *args, **kwargs)
         except RuntimeError as error:
-            if "mark a variable ready only once" in str(error):
+            if any([sign in str(error) for sign in _TWICE]):
+                for replica in syncing:
+                    replica.reducer._reset_state()  # or it would refuse every later backward
                 raise _marked_twice(syncing, error) from error
             raise
         finally:
@@ -268,22 +274,24 @@ class Replicate(Whole):
         """If a reducer has finished inside of a pass, watch for what that pass still adds to gradients."""
         running = outermost_pass()
         for replica in self._replicas.values():
-            known, _ = self._reduced.get(replica, (-1, None))
-            if known != running and _has_reduced(replica, running):
-                self._reduced[replica] = running, [_stamp(p) for p in replica.parameters()]
+            known = self._reduced.get(replica)
+            if (known is None or known.within != running) and _has_reduced(replica, running):
+                self._reduced[replica] = _Reduced(running, [_stamp(p) for p in replica.parameters()])
                 end = partial(self._average_rest, replica)
                 torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _average_rest(self, replica: DistributedDataParallel) -> None:
-        """Average gradients that have grown after their reduction: the mean of equal numbers is that number.
+        """At the end of a pass: average gradients that have grown after their reduction, on any rank.
 
-        All ranks come here, since all went through the same checkpoints.
+        They are the mean, the same on all ranks, and what each rank has added; the mean of that is the sum of
+        both means. Ranks may differ in what they add, but not in that a pass inside has reduced.
         """
         parameters = list(replica.parameters())
-        _, stamps = self._reduced.pop(replica)
-        if stamps != [_stamp(p) for p in parameters]:
+        grown = self._reduced.pop(replica).stamps != [_stamp(p) for p in parameters]
+        channel: Any = self.channel
+        if any(on_any_rank([grown], channel)):
             trained = [p for p in parameters if p.requires_grad]
-            average_gradients(trained, self.channel, "DDP with reentrant checkpoints")  # type: ignore[arg-type]
+            average_gradients(trained, channel, "DDP with reentrant checkpoints")
 
     def _arm(self, replica: DistributedDataParallel) -> None:
         replica.__dict__.get("_fabric_marks", {})[replica] = ()
@@ -293,6 +301,15 @@ class Replicate(Whole):
             # A forward armed it for this same pass and gradients are on their way: nothing is left to do.
             if "Expected to have finished reduction" not in str(error):
                 raise
+
+
+class _Reduced(NamedTuple):
+    """A reduction that was complete inside of a backward pass."""
+
+    within: int
+    """The number of the pass."""
+    stamps: list[Any]
+    """Of the gradients, as the reduction left them."""
 
 
 class PlainBackwardWatch:
@@ -361,7 +378,7 @@ def _has_reduced(replica: DistributedDataParallel, running: int) -> bool:
 
 
 def _stamp(parameter: Tensor) -> Any:
-    """Something that changes when a gradient is accumulated."""
+    """Something that changes when a gradient is accumulated: in place, or as the first one."""
     grad = parameter.grad
     return None if grad is None else (id(grad), grad._version)
 
@@ -387,14 +404,16 @@ def _unused_parameters(replica: DistributedDataParallel, error: RuntimeError) ->
 
 
 def _marked_twice(replicas: list[DistributedDataParallel], error: RuntimeError) -> UsageError:
+    """The error for a gradient that came twice; torch says its number, and not of which replica."""
     found = re.search(r"Parameter at index (\d+)", str(error))
-    names = replicas[0].__dict__["_fabric_names"] if found is not None and len(replicas) == 1 else []
-    which = names[int(found.group(1))] if found is not None and names else "a parameter"
+    number = int(found.group(1)) if found is not None else -1
+    names = [(type(r.module).__name__, r.__dict__["_fabric_names"]) for r in replicas]
+    which = [f"{known[number]} of {kind}" for kind, known in names if 0 <= number < len(known)]
     return UsageError(
-        f"Rank {dist.get_rank()}: DDP got the gradient of {which} twice in one backward. Activation "
-        "checkpoints with use_reentrant=True do so where several forwards meet in one backward, where a "
-        "layer is called twice, or under find_unused_parameters. Write "
-        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        f"Rank {dist.get_rank()}: DDP got the gradient of {' or '.join(which) or 'a parameter'} twice in one "
+        "backward. Activation checkpoints with use_reentrant=True do so where several forwards meet in one "
+        "backward, where a layer is called or a parameter is used once more, or under "
+        "find_unused_parameters. Write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
     )
 
 
