@@ -162,24 +162,28 @@ def test_what_ddp_cannot_sum_is_refused_on_all_ranks(ranks, strategy):
 
 
 def refused_then_right():
-    """After what is refused, this model and another go on; torch's own assertion is not shown."""
+    """After what is refused, another model goes on; this one says so. torch's own assertion is not shown."""
     fabric = start()
     single = nn.Linear(4, 4).double()
     single.load_state_dict({"weight": torch.eye(4), "bias": torch.zeros(4)})
-    models = [fabric.setup(copy.deepcopy(single)) for _ in range(2)]
+    refused, model = [fabric.setup(copy.deepcopy(single)) for _ in range(2)]
     step = batches(fabric.world_size, 1)[0, 0]
     own = step[fabric.global_rank]
     with pytest.raises(UsageError, match="DDP got the gradient of a parameter twice in one backward"):
-        fabric.backward(models[0](checkpoint(models[0], own, use_reentrant=True)).sum())
+        fabric.backward(refused(checkpoint(refused, own, use_reentrant=True)).sum())
+    with pytest.raises(
+        UsageError, match=r"Linear was in a backward that DDP could not finish.*Set the model up anew"
+    ):
+        refused(own)
+    refused = fabric.setup(copy.deepcopy(single))
     (single(step.flatten(0, 1)).square().sum() / 2).backward()
-    for model in models:
-        model.zero_grad()
-        fabric.backward(model(own).square().sum())
-        for ours, plain in zip(model.parameters(), single.parameters(), strict=True):
+    for used in (model, refused):
+        fabric.backward(used(own).square().sum())
+        for ours, plain in zip(used.parameters(), single.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, plain.grad)
 
 
-def test_what_was_refused_leaves_models_usable(ranks):
+def test_what_was_refused_leaves_other_models_usable(ranks):
     ranks.run(refused_then_right, world_size=2)
 
 

@@ -70,6 +70,7 @@ class Replicate(Whole):
         self.reached: set[int] = set()
         self._frozen: list[tuple[str, weakref.ref[Parameter]]] = []
         self._reduced: weakref.WeakKeyDictionary[Module, _Reduced] = weakref.WeakKeyDictionary()
+        self._retired: weakref.WeakSet[Module] = weakref.WeakSet()
         self.in_backward = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -201,7 +202,11 @@ class Replicate(Whole):
         thawed = [(name, p, _stamp(p)) for name, p in frozen if p.requires_grad]
         syncing = []
         for replica in self._replicas.values():
-            if replica.require_backward_grad_sync and not replica.static_graph:
+            if (
+                replica.require_backward_grad_sync
+                and not replica.static_graph
+                and replica not in self._retired
+            ):
                 start = [tensor] if replica.find_unused_parameters else []
                 replica.reducer.prepare_for_backward(start)
                 syncing.append(replica)
@@ -210,8 +215,7 @@ class Replicate(Whole):
             run(tensor, *args, **kwargs)
         except RuntimeError as error:
             if any([sign in str(error) for sign in _TWICE]):
-                for replica in syncing:
-                    replica.reducer._reset_state()  # or it would refuse every later backward
+                self._retire([replica for replica in syncing if not _is_finished(replica)])
                 raise _marked_twice(syncing, error) from error
             raise
         finally:
@@ -293,6 +297,12 @@ class Replicate(Whole):
             trained = [p for p in parameters if p.requires_grad]
             average_gradients(trained, channel, "DDP with reentrant checkpoints")
 
+    def _retire(self, replicas: list[DistributedDataParallel]) -> None:
+        """Leave alone what can no more be used: reductions under way would write into later gradients."""
+        for replica in replicas:
+            self._retired.add(replica)
+            replica.register_forward_pre_hook(_refuse_retired)
+
     def _arm(self, replica: DistributedDataParallel) -> None:
         replica.__dict__.get("_fabric_marks", {})[replica] = ()
         try:
@@ -370,6 +380,11 @@ def _has_reduced(replica: DistributedDataParallel, running: int) -> bool:
     """Whether the gradients of this backward pass, which runs still, are averaged already."""
     if not replica.require_backward_grad_sync or replica.static_graph or not _reached_in(replica, running):
         return False
+    return _is_finished(replica)
+
+
+def _is_finished(replica: DistributedDataParallel) -> bool:
+    """Whether its reducer waits for no gradient."""
     try:
         replica._check_reducer_finalized()
     except RuntimeError:
@@ -414,6 +429,13 @@ def _marked_twice(replicas: list[DistributedDataParallel], error: RuntimeError) 
         "backward. Activation checkpoints with use_reentrant=True do so where several forwards meet in one "
         "backward, where a layer is called or a parameter is used once more, or under "
         "find_unused_parameters. Write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+    )
+
+
+def _refuse_retired(replica: DistributedDataParallel, args: Any) -> None:
+    raise UsageError(
+        f"{type(replica.module).__name__} was in a backward that DDP could not finish, because a gradient "
+        "came twice. Set the model up anew, and write use_reentrant=False where it is checkpointed."
     )
 
 
