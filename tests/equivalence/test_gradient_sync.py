@@ -664,6 +664,44 @@ def test_static_graph_and_no_backward_sync_are_refused_together(ranks):
         assert "Remove static_graph=True" in str(error)
 
 
+def static_graph_out_of_step(case: str) -> None:
+    fabric = start(static_graph=True)
+    model = fabric.setup(Net())
+    x = batches(fabric.world_size)[0, fabric.global_rank]
+    if case == "two backwards after two forwards":
+        losses = [model(x).sum(), model(2 * x).sum()]
+        fabric.backward(losses[0])
+        fabric.backward(losses[1])
+    elif case == "two backwards after one forward":
+        loss = model(x).sum()
+        fabric.backward(loss, retain_graph=True)
+        loss.backward()
+    elif case == "another method":
+        fabric.backward(model(x).sum())
+        fabric.backward(model.loss(x))
+    else:
+        failing = model(x)
+        failing.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fabric.backward(failing.sum())
+        model(x)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("two backwards after two forwards", "Remove static_graph=True"),
+        ("two backwards after one forward", "Remove static_graph=True"),
+        ("another method", "Remove static_graph=True"),
+        ("a backward that failed", "Net was in a backward that failed"),
+    ],
+)
+def test_a_static_graph_out_of_step_is_refused(ranks, case, words):
+    for error in ranks.run_expecting_errors(static_graph_out_of_step, case, world_size=2):
+        assert isinstance(error, UsageError)
+        assert words in str(error)
+
+
 def grow_after_setup(case: str) -> list[torch.Tensor]:
     fabric = start()
     net = Net()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 import weakref
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +23,14 @@ from fabric.core.errors import UsageError
 from fabric.core.traits import Traits
 from fabric.strategies.layouts.agree import average_gradients, on_any_rank
 from fabric.strategies.layouts.hooked import HookedCall, broadcast_from_zero
+from fabric.strategies.layouts.replica_errors import (
+    TWICE,
+    marked_twice,
+    not_static,
+    refuse_retired,
+    thawed_late,
+    unused_parameters,
+)
 from fabric.strategies.layouts.whole import Whole
 from fabric.utilities.compile import is_compiled
 from fabric.utilities.nested_backward import attend_nested_passes, outermost_pass
@@ -40,10 +47,6 @@ if TYPE_CHECKING:
 
 _BUFFER_KEYWORDS = ("broadcast_buffers", "forward_sync_buffers")
 """DDP's switch for buffers; torch 2.13 renamed it."""
-
-
-_TWICE = ("mark a variable ready only once", "!unmarked_param_indices.empty()")
-"""What the reducer says of a gradient that comes again; the second where torch has no words for it."""
 
 
 class Replicate(Whole):
@@ -188,7 +191,7 @@ class Replicate(Whole):
         wanted = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
         if wanted and next(replica.buffers(), None) is not None:
             self._buffered.add(replica)
-        if dist.get_world_size(replica.process_group) > 1 and not replica.static_graph:
+        if dist.get_world_size(replica.process_group) > 1:
             PlainBackwardWatch(self, replica)
             attend_nested_passes(self)
 
@@ -213,21 +216,25 @@ class Replicate(Whole):
         self.in_backward = True
         try:
             run(tensor, *args, **kwargs)
-        except RuntimeError as error:
-            if any([sign in str(error) for sign in _TWICE]):
+        except BaseException as error:
+            twice = isinstance(error, RuntimeError) and any([sign in str(error) for sign in TWICE])
+            if twice:
                 self._retire([replica for replica in syncing if not _is_finished(replica)])
-                raise _marked_twice(syncing, error) from error
+            # Of these torch counts gradients, in the first pass for all later ones.
+            self._retire([replica for replica in self._replicas.values() if replica.static_graph])
+            if twice:
+                raise marked_twice(syncing, error) from error
             raise
         finally:
             self.in_backward = False
         for name, parameter, stamp in thawed:
             if _stamp(parameter) != stamp:  # this backward went through it
-                raise _thawed(name)
+                raise thawed_late(name)
         for replica in syncing:
             try:
                 replica._check_reducer_finalized()
             except RuntimeError as error:
-                raise _unused_parameters(replica, error) from error
+                raise unused_parameters(replica, error) from error
             # Here, where all ranks are, and not in whichever forward comes next on each of them.
             replica._has_rebuilt_buckets |= replica.reducer._rebuild_buckets()
         # Only of those that this backward went through: that is so on all ranks or on none.
@@ -301,7 +308,7 @@ class Replicate(Whole):
         """Leave alone what can no more be used: reductions under way would write into later gradients."""
         for replica in replicas:
             self._retired.add(replica)
-            replica.register_forward_pre_hook(_refuse_retired)
+            replica.register_forward_pre_hook(refuse_retired)
 
     def _arm(self, replica: DistributedDataParallel) -> None:
         replica.__dict__.get("_fabric_marks", {})[replica] = ()
@@ -355,6 +362,8 @@ class PlainBackwardWatch:
         armed = replica.__dict__["_fabric_marks"].pop(replica, None) is not None
         again = _reached_in(replica, outermost_pass())
         replica.__dict__["_fabric_pass"] = torch._C._current_graph_task_id()
+        if replica.static_graph and not (armed or again):
+            raise not_static(replica)
         if self.layout.in_backward:
             if not replica.find_unused_parameters:  # else a parameter may rest on one rank and not on another
                 self.layout.reached.add(id(replica))
@@ -396,53 +405,3 @@ def _stamp(parameter: Tensor) -> Any:
     """Something that changes when a gradient is accumulated: in place, or as the first one."""
     grad = parameter.grad
     return None if grad is None else (id(grad), grad._version)
-
-
-def _unused_parameters(replica: DistributedDataParallel, error: RuntimeError) -> Exception:
-    found = re.search(r"did not receive grad for rank \d+:([ \d]*)", str(error))
-    if found is None:
-        return error
-    names = replica.__dict__["_fabric_names"]  # the reducer counts those that were trainable at setup
-    unused = [names[int(i)] for i in found.group(1).split() if int(i) < len(names)]
-    frozen = {name for name, p in replica.module.named_parameters() if not p.requires_grad}
-    way = (
-        "They were frozen after fabric.setup: freeze them before it"
-        if unused and frozen.issuperset(unused)
-        else "If they are unused on purpose, freeze them before fabric.setup"
-    )
-    return UsageError(
-        f"Rank {dist.get_rank()}: these parameters of {type(replica.module).__name__} got no gradient in "
-        f"this backward, so the gradients of the ranks cannot be averaged: {', '.join(unused)}. {way}, or "
-        'write Fabric(strategy="ddp_find_unused_parameters_true"); with other strategies pass them '
-        "find_unused_parameters=True."
-    )
-
-
-def _marked_twice(replicas: list[DistributedDataParallel], error: RuntimeError) -> UsageError:
-    """The error for a gradient that came twice; torch says its number, and not of which replica."""
-    found = re.search(r"Parameter at index (\d+)", str(error))
-    number = int(found.group(1)) if found is not None else -1
-    names = [(type(r.module).__name__, r.__dict__["_fabric_names"]) for r in replicas]
-    which = [f"{known[number]} of {kind}" for kind, known in names if 0 <= number < len(known)]
-    return UsageError(
-        f"Rank {dist.get_rank()}: DDP got the gradient of {' or '.join(which) or 'a parameter'} twice in one "
-        "backward. Activation checkpoints with use_reentrant=True do so where several forwards meet in one "
-        "backward, where a layer is called or a parameter is used once more, or under "
-        "find_unused_parameters. Write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-    )
-
-
-def _refuse_retired(replica: DistributedDataParallel, args: Any) -> None:
-    raise UsageError(
-        f"{type(replica.module).__name__} was in a backward that DDP could not finish, because a gradient "
-        "came twice. Set the model up anew, and write use_reentrant=False where it is checkpointed."
-    )
-
-
-def _thawed(name: str) -> UsageError:
-    return UsageError(
-        f"Parameter {name} was frozen at fabric.setup and requires a gradient now, which ranks would not "
-        "average. Set the model up while all that is trained later has requires_grad=True, and freeze it "
-        'after with Fabric(strategy="ddp_find_unused_parameters_true"), or set a new copy up for the next '
-        "phase."
-    )

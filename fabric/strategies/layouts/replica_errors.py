@@ -1,0 +1,79 @@
+"""What a replica says that cannot average its gradients, in its user's words."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from fabric.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
+TWICE = ("mark a variable ready only once", "!unmarked_param_indices.empty()")
+"""What the reducer says of a gradient that comes again; the second where torch has no words for it."""
+
+
+def unused_parameters(replica: DistributedDataParallel, error: RuntimeError) -> Exception:
+    """The error for gradients that are missing, with names; torch says their numbers."""
+    found = re.search(r"did not receive grad for rank \d+:([ \d]*)", str(error))
+    if found is None:
+        return error
+    names = replica.__dict__["_fabric_names"]  # the reducer counts those that were trainable at setup
+    unused = [names[int(i)] for i in found.group(1).split() if int(i) < len(names)]
+    frozen = {name for name, p in replica.module.named_parameters() if not p.requires_grad}
+    way = (
+        "They were frozen after fabric.setup: freeze them before it"
+        if unused and frozen.issuperset(unused)
+        else "If they are unused on purpose, freeze them before fabric.setup"
+    )
+    return UsageError(
+        f"Rank {dist.get_rank()}: these parameters of {type(replica.module).__name__} got no gradient in "
+        f"this backward, so the gradients of the ranks cannot be averaged: {', '.join(unused)}. {way}, or "
+        'write Fabric(strategy="ddp_find_unused_parameters_true"); with other strategies pass them '
+        "find_unused_parameters=True."
+    )
+
+
+def marked_twice(replicas: list[DistributedDataParallel], error: BaseException) -> UsageError:
+    """The error for a gradient that came twice; torch says its number, and not of which replica."""
+    found = re.search(r"Parameter at index (\d+)", str(error))
+    number = int(found.group(1)) if found is not None else -1
+    names = [(type(r.module).__name__, r.__dict__["_fabric_names"]) for r in replicas]
+    which = [f"{known[number]} of {kind}" for kind, known in names if 0 <= number < len(known)]
+    return UsageError(
+        f"Rank {dist.get_rank()}: DDP got the gradient of {' or '.join(which) or 'a parameter'} twice in one "
+        "backward. Activation checkpoints with use_reentrant=True do so where several forwards meet in one "
+        "backward, where a layer is called or a parameter is used once more, or under "
+        "find_unused_parameters. Write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+    )
+
+
+def not_static(replica: DistributedDataParallel) -> UsageError:
+    """The error for a backward that no forward has armed, where nothing else may."""
+    return UsageError(
+        f"DDPStrategy(static_graph=True): a backward went through {type(replica.module).__name__} without a "
+        "forward of its own before it (two forwards before two backwards, retain_graph, or a method other "
+        "than forward), so that its gradients would stay unsynchronised. Remove static_graph=True, or add "
+        "the losses up for one backward."
+    )
+
+
+def refuse_retired(replica: DistributedDataParallel, args: Any) -> None:
+    """A forward pre-hook of a replica whose reducer did not come to an end."""
+    raise UsageError(
+        f"{type(replica.module).__name__} was in a backward that failed, and DDP could not finish what it "
+        "had begun. Mend what failed there, and set the model up anew."
+    )
+
+
+def thawed_late(name: str) -> UsageError:
+    """The error for a parameter that DDP did not take in, since it was frozen then."""
+    return UsageError(
+        f"Parameter {name} was frozen at fabric.setup and requires a gradient now, which ranks would not "
+        "average. Set the model up while all that is trained later has requires_grad=True, and freeze it "
+        'after with Fabric(strategy="ddp_find_unused_parameters_true"), or set a new copy up for the next '
+        "phase."
+    )
