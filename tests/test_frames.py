@@ -203,7 +203,7 @@ def on_ranks(precision):
 def test_ddp(ranks):
     for found in ranks.run(on_ranks, "32-true", world_size=2):
         assert found["forward"] == found["evaluation"] == ([], 0)
-        assert len(found["backward"][0]) <= 4, found["backward"]
+        assert len(found["backward"][0]) <= 5, found["backward"]  # one for passes inside of the pass
         assert found["step"] == (["step"], 1)
         assert found["few"] == found["many"]
         assert found["many"][1] <= 8

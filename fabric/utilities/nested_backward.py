@@ -27,9 +27,10 @@ class Attendant(Protocol):
 
 class _Here(threading.local):
     outermost = -1
+    """The number of the pass around all; -1: there is none, or none inside of it."""
 
 
-_here = _Here()
+here = _Here()
 # By number: attendants send messages, whose order must be the same on all ranks.
 _attendants: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -51,7 +52,7 @@ def outermost_pass() -> int:
 
     torch counts passes up, so that those inside of it have higher numbers, and those before it lower ones.
     """
-    return torch._C._current_graph_task_id() if _here.outermost == -1 else _here.outermost
+    return torch._C._current_graph_task_id() if here.outermost == -1 else here.outermost
 
 
 def _telling(backward: Callable[..., None]) -> Callable[..., None]:
@@ -61,13 +62,13 @@ def _telling(backward: Callable[..., None]) -> Callable[..., None]:
         if around == -1:
             backward(*args, **kwargs)
             return
-        before = _here.outermost
-        _here.outermost = around if before == -1 else before
+        before = here.outermost
+        here.outermost = around if before == -1 else before
         try:
             backward(*args, **kwargs)
             for attendant in list(_attendants.values()):
                 attendant.after_nested_pass()
         finally:
-            _here.outermost = before
+            here.outermost = before
 
     return tell

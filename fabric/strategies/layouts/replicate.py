@@ -33,7 +33,7 @@ from fabric.strategies.layouts.replica_errors import (
 )
 from fabric.strategies.layouts.whole import Whole
 from fabric.utilities.compile import is_compiled
-from fabric.utilities.nested_backward import attend_nested_passes, outermost_pass
+from fabric.utilities.nested_backward import attend_nested_passes, here, outermost_pass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -360,8 +360,10 @@ class PlainBackwardWatch:
         if replica is None:
             return
         armed = replica.__dict__["_fabric_marks"].pop(replica, None) is not None
-        again = _reached_in(replica, outermost_pass())
-        replica.__dict__["_fabric_pass"] = torch._C._current_graph_task_id()
+        running = torch._C._current_graph_task_id()
+        outermost = running if here.outermost == -1 else here.outermost  # here, as a call costs more
+        again = replica.__dict__.get("_fabric_pass", -1) >= outermost
+        replica.__dict__["_fabric_pass"] = running
         if replica.static_graph and not (armed or again):
             raise not_static(replica)
         if self.layout.in_backward:
@@ -380,16 +382,12 @@ class PlainBackwardWatch:
         return self
 
 
-def _reached_in(replica: DistributedDataParallel, running: int) -> bool:
-    """Whether this backward pass, or one inside of it, has come to the replica's last parameter."""
-    return bool(replica.__dict__.get("_fabric_pass", -1) >= running)
-
-
 def _has_reduced(replica: DistributedDataParallel, running: int) -> bool:
     """Whether the gradients of this backward pass, which runs still, are averaged already."""
-    if not replica.require_backward_grad_sync or replica.static_graph or not _reached_in(replica, running):
-        return False
-    return _is_finished(replica)
+    reached = replica.__dict__.get("_fabric_pass", -1) >= running  # the last parameter, which it starts with
+    return (
+        reached and replica.require_backward_grad_sync and not replica.static_graph and _is_finished(replica)
+    )
 
 
 def _is_finished(replica: DistributedDataParallel) -> bool:
