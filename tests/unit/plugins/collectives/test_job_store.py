@@ -80,6 +80,7 @@ def test_a_host_that_does_not_answer_is_given_up(host, monkeypatch):
     store = connect(port, "127.0.0.2")  # for all that is known, another machine
     store.set("a", "1")
     os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # all threads stand still; before, one may still answer
     for _ in range(2):  # the second does not even ask: the first still holds the connection
         with pytest.raises(
             StoreSilent, match=r"lost rank zero's store at 127\.0\.0\.2:\d+: no answer for 0.2 s"
