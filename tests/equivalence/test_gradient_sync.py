@@ -1,6 +1,7 @@
 """Gradients on N ranks equal plain torch on the joined batch, in every order of forwards and backwards."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -524,6 +525,27 @@ def copies_take_part(plain: bool) -> None:
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_deep_copy_of_a_model_is_synchronised_too(ranks, plain):
     ranks.run(copies_take_part, plain, world_size=2)
+
+
+def copies_of_a_static_graph(together: bool) -> None:
+    """Made after a first backward, of which torch keeps a mark on the replica."""
+    fabric = start(static_graph=True)
+    model = fabric.setup(Net())
+    fabric.backward(model(batches(fabric.world_size, 1)[0, fabric.global_rank]).pow(2).mean())
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for data in batches(fabric.world_size, 3):
+            losses = [m(data[fabric.global_rank]).pow(2).mean() for m in [copied, model][: 1 + together]]
+            for m in (copied, model):
+                m.zero_grad()
+            fabric.backward(torch.stack(losses).sum())
+            expected = joined(Net(), data, lambda m, x: m(x).pow(2).mean())
+            for m in [copied, model][: 1 + together]:
+                assert_same(m, expected)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_copies_of_a_static_graph_are_synchronised_too(ranks, together):
+    ranks.run(copies_of_a_static_graph, together, world_size=2)
 
 
 def models_let_go() -> int:

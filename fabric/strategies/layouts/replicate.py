@@ -115,7 +115,10 @@ class Replicate(Whole):
 
     def adopt(self, wrapped: Module) -> None:
         """Take in a replica that came to be by copying or unpickling a model."""
-        self._replica_of(wrapped)
+        replica = self._replica_of(wrapped)
+        if replica is not None and replica.static_graph:
+            # A copy has a new reducer; torch takes its first backward for a later one, and reduces nothing.
+            replica._static_graph_delay_allreduce_enqueued = False
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The user's own optimizer.
