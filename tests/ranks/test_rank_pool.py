@@ -223,9 +223,9 @@ def sleep_here():
 
 def test_a_silent_rank_is_named_with_its_stack(pool):
     with pytest.raises(RankTimeout) as caught:
-        pool.run(hang, 1, "sleep", timeout=1.0, group=False)
+        pool.run(hang, 1, "sleep", timeout=3.0, group=False)
     assert caught.value.ranks == (1,)
-    assert "hang got no answer from rank 1 of 3: no answer within 1 s." in str(caught.value)
+    assert "hang got no answer from rank 1 of 3: no answer within 3 s." in str(caught.value)
     assert "in sleep_here" in str(caught.value)
     assert pool.run(total, world_size=2)[0].item() == 3.0
 
@@ -236,14 +236,14 @@ def skip_a_collective():
 
 def test_a_rank_that_waits_in_native_code_is_named_with_its_stack(pool):
     with pytest.raises(RankTimeout, match="in total") as caught:
-        pool.run(skip_a_collective, world_size=2, timeout=2.0)
+        pool.run(skip_a_collective, world_size=2, timeout=5.0)
     assert caught.value.ranks == (0,)
 
 
 def test_a_stopped_rank_is_named(pool, monkeypatch):
     monkeypatch.setattr("fabric.testing.pool._RELEASE", 0.2)
     with pytest.raises(RankTimeout, match="the process is stopped"):
-        pool.run(hang, 0, "stop", world_size=1, timeout=0.3, group=False)
+        pool.run(hang, 0, "stop", world_size=1, timeout=1.0, group=False)
 
 
 def fail_while_another_sleeps():

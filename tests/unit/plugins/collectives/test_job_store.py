@@ -76,16 +76,17 @@ def test_after_the_hosts_end_calls_raise_without_a_word(host, capfd):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
 def test_a_host_that_does_not_answer_is_given_up(host, monkeypatch):
     process, port = host
-    monkeypatch.setattr(job_store, "_ANSWER_S", 0.2)
     store = connect(port, "127.0.0.2")  # for all that is known, another machine
     store.set("a", "1")
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)  # all threads stand still; before, one may still answer
-    for _ in range(2):  # the second does not even ask: the first still holds the connection
-        with pytest.raises(
-            StoreSilent, match=r"lost rank zero's store at 127\.0\.0\.2:\d+: no answer for 0.2 s"
-        ):
-            store.get("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(job_store, "_ANSWER_S", 0.2)
+        for _ in range(2):  # the second does not even ask: the first still holds the connection
+            with pytest.raises(
+                StoreSilent, match=r"lost rank zero's store at 127\.0\.0\.2:\d+: no answer for 0.2 s"
+            ):
+                store.get("a")
     os.kill(process.pid, signal.SIGCONT)
     store._stuck.join()
     assert store.get("a") == b"1"
