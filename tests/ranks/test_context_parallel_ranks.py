@@ -153,6 +153,35 @@ def where_blocks_match_nothing():
     launched(blocks={nn.LSTM}).setup(Fourfold())
 
 
+def with_gradients_by_frequency():
+    launched().setup(nn.Sequential(nn.Embedding(3, 4, scale_grad_by_freq=True), Attend()))
+
+
+def with_a_nested_tensor():
+    warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
+    layer = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
+    fabric = launched(blocks={nn.TransformerEncoderLayer})
+    model = fabric.setup(nn.TransformerEncoder(layer, 1)).eval()
+    with torch.no_grad():
+        model(torch.ones(2, 8, 4), src_key_padding_mask=torch.arange(8).expand(2, 8) > 5)
+
+
+def with_a_length_among_its_outputs():
+    class Counts(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x.shape[1]
+
+    launched().setup(Counts(4, 4))(torch.ones(2, 8, 4))
+
+
+def with_a_number_among_its_outputs():
+    class Averages(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), {"size": x.pow(2).mean().item()}
+
+    launched().setup(Averages(4, 4))(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(1)))
+
+
 def with_an_argument_that_may_be_two_things():
     launched().setup(Attend())(torch.ones(8, 8, 4), torch.ones(8, 8, dtype=torch.bool))
 
@@ -167,6 +196,10 @@ BAD_CALLS = {
     that_is_compiled: "compiled model cannot be divided",
     with_a_compiled_block: "is compiled, and ContextParallel cannot divide it",
     where_blocks_match_nothing: "blocks={LSTM} matches no module inside Fourfold",
+    with_gradients_by_frequency: "has embeddings with scale_grad_by_freq (0)",
+    with_a_nested_tensor: "write nn.TransformerEncoder(..., enable_nested_tensor=False)",
+    with_a_length_among_its_outputs: "than for the whole (4 in place of 8)",
+    with_a_number_among_its_outputs: "gives other numbers for the parts of a sequence than for the whole (",
     with_an_argument_that_may_be_two_things: "cannot be told whether extra",
     with_an_argument_of_another_length: "extra of Attend has shape [5]",
 }

@@ -80,6 +80,8 @@ class Evaluation:
         """The forward comes to a group: the first one of an evaluation meets the other ranks."""
         if not self._possible or torch.compiler.is_compiling():
             return
+        if self._states[index]._training_state.name == "PRE_BACKWARD":  # it has stand-ins
+            return
         if self._trace is None:
             self._begin()
         if index not in self._trace or any([kept is not None for kept in self._kept[index]]):  # type: ignore[operator]

@@ -65,6 +65,12 @@ class DividedCall:
         for place, (leaf, owner) in enumerate(zip(self.leaves, owners, strict=True)):
             if not isinstance(leaf, torch.Tensor):
                 continue
+            if leaf.is_nested:
+                raise UsageError(
+                    f"{owner} of {self.name} is a nested tensor, which ContextParallel cannot divide. "
+                    "nn.TransformerEncoder makes one of a padding mask in evaluation: write "
+                    "nn.TransformerEncoder(..., enable_nested_tensor=False)."
+                )
             dim = seq_dims.get(owner, self.seq_dim)
             if dim is None or not -leaf.dim() <= dim < leaf.dim():
                 continue

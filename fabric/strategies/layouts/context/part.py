@@ -46,6 +46,7 @@ class ContextParallel:
     Everything else in these modules must work on each position by itself; positions come from
     `fabric.utilities.sequence_positions`, or as arguments. The first forward compares parts with the whole on
     a few positions, and raises if they differ. A sequence of less than 2 x size positions is computed whole.
+    Hooks on tensors inside see gradients of a part, times `size`.
 
     Args:
         size: Ranks that share a sequence; None: all. Further ranks make further rows, with other data.
@@ -141,7 +142,7 @@ class ContextParallel:
             named = [(name, part) for name, part in module.named_modules() if part in {*chosen} - inside]
             found = {part: f"{kind}.{name} ({type(part).__name__})" for name, part in named}
         for part, name in found.items():
-            _check_norms(part, name)
+            _check_modules(part, name)
         return found
 
     def install(self, module: Module, regions: dict[Module, str]) -> None:
@@ -188,12 +189,19 @@ class _Entrance:
         return _Entrance, (None,)
 
 
-def _check_norms(module: Module, name: str) -> None:
+def _check_modules(module: Module, name: str) -> None:
     normed = [path for path, inner in module.named_modules() if isinstance(inner, _BatchNorm)]
     if normed:
         raise UsageError(
             f"{name} has batch norm ({', '.join(normed[:3])}), which would normalise each rank's part of a "
             "sequence by itself. Use another norm, or name modules without one in ContextParallel(blocks=)."
+        )
+    counted = [path for path, inner in module.named_modules() if getattr(inner, "scale_grad_by_freq", False)]
+    if counted:
+        raise UsageError(
+            f"{name} has embeddings with scale_grad_by_freq ({', '.join(counted[:3])}), whose gradients "
+            "would be divided by counts in each rank's part of a sequence. Leave scale_grad_by_freq out, or "
+            "name modules without them in ContextParallel(blocks=)."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from fabric.core.tree import flatten
 from fabric.strategies.layouts.context.attention import Attention, Still
 from fabric.strategies.layouts.context.call import noise
 from fabric.strategies.layouts.context.exchange import Exchange
+from fabric.strategies.layouts.stand_ins import groups_inside, stand_ins
 from fabric.utilities.sequence import Part, enter_part
 
 if TYPE_CHECKING:
@@ -53,7 +55,8 @@ def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, n
     count = channel.world_size
     short = min(call.length, 2 * count * _EACH[number % len(_EACH)])
     kept = _Kept(module)
-    with torch.no_grad(), _untouched(kept, call), _stirred(module):
+    split = groups_inside(module)  # gathering them needs ranks that may try nothing now
+    with torch.no_grad(), _untouched(kept, call), _stirred(module, split), stand_ins(split):
         tries = [call.some(short, stir=True), call.some(short), call.some(call.length)]
         whole, small = _first_that_runs(module, tries, kept)
         seen = kept.restore()
@@ -70,7 +73,7 @@ def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, n
                 "dimension, write ContextParallel(seq_dims={'name': dim}). Tensors that the module makes "
                 "for the whole sequence must come as arguments, or be made for sequence_positions(length)."
             ) from error
-        wrong = _difference(flatten(whole)[0], flatten(parts)[0])
+        wrong = _difference(flatten(whole)[0], flatten(parts)[0], numbers=True)
         wrong = wrong or _kept_otherwise(seen, kept.restore())
     told = torch.tensor([float(bool(wrong))], device=channel.wire.via)
     channel.collective.all_reduce(told)
@@ -137,10 +140,10 @@ def _first_that_runs(module: Module, tries: list[DividedCall], kept: _Kept) -> t
 
 
 @contextmanager
-def _stirred(module: Module) -> Iterator[None]:
-    """Context in which parameters have other values, on all ranks alike."""
-    held = [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
-    floats = [p for p in held if p.is_floating_point() and p.numel()]
+def _stirred(module: Module, split: list[Any]) -> Iterator[None]:
+    """Context in which parameters have other values, on all ranks alike, but for those of `split` groups."""
+    inside = {id(p) for state in split for part in state._modules for p in part.parameters()}
+    floats = [p for p in module.parameters() if id(p) not in inside and p.is_floating_point() and p.numel()]
     values = [p.detach().clone() for p in floats]
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # or the forward would use the casts of these values
@@ -153,9 +156,6 @@ def _stirred(module: Module) -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
         for tensor, value in zip(floats, values, strict=True):
             tensor.data.copy_(value)
-        for inner in module.modules():  # parameters that FSDP2 has gathered meanwhile, and may have kept
-            if inner is not module and hasattr(inner, "reshard"):
-                inner.reshard()  # type: ignore[operator]
 
 
 def _run_whole(module: Module, call: DividedCall) -> Any:
@@ -190,14 +190,16 @@ def _untouched(kept: _Kept, call: DividedCall) -> Iterator[None]:
             kept.restore()
 
 
-def _difference(whole: list[Any], parts: list[Any]) -> str:
-    """How two outputs differ; "" where they do not."""
+def _difference(whole: list[Any], parts: list[Any], numbers: bool = False) -> str:
+    """How two outputs differ; "" where they do not. `numbers`: those that are no tensors count, too."""
     if len(whole) != len(parts):
         return f"{len(parts)} outputs in place of {len(whole)}"
     for one, other in zip(whole, parts, strict=True):
         if isinstance(one, torch.Tensor) != isinstance(other, torch.Tensor):
             return f"{type(other).__name__} in place of {type(one).__name__}"
         if not isinstance(one, torch.Tensor):
+            if numbers and isinstance(one, int | float) and not _same_number(one, other):
+                return f"{other} in place of {one}"
             continue
         if one.shape != other.shape:
             return f"shape {list(other.shape)} in place of {list(one.shape)}"
@@ -205,6 +207,10 @@ def _difference(whole: list[Any], parts: list[Any]) -> str:
         if not off <= limit:
             return f"they differ by {off:.1e} of their size, where rounding makes {limit:.0e} at most"
     return ""
+
+
+def _same_number(one: float, other: Any) -> bool:
+    return isinstance(other, int | float) and (one == other or math.isclose(one, other, rel_tol=1e-4))
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
