@@ -122,17 +122,17 @@ def _plain_key(key: Any, name: str) -> Any:
 
 
 def _check_tensor(data: torch.Tensor, name: str) -> None:
+    if data.is_meta and not getattr(data, "kept_elsewhere", False):
+        raise ArgumentTypeError(
+            f"{name} is on the meta device and holds no values. Give it some before saving, for example with "
+            f"model.to_empty(device=fabric.device) and loading."
+        )
     kind = type(data)
     known = kind.__module__.partition(".")[0] == "torch" or kind in torch.serialization.get_safe_globals()
     if not known:
         raise ArgumentTypeError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, a kind of tensor that safe loading would "
             f"not read back. Save {name}.as_subclass(torch.Tensor)."
-        )
-    if data.is_meta and not getattr(data, "kept_elsewhere", False):
-        raise ArgumentTypeError(
-            f"{name} is on the meta device and holds no values. Give it some before saving, for example with "
-            f"model.to_empty(device=fabric.device) and loading."
         )
     for attribute, value in vars(data).items():  # pickled with the tensor
         if kind in (torch.Tensor, torch.nn.Parameter) and type(value) not in _PLAIN:

@@ -174,7 +174,7 @@ class Pipeline(PipelineStates):
         shared = shared_parameters(blocks, stage_of)
         own = [block for block, stage in zip(blocks, stage_of, strict=True) if stage == self._place]
         with self.following(module):
-            slots = Slots([b for _, b in blocks], {n for n, s in enumerate(stage_of) if s == self._place})
+            slots = Slots(module, [block for _, block in blocks], stage_of, self._place)
             self._bring(module, [block for _, block in blocks], slots, topology)
         for number, ((path, block), stage) in enumerate(zip(blocks, stage_of, strict=True)):
             if all([block is not mine for _, mine in own]):

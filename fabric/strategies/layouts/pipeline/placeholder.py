@@ -8,33 +8,22 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten, unflatten
+from fabric.strategies.layouts.pipeline.shapes import (
+    READERS,
+    Valueless,
+    as_valueless,
+    changes_first,
+    compute,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_READERS = (
-    "item",
-    "tolist",
-    "numpy",
-    "__array__",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "__complex__",
-    "__repr__",
-    "__format__",
-    "__contains__",
-    "__reduce_ex__",
-    "data_ptr",
-    "is_nonzero",
-    "equal",
-    "allclose",
-)
+_READERS = READERS | {"__repr__", "__format__", "data_ptr"}
 _COMPARING = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "eq", "ne", "lt", "le", "gt", "ge")
 
 
-class Placeholder(torch.Tensor):
+class Placeholder(Valueless):
     """A tensor with shape, dtype and gradient, but without values, which are on the last stage.
 
     Whatever is computed from it (a loss, an accuracy) is one, too, and `fabric.backward` of it takes part in
@@ -47,6 +36,8 @@ class Placeholder(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Every operation on placeholders: on shapes only."""
+        if any([issubclass(kind, Valueless) and not issubclass(kind, cls) for kind in types]):
+            return NotImplemented  # a ghost is among them, and says which
         name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
             leaves, spec = flatten((args, kwargs or {}))
@@ -54,20 +45,12 @@ class Placeholder(torch.Tensor):
             if name in _READERS or (name in _COMPARING and scalar):
                 raise _no_values(name)
             if name in ("__get__", "__set__", "backward", "requires_grad_", "detach_", "register_hook"):
-                return _as_placeholders(func(*args, **(kwargs or {})))
-            in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
-            changed = leaves[0] if leaves and in_place else None
+                return as_valueless(func(*args, **(kwargs or {})), placeholder)
+            changed = leaves[0] if leaves and changes_first(name) else None
             if isinstance(changed, torch.Tensor) and not isinstance(changed, cls):
                 raise _no_values(f"{name} into a tensor with values")
             plain, named = unflatten([_shape_of(leaf) for leaf in leaves], spec, None)
-            try:
-                return _as_placeholders(func(*plain, **named))
-            except NotImplementedError as error:
-                raise _no_values(name) from error
-            except RuntimeError as error:
-                if "meta" not in str(error):
-                    raise
-                raise _no_values(name) from error
+            return compute(func, plain, named, placeholder, lambda: _no_values(name))
 
 
 def placeholder(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,16 +71,6 @@ def _shape_of(leaf: Any) -> Any:
             )
         return torch.empty_like(leaf, device="meta", requires_grad=False)
     return leaf
-
-
-def _as_placeholders(result: Any) -> Any:
-    if isinstance(result, torch.Tensor):
-        return placeholder(result) if result.is_meta else result
-    if not isinstance(result, tuple | list):
-        return result
-    leaves, spec = flatten(result)
-    made = [placeholder(leaf) if isinstance(leaf, torch.Tensor) and leaf.is_meta else leaf for leaf in leaves]
-    return unflatten(made, spec, result)
 
 
 def _no_values(name: str) -> UsageError:
