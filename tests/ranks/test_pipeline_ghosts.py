@@ -218,6 +218,11 @@ def shapes():
         assert p.data_ptr() == 0
     with torch.no_grad():
         torch._foreach_mul_([*ghosts, *own], 1.0)
+        torch._foreach_copy_(ghosts, [torch.ones(p.shape) for p in ghosts])
+        with pytest.raises(UsageError, match="_foreach_copy_ with a tensor that has values"):
+            torch._foreach_copy_([ghosts[0], torch.ones(4, 4)], [torch.ones(4, 4), ghosts[0]])
+        with pytest.raises(UsageError, match="Setting an attribute to a tensor that has values"):
+            ghosts[0].grad = torch.ones(4, 4)
     norms = torch._foreach_norm(list(model.parameters()))
     assert [n.is_meta for n in norms] == [p.is_meta for p in model.parameters()]
 

@@ -41,6 +41,8 @@ _ASSIGNING = frozenset(
     [f"__i{verb}__" for verb in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or")]
 )
 
+_GRAD: Any = torch.Tensor.grad
+
 
 class Home(NamedTuple):
     """Which tensor a ghost stands for, and where that one is."""
@@ -79,12 +81,27 @@ class Ghost(Valueless):
         """Every operation on ghosts: on shapes only."""
         name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
-            if name == "__get__":  # what optimizers do with ghosts in every step: read `grad`
+            if name == "__get__":
                 found = func(*args)
                 return as_valueless(found, args[0]._made) if isinstance(found, torch.Tensor) else found
             if name.startswith("_foreach_"):
                 return _by_position(func, name, args, kwargs or {})
             return _compute(func, name, args, kwargs or {})
+
+    @property
+    def grad(self) -> Any:
+        """As of any tensor; optimizers read it in every step, which costs less this way."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = _GRAD.__get__(self)
+        return found if found is None or isinstance(found, Ghost) else self._made(found)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
         if id(self) not in memo:
@@ -134,7 +151,7 @@ def _by_position(func: Callable[..., Any], name: str, args: Any, kwargs: Any) ->
     count = len(lists[0]) if lists else 0
     lists = [one for one in lists if len(one) == count]
     ghosts = [i for i in range(count) if any([isinstance(one[i], Ghost) for one in lists])]
-    if len(ghosts) in (0, count) or any([isinstance(arg, Ghost) for arg in given]):
+    if not ghosts or any([isinstance(arg, Ghost) for arg in given]):
         return _compute(func, name, args, kwargs)
 
     def part(numbers: list[int]) -> tuple[list[Any], dict[str, Any]]:
@@ -142,14 +159,12 @@ def _by_position(func: Callable[..., Any], name: str, args: Any, kwargs: Any) ->
         return chosen[: len(args)], dict(zip(kwargs, chosen[len(args) :], strict=True))
 
     done = {i: _compute(func, name, *part([i])) for i in ghosts}  # first: an error must change nothing
-    real = [i for i in range(count) if i not in done]
-    plain, named = part(real)
-    results = func(*plain, **named)
-    if results is None:
-        return None
     joined = {i: one[0] if isinstance(one, list | tuple) else one for i, one in done.items()}
-    joined.update(zip(real, results, strict=True))
-    return type(results)([joined[i] for i in range(count)])
+    real = [i for i in range(count) if i not in done]
+    if real:
+        plain, named = part(real)
+        joined.update(zip(real, func(*plain, **named) or [None] * len(real), strict=True))
+    return tuple([joined[i] for i in range(count)])
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
