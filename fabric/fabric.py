@@ -390,6 +390,9 @@ class Fabric(SetupVerbs, CollectiveVerbs):
     ) -> None:
         """Values by name to every logger; one-element tensors become numbers.
 
+        Where ranks see the same data (a pipeline's, or those that share sequences), `sync_dist` counts one
+        value of them: the last stage's, if others have placeholders. "min" and "max" are over all ranks.
+
         Args:
             metrics: Numbers and one-element tensors by name.
             step: Of the training; None: the logger counts.

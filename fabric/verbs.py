@@ -124,7 +124,8 @@ class CollectiveVerbs(RankFacts):
 
         Args:
             data: See the class; structure, shapes and dtypes equal on all ranks.
-            group: See the class.
+            group: See the class. Where ranks see the same data (pipelines, ContextParallel, tensor parallel),
+                `fabric.strategy.data_group` counts each part of the data once.
             reduce_op: "mean", "sum", "min", "max", "product".
             inplace: Whether the tensors of `data` are overwritten (numbers never are).
             sync_grads: Whether gradients flow back to every rank's part; the result is a new tree.
@@ -232,6 +233,9 @@ class CollectiveVerbs(RankFacts):
     @eager
     def compute_metrics(self, metrics: Any) -> Any:
         """The values that one process would compute which saw the data of all ranks. All ranks.
+
+        Where ranks see the same data (a pipeline's, or those that share sequences), the last of them that
+        updated a metric stands for all.
 
         Args:
             metrics: A torchmetrics Metric, MetricCollection or MetricTracker (its current step), or any

@@ -71,6 +71,32 @@ def parts_of(found: Found, layouts: list[Layout]) -> list[Part]:
     return parts
 
 
+def once_a_row(found: Found, layouts: list[Layout], size: int) -> list[Layout]:
+    """The layouts of ranks in rows, each metric only where it counts: with the last of a row to update it.
+
+    Args:
+        found: All metrics of the call.
+        layouts: Of all ranks.
+        size: Ranks of a row, which have seen the same data, or some of them none.
+    """
+    counted = [layout._replace(updates=[], held=[]) for layout in layouts]
+    at = 0
+    for place, member in enumerate(found.members):
+        end = at + len(member.states)
+        chosen = {rank // size: rank for rank, one in enumerate(layouts) if one.updates[place]}  # the last
+        for rank, (old, new) in enumerate(zip(layouts, counted, strict=True)):
+            counts = chosen.get(rank // size) == rank
+            new.updates.append(old.updates[place] if counts else 0)
+            new.held.extend(old.held[at:end] if counts else [None] * (end - at))
+        at = end
+    return counted
+
+
+def alike_in_rows(layouts: list[Layout], size: int) -> bool:
+    """Whether the ranks of each row hold tensors of the same shapes, of as many updates."""
+    return all([layout == layouts[rank - rank % size] for rank, layout in enumerate(layouts)])
+
+
 def totals(layouts: list[Layout]) -> list[int]:
     """How often each metric was updated, on all ranks together."""
     return [sum(counts) for counts in zip(*[layout.updates for layout in layouts], strict=True)]

@@ -6,7 +6,7 @@ one for their sizes, one for their data, and for large ones a reduction for each
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,11 +14,13 @@ from fabric.core.errors import FabricError
 from fabric.core.tree import flatten, unflatten
 from fabric.metrics.members import find, lent
 from fabric.metrics.merge import (
+    alike_in_rows,
     check_guesses,
     folded_here,
     folded_there,
     jobs_of,
     merged_lists,
+    once_a_row,
     parts_of,
     totals,
 )
@@ -38,7 +40,16 @@ if TYPE_CHECKING:
 _VERB = "compute_metrics"
 
 
-def compute_metrics(metrics: Any, channel: Channel) -> Any:
+class Rows(NamedTuple):
+    """Ranks one after the other that see the same data: those of a pipeline, or that share sequences."""
+
+    size: int
+    """Of each."""
+    across: Channel
+    """The ranks at this rank's place in all rows."""
+
+
+def compute_metrics(metrics: Any, channel: Channel, rows: Rows | None = None) -> Any:
     """The values of `metrics` over all ranks, the same on all of them; the metrics keep this rank's states.
 
     How states become one, in the order of ranks: sums, minima and maxima are reduced, and lists are joined. A
@@ -47,10 +58,14 @@ def compute_metrics(metrics: Any, channel: Channel) -> Any:
     stack, or the joined list. A rank that never updated a metric is left out; where only one did, its states
     are taken as they are. The metric's own settings of synchronisation do not matter here.
 
+    Of a row, the last rank that updated a metric stands for all: whether each of them saw the data (a model
+    whose output comes to all) or only one (the last stage of a pipeline), they count once.
+
     Args:
         metrics: A torchmetrics Metric, MetricCollection or MetricTracker (its current step), or any nesting
             of them; alike on all ranks of the group, which must all make the call.
         channel: The group.
+        rows: Of the group, where ranks see the same data.
 
     Raises:
         ArgumentTypeError: A leaf is no metric; or a state holds what cannot be pickled.
@@ -70,14 +85,16 @@ def compute_metrics(metrics: Any, channel: Channel) -> Any:
     updates = [0] * len(found.members)
     if packed is not None:
         with torch.no_grad():
-            layouts, values = _exchange(found, packed, draw(spec, found.drawn), channel)
+            layouts, values = _exchange(found, packed, draw(spec, found.drawn), channel, rows)
         updates = totals(layouts)
     with lent(found, values, updates):
         results = [metric.compute() for metric in found.computed]
     return unflatten(results, spec, metrics)
 
 
-def _exchange(found: Found, packed: Packed, what: str, channel: Channel) -> tuple[list[Layout], Values]:
+def _exchange(
+    found: Found, packed: Packed, what: str, channel: Channel, rows: Rows | None
+) -> tuple[list[Layout], Values]:
     """What every rank holds, and the states that follow from it."""
     world, layout = channel.world_size, packed.layout
     size = size_of(layout.runs)
@@ -88,24 +105,36 @@ def _exchange(found: Found, packed: Packed, what: str, channel: Channel) -> tupl
         message = torch.cat([message, message.new_zeros(size)])
         fill(message[head:], packed)
     said = [from_words(raw, found) for raw in gather_bytes(call_of(_VERB, what), message, channel)]
-    layouts = [one for one, _ in said]
+    all_layouts = [one for one, _ in said]
+    layouts = all_layouts if rows is None else once_a_row(found, all_layouts, rows.size)
     check_guesses(found, layouts)
-    parts = parts_of(found, layouts)
-    jobs = jobs_of(parts, layouts)
     if all([one.rides for one in layouts]):
         readers = [Reader(one.runs, data) for one, data in said]
-        return layouts, merged_lists(parts, layouts, readers) + folded_here(jobs, readers)
+        parts = parts_of(found, layouts)
+        return layouts, merged_lists(parts, layouts, readers) + folded_here(jobs_of(parts, layouts), readers)
+    if rows is not None and alike_in_rows(all_layouts, rows.size):
+        # Each rank of a row holds all of the row's data: large ones need not go to all ranks.
+        channel, layouts = rows.across, all_layouts[channel.collective.rank_in_group % rows.size :: rows.size]
+        if channel.world_size == 1:
+            return layouts, []
+    return layouts, _merged(found, packed, layouts, channel)
+
+
+def _merged(found: Found, packed: Packed, layouts: list[Layout], channel: Channel) -> Values:
+    """The states, by messages of their own."""
+    parts = parts_of(found, layouts)
+    jobs = jobs_of(parts, layouts)
     device = _common_device(layouts, channel)
-    folded = world * max([fold_size(one.runs) for one in layouts]) <= PACK_LIMIT
+    folded = channel.world_size * max([fold_size(one.runs) for one in layouts]) <= PACK_LIMIT
     readers = _gather(packed, layouts, folded, device, channel)
     if folded:
         values = folded_here(jobs, readers)
     else:
-        place = channel.collective.rank_in_group
-        mine = Reader(layout.runs, fill(_buffer(size, device), packed))
+        place, runs = channel.collective.rank_in_group, packed.layout.runs
+        mine = Reader(runs, fill(_buffer(size_of(runs), device), packed))
         values = folded_there(jobs, mine, place, device, channel)
     # Last, since a metric's own reduction may raise, and others must not wait for this rank.
-    return layouts, values + merged_lists(parts, layouts, readers)
+    return values + merged_lists(parts, layouts, readers)
 
 
 def _gather(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
+from fabric.core.errors import ConfigurationError, FabricError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.channel import Channel, Wire
 from fabric.plugins.collectives.frames import call_of
@@ -58,6 +58,11 @@ class Exchange:
     def data_group(self) -> Any | None:
         """The ranks that see different data; None: all of them."""
         return None
+
+    @property
+    def row_size(self) -> int:
+        """How many ranks, one after the other, see the same data."""
+        return 1
 
     def channel(self, group: Any | None = None) -> Channel:
         """What the tree verbs of a group run on."""
@@ -168,35 +173,40 @@ class Exchange:
 
     def compute_metrics(self, metrics: Any) -> Any:
         """The values of torchmetrics' metrics over the data of all ranks, each part of the data once."""
-        from fabric.metrics.sync import compute_metrics
+        from fabric.metrics.sync import Rows, compute_metrics
 
-        return compute_metrics(metrics, self.channel(self.data_group))
+        across, size = self.channel(self.data_group), self.row_size
+        if size == 1:
+            return compute_metrics(metrics, across)
+        return compute_metrics(metrics, self.channel(), Rows(size, across))
 
     def reduce_scalars(self, values: Mapping[str, Any], reduce_op: Any = "mean") -> dict[str, Any]:
         """Numbers and one-element tensors reduced over ranks, all in one tensor of float64 on the host.
 
+        Each part of the data counts once: see `reduce_rows` for ranks that see the same.
+
         Raises:
             ConfigurationError: A tensor of several elements.
-            ArgumentTypeError: A value that is neither real number nor tensor.
+            ArgumentTypeError: A value that is neither real number nor tensor; or that no rank of a row has.
         """
-        from fabric.plugins.collectives.reduce import reduce_tree
+        from fabric.plugins.collectives.scalars import flat_scalars, reduce_rows, reduce_scalars
 
-        channel, names = self.channel(), sorted(values, key=str)  # whatever order each rank filled it in
+        size = self.row_size
+        channel = self.channel(self.data_group if size == 1 else None)
+        names, label = sorted(values, key=str), f"log_dict({reduce_op})"  # in whatever order a rank has them
         try:
-            tensors = [_scalar(name, values[name]) for name in names]
+            flat, there = flat_scalars([(name, values[name]) for name in names], absent=size > 1)
         except FabricError as error:
             channel.refuse("log_dict", error)
             raise
         if not names:
-            channel.meet(call_of(f"log_dict({reduce_op})", "nothing"))
+            channel.meet(call_of(label, "nothing"))
             return {}
-        away = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
-        wide = torch.float32 if away.type == "mps" else torch.float64
-        # One copy from a device, and alike on a rank that holds a number where another holds a tensor.
-        flat = torch.stack([t.detach().to(away, wide).reshape(()) for t in tensors]).to("cpu", torch.float64)
-        label = f"log_dict({reduce_op})"
-        reduced = reduce_tree({", ".join(map(str, names)): flat}, reduce_op, channel, label=label)
-        by_name = dict(zip(names, next(iter(reduced.values())), strict=True))
+        if size == 1:
+            reduced = reduce_scalars(names, flat, reduce_op, channel, label)
+        else:
+            reduced = reduce_rows(names, flat, there, reduce_op, size, channel, label)
+        by_name = dict(zip(names, reduced, strict=True))
         return {name: by_name[name] for name in values}
 
     def barrier(self, name: str | None = None) -> None:
@@ -210,19 +220,3 @@ class Exchange:
         vote = torch.tensor(bool(decision))
         label = "all" if all else "any"
         return bool(reduce_tree(vote, "product" if all else "sum", self.channel(), label=label))
-
-
-def _scalar(name: str, value: Any) -> torch.Tensor:
-    if isinstance(value, bool | int | float):
-        return torch.tensor(float(value), dtype=torch.float64)  # torch's default dtype would round it
-    from fabric.plugins.collectives.channel import to_tensors
-
-    (tensor,) = to_tensors([value], torch.device("cpu"), "log_dict")
-    if tensor.is_complex():
-        raise ArgumentTypeError(f"log_dict takes real numbers, but {name!r} is complex. Log its abs().")
-    if tensor.numel() != 1:
-        raise ConfigurationError(
-            f"log_dict(sync_dist=True) takes numbers and one-element tensors, but {name!r} has shape "
-            f"{list(tensor.shape)}. Reduce it first: value.mean()"
-        )
-    return tensor

@@ -134,6 +134,11 @@ class ParallelStrategy(Strategy):
         return self.layout.data_group if self.context_parallel is None else self.context_parallel.data_group
 
     @property
+    def row_size(self) -> int:
+        """How many ranks, one after the other, see the same data: a pipeline's, or those of a sequence."""
+        return 1 if self.data_group is None else self.world_size // self.data_rank[1]
+
+    @property
     def launcher(self) -> Launcher | None:
         """What starts the other processes; None where something else started them."""
         return self._launcher

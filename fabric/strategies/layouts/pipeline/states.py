@@ -82,11 +82,13 @@ class PipelineStates(Split):
         return state
 
     def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
-        """Load this stage's part of a full state dict.
+        """Load this stage's part of a full state dict; all of it into a model that is not set up.
 
         Raises:
             RuntimeError: Keys are missing or unexpected (with `strict`), or shapes differ; on all ranks.
         """
+        if module not in self.paths:  # a teacher, an average of the weights, a model before its setup
+            return super().load_module_state(module, state, strict)
         own = module.state_dict()
         missing = [key for key in own if key not in state]
         unexpected = [key for key in state if key not in own]
@@ -143,7 +145,7 @@ class PipelineStates(Split):
     def _answers_for(self, module: Module, key: str, value: Any) -> bool:
         if isinstance(value, torch.Tensor):
             return not value.is_meta
-        return key.startswith(self.names[module])
+        return key.startswith(self.names.get(module, ()))
 
 
 def names_of(module: Module, own: Blocks) -> tuple[str, ...]:

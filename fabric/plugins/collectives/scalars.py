@@ -1,0 +1,109 @@
+"""Named numbers reduced over ranks, for logs: all in one message, in float64 on the host.
+
+Called by `Exchange.reduce_scalars`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError
+from fabric.plugins.collectives.channel import to_tensors
+from fabric.plugins.collectives.gather import gather_tree
+from fabric.plugins.collectives.reduce import fold, reduce_tree
+from fabric.plugins.collectives.torch_collective import torch_op
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fabric.plugins.collectives.channel import Channel
+
+_EXTREMES = {dist.ReduceOp.MIN: float("inf"), dist.ReduceOp.MAX: -float("inf")}
+"""With what stands in for a value that is not there."""
+
+
+def flat_scalars(values: list[tuple[str, Any]], absent: bool) -> tuple[Tensor, list[bool]]:
+    """The values as one tensor, and which of them are there.
+
+    Args:
+        values: By name: numbers and one-element tensors.
+        absent: Whether those on the meta device are taken, as not there.
+
+    Raises:
+        ConfigurationError: A tensor of several elements.
+        ArgumentTypeError: A value that is neither real number nor tensor.
+    """
+    there = [not (absent and isinstance(value, torch.Tensor) and value.is_meta) for _, value in values]
+    tensors = [_scalar(name, value, here) for (name, value), here in zip(values, there, strict=True)]
+    if not tensors:
+        return torch.empty(0, dtype=torch.float64), there
+    away = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
+    wide = torch.float32 if away.type == "mps" else torch.float64
+    # One copy from a device, and alike on a rank that holds a number where another holds a tensor.
+    flat = torch.stack([t.detach().to(away, wide).reshape(()) for t in tensors])
+    return flat.to("cpu", torch.float64), there
+
+
+def reduce_scalars(names: list[str], flat: Tensor, op: Any, channel: Channel, label: str) -> Tensor:
+    """Every rank's values reduced. All ranks must call this."""
+    reduced: dict[str, Tensor] = reduce_tree({", ".join(map(str, names)): flat}, op, channel, label=label)
+    return next(iter(reduced.values()))
+
+
+def reduce_rows(
+    names: list[str], flat: Tensor, there: list[bool], op: Any, size: int, channel: Channel, label: str
+) -> Tensor:
+    """Values reduced over rows of ranks that see the same data, each row's once. All ranks must call this.
+
+    Of a row counts the value of the last rank that has one: the last stage of a pipeline, where others have
+    placeholders. Minimum and maximum are those of all ranks.
+
+    Args:
+        names: Of the values.
+        flat: This rank's values.
+        there: Which of them it has.
+        op: As for `reduce_tree`.
+        size: Ranks of a row.
+        channel: All ranks.
+        label: What the call is to the user.
+
+    Raises:
+        ArgumentTypeError: No rank of a row has a value; on all ranks.
+        ConfigurationError: Unknown `op`.
+    """
+    try:
+        op = torch_op(op)
+    except FabricError as error:
+        channel.refuse("log_dict", error)
+        raise
+    sent = torch.stack([flat, torch.tensor(there, dtype=torch.float64)])
+    table = gather_tree({", ".join(map(str, names)): sent}, channel, verb=label)
+    held = next(iter(table.values())).unflatten(0, (-1, size))  # (rows, ranks of a row, 2, names)
+    found, has = held[:, :, 0], held[:, :, 1].bool()
+    for name, somewhere in zip(names, has.any(1).all(0).tolist(), strict=True):
+        if not somewhere:
+            raise ArgumentTypeError(
+                f"log_dict: {name!r} is on the meta device on all ranks that see the same data, so it has no "
+                "value. Log it where one of them has computed it."
+            )
+    if op in _EXTREMES:
+        return fold(found.where(has, found.new_tensor(_EXTREMES[op])).flatten(0, 1), op)
+    last = (has * torch.arange(1, size + 1)[:, None]).argmax(1, keepdim=True)
+    return fold(found.gather(1, last).squeeze(1), op)
+
+
+def _scalar(name: str, value: Any, there: bool) -> Tensor:
+    if isinstance(value, bool | int | float):
+        return torch.tensor(float(value), dtype=torch.float64)  # torch's default dtype would round it
+    (tensor,) = to_tensors([value], torch.device("cpu"), "log_dict") if there else (value,)
+    if tensor.is_complex():
+        raise ArgumentTypeError(f"log_dict takes real numbers, but {name!r} is complex. Log its abs().")
+    if tensor.numel() != 1:
+        raise ConfigurationError(
+            f"log_dict(sync_dist=True) takes numbers and one-element tensors, but {name!r} has shape "
+            f"{list(tensor.shape)}. Reduce it first: value.mean()"
+        )
+    return tensor if there else torch.zeros((), dtype=torch.float64)
