@@ -18,6 +18,7 @@ from fabric.strategies.layouts.pipeline.link import Failed, form_of
 from fabric.strategies.layouts.pipeline.orders import SCHEDULES, backwards, forwards
 from fabric.strategies.layouts.pipeline.placeholder import Placeholder, placeholder
 from fabric.strategies.layouts.pipeline.run import Pass, form_as_tensor, form_from_tensor
+from fabric.strategies.layouts.pipeline.trial import try_rows
 from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 
 _INTO = "micro-batches"
-_TRIAL = "a trial with one row and with two"
 
 
 class Flow:
@@ -84,7 +84,9 @@ class Flow:
         self._forwards += 1
         self._meet("forward", (args, kwargs))
         parts = CallParts(args, kwargs, self.count, _INTO)
-        self._try_rows(parts)
+        if not self._tried and self.count > 1 and sum(parts.sizes) > 1 and len(parts) > 1:
+            self._tried = True
+            self.finish(try_rows(self.name, self.runner, parts), "forward")
         work = Pass([_detached(call) for call in parts])
         runner = self.runner
         with runner.random():
@@ -209,27 +211,6 @@ class Flow:
             )
         # The first stage takes the input, the last one the target: of two batches nobody would notice.
         self._alike.meet(verb, leaves, spec)
-
-    def _try_rows(self, parts: CallParts) -> None:
-        """Once: an output whose first dimension is not that of the batch cannot be joined; micro-batches of
-        one size would not show it. Computes one row and two, in evaluation; leaves no trace.
-        """
-        if self._tried or self.count == 1 or sum(parts.sizes) < 2 or len(parts) < 2:
-            return
-        self._tried = True
-        runner = self.runner
-        work = Pass([parts.head(1), parts.head(2)])
-        with torch.no_grad(), runner.random(), runner.stage.untouched():
-            runner.run(forwards(2), work)
-        if runner.stage.is_last and work.failed is None:
-            try:
-                Joined([work.outputs[0], work.outputs[1]], [1, 2])
-            except UsageError as error:
-                runner.note(error, work, _TRIAL)
-        told = runner.report(work, runner.stage.count - 1, [])
-        if isinstance(told, Failed) and _TRIAL not in told.text:
-            work.failed = work.error = None  # it does not run on so few rows: then nothing is known
-        self.finish(work, "forward")
 
     def _join(self, work: Pass, parts: CallParts) -> Joined | None:
         """The output of all micro-batches, on the last stage."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fabric.core.errors import UsageError
 from fabric.core.traits import Traits
@@ -46,10 +45,10 @@ from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
 from fabric.strategies.layouts.pipeline.states import PipelineStates, names_of
 from fabric.strategies.layouts.pipeline.tied import Tied
+from fabric.strategies.layouts.pipeline.trial import warn_of_modules
 from fabric.strategies.layouts.rows import across_rows, along_row, check_rows, make_rows, row_of
 from fabric.utilities.compile import is_compiled
 from fabric.utilities.messages import say
-from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -186,7 +185,7 @@ class Pipeline(PipelineStates):
         self._tie(module, shared)
         count = self.settings.num_microbatches or 2 * stages
         if count > 1 and topology.rank == 0:
-            _warn_of_batch_norm(module)
+            warn_of_modules(module)
         self._flows[module] = Flow(
             type(module).__name__,
             Runner(stage_, self._ranks, self.pipeline, self._lanes),
@@ -408,18 +407,6 @@ class _After:
         module = self._module()
         if module is not None:
             self._layout.synchronise(module)
-
-
-def _warn_of_batch_norm(module: Module) -> None:
-    names = [
-        f"{name} ({type(m).__name__})" for name, m in module.named_modules() if isinstance(m, _BatchNorm)
-    ]
-    if names:
-        rank_zero_warn(
-            f"{', '.join(names[:4])}{', ...' * bool(names[4:])}: batch norm in training normalises each "
-            "micro-batch by itself, which is not what one big batch gives. Use another norm, or "
-            "num_microbatches=1."
-        )
 
 
 def _report(balance: list[int], costs: Costs) -> None:

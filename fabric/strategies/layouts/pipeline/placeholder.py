@@ -77,5 +77,6 @@ def _no_values(name: str) -> UsageError:
     return UsageError(
         f"{name} needs the values of a model's output, but with PipelineStrategy(output='last') only the "
         "last stage has them; this rank has a placeholder of the shape. Do this on the last stage only (if "
-        "fabric.strategy.is_last_stage: ...), call fabric.broadcast from there, or leave output='last' out."
+        "fabric.strategy.is_last_stage: ...), call fabric.broadcast from there, log it with sync_dist=True, "
+        "or leave output='last' out."
     )
