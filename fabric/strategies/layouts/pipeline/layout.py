@@ -43,7 +43,7 @@ from fabric.strategies.layouts.pipeline.ghosts import Slots, refuse_calls
 from fabric.strategies.layouts.pipeline.link import Link
 from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
-from fabric.strategies.layouts.pipeline.states import PipelineStates, names_of
+from fabric.strategies.layouts.pipeline.states import PipelineStates, names_of, outside_of
 from fabric.strategies.layouts.pipeline.tied import Tied
 from fabric.strategies.layouts.pipeline.trial import warn_of_modules
 from fabric.strategies.layouts.rows import across_rows, along_row, check_rows, make_rows, row_of
@@ -182,6 +182,7 @@ class Pipeline(PipelineStates):
         stage_ = Stage(self._place, stages, own, starts[self._place], self.settings.checkpoint)
         self.paths[module] = [path for path, _ in own]
         self.names[module] = names_of(module, own)
+        self.outside[module] = outside_of(module, blocks)
         self._tie(module, shared)
         count = self.settings.num_microbatches or 2 * stages
         if count > 1 and topology.rank == 0:

@@ -39,6 +39,8 @@ class PipelineStates(Split):
         """Of the blocks that this stage has."""
         self.names: weakref.WeakKeyDictionary[Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
         """Under which keys of a state dict they may stand: a module can have several names."""
+        self.outside: weakref.WeakKeyDictionary[Module, list[str]] = weakref.WeakKeyDictionary()
+        """Of the modules that are in no block: the model itself, lists of blocks."""
 
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
@@ -113,6 +115,10 @@ class PipelineStates(Split):
             if key in state and key in own and not value.is_meta:  # those that are in no block, too
                 with torch.no_grad():
                     value.copy_(state[key])
+        for path in self.outside[module]:
+            key = f"{path}._extra_state".removeprefix(".")
+            if key in state and key in own:
+                module.get_submodule(path).set_extra_state(state[key])
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -153,6 +159,12 @@ def names_of(module: Module, own: Blocks) -> tuple[str, ...]:
     blocks = [block for _, block in own]
     named = module.named_modules(remove_duplicate=False)
     return tuple([f"{name}." for name, part in named if any([part is block for block in blocks])])
+
+
+def outside_of(module: Module, blocks: Blocks) -> list[str]:
+    """Paths of the modules that are in no block."""
+    inside = {part for _, block in blocks for part in block.modules()}
+    return [path for path, part in module.named_modules() if part not in inside]
 
 
 def _numbers_here(optimizer: Optimizer, state: dict[str, Any]) -> set[int]:
