@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from fabric.strategies.launchers.supervisor import STOP_GRACE_S
 from fabric.utilities.signals import TOGETHER_S, Handlers, Listener, die_by
 
 if TYPE_CHECKING:
@@ -24,10 +26,16 @@ class Relay:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
+        self._ending = threading.Event()
         self._last: dict[int, float] = {}
         self._listener = Listener(self._take)
         mine = [] if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN else [signal.SIGTERM]
         self._handlers = Handlers(mine, self._in_main_thread)
+
+    def await_end(self) -> None:
+        """Does not come back if this process ends by SIGTERM: its ranks end first, and it may notice."""
+        if self._ending.is_set():
+            time.sleep(2 * STOP_GRACE_S)
 
     def _in_main_thread(self, number: int, _: Any) -> None:
         self._listener.heard(number)
@@ -48,6 +56,7 @@ class Relay:
         elif self._others_handle_it():
             self._supervisor.send(signal.SIGTERM)
         else:
+            self._ending.set()
             self._supervisor.stop()
             die_by(signal.SIGTERM)
 

@@ -160,6 +160,7 @@ class _Job:
             return
         mine = Failure(self.rank, when, describe(error, tb))
         if mine.is_consequence:
+            self.relay.await_end()
             self._verdict.wait(settle_seconds(self.nodes > 1))
         theirs = self.supervisor.first_failure()
         finished = self.supervisor.ended(well=True)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
 from fabric.strategies import DDPStrategy
+from fabric.strategies.launchers import relay
 
 STRATEGIES = {
     "script": "ddp",
@@ -43,7 +44,9 @@ def wait_in(state, fabric):
         fabric.all_reduce(torch.ones(3))
     if state == "backward":
         ready.backward()
-    if state == "native":  # all ranks wait for each other where no Python runs
+    if state == "native, slow":  # this process ends a second after the ranks that it has started
+        die_by, relay.die_by = relay.die_by, lambda number: (time.sleep(1), die_by(number))
+    if state.startswith("native"):  # all ranks wait for each other where no Python runs
         dist.recv(torch.zeros(1), src=1 - fabric.global_rank)
     if state == "loader":
         next(ready)
