@@ -37,6 +37,8 @@ class RootGate:
 
     def __init__(self, root: Any, evaluation: Evaluation | None = None) -> None:
         self.root = root
+        # torch finds it in a dictionary of all modules; torch.compile would look into that, as others go.
+        self.state = root._get_fsdp_state()
         self.evaluation = evaluation
         self.method = False
         self.opener: Any = None
@@ -49,18 +51,18 @@ class RootGate:
         self.opener = opener
         if self.evaluation is not None:
             self.evaluation.entering(0)
-        self.root._get_fsdp_state()._pre_forward(self.root, (), {})
+        self.state._pre_forward(self.root, (), {})
 
     def close(self, out: Any) -> Any:
         """Free the root group as after a forward; gives `out`, from which a backward gathers it again."""
         self.opener = None
-        return self.root._get_fsdp_state()._post_forward(self.root, (), out)
+        return self.state._post_forward(self.root, (), out)
 
     def recover(self) -> None:
         """Forget a forward or backward that failed: groups are split again, half-made gradients are gone."""
         self.opener = None
         self.root.reset_iter_state()
-        for state in self.root._get_fsdp_state()._state_ctx.all_states:
+        for state in self.state._state_ctx.all_states:
             for group in state._fsdp_param_groups:
                 for part in group.fsdp_params:
                     part.unsharded_accumulated_grad = None
@@ -73,7 +75,7 @@ class RootGate:
         Computed again for another forward, such a group looks to torch as if its hooks had already run: its
         gradients would stay whole, this rank's own, and out of `.grad`.
         """
-        for state in self.root._get_fsdp_state()._state_ctx.all_states:
+        for state in self.state._state_ctx.all_states:
             for group in state._fsdp_param_groups:
                 if group._training_state.name == "POST_BACKWARD" and group.is_unsharded:
                     group.post_backward()
@@ -84,7 +86,7 @@ class RootGate:
         Raises:
             UsageError: `torch.func.functional_call` or the like has put other tensors in the place of parts.
         """
-        context = self.root._get_fsdp_state()._state_ctx
+        context = self.state._state_ctx
         if context.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1:
             self.recover()
         for state in context.all_states:
@@ -99,7 +101,7 @@ class RootGate:
     def _before(self, layer: Module, args: Any) -> None:
         if torch.compiler.is_compiling() or self.opener is not None:
             return
-        if self.root._get_fsdp_state()._training_state.name == "IDLE":
+        if self.state._training_state.name == "IDLE":
             self.open(self if self.method else layer)
 
     def _after(self, layer: Module, args: Any, out: Any) -> Any:
@@ -162,7 +164,7 @@ class GatheredCall:
         known = {id(leaf) for leaf in torch.utils._pytree.tree_leaves(out)}
         missed = [leaf for leaf in differentiable(out) if id(leaf) not in known]
         if missed and torch.is_grad_enabled():
-            self.gate.root._get_fsdp_state()._register_pre_backward_hook(missed)
+            self.gate.state._register_pre_backward_hook(missed)
 
     def _split_error(self) -> UsageError:
         name = getattr(self.call, "__name__", type(self.call).__name__)
