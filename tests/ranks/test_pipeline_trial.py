@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations
 from fabric import Fabric
 from fabric.core.errors import FabricError
 from fabric.strategies import PipelineStrategy
+from fabric.strategies.layouts.pipeline.trial import _differ
 
 X = torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(1))
 
@@ -84,6 +85,17 @@ def test_rows_that_depend_on_each_other_are_warned_of_once(ranks, kind):
     if found:
         assert "Sequential: what a row comes to depends on the other rows of its batch" in found[0]
     torch.testing.assert_close(x[:, 0], X[:, 0] * (2 if kind is InPlace else 1))
+
+
+def differ_by(off, compute):
+    one = torch.ones(1, 4)
+    return _differ(one, torch.cat([one * (1 + off), one]), compute)
+
+
+def test_rounding_is_no_difference():
+    for off, compute in ((1e-5, torch.float32), (2e-2, torch.bfloat16)):
+        assert not differ_by(off, compute)
+        assert differ_by(10 * off if compute is torch.bfloat16 else 1e-2, compute)
 
 
 def masked(count):

@@ -86,7 +86,7 @@ class Flow:
         parts = CallParts(args, kwargs, self.count, _INTO)
         if not self._tried and self.count > 1 and sum(parts.sizes) > 1 and len(parts) > 1:
             self._tried = True
-            self.finish(try_rows(self.name, self.runner, parts), "forward")
+            self.finish(try_rows(self.name, self.runner, parts, self.policy.compute), "forward")
         work = Pass([_detached(call) for call in parts])
         runner = self.runner
         with runner.random():

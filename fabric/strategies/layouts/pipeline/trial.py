@@ -57,7 +57,7 @@ def _has_spectral_norm(module: Module) -> bool:
     return any([type(part).__name__ in ("SpectralNorm", "_SpectralNorm") for part in parts])
 
 
-def try_rows(name: str, runner: Runner, parts: CallParts) -> Pass:
+def try_rows(name: str, runner: Runner, parts: CallParts, compute: torch.dtype) -> Pass:
     """Forwards of the first row, twice, and of two rows, in evaluation. Leaves no trace; all ranks.
 
     An output whose first dimension is not that of the batch cannot be joined, and micro-batches of one size
@@ -68,6 +68,7 @@ def try_rows(name: str, runner: Runner, parts: CallParts) -> Pass:
         name: Of the model.
         runner: This rank's stage and its links.
         parts: The first batch, of two rows or more.
+        compute: The dtype of matrix products, by the precision.
 
     Returns:
         The pass, to be finished: failed if micro-batches cannot stand for the batch.
@@ -79,7 +80,7 @@ def try_rows(name: str, runner: Runner, parts: CallParts) -> Pass:
     mixed = False
     if runner.stage.is_last:
         try:
-            mixed = _look(name, work)
+            mixed = _look(name, work, compute)
         except UsageError as error:
             runner.note(error, work, _TRIAL)
     told = runner.report(work, runner.stage.count - 1, torch.tensor([mixed]))
@@ -97,7 +98,7 @@ def try_rows(name: str, runner: Runner, parts: CallParts) -> Pass:
     return work
 
 
-def _look(name: str, work: Pass) -> bool:
+def _look(name: str, work: Pass, compute: torch.dtype) -> bool:
     """On the last stage: whether rows depend on each other.
 
     Raises:
@@ -116,7 +117,10 @@ def _look(name: str, work: Pass) -> bool:
     Joined([one, two], [1, 2])
     return any(
         [
-            isinstance(a, torch.Tensor) and a.is_floating_point() and torch.equal(a, b) and _differ(a, c)
+            isinstance(a, torch.Tensor)
+            and a.is_floating_point()
+            and torch.equal(a, b)
+            and _differ(a, c, compute)
             for a, b, c in zip(*[flatten(tree)[0] for tree in (one, again, two)], strict=True)
         ]
     )
@@ -126,10 +130,10 @@ def _copy(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _differ(one: Tensor, two: Tensor) -> bool:
+def _differ(one: Tensor, two: Tensor, compute: torch.dtype) -> bool:
     """Whether the part of the first row is another where there is a second; more than by rounding."""
-    limit = 1e-4
-    if one.itemsize < 4 or torch.is_autocast_enabled(one.device.type):
+    limit = 1e-3
+    if min(one.itemsize, compute.itemsize) < 4:  # outputs are wider than what they are computed in
         limit = 5e-2
     elif one.is_cuda:  # TF32
         limit = 5e-3
