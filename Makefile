@@ -1,27 +1,36 @@
-# make demo: a raw loop on 2 processes and on 1, side by side.   make test: lint, types, all tests.
-# Both make .venv first. An existing .venv is used as it is; torch is installed only where it has none.
+# make demo: a raw loop on 2 processes and on 1, side by side.   make test: lint, types, tests.
+# All make .venv first. An existing .venv is used as it is; torch is installed only where it has none.
 
 PYTHON ?= python3
 VENV ?= .venv
-# Any build of torch >= 2.11 will do. On Linux the plain PyPI one brings CUDA (gigabytes); for the CPU only:
+# Any build of torch >= 2.13 will do; another VENV keeps several apart. On Linux the plain PyPI one brings CUDA (gigabytes); for the CPU only:
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 
-.PHONY: demo test lint types tests quick clean help
+# Tests run in so many processes at once; each has up to 4 ranks.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: demo test test-all lint types tests slow-tests test-device fuzz clean help
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    the same loop on 2 processes and on 1, side by side"
-	@echo "make test    lint, types and all tests"
-	@echo "make lint | types | tests | quick (the tests without the slow ones) | clean (removes $(VENV))"
+	@echo "make test    lint, types and the tests but for the slow ones"
+	@echo "make test-all   those, whole jobs under every launcher (slow), and make test-device"
+	@echo "make fuzz    random user programs, ranks against one process: make fuzz MINUTES=10 SEED=0"
+	@echo "make lint | types | tests | slow-tests | clean (removes $(VENV))"
+	@echo "make test-device   what can differ on an accelerator, on a pretend one (needs a C++ compiler)"
 
 demo: $(VENV)/.examples
 	@$(BIN)/python examples/demo.py
 
 test: lint types tests
+
+test-all: test slow-tests test-device
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -31,10 +40,22 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 tests: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow or smoke"
 
-quick: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow"
+slow-tests: $(VENV)/.dev
+	$(PYTEST) -m "slow and not smoke"
+
+# In processes of their own: with the folder on the path `import torch` gives the device, to all ranks, too.
+test-device: $(VENV)/.dev
+	PYTHONPATH=$(CURDIR)/tests/pretend/device \
+		$(PYTEST) -m "device or gpu" tests/pretend tests/gpu tests/equivalence tests/test_frames.py
+
+# Random user programs, on ranks and in plain torch (tests/fuzz). Another SEED is another million of programs.
+MINUTES ?= 10
+SEED ?= 0
+
+fuzz: $(VENV)/.dev
+	$(BIN)/python tests/fuzz --minutes $(MINUTES) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV)

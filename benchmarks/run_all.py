@@ -23,6 +23,7 @@ TOPICS = (
     "memory",
     "pipeline",
     "context_parallel",
+    "thinness",
 )
 HEAD = ["what", "Lightning Fabric", "Accelerate", "limit", "ours", "target"]
 

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from numbers import Integral, Real
 from typing import Any
 
 import torch
-from torch.nn import Module
+from torch.nn import DataParallel, Module, SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.utilities.compile import is_compiled
+from fabric.utilities.compile import is_compiled, recompile
+from fabric.utilities.rank_zero import rank_zero_warn
+from fabric.utilities.warnings import PossibleUserWarning
 from fabric.wrappers import _FabricModule, is_wrapped, unwrap
 
 
-def check_module(module: Any, verb: str) -> None:
-    """Raise unless `module` can be set up: a module, not yet wrapped."""
+def check_module(module: Any, verb: str, launches: bool) -> Module:
+    """The module to set up, not yet wrapped; one that is in a DDP of the user's own is taken out of it.
+
+    Args:
+        module: What was given to `verb`.
+        verb: For the messages.
+        launches: Whether the strategy synchronises gradients between processes.
+
+    Raises:
+        ConfigurationError: It is set up already.
+        ArgumentTypeError: No module.
+        UsageError: A DDP is inside of it, or FSDP1: gradients would be synchronised twice.
+    """
     if is_wrapped(module):
         raise ConfigurationError(
             f"{verb}: this {type(unwrap(module)).__name__} is set up already. Set each model up once and "
@@ -23,6 +39,46 @@ def check_module(module: Any, verb: str) -> None:
         )
     if not isinstance(module, Module):
         raise ArgumentTypeError(f"{verb} needs a torch.nn.Module first, but got {type(module).__name__}.")
+    wrappers: tuple[Any, ...] = (DistributedDataParallel,)
+    if launches:
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        wrappers = (*wrappers, DataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
+    outer = inner = unwrap(module)
+    if isinstance(outer, DistributedDataParallel | DataParallel) and isinstance(outer, wrappers):
+        inner = outer.module
+        rank_zero_warn(
+            f"{verb} took {type(outer).__name__} off your {type(unwrap(inner)).__name__}: the strategy "
+            "synchronises gradients itself. Leave it out; its settings belong into the strategy."
+        )
+        module = recompile(inner, like=module) if is_compiled(module) else inner
+    for path, part in inner.named_modules():
+        if isinstance(part, wrappers):
+            raise UsageError(
+                f"{verb}: {path or 'this model'} is wrapped in {type(part).__name__} already, and the "
+                f"strategy synchronises gradients itself. Give {verb} a model without it."
+            )
+    plain: Module = module
+    return plain
+
+
+def warn_of_batch_norm(module: Module, device: torch.device) -> None:
+    """Of layers that take statistics of this rank's part of a batch, where one process takes those of all."""
+    found = [
+        f"{path} ({type(part).__name__})"
+        for path, part in module.named_modules()
+        if isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm) and part.training
+    ]
+    if found:
+        fix = "use another norm"
+        if device.type != "cpu":
+            fix = (
+                f"write model = nn.SyncBatchNorm.convert_sync_batchnorm(model) before fabric.setup, or {fix}"
+            )
+        rank_zero_warn(
+            f"{', '.join(found[:4])}{', ...' * bool(found[4:])}: batch norm in training sees only a rank's "
+            f"part of each batch, so that numbers are not those of one process. To have them, {fix}.",
+            category=PossibleUserWarning,
+        )
 
 
 def check_optimizers(optimizers: tuple[Any, ...], verb: str) -> None:
@@ -78,6 +134,12 @@ def check_optimizer(optimizer: Any, verb: str) -> None:
             f"{verb} needs optimizer= as fabric.setup gave it, but got {type(optimizer).__name__}. "
             f"Leave it out for all gradients of the model."
         )
+
+
+def is_metric(value: Any) -> bool:
+    """Whether `value` is a metric, or a collection, of torchmetrics; does not import it."""
+    metrics = sys.modules.get("torchmetrics")
+    return metrics is not None and isinstance(value, metrics.Metric | metrics.MetricCollection)
 
 
 def item_count(value: Any, verb: str) -> int | float:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +19,8 @@ from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.supervisor import Command, Supervisor
 from fabric.utilities.messages import say
+from fabric.utilities.signals import TOGETHER_S
+from fabric.utilities.system import require_posix
 
 if TYPE_CHECKING:
     import socket
@@ -26,7 +30,9 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 29400
 """Where rank zero of several machines listens; on one machine the kernel chooses."""
 PASS_ON_GRACE_S = 30.0
-"""Seconds that the ranks get to end after a signal to `fabric run` was passed on to them."""
+"""Seconds that ranks get to end after one has, badly, and all were sent a signal before."""
+
+_ENDS = (signal.SIGTERM, signal.SIGINT)
 
 LOG_DIR = "FABRIC_LOG_DIR"
 """As --log-dir."""
@@ -96,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    require_posix()
     argv = _command_line(options)
     settings = effective_settings(vars(options), os.environ)
     devices, nodes = settings["devices"].value, _whole(settings["num_nodes"], "--num-nodes", 1)
@@ -140,7 +147,7 @@ def count_processes(devices: str, accelerator: str = "auto") -> int:
     """
     text = devices.strip()
     if text in ("auto", "-1"):
-        return 1 if accelerator == "cpu" else max(1, count_gpus())
+        return 1 if accelerator == "cpu" else max(1, count_gpus() or _ask_torch())
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdigit() for part in parts) or ("," not in text and int(text) == 0):
         raise ConfigurationError(
@@ -164,6 +171,16 @@ def count_gpus(root: Path = Path("/")) -> int:
     # CUDA takes the list up to the first entry that names no device.
     end = next((index for index, part in enumerate(chosen) if part in ("", "-1", "NoDevFiles")), len(chosen))
     return min(end, listed) if listed else 0
+
+
+def _ask_torch() -> int:
+    """How many devices torch sees: AMD's, those under WSL2, other vendors'. Takes seconds."""
+    code = "import torch; print('', torch.accelerator.device_count())"
+    try:
+        told = subprocess.check_output([sys.executable, "-c", code], stderr=subprocess.DEVNULL, timeout=300)
+        return int(told.split()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return 0  # the ranks will say what is wrong with torch
 
 
 def _command_line(options: argparse.Namespace) -> list[str]:
@@ -195,6 +212,8 @@ def _place(settings: Mapping[str, Setting], count: int, nodes: int) -> tuple[Pla
             f"--num-nodes {nodes} needs --main-address: the name or address of the machine with --node-rank "
             "0, as the others reach it. Write it on every machine."
         )
+    if nodes == 1:  # where the store listens, whatever cluster variables name
+        address = "127.0.0.1"
     port = port or (DEFAULT_PORT if nodes > 1 else 0)
     listener = listen("127.0.0.1", port, everywhere=nodes > 1) if node_rank == 0 else None
     if listener is not None:
@@ -230,12 +249,20 @@ def _commands(
 
 def _supervise(supervisor: Supervisor, listener: socket.socket | None) -> int:
     received: list[int] = []
+    last = float("-inf")
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        supervisor.send(number if len(received) == 1 else signal.SIGKILL)
+        nonlocal last
+        before, last = last, time.monotonic()
+        if number not in _ENDS:
+            supervisor.send(number)
+        elif not received or last - before > TOGETHER_S:  # else one request, which came twice
+            received.append(number)
+            supervisor.send(number if len(received) == 1 else signal.SIGKILL)
 
-    heard = [n for n in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+    # By the last two schedulers announce an end; the ranks know what they mean.
+    numbers = (*_ENDS, signal.SIGUSR1, signal.SIGUSR2)
+    heard = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
     previous = {number: signal.signal(number, pass_on) for number in heard}
     try:
         supervisor.start()
@@ -251,8 +278,10 @@ def _supervise(supervisor: Supervisor, listener: socket.socket | None) -> int:
 
 def _wait(supervisor: Supervisor, received: list[int]) -> int:
     failure = supervisor.wait(wake=lambda: bool(received))
-    if received:
-        failure = supervisor.wait_all(PASS_ON_GRACE_S)
+    if received:  # ranks that save take the time they need; who sent the signal can send another
+        if supervisor.wait() is not None:
+            supervisor.wait_all(PASS_ON_GRACE_S)
+        failure = supervisor.first_failure()
         supervisor.stop()
         return 0 if failure is None else 128 + received[0]
     return 0 if failure is None else supervisor.conclude(failure)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checks import check_forward_module, check_optimizer, item_count
+from fabric.checks import check_forward_module, check_optimizer, is_metric, item_count
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.launching import check_function, do_nothing, launching
 from fabric.resolve import Machine, Request, resolve
@@ -43,9 +43,9 @@ class Fabric(SetupVerbs, CollectiveVerbs):
     Args:
         accelerator: "auto", "cpu", "cuda", "mps", "gpu", another registered name, or an Accelerator.
         strategy: "auto", a registered name ("ddp", "ddp_spawn", ...), or a Strategy.
-        devices: How many devices, or which; see the README's table. "auto": all there are (CPU: 1).
+        devices: How many devices, or which; see accelerators/README.md. "auto": all there are (CPU: 1).
         num_nodes: How many machines.
-        precision: "32-true", "bf16-mixed", ...; see the README's table. None: "32-true".
+        precision: "32-true", "bf16-mixed", ...; see plugins/precision/README.md. None: "32-true".
         plugins: Precision, ClusterEnvironment and CheckpointIO objects, each at most once.
         callbacks: Objects whose methods `call` and the wrappers call by name.
         loggers: Where `log` and `log_dict` write.
@@ -81,7 +81,6 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         self._callbacks = _as_list(callbacks)
         self._loggers = _as_list(loggers)
         self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
-        self._loaders = 0
         self._stopper = None
         self._launched = False
         self._ready = not self._strategy.traits.needs_launch
@@ -163,13 +162,13 @@ class Fabric(SetupVerbs, CollectiveVerbs):
                 f"Write fabric.backward(loss) without .item()."
             )
         strategy = self._strategy
-        if strategy.plain_backward:
-            tensor.backward(*args, **kwargs)
-            return
         gate = strategy.gate
         gate.passes += 1
         gate.open = True
         try:
+            if strategy.plain_backward:
+                tensor.backward(*args, **kwargs)
+                return
             strategy.backward(tensor, None if model is None else model._forward_module, *args, **kwargs)
         except RuntimeError as error:
             strategy.explain(error)
@@ -193,7 +192,8 @@ class Fabric(SetupVerbs, CollectiveVerbs):
 
         Raises:
             ConfigurationError: Both limits, or neither.
-            RuntimeError: The norm is not finite, with `error_if_nonfinite` and without a loss scaler.
+            RuntimeError: The norm is not finite, with `error_if_nonfinite`, without a loss scaler. That of a
+                device is looked at in the next call: the host does not wait for it.
         """
         if (clip_val is None) == (max_norm is None):
             raise ConfigurationError(
@@ -390,11 +390,12 @@ class Fabric(SetupVerbs, CollectiveVerbs):
     ) -> None:
         """Values by name to every logger; one-element tensors become numbers.
 
-        Where ranks see the same data (a pipeline's, or those that share sequences), `sync_dist` counts one
-        value of them: the last stage's, if others have placeholders. "min" and "max" are over all ranks.
+        A metric of torchmetrics is logged by its value over all ranks, which all must log it. Where ranks see
+        the same data (a pipeline's, or those that share sequences), `sync_dist` counts one value of them: the
+        last stage's, if others have placeholders. "min" and "max" are over all ranks.
 
         Args:
-            metrics: Numbers and one-element tensors by name.
+            metrics: Numbers, one-element tensors and metrics by name.
             step: Of the training; None: the logger counts.
             sync_dist: Whether values are reduced over ranks first, by one collective of all ranks.
             reduce_fx: "mean", "sum", "min", "max" or "product".
@@ -403,9 +404,13 @@ class Fabric(SetupVerbs, CollectiveVerbs):
             CollectiveMismatch: With `sync_dist`: names differ between ranks; on all ranks.
             ConfigurationError: A tensor of several elements; unknown `reduce_fx`.
         """
+        computed = {name: value for name, value in metrics.items() if is_metric(value)}
         if sync_dist:
             self._require_launch("log_dict(sync_dist=True)")
-            metrics = self._strategy.reduce_scalars(metrics, reduce_fx)
+            plain = {name: value for name, value in metrics.items() if name not in computed}
+            metrics = {**metrics, **self._strategy.reduce_scalars(plain, reduce_fx)}
+        if computed:
+            metrics = {**metrics, **self.compute_metrics(dict(sorted(computed.items())))}
         values = convert_tensors_to_scalars(metrics)
         for logger in self._loggers:
             logger.log_metrics(metrics=values, step=step)

@@ -4,12 +4,15 @@ nothing.
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import UsageError
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -74,7 +77,7 @@ class RankFacts:
         if mesh is None:
             raise UsageError(
                 f"fabric.device_mesh: {type(self._strategy).__name__} keeps whole parameters and has no "
-                "mesh. Choose a strategy that shards or splits models (see the README's table)."
+                "mesh. Choose a strategy that shards or splits models (see fabric/strategies/README.md)."
             )
         return mesh
 
@@ -119,7 +122,7 @@ class RankFacts:
             )
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call `hook_name` on every callback that has it."""
+        """Call `hook_name` on every callback that has it, with those of `kwargs` that its method takes."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if method is None:
@@ -129,4 +132,15 @@ class RankFacts:
                     f"{type(callback).__name__}.{hook_name} is not a method, so fabric.call skips it."
                 )
                 continue
-            method(*args, **kwargs)
+            method(*args, **_taken(method, kwargs))
+
+
+def _taken(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of `kwargs` that `method` has parameters for; all where it takes any."""
+    try:
+        parameters = inspect.signature(method).parameters
+    except (TypeError, ValueError):  # not written in Python
+        return kwargs
+    if any([parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()]):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}

@@ -39,7 +39,7 @@ class AutocastForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the call; `output` None means "as computed"."""
         # One plain float32 tensor is the common case, and costs no frame.
-        if kwargs or len(args) != 1 or args[0].__class__ is not _Tensor or args[0].dtype is not torch.float32:
+        if kwargs or len(args) != 1 or type(args[0]) is not _Tensor or args[0].dtype is not torch.float32:
             args, kwargs = self._cast_input.arguments(args, kwargs)
         if torch.compiler.is_compiling():
             with torch.autocast(self.device_type, self.dtype):
@@ -64,7 +64,7 @@ class AutocastForward:
                 torch.set_autocast_cache_enabled(cached)
         if self.output is None:
             return out
-        if out.__class__ is _Tensor and out.is_floating_point():
+        if type(out) is _Tensor and out.is_floating_point():
             return out.float() if self.output is _FLOAT else out.to(self.output)
         return self._cast_output(out)
 
@@ -141,9 +141,9 @@ class GuardedForward:
         """Run the call and hook every output tensor that requires a gradient."""
         out = self.call(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            for leaf in (out,) if out.__class__ is _Tensor and out.requires_grad else differentiable(out):
+            for leaf in (out,) if type(out) is _Tensor and out.requires_grad else differentiable(out):
                 if leaf.grad_fn is not None:  # a parameter that is an output keeps its hooks for ever
-                    leaf.register_hook(self.check)
+                    (leaf if leaf._base is None else anchor(leaf)).register_hook(self.check)
         return out
 
     def check(self, grad: torch.Tensor) -> None:
@@ -163,6 +163,18 @@ class GuardedForward:
 def differentiable(tree: Any) -> list[torch.Tensor]:
     """The tensors of `tree` that a backward pass starts from or passes through."""
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, _Tensor) and leaf.requires_grad]
+
+
+def anchor(tensor: torch.Tensor) -> torch.Tensor:
+    """Where a hook hangs that is to see a backward come to `tensor`: changes in place drop hooks of views.
+
+    A view of what was there before the call (an input) is its own anchor.
+    """
+    base = tensor._base
+    if base is None or base.grad_fn is None:
+        return tensor
+    passed_on = torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION
+    return tensor if torch._C._autograd._get_creation_meta(tensor) == passed_on else base
 
 
 def _accumulates(plan: Any) -> bool:

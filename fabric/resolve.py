@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from fabric.accelerators.registry import ACCELERATOR_REGISTRY
 from fabric.accelerators.select import select_accelerator, select_devices
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.policy import find_policy
@@ -89,7 +90,7 @@ def resolve(request: Request, machine: Machine) -> Plan:
         ConfigurationError: Unknown names, contradictions, or what this machine does not have.
         ArgumentTypeError: An argument of the wrong kind.
     """
-    request = merge_flags(request, machine.flags)
+    request = lower_names(merge_flags(request, machine.flags))
     precision_plugin, environment_plugin, io_plugin = sort_plugins(request.plugins)
     named = name_strategy(request.strategy)
     environment = choose_environment(environment_plugin, named, machine)
@@ -99,9 +100,9 @@ def resolve(request: Request, machine: Machine) -> Plan:
     processes = count_processes(devices, named)
     check_started(environment, named, processes, nodes)
     strategy = named or auto_strategy(len(devices) * nodes, environment, machine)
-    check_accelerator(strategy, accelerator, request)
+    check_accelerator(strategy, accelerator, devices[0].type, request)
     check_size(strategy, devices, nodes, request)
-    check_interactive(strategy, environment, machine, processes)
+    check_interactive(strategy, environment, machine, processes, request)
     precision = choose_precision(request.precision, precision_plugin, strategy, devices[0].type)
     return Plan(strategy, accelerator, devices, nodes, precision, environment, choose_io(io_plugin, strategy))
 
@@ -122,6 +123,18 @@ def merge_flags(request: Request, flags: dict[str, str]) -> Request:
         read: Any = _read_nodes(value) if name == "num_nodes" else value
         request = replace(request, **{name: read})
     return request
+
+
+def lower_names(request: Request) -> Request:
+    """The request with "DDP" and "CPU" as "ddp" and "cpu", unless somebody registered them so."""
+    registries = {"strategy": STRATEGY_REGISTRY, "accelerator": ACCELERATOR_REGISTRY}
+    written = {name: getattr(request, name) for name in registries}
+    lowered: dict[str, Any] = {
+        name: value.lower()
+        for name, value in written.items()
+        if isinstance(value, str) and not value.islower() and value not in registries[name]
+    }
+    return replace(request, **lowered)
 
 
 def sort_plugins(
@@ -196,16 +209,18 @@ def choose_accelerator(choice: Any, strategy: Strategy | None) -> Accelerator:
 
 
 def choose_nodes(request: Request, environment: ClusterEnvironment, strategy: Strategy | None) -> int:
-    """The number of machines; devices="auto" follows who started the processes in this too, and so does a
-    strategy whose processes are machines.
+    """The number of machines; devices="auto" follows who started the processes in this too, and so do as many
+    devices as were started per machine, and a strategy whose processes are machines.
     """
     nodes = request.num_nodes
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         raise ConfigurationError(f"num_nodes={nodes!r} must be a whole number of machines, 1 or more.")
-    follows = _is_auto(request.devices) or _is_machine_each(strategy)
-    if follows and environment.creates_processes_externally and _needs_launch(strategy):
-        return max(nodes, environment.num_nodes() or 1)
-    return nodes
+    if not (environment.creates_processes_externally and _needs_launch(strategy)):
+        return nodes
+    # `devices=` says how many per machine: where that is what was started, num_nodes=1 is but the default.
+    alike = str(request.devices) == str(environment.local_world_size()) and nodes == 1
+    follows = _is_auto(request.devices) or _is_machine_each(strategy) or alike
+    return max(nodes, environment.num_nodes() or 1) if follows else nodes
 
 
 def choose_devices(
@@ -267,6 +282,7 @@ def choose_precision(value: Any, plugin: Precision | None, strategy: Strategy, d
     if len(named) > 1:
         raise _twice("precision", named[0], named[1])
     precision = plugin or of_strategy or make_precision(32 if value is None else value, device_type)
+    precision = precision.for_device(device_type)
     _check_precision(precision, strategy)
     return precision
 
@@ -282,10 +298,12 @@ def choose_io(plugin: CheckpointIO | None, strategy: Strategy) -> CheckpointIO |
     return plugin
 
 
-def check_accelerator(strategy: Strategy, accelerator: Accelerator, request: Request) -> None:
-    """Raise if the strategy does not run on the accelerator."""
+def check_accelerator(
+    strategy: Strategy, accelerator: Accelerator, device_type: str, request: Request
+) -> None:
+    """Raise if the strategy does not run on the accelerator, nor on devices of this type."""
     allowed = strategy.traits.accelerators
-    if allowed and accelerator.name() not in allowed:
+    if allowed and not {accelerator.name(), device_type}.intersection(allowed):
         raise ConfigurationError(
             f"strategy={_name(request.strategy)} runs on {', '.join(allowed)} only, but "
             f"accelerator={_name(request.accelerator)} is {accelerator.name()} here. Write another strategy "
@@ -305,7 +323,7 @@ def check_size(strategy: Strategy, devices: list[torch.device], num_nodes: int, 
 
 
 def check_interactive(
-    strategy: Strategy, environment: ClusterEnvironment, machine: Machine, processes: int
+    strategy: Strategy, environment: ClusterEnvironment, machine: Machine, processes: int, request: Request
 ) -> None:
     """Raise if processes would have to be started by running a notebook again."""
     reruns_script = getattr(strategy, "start_method", None) == "popen"
@@ -316,10 +334,22 @@ def check_interactive(
         and not environment.creates_processes_externally
     ):
         raise ConfigurationError(
-            'This is a notebook or a prompt: there is no script that strategy="ddp" could run again for the '
-            'other ranks. Write strategy="ddp_notebook" and fabric.launch(function), or put the code into '
-            "a script."
+            "This is a notebook or a prompt: there is no script that "
+            f"strategy={_name(request.strategy)} could run again for the other ranks. Write "
+            f"strategy={_forked(request.strategy)} and fabric.launch(function), or put the code into a "
+            "script."
         )
+
+
+def _forked(choice: Any) -> str:
+    """How to write a strategy such that its ranks are forks of this process."""
+    if isinstance(choice, Strategy):
+        return f'{type(choice).__name__}(..., start_method="fork")'
+    if f"{choice}_notebook" in STRATEGY_REGISTRY.names():
+        return f'"{choice}_notebook"'
+    entry = STRATEGY_REGISTRY.entry(choice)
+    settings = {**entry.defaults, "start_method": "fork"}
+    return f"{entry.load().__name__}({', '.join([f'{key}={value!r}' for key, value in settings.items()])})"
 
 
 def _check_precision(precision: Precision, strategy: Strategy) -> None:
@@ -373,7 +403,7 @@ def _spelled(name: str, value: Any) -> str:
         return str(value) if policy is None else policy.name
     if name == "devices" and isinstance(value, list | tuple):
         return ",".join(map(str, value)) + ("," if len(value) == 1 else "")
-    return str(value).replace(" ", "")
+    return str(value).replace(" ", "").lower()
 
 
 def _read_nodes(value: str) -> int:

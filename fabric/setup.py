@@ -5,19 +5,21 @@ here.
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fabric.checks import check_loaders, check_module, check_optimizers, check_owned
-from fabric.core.errors import ConfigurationError, UsageError
-from fabric.data.loader import Peers, _FabricDataLoader
+from fabric.checks import check_loaders, check_module, check_optimizers, check_owned, warn_of_batch_norm
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
 from fabric.utilities.compile import is_compiled, recompile
 from fabric.utilities.init import describe_module, has_meta_parameters
-from fabric.utilities.seed import RngState, derive_seed
-from fabric.wrappers import _FabricModule, _FabricOptimizer, unwrap
+from fabric.utilities.seed import RngState
+from fabric.wrappers import _FabricContainer, _FabricModule, _FabricOptimizer, unwrap
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from weakref import WeakSet
 
     from torch.nn import Module
@@ -26,10 +28,9 @@ if TYPE_CHECKING:
 
 
 class SetupVerbs(RankFacts):
-    """setup, setup_module, setup_optimizers, setup_dataloaders, rng_state."""
+    """setup, setup_module, setup_optimizers, setup_dataloaders, whole, rng_state."""
 
     _modules: WeakSet[Module]
-    _loaders: int
 
     def setup(
         self,
@@ -56,7 +57,7 @@ class SetupVerbs(RankFacts):
         """
         self._require_launch("setup()")
         check_optimizers(optimizers, "fabric.setup")
-        check_module(module, "fabric.setup")
+        module = check_module(module, "fabric.setup", self._strategy.traits.needs_launch)
         if optimizers:
             check_owned(optimizers, [*self._modules, unwrap(module)], "fabric.setup")
         wrapped, stepped, scheduler = self._wrap(
@@ -72,7 +73,7 @@ class SetupVerbs(RankFacts):
     ) -> _FabricModule:
         """Make a model ready, without optimizers. All ranks. See `setup`."""
         self._require_launch("setup_module()")
-        check_module(module, "fabric.setup_module")
+        module = check_module(module, "fabric.setup_module", self._strategy.traits.needs_launch)
         wrapped, _, _ = self._wrap(module, [], None, move_to_device, _reapply_compile)
         self.call("on_after_setup", fabric=self, module=wrapped)
         return wrapped
@@ -108,7 +109,7 @@ class SetupVerbs(RankFacts):
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         uneven: str | None = None,
-        shard_iterable: bool = True,
+        shard_iterable: bool | None = None,
     ) -> Any:
         """Give each rank its part of the data, on its device. All ranks.
 
@@ -127,7 +128,10 @@ class SetupVerbs(RankFacts):
                 "drop" and raise under "error".
             shard_iterable: False: iterable datasets take their part for rank and worker themselves. Unless
                 `uneven` says otherwise, ranks then stop together while gradients are enabled, which takes a
-                message per batch.
+                message per batch. True: all ranks read the same stream, of which Fabric deals out the
+                samples. None: that is so if the ranks' first samples are the same, by which they compare in
+                the first iteration, so that all ranks must begin it; where all of them are others, the
+                dataset shares itself out (said once), and where some are, it is an error.
 
         Returns:
             The loader, or a list where several were given.
@@ -145,6 +149,38 @@ class SetupVerbs(RankFacts):
             for loader in dataloaders
         ]
         return ready[0] if len(ready) == 1 else ready
+
+    @contextmanager
+    def whole(self, model: _FabricModule) -> Iterator[Module | None]:
+        """A plain module with the whole values on rank zero, None on the others. All ranks.
+
+        For what one rank does alone: evaluation, `generate`, an export. Under strategies that leave models
+        whole it is your module itself, else a copy on rank zero's device, which must have room for it. Its
+        forward runs without autocast. What is changed in a copy is gone afterwards.
+
+            with fabric.whole(model) as plain:
+                if plain is not None:
+                    print(plain.eval()(batch))
+
+        Raises:
+            ArgumentTypeError: Not a model that was set up.
+        """
+        self._require_launch("whole()")
+        if not isinstance(model, _FabricModule):
+            raise ArgumentTypeError(
+                f"fabric.whole takes a model that was set up, but got {type(model).__name__}. Write model = "
+                "fabric.setup(model) before."
+            )
+        strategy = self._strategy
+        if self.world_size > 1:
+            strategy.meet("whole", f"of {type(model.module).__name__}")
+        plain = strategy.layout.plain_module(model.module, self.is_global_zero, self.device)
+        modes = [] if plain is None else [(part, part.training) for part in plain.modules()]
+        try:
+            yield plain
+        finally:
+            for part, training in modes:
+                part.training = training
 
     def rng_state(self) -> RngState:
         """The random streams of all ranks, to be saved: `fabric.save(path, {"rng": fabric.rng_state()})`.
@@ -180,6 +216,8 @@ class SetupVerbs(RankFacts):
             self._strategy.place_module(inner)
         if self._strategy.topology.world_size > 1:
             self._strategy.meet("setup", describe_module(inner))
+            if self._strategy.data_rank[1] > 1:
+                warn_of_batch_norm(inner, self.device)
         if optimizers:
             joined, optimizers, scheduler = self._strategy.setup_module_and_optimizers(
                 inner, optimizers, scheduler
@@ -189,24 +227,27 @@ class SetupVerbs(RankFacts):
         if is_compiled(module) and reapply_compile:
             joined = recompile(joined, like=module)
         self._modules.add(inner)
-        return _FabricModule(joined, self._strategy, inner), optimizers, scheduler
+        kind = _FabricContainer if hasattr(type(inner), "__getitem__") else _FabricModule
+        return kind(joined, self._strategy, inner), optimizers, scheduler
 
     def _ready_loader(
-        self, given: DataLoader[Any], shard: bool, move_to_device: bool, uneven: str | None, iterable: bool
+        self,
+        given: DataLoader[Any],
+        shard: bool,
+        move_to_device: bool,
+        uneven: str | None,
+        iterable: bool | None,
     ) -> _FabricDataLoader:
         from fabric.data.dealing import Share
         from fabric.data.sharding import own_loader, shard_loader
-        from fabric.data.together import Together
+        from fabric.data.together import Peers, Together
 
         seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
-        if self._loaders:  # two loaders of one length must not shuffle in step
-            seed = derive_seed(seed, self._loaders)
-        self._loaders += 1
         seed = self._strategy.broadcast(seed)  # one order on all ranks, whatever each of them was seeded with
         if shard:
             part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
             share = Share(part["rank"], part["num_replicas"])
-            copied, source = shard_loader(given, share, seed, uneven, iterable)
+            copied, source = shard_loader(given, share, seed, uneven, iterable, self.world_size)
         else:
             copied, source = own_loader(given, self._data_rank, seed, uneven)
         loader = self._strategy.process_dataloader(copied)
@@ -215,7 +256,7 @@ class SetupVerbs(RankFacts):
         if self.world_size > 1:
             exchange = partial(self._strategy.all_gather_object, label="loader")
             peers = Peers(self.global_rank, self.world_size, exchange)
-            together = Together(exchange, uneven) if source.per_rank and (shard or uneven) else None
+            together = Together(exchange, uneven) if shard or uneven else None
         return _FabricDataLoader(
             loader,
             self.device if moves else None,

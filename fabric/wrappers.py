@@ -6,14 +6,17 @@ An optimizer wrapper is a view: its class derives from the user's class, all it 
 
 from __future__ import annotations
 
+import itertools
 from copy import deepcopy
 from functools import cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import Module
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.utilities.compile import is_compiled
 from fabric.utilities.state_keys import clean_keys, fit_keys
@@ -38,6 +41,23 @@ _SHARED = (
 )
 
 
+def _device_of(module: Module, strategy: Any) -> torch.device:
+    """Where the forward takes its inputs: with the module's tensors, unless those are parts or elsewhere."""
+    held = itertools.chain(module.parameters(), module.buffers())
+    first = next((tensor for tensor in held if not tensor.is_meta), None)
+    device: torch.device = strategy.root_device if first is None or strategy.layout.splits else first.device
+    return device
+
+
+def _dtype_of(module: Module, strategy: Any) -> torch.dtype:
+    held = itertools.chain(module.parameters(), module.buffers())
+    return next((tensor.dtype for tensor in held if tensor.is_floating_point()), torch.get_default_dtype())
+
+
+_FACTS: dict[str, Callable[[Module, Any], Any]] = {"device": _device_of, "dtype": _dtype_of}
+"""`model.device` and `model.dtype` where the user's module has none of its own. Both follow `.to()`."""
+
+
 class _FabricModule(Module):
     """The user's module behind a forward plan. Attributes, methods and names are the user's module's own.
 
@@ -51,7 +71,7 @@ class _FabricModule(Module):
     """
 
     def __init__(self, forward_module: Module, strategy: Any, original_module: Module | None = None) -> None:
-        original = original_module or forward_module
+        original = original_module if original_module is not None else forward_module
         super().__init__()
         own = self.__dict__
         own["_modules"]["_forward_module"] = forward_module
@@ -134,17 +154,12 @@ class _FabricModule(Module):
 
     def train(self, mode: bool = True) -> Self:
         """Training or evaluation mode, for the user's module and what is around it."""
-        if mode != self.training:
-            self._strategy.layout.turned(self._fabric_joined)
         self.__dict__["training"] = mode
         self._forward_module.train(mode)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters, those that a layout holds beside `.grad` too."""
-        layout = self._strategy.layout
-        if layout.splits:
-            layout.forget_gradients(list(self.module.parameters()))
+        """Drop the gradients of all parameters."""
         self.module.zero_grad(set_to_none)
 
     def apply(self, fn: Callable[[Module], None]) -> Self:
@@ -198,7 +213,12 @@ class _FabricModule(Module):
         added = strategy.layout.model_method(own["_fabric_joined"], name)
         if added is not None:
             return strategy.method_plan(own["_fabric_joined"], added, True)
-        value = getattr(original, name)
+        try:
+            value = getattr(original, name)
+        except AttributeError:
+            if name not in _FACTS or hasattr(type(original), name):
+                raise
+            return _FACTS[name](original, strategy)
         if isinstance(value, MethodType) and value.__self__ is original:
             return strategy.method_plan(own["_fabric_joined"], value, name in own["_fabric_marked"])
         return value
@@ -231,6 +251,33 @@ class _FabricModule(Module):
         return sorted({*object.__dir__(self), *dir(self.module)})
 
 
+class _FabricContainer(_FabricModule):
+    """Around an `nn.Sequential`, `nn.ModuleDict` or the like: layers by index are the user's, as by name."""
+
+    module: Any
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]
+
+    def __setitem__(self, index: Any, layer: Any) -> None:
+        self.module[index] = layer
+
+    def __delitem__(self, index: Any) -> None:
+        del self.module[index]
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.module
+
+    def __bool__(self) -> bool:
+        return bool(self.module)
+
+
 class _FabricOptimizer:
     """A view of the user's optimizer, of the same class, whose step goes through the strategy.
 
@@ -253,7 +300,6 @@ class _FabricOptimizer:
         own["_fabric_inner"] = optimizer
         own["_fabric_strategy"] = strategy
         own["_fabric_plan"] = strategy.step_plan(optimizer)
-        own["_fabric_forget"] = strategy.layout.forget_gradients if strategy.layout.splits else None
         own["_fabric_callbacks"] = [
             callback
             for callback in callbacks or []
@@ -291,12 +337,9 @@ class _FabricOptimizer:
         self.optimizer.add_param_group({**param_group, "params": params})
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """The real optimizer's own, and gradients that a layout holds beside `.grad`."""
+        """The real optimizer's own."""
         # Inherited, it would look everything up through the view.
-        inner, forget = self.__dict__["_fabric_inner"], self.__dict__["_fabric_forget"]
-        if forget is not None:
-            forget([p for group in inner.param_groups for p in group["params"]])
-        return inner.zero_grad(*args, **kwargs)
+        return self.__dict__["_fabric_inner"].zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """The full state of the real optimizer. Where it is split, all ranks must call this."""
@@ -373,6 +416,11 @@ def unwrap(obj: Any) -> Any:
             obj = obj._orig_mod
         else:
             return obj
+
+
+def _unwrap_objects(collection: Any) -> Any:
+    """A nesting of objects with each of them unwrapped."""
+    return map_tree(unwrap, collection)
 
 
 def is_wrapped(obj: object) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import torch.distributed as dist
+from machine import ACCELERATOR
 
 from fabric.testing import RankPool
 from fabric.testing.worker import changes, child_processes, user_environ
@@ -18,6 +19,18 @@ from fabric.testing.worker import changes, child_processes, user_environ
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Once in the fork server: a rank that has failed is replaced, and its successor would import them again.
+PRELOAD = [
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torchmetrics",
+]
+IGNORED = (
+    ".*batch norm in training sees only",
+    "Validating sparse tensor invariants",  # torch >= 2.14: of all that this process has unpickled before
+)
 ROOT = Path(__file__).parent.parent
 CACHES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "__pycache__"}
 
@@ -26,20 +39,21 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)  # as on the ranks: results and timings do not depend on the machine's cores
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() or hasattr(torch, "sim"):
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(
-                pytest.mark.skip(reason="needs a CUDA device, torch.cuda.is_available() is False")
-            )
+            reason = "needs a CUDA device; make test-device runs it on a pretend one"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Four warm processes; `ranks.run(function, *args, world_size=2)`. Costs nothing until the first run."""
-    with RankPool(world_size=4, timeout=60.0, warnings_as_errors=True, preload=["pytest"]) as pool:
+    settings = {"warnings_as_errors": True, "ignored_warnings": IGNORED}
+    with RankPool(4, timeout=60.0, preload=PRELOAD, accelerator=ACCELERATOR, **settings) as pool:
         yield pool
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -205,6 +206,15 @@ def test_functions_are_short():
 
 
 # habits
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PACKAGE.rglob("*.md")]
+    pages += [ROOT / folder / "README.md" for folder in ("examples", "benchmarks", "tests/pretend")]
+    found = [(page, link) for page in pages for link in re.findall(r"\]\((?!http)([^)#]+)", page.read_text())]
+    assert len(found) > len(pages)
+    assert [f"{page}: {link}" for page, link in found if not (page.parent / link).exists()] == []
+    assert (ROOT / "README.md").stat().st_size < 10_000, "the README is one page: move it to a folder's"
 
 
 def test_no_assert_stands_for_an_error():

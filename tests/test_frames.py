@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from machine import ACCELERATOR
 from torch import nn
 from torch.utils.data import DataLoader
 
 import fabric
 from fabric import Fabric
+
+pytestmark = pytest.mark.device
 
 PACKAGE = str(Path(fabric.__file__).parent)
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}  # inlined by newer Pythons
@@ -47,16 +51,16 @@ def stack(layers):
 
 
 def ready(precision="32-true", **kwargs):
-    fabric = Fabric(accelerator="cpu", devices=1, precision=precision, **kwargs)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1, precision=precision, **kwargs)
     fabric.launch()
     net = stack(2)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    loss = model(torch.ones(2, 4)).sum()
+    loss = model(X).sum()
     fabric.backward(loss, retain_graph=True)
     return fabric, model, optimizer, loss
 
 
-X = torch.ones(2, 4)
+X = torch.ones(2, 4, device=ACCELERATOR)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +105,7 @@ def test_optimizer_step(precision, calls):
 
 
 def normalize_calls(layers):
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     model = fabric.setup(stack(layers))
     fabric.backward(model(X).sum())
     return frames(fabric.normalize_gradients, model, 8)
@@ -122,7 +126,7 @@ def test_zero_grad_is_the_optimizers_own():
 
 
 def setup_calls(layers):
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     net = stack(layers)
     return frames(fabric.setup, net, torch.optim.SGD(net.parameters(), lr=0.1))
 
@@ -132,7 +136,7 @@ def test_setup_does_not_depend_on_the_number_of_parameters():
     (small, deep), (large, deeper) = setup_calls(1), setup_calls(50)
     assert small == large
     assert deep == deeper <= 6
-    assert len(small) <= 38, small
+    assert len(small) <= 40, small
 
 
 def tree(leaves):
@@ -149,7 +153,7 @@ def test_all_reduce_does_not_depend_on_the_number_of_leaves():
 
 
 def save_calls(path, layers):
-    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=1)
     net = stack(layers)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     return frames(fabric.save, path, {"model": model, "optimizer": optimizer, "step": 1})
@@ -172,11 +176,13 @@ def test_a_batch_costs_one_call_of_ours(shuffle):
 
     (few, deep), (many, deeper) = epoch(2), epoch(102)
     assert deep == deeper
-    assert len(many) - len(few) <= 100
+    each = 1 if ACCELERATOR == "cpu" else 4  # it is brought to the device
+    assert len(many) - len(few) <= 100 * each
 
 
 def replicated(precision, net):
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", precision=precision)
+    gc.collect()  # strategies of tests before hear of each step as long as they are about
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="ddp", precision=precision)
     fabric.launch()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     fabric.backward(model(X).sum())

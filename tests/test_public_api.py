@@ -270,6 +270,7 @@ TensorBoardLogger(root_dir, name='lightning_logs', version=None, default_hp_metr
     .experiment
 """,
     "fabric.wrappers": """
+_unwrap_objects(collection)
 _FabricDataLoader(dataloader, device=None)
     .device
 _FabricModule(forward_module, strategy, original_module=None)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fabric.accelerators.cuda import CUDAAccelerator, find_usable_cuda_devices
     from fabric.accelerators.mps import MPSAccelerator
     from fabric.accelerators.registry import ACCELERATOR_REGISTRY
+    from fabric.accelerators.usable import find_usable_devices
 
 __all__ = [
     "ACCELERATOR_REGISTRY",
@@ -18,6 +19,7 @@ __all__ = [
     "CUDAAccelerator",
     "MPSAccelerator",
     "find_usable_cuda_devices",
+    "find_usable_devices",
 ]
 
 __getattr__, __dir__ = lazy_exports(
@@ -29,5 +31,6 @@ __getattr__, __dir__ = lazy_exports(
         "CUDAAccelerator": "fabric.accelerators.cuda",
         "MPSAccelerator": "fabric.accelerators.mps",
         "find_usable_cuda_devices": "fabric.accelerators.cuda",
+        "find_usable_devices": "fabric.accelerators.usable",
     },
 )

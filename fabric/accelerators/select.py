@@ -31,7 +31,8 @@ def select_accelerator(choice: str | Accelerator) -> Accelerator:
             f"{', '.join(map(repr, _known()))}, or an object such as CUDAAccelerator()."
         )
     if choice == "auto":
-        return _gpu() or _other() or _by_name("cpu")
+        other = _other()
+        return _gpu() or (other if other is not None and other.is_available() else _by_name("cpu"))
     accelerator = _gpu() if choice == "gpu" else _by_name(choice)
     if accelerator is None:
         fact = "torch sees neither a CUDA nor an MPS device"
@@ -56,6 +57,12 @@ def select_devices(accelerator: Accelerator, devices: Any) -> list[torch.device]
     return accelerator.get_parallel_devices(accelerator.parse_devices(devices))
 
 
+def group_backend(accelerator: Accelerator, device: torch.device) -> str:
+    """torch.distributed's backend for the tensors of `device`, and gloo for those of the host beside it."""
+    own = accelerator.backend()
+    return own if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+
+
 def _gpu() -> Accelerator | None:
     for name in ("cuda", "mps"):
         accelerator = _by_name(name)
@@ -65,14 +72,12 @@ def _gpu() -> Accelerator | None:
 
 
 def _other() -> Accelerator | None:
-    # The type comes before availability: on a CUDA build, torch.accelerator.is_available() would initialise
+    # By the type, not by what is there: on a CUDA build, torch.accelerator.is_available() would initialise
     # the driver, and forked children could not use it any more.
     from fabric.accelerators.generic import TorchAccelerator
 
     other = TorchAccelerator()
-    if other.name() in ("accelerator", "cuda", "mps", "cpu") or not other.is_available():
-        return None
-    return other
+    return None if other.name() in ("accelerator", "cuda", "mps", "cpu") else other
 
 
 def _by_name(name: str) -> Accelerator:

@@ -152,6 +152,19 @@ class Rule(NamedTuple):
         )
 
 
+def check_padding(uneven: str | None, name: str) -> None:
+    """Raise where `uneven` asks for what only Fabric's own dealing can do.
+
+    Raises:
+        ConfigurationError: It is "pad".
+    """
+    if uneven == "pad":
+        raise ConfigurationError(
+            f'uneven="pad" repeats samples, and {name} deals out its data itself. Write "drop" to stop with '
+            'the rank that ends first, "error" to be told, or "exact" to let each rank see all it has.'
+        )
+
+
 def check_uneven(uneven: str | None) -> None:
     """Raise unless `uneven` is one of its values.
 

@@ -1,4 +1,4 @@
-"""Iterable datasets in place of which a loader gets one that gives whole batches of this rank and worker.
+"""An iterable dataset in place of which a loader gets one that gives whole batches of this rank and worker.
 
 Every batch carries a note: how to go on after it, in another process and (where Fabric deals the samples out)
 on another number of ranks. Notes travel with batches, so what workers have read ahead is not counted.
@@ -15,9 +15,11 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as workers_module
 
+from fabric.data.dealing import Share
+from fabric.data.heads import Head
 from fabric.data.randomness import PrivateRandomness
 from fabric.data.workers import Forwarding, seed_draws
-from fabric.utilities.seed import derive_seed, isolate_rng, set_rng_states
+from fabric.utilities.seed import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Batch(NamedTuple):
-    """What `Collate` makes one batch of."""
+    """What `Collate` makes one batch of. Without a note it is a message to the source, or a turn let pass."""
 
     items: Any
     seed: int | None
@@ -56,39 +58,57 @@ class Collate:
         self.then = then
 
     def __call__(self, batch: Batch) -> Arrived:
-        """The collated batch, with its note; without one, nothing to collate."""
+        """The collated batch, with its note; without one, it is no batch of the user's."""
         if batch.note is None:
-            return Arrived(None, None)
+            return Arrived(batch.items, None)
         if batch.seed is not None:
             seed_draws(batch.seed)
         return Arrived(self.then(batch.items), batch.note)
 
 
 class Batched(Forwarding, IterableDataset[Batch]):
-    """Base: begins epochs, also in workers that live through several.
+    """This rank's batches of a stream: Fabric deals it out, or the dataset has shared itself out.
+
+    Dealt out, every process reads the whole stream, under random streams that are the same everywhere, and
+    keeps the samples that are its own: global batches are formed as for indices, and batch k of a rank is
+    worker k's. A dataset that shares itself out keeps all, and each worker's part is a stream of its own.
 
     Args:
         dataset: The user's.
-        batch: Samples of one batch; None: samples are whole batches.
-        drop_last: Leave an incomplete last batch out.
+        dealt: How it is dealt out, unless it shares itself out.
         salts: Of random streams: the loader's seed and the rank.
+        asks: Whether a pass begins with a message that shows the first samples, by which ranks compare.
         persistent: Whether workers live through several epochs, and hear of a new one through shared memory.
     """
 
-    _OWN = frozenset({"dataset", "batch", "drop_last", "salts", "saved", "cell"})
+    _OWN = frozenset({"dataset", "dealt", "salts", "asks", "own", "apart", "saved", "cell"})
 
     def __init__(
-        self, dataset: Any, batch: int | None, drop_last: bool, salts: tuple[int, int], persistent: bool
+        self, dataset: Any, dealt: Rule, salts: tuple[int, int], asks: bool, persistent: bool
     ) -> None:
         self.dataset = dataset
-        self.batch = batch
-        self.drop_last = drop_last
+        self.dealt = dealt
         self.salts = salts
+        self.asks = asks
+        self.own = False
+        """Whether the dataset shares itself out over ranks and workers."""
+        self.apart = False
+        """Whether each rank and worker then has random streams of its own."""
         self.saved: dict[str, Any] | None = None
         # The epoch, and whether it begins with what is saved.
         self.cell = torch.zeros(2, dtype=torch.int64)
         if persistent:
             self.cell.share_memory_()
+
+    @property
+    def whole(self) -> bool:
+        """Whether each worker must read all of it, since Fabric deals it out."""
+        return not self.own
+
+    @property
+    def rule(self) -> Rule:
+        """How this rank's batches are formed."""
+        return self.dealt._replace(share=Share(0, 1), uneven="exact") if self.own else self.dealt
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
         """What the next iteration is: an epoch, perhaps from a saved position on."""
@@ -105,72 +125,82 @@ class Batched(Forwarding, IterableDataset[Batch]):
         return self.batches(epoch, self.saved if resumes else None, worker, workers)
 
     def batches(self, epoch: int, saved: dict[str, Any] | None, worker: int, workers: int) -> Iterator[Batch]:
-        """The batches of this process; `workers` is 0 in the loop's own."""
-        raise NotImplementedError
+        """The batches of this process; `workers` is 0 in the loop's own.
 
-    @property
-    def has_state(self) -> bool:
-        """Whether the dataset can say where it is, and go there."""
-        return all([callable(getattr(self.dataset, n, None)) for n in ("state_dict", "load_state_dict")])
-
-
-class DealtIterable(Batched):
-    """This rank's part of a stream that is the same on all ranks.
-
-    Every process reads the whole stream, under random streams that are the same everywhere, and keeps the
-    samples that are its own. Global batches are formed as for indices; batch k of a rank is worker k's.
-    """
-
-    _OWN = Batched._OWN | {"rule"}
-    whole = True
-
-    def __init__(self, dataset: Any, rule: Rule, salts: tuple[int, int], persistent: bool) -> None:
-        super().__init__(dataset, rule.batch, rule.drop_last, salts, persistent)
-        self.rule = rule
-
-    @property
-    def has_state(self) -> bool:
-        """Whether it goes on without reading again. Padding reads: it needs the epoch's first samples."""
-        return super().has_state and self.rule.uneven != "pad"
-
-    def batches(self, epoch: int, saved: dict[str, Any] | None, worker: int, workers: int) -> Iterator[Batch]:
-        """Batches that `worker` gives, of this rank's; notes: (position, states of dataset and randomness,
-        ended, short).
+        Notes: (the number of the rank's stream, how it goes on: position, states of dataset and randomness,
+        whether it has ended; whether some ranks get no batch in this round).
         """
-        if saved and saved["ended"]:
+        number = worker if self.own else 0
+        if saved and self.own and worker < saved["next"]:
+            # Batches come from workers in turn, beginning with the first: who is not next lets one pass.
+            yield Batch(None, None, None)
+        entry = saved["streams"].get(number) if saved else None
+        if entry and entry["ended"]:
             return
-        start = saved["samples"] if saved else 0
-        jumps = saved is not None and saved.get("dataset") is not None
+        draw, private, first, start = self._opened(epoch, entry, worker, workers)
+        block: list[Any] = []
+        if self.asks and not self.own:
+            block = draw(self.rule.size)
+            draw = _after(block, draw)
+            yield Batch(Head.of(block) if worker == 0 else None, None, None)
+        # By now the loop's process may have learned that the dataset shares itself out.
+        turns, rule = 1 if self.own else max(workers, 1), self.rule
+
+        def mark(count: int) -> Any:
+            if count % turns != worker % turns or not self.has_state or (count + 1) * rule.size < len(block):
+                return None, None
+            return copy.deepcopy(self.dataset.state_dict()), private.states()
+
+        for count, dealt in enumerate(rule.deal(draw, start, first, mark)):
+            if count % turns == worker % turns:
+                items = dealt.items if rule.batch is not None else dealt.items[0]
+                dataset, random = dealt.mark
+                note = {"samples": dealt.end, "dataset": dataset, "random": random, "ended": dealt.last}
+                seed = derive_seed(*self.salts, epoch, dealt.end, number) if workers else None
+                yield Batch(items, seed, (number, note, dealt.short))
+
+    def _opened(self, epoch: int, entry: dict[str, Any] | None, worker: int, workers: int) -> Any:
+        """(function that draws, its randomness, the first items, position) of this process's stream."""
+        start = entry["samples"] if entry else 0
+        jumps = entry is not None and entry["dataset"] is not None
         private = PrivateRandomness(
-            derive_seed(self.salts[0], epoch),
-            saved["random"] if saved and jumps else None,
+            derive_seed(*self.salts, epoch, worker) if self.apart else derive_seed(self.salts[0], epoch),
+            entry["random"] if entry and jumps else None,
             restores=workers == 0,
         )
-        if saved and jumps:
-            self.dataset.load_state_dict(copy.deepcopy(saved["dataset"]))
-        with private, _as_one_process():
+        as_read = nullcontext if self.own else _as_one_process
+        if entry and jumps:
+            self.dataset.load_state_dict(copy.deepcopy(entry["dataset"]))
+        with private, as_read():
             stream = iter(self.dataset)
             first = [] if jumps else list(islice(stream, min(start, self.rule.share.world)))
             if not jumps:
                 next(islice(stream, start - len(first), start - len(first)), None)
 
         def draw(count: int) -> list[Any]:
-            with private, _as_one_process():
+            with private, as_read():
                 return list(islice(stream, count))
 
-        turns, has_state = max(workers, 1), self.has_state
+        return draw, private, first, start
 
-        def mark(number: int) -> Any:
-            if number % turns != worker or not has_state:
-                return None, None
-            return copy.deepcopy(self.dataset.state_dict()), private.states()
+    @property
+    def has_state(self) -> bool:
+        """Whether it can say where it is, and go there without reading again. Padding reads: it needs the
+        epoch's first samples.
+        """
+        names = ("state_dict", "load_state_dict")
+        return self.rule.uneven != "pad" and all([callable(getattr(self.dataset, n, None)) for n in names])
 
-        for number, dealt in enumerate(self.rule.deal(draw, start, first, mark)):
-            if number % turns == worker:
-                items = dealt.items if self.batch is not None else dealt.items[0]
-                note = (dealt.end, *dealt.mark, dealt.last, dealt.short)
-                seed = derive_seed(*self.salts, epoch, dealt.end) if workers else None
-                yield Batch(items, seed, note)
+
+def _after(block: list[Any], draw: Callable[[int], list[Any]]) -> Callable[[int], list[Any]]:
+    """`draw`, once `block` has been given."""
+    held = iter(block)
+
+    def both(count: int) -> list[Any]:
+        items = list(islice(held, count))
+        return items + draw(count - len(items)) if len(items) < count else items
+
+    return both
 
 
 @contextmanager
@@ -181,43 +211,3 @@ def _as_one_process() -> Iterator[None]:
         yield
     finally:
         workers_module._worker_info = info
-
-
-class OwnIterable(Batched):
-    """A stream that the dataset itself makes for its rank and worker. Positions are per rank and worker."""
-
-    def batches(self, epoch: int, saved: dict[str, Any] | None, worker: int, workers: int) -> Iterator[Batch]:
-        """The worker's batches; notes are (worker, where it is)."""
-        # Batches come from workers in turn, beginning with the first: those that are not next let one pass.
-        if saved and worker < saved["next"]:
-            yield Batch(None, None, None)
-        mine = (saved["workers"].get(worker) if saved else None) or {"batches": 0, "state": None}
-        if mine.get("ended"):
-            return
-        size, done, number = self.batch or 1, mine["batches"], 0
-        if mine["state"] is not None:
-            self.dataset.load_state_dict(copy.deepcopy(mine["state"]))
-            number = done
-        with isolate_rng() if saved and not workers else nullcontext():
-            if saved and not workers:
-                set_rng_states(saved["random"])
-            self._seed_draws(workers, epoch, worker, number)
-            stream = iter(self.dataset)
-            while number < done:
-                self._seed_draws(workers, epoch, worker, number)
-                next(islice(stream, size, size), None)
-                number += 1
-        has_state = self.has_state
-        while True:
-            self._seed_draws(workers, epoch, worker, number)
-            block = list(islice(stream, size))
-            if not block or (self.drop_last and len(block) < size):
-                return
-            number += 1
-            state = copy.deepcopy(self.dataset.state_dict()) if has_state else None
-            entry = {"batches": number, "state": state, "ended": len(block) < size}
-            yield Batch(block if self.batch is not None else block[0], None, (worker, entry))
-
-    def _seed_draws(self, workers: int, *numbers: int) -> None:
-        if workers:  # the loop's own streams are not touched
-            seed_draws(derive_seed(*self.salts, *numbers))

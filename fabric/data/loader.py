@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,21 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fabric.data.sources import Source
-    from fabric.data.together import Together
+    from fabric.data.together import Peers, Together
 
 VERSION = 1
 """Of the state's form."""
 _OF_THE_USER = ("dataset", "collate_fn", "worker_init_fn", "generator")
 """Attributes in place of which the copy that is iterated has others."""
-
-
-class Peers(NamedTuple):
-    """This rank among the others."""
-
-    rank: int
-    world: int
-    exchange: Callable[[Any], list[Any]]
-    """Gives every rank's value of what each passes. All ranks must call it."""
 
 
 class _Pass:
@@ -50,7 +41,7 @@ class _FabricDataLoader:
         move: Function (batch, device) that moves a batch.
         given: The user's own loader, if `dataloader` is a copy.
         source: Where the batches come from. None: a loader that keeps its position itself.
-        together: How ranks whose data differ in length stop; None: each by itself.
+        together: How ranks stop whose data are their own and differ in length; None: each by itself.
         peers: The ranks, for positions that each has of its own. None: there is one.
     """
 
@@ -134,7 +125,7 @@ class _FabricDataLoader:
             raise ArgumentTypeError(
                 f"load_state_dict of a loader needs what its state_dict() gave, but got {_shown(state_dict)}."
             )
-        if kind != self._source.kind:
+        if kind != self._source.kind and not self._source.become(kind):
             raise UsageError(
                 f"The position was saved in a loader of kind {kind!r}, and this one is of kind "
                 f"{self._source.kind!r}: other dataset type, sampler, or arguments of setup_dataloaders. "
@@ -164,15 +155,17 @@ class _FabricDataLoader:
         if epoch != self._epoch:
             self.set_epoch(epoch)
         run, saved = _Pass(epoch), self._saved
-        tell_epoch(loader, epoch)
         source.begin(run.epoch, saved)
         self._saved, self._pass = None, run
         self._epoch += 1
         begin = time.perf_counter()
-        pairs: Iterator[Any] = source.pairs(self._started())
+        batches = self._started()
+        if self._peers is not None and not source.settled and source.settle(batches, self._peers):
+            batches = self._started()
+        pairs: Iterator[Any] = source.pairs(batches)
         if source.replays:
             pairs = _timed(pairs, begin, loader)
-        if self._together is not None and self._together.wanted():
+        if self._together is not None and source.per_rank and self._together.wanted():
             pairs = self._together.steps(pairs, self._left())
         # On the host nothing walks the batch.
         if self._device is not None and self._device.type != "cpu":
@@ -185,7 +178,7 @@ class _FabricDataLoader:
     def _started(self) -> Iterator[Any]:
         if not getattr(self._dataloader, "num_workers", 0):
             return iter(self._dataloader)
-        from fabric.data.workers import forking
+        from fabric.utilities.garbage import forking
 
         with forking():
             return iter(self._dataloader)
@@ -266,8 +259,8 @@ class _FabricDataLoader:
         return done
 
     def _left(self) -> int | None:
-        try:
-            return self._source.length() - (self._source.done(None) or 0)
+        try:  # what else has a length need not keep to it: a dataset's own share is often less
+            return self._source.length() - (self._source.done(None) or 0) if self._source.counts else None
         except (TypeError, NotImplementedError):
             return None
 
@@ -278,20 +271,6 @@ class _FabricDataLoader:
         if name in ("_dataloader", "_given"):  # while copying or unpickling
             raise AttributeError(name)
         return getattr(self._given if name in _OF_THE_USER else self._dataloader, name)
-
-
-def tell_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` of whatever a loader draws from, once each."""
-    batches = getattr(loader, "batch_sampler", None)
-    inner = getattr(batches, "sampler", None)
-    if callable(getattr(batches, "set_epoch", None)):
-        parts = [batches, getattr(loader, "dataset", None)]  # it tells the sampler inside
-    else:
-        parts = [inner or getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
-    for part in parts:
-        set_epoch = getattr(part, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
 
 
 def _timed(pairs: Iterator[Any], begin: float, loader: Any) -> Iterator[Any]:

@@ -57,7 +57,7 @@ class SeededOrder:
         self.epoch = epoch
         if self.workers is not None:
             seed_worker_generator(self.workers, self.seed, epoch)
-        _tell(self.sampler, epoch)
+        tell(self.sampler, epoch)
 
     def __iter__(self) -> Iterator[Any]:
         return self.stream()
@@ -95,10 +95,6 @@ class SeededOrder:
             full = len(drawn) == size
             yield from drawn
 
-    def told(self) -> int | None:
-        """Not asked for: the epochs are the loader's."""
-        return None
-
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
 
@@ -117,14 +113,7 @@ class UserOrder:
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next iteration; told to the user's sampler, and to one inside a batch sampler."""
-        _tell(self.sampler, epoch)
-
-    def told(self) -> int | None:
-        """The epoch that the user's sampler has."""
-        epochs = [
-            getattr(part, "epoch", None) for part in (self.sampler, getattr(self.sampler, "sampler", None))
-        ]
-        return next((epoch for epoch in epochs if isinstance(epoch, int)), None)
+        tell(self.sampler, epoch)
 
     def stream(self, skip: int = 0, keep: int = 0) -> Iterator[Any]:
         """As in SeededOrder."""
@@ -169,12 +158,22 @@ def _permuted(sampler: RandomSampler, skip: int, keep: int) -> Iterator[int]:
         torch.randperm(total, generator=generator)  # torch's does, too: the next epoch depends on it
 
 
-def _tell(sampler: Any, epoch: int) -> None:
-    """Call `set_epoch` of a user's sampler, and of one inside a batch sampler."""
-    for part in (sampler, getattr(sampler, "sampler", None)):
-        set_epoch = getattr(part, "set_epoch", None)
+def tell(part: Any, epoch: int) -> None:
+    """Call `set_epoch` of a user's sampler (and of one inside a batch sampler) or dataset."""
+    for each in (part, getattr(part, "sampler", None)):
+        set_epoch = getattr(each, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
+
+
+def epoch_of(part: Any) -> int | None:
+    """The epoch that a user's sampler (or one inside a batch sampler) or dataset was told; None: none."""
+    for each in (part, getattr(part, "sampler", None)):
+        if callable(getattr(each, "set_epoch", None)):
+            epoch = getattr(each, "epoch", getattr(each, "_epoch", None))
+            if isinstance(epoch, int):
+                return epoch
+    return None
 
 
 def _from(stream: Iterator[Any], skip: int, keep: int) -> Iterator[Any]:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-_WITH_STREAMS = ("cuda", "xpu")  # whose modules have the same streams, and whose allocator `record_stream`
 _CONTAINERS = (OrderedDict, defaultdict, dict, list, tuple)
 _PLAIN = (
     *(type(None), int, float, complex, str, bytes, date, timedelta, PurePath),
@@ -59,7 +58,7 @@ class Prefetch:
         self._device = device
         self._move = move
         self._side = side
-        self._looks_ahead = side is not None or device.type in _WITH_STREAMS
+        self._looks_ahead = side is not None or _has_streams(device)
         # The next batch, its note and its tensors if it was copied ahead (else None); or what it raised.
         self._next: tuple[Any, Any, list[Tensor] | None] | Exception | None = None
 
@@ -176,6 +175,11 @@ def _is_open(kind: Any) -> bool:
     return all(
         [getattr(kind, size) == getattr(twin, size) for size in ("__basicsize__", "__weakrefoffset__")]
     )
+
+
+def _has_streams(device: torch.device) -> bool:
+    """Whether the device has streams as CUDA has: those of a CPU do nothing, mps has none."""
+    return device.type not in ("cpu", "meta", "mps") and hasattr(getattr(torch, device.type, None), "Stream")
 
 
 @cache

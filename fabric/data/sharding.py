@@ -9,11 +9,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
 from fabric.core.errors import ConfigurationError
-from fabric.data.dealing import Rule, Share, check_uneven
-from fabric.data.iterables import Collate, DealtIterable, OwnIterable
+from fabric.data.dealing import Rule, Share, check_padding, check_uneven
+from fabric.data.iterables import Batched, Collate
 from fabric.data.order import SeededOrder, UserOrder, seed_worker_generator
-from fabric.data.sources import DealtSource, IndexSource, OwnSource, Source
-from fabric.data.streams import IndexStream
+from fabric.data.sources import IndexSource, Source, StreamSource
+from fabric.data.streams import IndexStream, Sampler
 from fabric.data.workers import SeededDataset, SeedWorker
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
@@ -28,7 +28,12 @@ class Sharded(NamedTuple):
 
 
 def shard_loader(
-    loader: DataLoader[Any], share: Share, seed: int, uneven: str | None, shard_iterable: bool = True
+    loader: DataLoader[Any],
+    share: Share,
+    seed: int,
+    uneven: str | None,
+    shard_iterable: bool | None = None,
+    ranks: int = 1,
 ) -> Sharded:
     """A copy of `loader` that yields this rank's part; the user's loader and sampler are left as they are.
 
@@ -42,7 +47,8 @@ def shard_loader(
         uneven: "pad", "exact", "drop", "error"; None: "exact" for batches in dataset order and iterable
             datasets, else "pad". Whole batches (a batch sampler of the user's own, or batch_size=None) cannot
             be split, so there "pad" keeps steps equal.
-        shard_iterable: False: an iterable dataset takes its part itself.
+        shard_iterable: False: an iterable dataset takes its part itself. None: the ranks compare.
+        ranks: How many there are to compare; more than shares where several hold one model.
 
     Raises:
         ConfigurationError: Unknown `uneven`, or "pad" where Fabric does not deal; samples left over under
@@ -50,11 +56,13 @@ def shard_loader(
     """
     check_uneven(uneven)
     if isinstance(loader.dataset, IterableDataset):
-        if not shard_iterable or _knows_its_rank(loader.dataset) or _is_opaque(loader):
-            if shard_iterable and share.world > 1 and not _knows_its_rank(loader.dataset):
-                _warn_of_repeats(loader.dataset, share.world)
-            return own_loader(loader, share.rank, seed, uneven)
-        return _dealt_iterable(loader, share, seed, uneven)
+        alone = shard_iterable is False or _knows_its_rank(loader.dataset)
+        if not alone and not _is_opaque(loader):
+            asks = shard_iterable is None and ranks > 1
+            return _stream_loader(loader, share, seed, uneven, asks=asks)
+        if not alone and share.world > 1:
+            _warn_of_repeats(loader.dataset, share.world)
+        return own_loader(loader, share.rank, seed, uneven)
     if any(_knows_its_rank(part) for part in _samplers(loader)):
         return own_loader(loader, share.rank, seed, uneven)
     if share.world > 1:
@@ -75,19 +83,12 @@ def own_loader(loader: DataLoader[Any], rank: int, seed: int, uneven: str | None
         ConfigurationError: `uneven` asks for what only Fabric's own dealing can do.
     """
     check_uneven(uneven)
-    if uneven == "pad":
-        raise ConfigurationError(
-            f'uneven="pad" repeats samples, and {type(loader).__name__} deals out its data itself. Write '
-            '"drop" to stop with the rank that ends first, "error" to be told, or "exact" to let each rank '
-            "see all it has."
-        )
+    check_padding(uneven, type(loader).__name__)
+    if isinstance(loader.dataset, IterableDataset) and not _is_opaque(loader):
+        return _stream_loader(loader, Share(rank, 1), seed, uneven, own=True)
     copied, own = _copied(loader, rank, seed)
     if isinstance(loader.dataset, IterableDataset):
-        if _is_opaque(loader):
-            return Sharded(copied, Source(copied))
-        persistent = loader.num_workers > 0 and loader.persistent_workers
-        dataset = OwnIterable(loader.dataset, loader.batch_size, loader.drop_last, (seed, rank), persistent)
-        return Sharded(_with_dataset(loader, copied, dataset), OwnSource(copied, dataset, seed, own))
+        return Sharded(copied, Source(copied))
     items = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     stream = IndexStream(UserOrder(items), Rule(Share(0, 1), None, False, "exact"))
     return _with_stream(loader, copied, stream, IndexSource(copied, stream, seed, rank, own))
@@ -111,7 +112,10 @@ def _copied(loader: DataLoader[Any], rank: int, seed: int) -> tuple[DataLoader[A
 def _with_stream(
     loader: DataLoader[Any], copied: DataLoader[Any], stream: IndexStream, source: IndexSource
 ) -> Sharded:
-    copied.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = stream
+    if loader.batch_sampler is None:
+        copied.__dict__["sampler"] = stream
+    else:  # torch does not look at the other one then
+        copied.__dict__.update(batch_sampler=stream, sampler=Sampler(loader.sampler, stream.set_epoch))
     if type(loader).__iter__ is not DataLoader.__iter__:  # what it yields need not be one for one
         return Sharded(copied, Source(copied))
     if loader.num_workers:
@@ -119,23 +123,23 @@ def _with_stream(
     return Sharded(copied, source)
 
 
-def _with_dataset(
-    loader: DataLoader[Any], copied: DataLoader[Any], dataset: DealtIterable | OwnIterable
-) -> DataLoader[Any]:
+def _stream_loader(
+    loader: DataLoader[Any],
+    share: Share,
+    seed: int,
+    uneven: str | None,
+    asks: bool = False,
+    own: bool = False,
+) -> Sharded:
+    copied, generator = _copied(loader, share.rank, seed)
+    rule = Rule(share, loader.batch_size, loader.drop_last, uneven or "exact")
+    persistent = loader.num_workers > 0 and loader.persistent_workers
+    dataset = Batched(loader.dataset, rule, (seed, share.rank), asks, persistent)
+    dataset.own = dataset.apart = own
     # The dataset gives whole batches, one for each index that torch draws.
     collate: Any = Collate(loader.collate_fn)
     copied.__dict__.update(dataset=dataset, batch_sampler=None, collate_fn=collate)
-    return copied
-
-
-def _dealt_iterable(loader: DataLoader[Any], share: Share, seed: int, uneven: str | None) -> Sharded:
-    copied, own = _copied(loader, share.rank, seed)
-    rule = Rule(share, loader.batch_size, loader.drop_last, uneven or "exact")
-    persistent = loader.num_workers > 0 and loader.persistent_workers
-    dataset = DealtIterable(loader.dataset, rule, (seed, share.rank), persistent)
-    _with_dataset(loader, copied, dataset)
-    stops = uneven is None and loader.batch_size is None
-    return Sharded(copied, DealtSource(copied, dataset, seed, own, stops))
+    return Sharded(copied, StreamSource(copied, dataset, seed, generator, uneven))
 
 
 def _stream(

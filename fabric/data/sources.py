@@ -1,30 +1,34 @@
 """`Source`: where a loader's batches come from, and how to come back to a position in them.
 
 A source begins epochs, pairs every batch with a note, and turns the note of the last batch that the loop
-received into plain data for a checkpoint. Four kinds: indices that Fabric deals out, indices in the user's
-own order, iterable datasets that Fabric deals out, and those that share themselves out.
+received into plain data for a checkpoint. Indices that Fabric deals out or that are in the user's own order;
+iterable datasets that Fabric deals out or that share themselves out.
 """
 
 from __future__ import annotations
 
-from itertools import takewhile
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import UsageError
-from fabric.data.order import SeededOrder
+from fabric.data.dealing import check_padding
+from fabric.data.heads import ONE_STREAM, shares_itself, table
+from fabric.data.order import SeededOrder, epoch_of, tell
 from fabric.data.randomness import OwnGenerators
+from fabric.data.streams import checksum
 from fabric.data.workers import JobMaker
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.seed import collect_rng_states
+from fabric.utilities.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fabric.data.iterables import DealtIterable, OwnIterable
+    from fabric.data.heads import Head
+    from fabric.data.iterables import Batched
     from fabric.data.streams import IndexStream
+    from fabric.data.together import Peers
 
 _NOTHING = object()
 _FEWER = (
@@ -42,6 +46,10 @@ class Source:
     """
 
     kind = "loader"
+    counts = False
+    """Whether the length is that of each iteration, in any case."""
+    settled = True
+    """Whether it is known who shares the samples out."""
     per_rank = True
     """Whether ranks have positions of their own, so that a checkpoint needs those of all."""
     replays = False
@@ -51,6 +59,8 @@ class Source:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+        # One that was told an epoch before is to be asked; one that begins with -1, say, is not.
+        self._told = [epoch and min(epoch, 0) for epoch in self._epochs()]
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
         """An iteration is about to start, perhaps at a saved position."""
@@ -80,9 +90,35 @@ class Source:
         """How many batches this rank gets in an epoch."""
         return len(self.loader)
 
+    def become(self, kind: str) -> bool:
+        """Whether the loader can be one of this kind, and is from now on."""
+        return False
+
     def epoch(self, counted: int) -> int:
-        """The epoch of an iteration that is about to start; `counted` is the loader's own number."""
-        return counted
+        """The epoch of an iteration that is about to start, of which sampler and dataset are told.
+
+        Args:
+            counted: The loader's own number. The user's comes first, if they have told their sampler or
+                dataset another one than it had.
+        """
+        pairs = zip(self._epochs(), self._told, strict=True)
+        epoch = next((now for now, old in pairs if now is not None and now != old), counted)
+        for part in self._listeners():
+            tell(part, epoch)
+        self._told = self._epochs()
+        return epoch
+
+    def settle(self, batches: Iterator[Any], peers: Peers) -> bool:
+        """Find out what all ranks must know before the first batch; whether to begin again."""
+        return False
+
+    def _listeners(self) -> list[Any]:
+        batches = getattr(self.loader, "batch_sampler", None)
+        order = getattr(self.loader, "sampler", None) if batches is None else batches
+        return [order, getattr(self.loader, "dataset", None)]
+
+    def _epochs(self) -> list[int | None]:
+        return [epoch_of(part) for part in self._listeners()]
 
     def agreed(self) -> dict[str, Any] | None:
         """What all ranks must have alike at the second batch of an iteration; None: they need not."""
@@ -129,6 +165,8 @@ class IndexSource(_Drawing):
         own: The generator for workers' seeds that Fabric gave the copy.
     """
 
+    counts = True
+
     def __init__(
         self,
         loader: Any,
@@ -137,21 +175,20 @@ class IndexSource(_Drawing):
         rank: int,
         own: torch.Generator | None,
     ) -> None:
-        super().__init__(loader, seed, own)
         self.stream = stream
+        super().__init__(loader, seed, own)
         self.rank = rank
         self.dealt = isinstance(stream.order, SeededOrder)
         self.per_rank = not self.dealt
         self.kind = "batches" if not self.dealt else "samples" if stream.rule.batch else "whole batches"
-        self._told = stream.order.told()
         self._random: dict[str, Any] | None = None
 
-    def epoch(self, counted: int) -> int:
-        """The user's own, if they have told their sampler another one than it had last."""
-        if not self.dealt and (told := self.stream.order.told()) != self._told:
-            counted = told if told is not None else counted
-        self._told = counted
-        return counted
+    def _listeners(self) -> list[Any]:
+        return [self.stream.order, self.loader.dataset]
+
+    def _epochs(self) -> list[int | None]:
+        asked, self.stream.asked = self.stream.asked, None
+        return [asked, epoch_of(self.stream.order.sampler), epoch_of(self.loader.dataset)]
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
         """See the base.
@@ -222,88 +259,44 @@ class IndexSource(_Drawing):
             return None
 
 
-class DealtSource(_Drawing):
-    """An iterable dataset whose samples Fabric deals out.
+class StreamSource(_Drawing):
+    """An iterable dataset: Fabric deals out its samples, or it shares itself out.
 
     Args:
         loader: The copy that is iterated.
         dataset: Its dataset.
         seed: The base of the dataset's random streams.
         own: The generator for workers' seeds that Fabric gave the copy.
-        stops: Whether, while gradients are enabled, ranks stop before a round in which some have no batch.
+        uneven: As given to `setup_dataloaders`.
     """
 
-    kind = "stream"
-    per_rank = False
-
     def __init__(
-        self, loader: Any, dataset: DealtIterable, seed: int, own: torch.Generator | None, stops: bool
+        self, loader: Any, dataset: Batched, seed: int, own: torch.Generator | None, uneven: str | None
     ) -> None:
         super().__init__(loader, seed, own)
         self.dataset = dataset
-        self.stops = stops
+        self.uneven = uneven
+        self.settled = not dataset.asks
+        self._open = not dataset.own
+        self._head: Head | None = None
         self._start: dict[str, Any] = {}
 
-    def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
+    @property
+    def kind(self) -> str:  # type: ignore[override]
         """See the base."""
-        self._begin_generators(saved)
-        if saved:
-            self.seed = saved["seed"]
-            self.dataset.salts = (self.seed, self.dataset.salts[1])
-            self.loader._iterator = None  # workers that live on would not hear of it
-        self.replays = bool(saved and saved["samples"] and saved["dataset"] is None and not saved["ended"])
-        self._start = saved or self.fresh()
-        self.dataset.begin(epoch, saved)
+        return "own stream" if self.dataset.own else "stream"
 
-    def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+    @property
+    def per_rank(self) -> bool:  # type: ignore[override]
         """See the base."""
-        pairs = map(attrgetter("batch", "note"), batches)
-        if self.stops and self.dataset.rule.share.world > 1 and torch.is_grad_enabled():
-            return takewhile(_round_is_full, pairs)
-        return pairs
+        return self.dataset.own
 
-    def state(self, note: Any) -> dict[str, Any]:
-        """See the base."""
-        self._check_in_order()
-        if note is None:
-            return self._start
-        samples, dataset, random, ended, _ = note
-        return self._state(samples, dataset, random, self._began, ended)
-
-    def fresh(self) -> dict[str, Any]:
-        """See the base."""
-        return self._state(0, None, None, self.generators.states(), False)
-
-    def length(self) -> int:
-        """See the base."""
-        return self.dataset.rule.count(len(self.dataset.dataset))
-
-    def agreed(self) -> dict[str, Any] | None:
-        """See the base. Where samples are whole batches, some ranks may have one less."""
-        if self.dataset.rule.batch is None and not self.stops:
-            return None
-        return {"position": self._start["samples"]}
-
-    def done(self, note: Any) -> int | None:
-        """See the base."""
-        return self.dataset.rule.count(self._start["samples"] if note is None else note[0])
-
-    def _state(
-        self, samples: int, dataset: Any, random: Any, generators: list[Any], ended: bool
-    ) -> dict[str, Any]:
-        parts = {"samples": samples, "dataset": dataset, "random": random, "ended": ended}
-        return {**parts, "seed": self.seed, "generators": generators}
-
-
-class OwnSource(_Drawing):
-    """An iterable dataset that shares itself out: every rank and worker has a position of its own."""
-
-    kind = "own stream"
-
-    def __init__(self, loader: Any, dataset: OwnIterable, seed: int, own: torch.Generator | None) -> None:
-        super().__init__(loader, seed, own)
-        self.dataset = dataset
-        self._start: dict[str, Any] = {}
+    def become(self, kind: str) -> bool:
+        """See the base: a position says who shared the samples out."""
+        if not self._open or kind not in ("stream", "own stream"):
+            return False
+        self._share(own=kind == "own stream")
+        return True
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
         """See the base.
@@ -313,62 +306,106 @@ class OwnSource(_Drawing):
         """
         self._begin_generators(saved)
         if saved:
-            _check("workers", saved["num_workers"], self.loader.num_workers)
+            if self.dataset.own:
+                _check("workers", saved["num_workers"], self.loader.num_workers)
             self.seed = saved["seed"]
             self.dataset.salts = (self.seed, self.dataset.salts[1])
-            self.loader._iterator = None
-        entries = saved["workers"].values() if saved else ()
-        self.replays = any([entry["state"] is None and not entry["ended"] for entry in entries])
-        self._start = saved or self.fresh()
+            self.loader._iterator = None  # workers that live on would not hear of it
+        entries = saved["streams"].values() if saved else ()
+        self.replays = any([not each["ended"] and each["dataset"] is None for each in entries])
+        self._start, self._head = saved or self.fresh(), None
         self.dataset.begin(epoch, saved)
 
-    def length(self) -> int:
-        """As torch's own loader says."""
-        items, size = len(self.dataset.dataset), self.dataset.batch
-        if size is None:
-            return items
-        return items // size if self.dataset.drop_last else -(-items // size)
+    def settle(self, batches: Iterator[Any], peers: Peers) -> bool:
+        """Find out, at the first iteration, who shares the samples out. All ranks.
 
-    def done(self, note: Any) -> int | None:
-        """See the base."""
-        workers = self._start["workers"] if note is None else note[0]
-        return sum([int(entry["batches"]) for entry in workers.values()])
+        Args:
+            batches: The iteration that has begun.
+            peers: The ranks.
+
+        Returns:
+            Whether the iteration must begin again, in workers that know.
+
+        Raises:
+            ConfigurationError: Ranks read neither one stream nor shares of their own.
+            UsageError: They read shares of their own, and the position is one in a stream of all.
+        """
+        first = next(batches, None)
+        self._head = None if first is None else first.batch
+        held = peers.exchange((self.dataset.dealt.share.rank, self._head))
+        if any([head is None for _, head in held]):  # a finished epoch was resumed
+            return False
+        name = type(self.dataset.dataset).__name__
+        if not shares_itself(name, held):
+            self.settled = True
+            return False
+        check_padding(self.uneven, name)
+        if self._start["streams"]:
+            raise UsageError(
+                f"The loader's position was saved where all ranks read one stream of {name}, and now each "
+                "reads other samples. Go on on as many ranks as it was saved on (one, perhaps), or leave the "
+                "position out of the state that is loaded."
+            )
+        rank_zero_warn(
+            f"The ranks' streams of {name} begin with other samples:\n{table([head for _, head in held])}\n"
+            "So it is taken to share itself out over ranks: each rank sees all that its stream gives, and "
+            f"len(loader) is that of torch. shard_iterable=False says so beforehand. {ONE_STREAM}",
+            category=PossibleUserWarning,
+        )
+        self._share(own=True)
+        self._start = {**self.fresh(), "generators": self._start["generators"]}
+        self.loader._iterator = None
+        return bool(self.loader.num_workers)
+
+    def _share(self, own: bool) -> None:
+        self.dataset.own, self.settled = own, own or not self.dataset.asks
+        # In the loop's process the stream has begun with random numbers that are alike on all ranks.
+        self.dataset.apart = own and self.loader.num_workers > 0
 
     def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """See the base."""
-        workers = self._start["workers"]
-        turns = max(1, self.loader.num_workers)
+        streams = self._start["streams"]
+        turns = max(1, self.loader.num_workers) if self.dataset.own else 1
+        stops = self.uneven is None and self.dataset.rule.batch is None and torch.is_grad_enabled()
         for arrived in batches:
             if arrived.note is None:
+                self._head = arrived.batch or self._head
                 continue
-            worker, entry = arrived.note
-            workers = {**workers, worker: entry}
-            yield arrived.batch, (workers, (worker + 1) % turns)
+            number, entry, short = arrived.note
+            if short and stops and not self.dataset.own:
+                rank_zero_warn(_FEWER)
+                return
+            streams = {**streams, number: entry}
+            yield arrived.batch, (streams, (number + 1) % turns)
 
     def state(self, note: Any) -> dict[str, Any]:
         """See the base."""
         self._check_in_order()
         if note is None:
             return self._start
-        return {**self._start, "workers": note[0], "next": note[1]}
+        return {**self._start, "streams": note[0], "next": note[1]}
 
     def fresh(self) -> dict[str, Any]:
         """See the base."""
-        return {
-            "workers": {},
-            "next": 0,
-            "num_workers": self.loader.num_workers,
-            "random": collect_rng_states(),
-            "seed": self.seed,
-            "generators": self.generators.states(),
-        }
+        workers = self.loader.num_workers if self.dataset.own else None
+        drawn = {"seed": self.seed, "generators": self.generators.states()}
+        return {"streams": {}, "next": 0, "num_workers": workers, **drawn}
 
+    def length(self) -> int:
+        """As torch's own loader says, of a dataset that shares itself out."""
+        return self.dataset.rule.count(len(self.dataset.dataset))
 
-def _round_is_full(pair: tuple[Any, Any]) -> bool:
-    short: bool = pair[1][-1]
-    if short:
-        rank_zero_warn(_FEWER)
-    return not short
+    def agreed(self) -> dict[str, Any] | None:
+        """See the base. Where samples are whole batches, some ranks may have one less."""
+        if self.dataset.rule.batch is None and self.uneven is not None:
+            return None
+        first = self._start["streams"].get(0, {"samples": 0})
+        return {"position": first["samples"], "order": self._head and checksum(self._head.samples)}
+
+    def done(self, note: Any) -> int:
+        """See the base."""
+        streams = self._start["streams"] if note is None else note[0]
+        return sum([self.dataset.rule.count(entry["samples"]) for entry in streams.values()])
 
 
 def _samplers(loader: Any) -> list[Any]:

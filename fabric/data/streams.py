@@ -32,6 +32,34 @@ def checksum(items: list[Any]) -> list[int] | None:
     return [len(plain), zlib.crc32(repr(plain).encode())]
 
 
+class Sampler:
+    """A user's sampler as a loader shows it: what it lacks, `set_epoch`, chooses the loader's next epoch."""
+
+    def __init__(self, sampler: Any, set_epoch: Callable[[int], None]) -> None:
+        self.__dict__.update(_sampler=sampler, set_epoch=set_epoch)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # isinstance() is for the user's
+        return type(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._sampler)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._sampler, name, value)
+
+    def __reduce__(self) -> Any:
+        return Sampler, (self._sampler, self.set_epoch)
+
+
 def _plain(item: Any) -> Any:
     if hasattr(item, "tolist"):  # tensors, and what numpy has
         item = item.tolist()
@@ -53,7 +81,7 @@ class IndexStream:
         item: Makes of a batch, and the position after it, what the loader's workers get.
     """
 
-    _OWN = frozenset({"order", "rule", "item", "start", "ends", "expected", "check"})
+    _OWN = frozenset({"order", "rule", "item", "start", "ends", "expected", "check", "asked"})
     _OF_RULE = {"batch_size": "batch", "drop_last": "drop_last"}
 
     def __init__(
@@ -62,6 +90,8 @@ class IndexStream:
         self.order = order
         self.rule = rule
         self.item = item
+        self.asked: int | None = None
+        """The epoch that the user has asked for since the last iteration."""
         self.start = 0
         """The position at which the next iteration begins."""
         self.expected: list[int] | None = None
@@ -74,6 +104,7 @@ class IndexStream:
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next iteration; told to the user's sampler too."""
+        self.asked = epoch
         self.order.set_epoch(epoch)
 
     def check_even(self) -> None:
@@ -134,7 +165,7 @@ class IndexStream:
             raise AttributeError(name)
         if self.rule.batch is not None:  # in place of torch's BatchSampler
             if name == "sampler":
-                return self.order.sampler
+                return Sampler(self.order.sampler, self.set_epoch)
             if name in self._OF_RULE:
                 return getattr(self.rule, self._OF_RULE[name])
         return getattr(self.order.sampler, name)

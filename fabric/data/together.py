@@ -6,7 +6,7 @@ Only for data that Fabric does not deal out itself; what it deals out needs no m
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,15 @@ from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+
+class Peers(NamedTuple):
+    """This rank among the others."""
+
+    rank: int
+    world: int
+    exchange: Callable[[Any], list[Any]]
+    """Gives every rank's value of what each passes. All ranks must call it."""
 
 
 class Together:

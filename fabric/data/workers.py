@@ -5,21 +5,19 @@ So a run that goes on in the middle of an epoch draws in its workers what it wou
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
 
 from fabric.core.errors import ConfigurationError
-from fabric.utilities.lifeline import die_with_creator
+from fabric.utilities.garbage import forked
 from fabric.utilities.seed import derive_seed, pl_worker_init_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 class Job(NamedTuple):
@@ -44,8 +42,11 @@ class Forwarding:
     """Stands in for a dataset of the user's, and passes on all attributes that it does not have itself."""
 
     _OWN: frozenset[str] = frozenset({"dataset"})
-    whole = False
-    """Whether each worker must read all of it."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether each worker must read all of it."""
+        return False
 
     def __getattr__(self, name: str) -> Any:
         if name in self._OWN or name.startswith("__"):
@@ -77,24 +78,6 @@ class SeededDataset(Forwarding):
         return fetch(indices) if fetch else [self.dataset[index] for index in indices]
 
 
-@contextmanager
-def forking() -> Iterator[None]:
-    """Within, workers may be forked. They must not collect what is garbage here: a process group's destructor
-    would wait in them for threads that only exist here, for ever (measured).
-    """
-    global _collects
-    _collects = gc.isenabled()
-    gc.disable()  # the child begins so, too; SeedWorker goes on from there
-    try:
-        yield
-    finally:
-        if _collects:
-            gc.enable()
-
-
-_collects = True
-
-
 class SeedWorker:
     """A worker_init_fn: streams of its own for each (rank, worker), then the user's function."""
 
@@ -104,10 +87,10 @@ class SeedWorker:
 
     def __call__(self, worker_id: int) -> None:
         """Run in the worker process, before its first sample."""
+        from fabric.utilities.lifeline import die_with_creator  # not loaded where there are no workers
+
         die_with_creator()  # torch looks for the rank every 5 s only, and under forkserver never
-        gc.freeze()  # what came with the fork is not this process's to clean up
-        if _collects:
-            gc.enable()
+        forked()
         pl_worker_init_function(worker_id, self.rank)
         info = get_worker_info()
         if info is not None and isinstance(info.dataset, Forwarding):

@@ -105,6 +105,11 @@ class _Rows:
         self.metrics: list[dict[str, Any]] = []
         self._count = 0
 
+    @property
+    def metrics_file_path(self) -> str:
+        """The file."""
+        return self.path
+
     def log_metrics(self, metrics: dict[str, Any], step: int | None) -> None:
         """Add a row; a `step` of None counts."""
         self.metrics.append({"step": self._count if step is None else step, **metrics})

@@ -45,21 +45,27 @@ class TensorBoardLogger(DirectoryLogger):
         **kwargs: Any,
     ) -> None:
         super().__init__(_expanded(root_dir), name, version, prefix)
+        self._given_root = os.fspath(root_dir)
         self._default_hp_metric = default_hp_metric
-        self._sub_dir = None if sub_dir is None else _expanded(sub_dir)
+        self._sub_dir = None if sub_dir is None else os.fspath(sub_dir)
         self._kwargs = kwargs
         self._experiment: SummaryWriter | None = None
 
     @property
+    def root_dir(self) -> str:
+        """Directory of all experiments, as it was given; `log_dir` has `~` and variables expanded."""
+        return self._given_root
+
+    @property
     def sub_dir(self) -> str | None:
-        """Directory within the run."""
+        """Directory within the run, as it was given."""
         return self._sub_dir
 
     @property
     def log_dir(self) -> str:
         """Directory of the event files."""
         run = super().log_dir
-        return join_path(run, self._sub_dir) if self._sub_dir else run
+        return join_path(run, _expanded(self._sub_dir)) if self._sub_dir else run
 
     @property
     @rank_zero_experiment

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.io.torch_io import TorchCheckpointIO
     from fabric.plugins.precision.double import DoublePrecision
+    from fabric.plugins.precision.fsdp import FSDPPrecision
     from fabric.plugins.precision.half import HalfPrecision
     from fabric.plugins.precision.mixed import MixedPrecision
     from fabric.plugins.precision.precision import Precision
@@ -17,6 +18,7 @@ __all__ = [
     "CheckpointIO",
     "ClusterEnvironment",
     "DoublePrecision",
+    "FSDPPrecision",
     "HalfPrecision",
     "MixedPrecision",
     "Precision",
@@ -29,6 +31,7 @@ __getattr__, __dir__ = lazy_exports(
         "CheckpointIO": "fabric.plugins.io.checkpoint_io",
         "ClusterEnvironment": "fabric.plugins.environments.cluster_environment",
         "DoublePrecision": "fabric.plugins.precision.double",
+        "FSDPPrecision": "fabric.plugins.precision.fsdp",
         "HalfPrecision": "fabric.plugins.precision.half",
         "MixedPrecision": "fabric.plugins.precision.mixed",
         "Precision": "fabric.plugins.precision.precision",

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from fabric.accelerators.accelerator import Accelerator
-    from fabric.plugins.collectives.channel import Wire
     from fabric.plugins.collectives.collective import Collective
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -98,10 +97,6 @@ class DataParallelStrategy(ParallelStrategy):
             )
         self.layout.devices = devices
         super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)
-
-    def make_wire(self) -> Wire:
-        """As of a single device: there is no other process to send to."""
-        return Exchange.make_wire(self)
 
     def group_collective(self, group: Any | None) -> Collective:
         """That of one rank, whatever the group."""

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.policy import POLICIES
 from fabric.strategies.fsdp_keywords import check_mesh, check_ranks, sharding, translate
-from fabric.strategies.layouts.blocks import check_policy, check_whole
+from fabric.strategies.layouts.blocks import check_policy
 from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings, offload_error
 from fabric.strategies.parallel import START_METHODS, ParallelStrategy, checked_part
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import CPUOffload, ShardingStrategy
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -117,6 +118,7 @@ class FSDPStrategy(ParallelStrategy):
         self.layout: FullyShard = FullyShard(settings)
         self.context_parallel = checked_part(context_parallel)
         self.state_dict_type = state_dict_type
+        self._sharding = getattr(sharding_strategy, "name", sharding_strategy)
         self._backend = process_group_backend
         self.process_group_timeout = timeout or timedelta(seconds=1800)
         self.startup_timeout = startup_timeout
@@ -149,19 +151,24 @@ class FSDPStrategy(ParallelStrategy):
         super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)
 
     @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """What is split, in FSDP1's words."""
+        from torch.distributed.fsdp import ShardingStrategy
+
+        return ShardingStrategy[self._sharding]
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """Whether parameters stay in host memory, in FSDP1's words."""
+        from torch.distributed.fsdp import CPUOffload
+
+        return CPUOffload(offload_params=self.layout.settings.offload)
+
+    @property
     def mixed_precision_config(self) -> Any:
         """The MixedPrecisionPolicy that parameters are gathered and gradients reduced by."""
         self.layout.policy = self._precision.policy
         return self.layout.precision_policy()
-
-    def module_to_device(self, module: Module) -> None:
-        """Move parameters and buffers to the root device, in place.
-
-        Raises:
-            UsageError: A part of it is sharded already.
-        """
-        check_whole(module)
-        super().module_to_device(module)
 
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None

@@ -182,7 +182,7 @@ def _precision(value: Any) -> Any:
         )
     return MixedPrecisionPolicy(
         param_dtype=value.param_dtype,
-        reduce_dtype=value.reduce_dtype,
+        reduce_dtype=value.reduce_dtype or value.param_dtype,  # FSDP1's default, whatever FSDP2's is
         cast_forward_inputs=value.cast_forward_inputs or value.cast_root_forward_inputs,
     )
 

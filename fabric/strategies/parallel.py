@@ -5,25 +5,29 @@ from __future__ import annotations
 import atexit
 import os
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from fabric.accelerators.select import group_backend
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.topology import Topology
-from fabric.plugins.collectives.channel import Wire
+from fabric.plugins.collectives.channel import Channel, wire_of
 from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.plugins.environments.local import LocalEnvironment
 from fabric.plugins.environments.rendezvous import rendezvous
 from fabric.strategies.strategy import Strategy
-from fabric.utilities.rank_zero import rank_zero_only
+from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from fabric.utilities.system import allow_open_files
 from fabric.utilities.threads import share_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.nn import Module
+    from torch.optim import Optimizer
 
     from fabric.accelerators.accelerator import Accelerator
     from fabric.plugins.collectives.collective import Collective
@@ -72,26 +76,6 @@ class ParallelStrategy(Strategy):
         self._watchdog: Watchdog | None = None
 
     @property
-    def global_rank(self) -> int:
-        """This process among all."""
-        return self.topology.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process among those of its machine."""
-        return self.topology.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """This machine among all."""
-        return self.topology.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes there are."""
-        return self.topology.world_size
-
-    @property
     def num_nodes(self) -> int:
         """How many machines there are."""
         return self._num_nodes
@@ -113,8 +97,7 @@ class ParallelStrategy(Strategy):
         chosen = self._backend or os.environ.get("FABRIC_PROCESS_GROUP_BACKEND")
         if chosen or self._accelerator is None:
             return chosen or "gloo"
-        own = self._accelerator.backend()
-        return own if own == "gloo" else f"cpu:gloo,{self.root_device.type}:{own}"
+        return group_backend(self._accelerator, self.root_device)
 
     @property
     def data_rank(self) -> tuple[int, int]:
@@ -167,7 +150,6 @@ class ParallelStrategy(Strategy):
         this.
         """
         self._take_place()
-        self.wire = self.make_wire()
         super().setup_environment()
         if self.context_parallel is not None:
             self.context_parallel.join(self.topology, self.wire)
@@ -193,10 +175,11 @@ class ParallelStrategy(Strategy):
         if not dist.is_initialized():
             self._join_group()
         self.collective: Collective = TorchCollective()
+        self.wire = wire_of(self.root_device, dist.get_backend_config())
         if dist.get_world_size() > 1:
             from fabric.watch.watchdog import watch_over
 
-            self._watchdog = watch_over(self.gate)
+            self._watchdog = watch_over(self.gate, self.root_device)
 
     def explain(self, error: Exception) -> None:
         """See the base: an error of the process group gets the table of where all ranks are.
@@ -225,23 +208,24 @@ class ParallelStrategy(Strategy):
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
 
-    def make_wire(self) -> Wire:
-        """What collectives can send from here, by the process group's backend."""
-        device, backend = self.root_device, self.process_group_backend
-        if backend == "gloo":
-            return Wire(device, ("cpu",), torch.device("cpu"))
-        return Wire(device, ("cpu", device.type) if "cpu:" in backend else (device.type,), device)
-
     def group_collective(self, group: Any | None) -> Collective:
         """The collective of a user's process group; None: of all ranks."""
         return self.collective if group is None or group is dist.group.WORLD else TorchCollective(group=group)
 
+    def channel(self, group: Any | None = None) -> Channel:
+        """What the tree verbs of a group run on: a user's may have other backends than that of all ranks."""
+        collective = self.group_collective(group)
+        if collective is self.collective or collective.world_size < 1:  # whose call is refused
+            return Channel(collective, self.wire)
+        return Channel(collective, wire_of(self.root_device, dist.get_backend_config(group)))
+
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks are here. All ranks must call this; `name` must be the same on all."""
         super().barrier(name)
-        nccl = "nccl" in self.process_group_backend and self.root_device.index is not None
-        if nccl or self.collective.guard is None:  # frames meet on the host; here the device's work ends, too
-            self.collective.barrier(device_ids=[self.root_device.index] if nccl else None)
+        here = self.wire.via
+        if here.type != "cpu" or self.collective.guard is None:
+            # Frames meet on the host; here the device's work ends, too.
+            self.collective.barrier(device_ids=None if here.index is None else [here.index])
 
     def _take_place(self) -> None:
         environment, devices = self.cluster_environment, self.parallel_devices
@@ -270,6 +254,23 @@ class ParallelStrategy(Strategy):
         )
         rank_zero_only.rank = self.topology.rank
 
+    def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
+        """As without other ranks; LBFGS gets the mean of what its closures return, since it goes by that."""
+        plan = super().step_plan(optimizer)
+        if self.world_size == 1 or not isinstance(optimizer, torch.optim.LBFGS):
+            return plan
+        return partial(self._step_by_mean, plan)
+
+    def _step_by_mean(
+        self, plan: Any, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        def mean() -> Any:
+            loss = closure()
+            own = loss.detach().clone() if torch.is_tensor(loss) else torch.tensor(loss, dtype=torch.float64)
+            return self.all_reduce(own, self.data_group)
+
+        return optimizer.step(mean, **kwargs) if plan is None else plan(optimizer, closure=mean, **kwargs)
+
     def _join_group(self) -> None:
         # Its functions take the default group as default argument: imported later (by torch's compiler, from
         # an optimizer) they hold it for ever. A group that outlives its destruction keeps the backend's
@@ -277,9 +278,15 @@ class ParallelStrategy(Strategy):
         import torch.distributed.nn.functional  # noqa: F401
 
         here, environment = self.topology, self.cluster_environment
+        # Two connections to each other rank, rank zero's three for its store, and as many again for groups.
+        if not allow_open_files(needed := 256 + 8 * here.world_size):
+            rank_zero_warn(
+                f"{here.world_size} ranks may need {needed} open files each, more than the system allows. "
+                "If one fails by `Too many open files`, raise the hard limit (ulimit -Hn)."
+            )
         store = rendezvous(environment, here.rank, here.world_size, self.startup_timeout)  # type: ignore[arg-type]
         dist.init_process_group(
-            self.process_group_backend,
+            _with_host(self.process_group_backend, here.device),
             store=store,
             rank=here.rank,
             world_size=here.world_size,
@@ -304,12 +311,18 @@ class ParallelStrategy(Strategy):
             return ScriptLauncher(environment, self.num_processes, self._num_nodes)
         from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
 
-        return MultiprocessLauncher(environment, self.num_processes, self.start_method)
+        return MultiprocessLauncher(environment, self.num_processes, self.start_method, self._num_nodes)
 
     def __getstate__(self) -> dict[str, Any]:
         # A group belongs to its process; a spawned rank joins anew.
         own = {"_made_group": False, "_watchdog": None, "collective": TorchCollective()}
         return {**self.__dict__, **own}
+
+
+def _with_host(backend: str, device: torch.device) -> str:
+    """The backend with gloo for what is on the host, where it sends from the device alone."""
+    capable = dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
+    return backend if ":" in backend or "cpu" in capable else f"cpu:gloo,{device.type}:{backend}"
 
 
 def checked_part(given: Any) -> ContextParallel | None:

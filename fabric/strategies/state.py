@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError, UsageError
+from fabric.core.tree import flatten
 from fabric.plugins.io.portable import from_portable, module_entries, to_portable
 from fabric.utilities.state_keys import like
 from fabric.wrappers import unwrap
@@ -37,12 +38,21 @@ def gather(strategy: Any, state: dict[str, Any], filter: Filter | None) -> dict[
             f'Write fabric.save(path, {{"model": model, "optimizer": optimizer}}).'
         )
     filter = _checked_filter(filter, state)
-    plain = {key: _state_of(strategy, value) for key, value in state.items()}
+    plain = _whole(strategy, {key: _state_of(strategy, value) for key, value in state.items()})
     for key, keep in filter.items():
         entries = {name: value for name, value in plain[key].items() if keep(name, value)}
         plain[key] = like(plain[key], entries)
     portable: dict[str, Any] = to_portable(plain, "state")
     return portable
+
+
+def split_content(strategy: Any, state: Any) -> str:
+    """How much of `state` is split over ranks, and takes messages to save: all ranks must save the same."""
+    if not strategy.layout.splits:
+        return ""
+    leaves = [unwrap(leaf) for leaf in flatten(state)[0]]
+    objects = sum([isinstance(leaf, torch.nn.Module | torch.optim.Optimizer) for leaf in leaves])
+    return f"{objects} models and optimizers, {sum([_is_part(leaf) for leaf in leaves])} split tensors"
 
 
 def restore(strategy: Any, checkpoint: dict[str, Any], state: Any | None, strict: bool) -> dict[str, Any]:
@@ -117,6 +127,22 @@ def _state_of(strategy: Any, value: Any) -> Any:
     if isinstance(value, dict):
         return like(value, {key: _state_of(strategy, child) for key, child in value.items()})
     return type(value)([_state_of(strategy, child) for child in value])
+
+
+def _whole(strategy: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Parts of tensors made whole: a file has those of rank zero only (`model.module.state_dict()` of a split
+    model).
+    """
+    if not strategy.layout.splits or not any([_is_part(leaf) for leaf in flatten(state)[0]]):
+        return state
+    from fabric.strategies.layouts.dtensors import full_tree
+
+    whole: dict[str, Any] = full_tree(state, strategy.layout.keeps_full)
+    return whole
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
 
 def _load_entries(

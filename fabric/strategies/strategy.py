@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import ConfigurationError, FabricError
+from fabric.core.errors import CollectiveMismatch, ConfigurationError, FabricError
 from fabric.core.topology import Topology
 from fabric.forward import BackwardGate, GuardedForward
 from fabric.plugins.precision.precision import Precision
@@ -80,6 +80,26 @@ class Strategy(Exchange):
     def is_global_zero(self) -> bool:
         """Whether this process is rank zero of the job."""
         return self.topology.is_global_zero
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self.topology.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine."""
+        return self.topology.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """This machine among all."""
+        return self.topology.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes there are."""
+        return self.topology.world_size
 
     @property
     def accelerator(self) -> Accelerator | None:
@@ -290,15 +310,19 @@ class Strategy(Exchange):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Scale the optimizer's gradients to a total norm of at most `max_norm`; gives the norm before."""
+        parameters = list(self._precision.main_params(optimizer))
+        self.layout.check_synced(parameters, "fabric.clip_gradients")
         self._precision.unscale_gradients(optimizer)
         # With a loss scaler a gradient that is not finite is no error: the scaler skips that step.
         check = error_if_nonfinite and not self._precision.policy.loss_scale
-        return self.layout.clip_norm(self._precision.main_params(optimizer), max_norm, norm_type, check)
+        return self.layout.clip_norm(parameters, max_norm, norm_type, check)
 
     def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
         """Clamp the optimizer's gradients to [-clip_val, clip_val]."""
+        parameters = list(self._precision.main_params(optimizer))
+        self.layout.check_synced(parameters, "fabric.clip_gradients")
         self._precision.unscale_gradients(optimizer)
-        self.layout.clip_value(self._precision.main_params(optimizer), clip_val)
+        self.layout.clip_value(parameters, clip_val)
 
     def normalize_gradients(
         self, module: Module, num_items: float | int, optimizer: Optimizer | None = None
@@ -317,6 +341,8 @@ class Strategy(Exchange):
         parameters = list(held)
         try:
             self.layout.check_synced(parameters, "fabric.normalize_gradients")
+        except CollectiveMismatch:  # all ranks know
+            raise
         except FabricError as error:
             self.refuse("normalize_gradients", error)
         rank, parts = self.data_rank
@@ -349,7 +375,7 @@ class Strategy(Exchange):
         """Write `state` to one file, on rank zero. All ranks must call this; a failure is raised on all of
         them.
         """
-        self.meet("save")
+        self.meet("save", states.split_content(self, state))
         options = () if storage_options is None else (storage_options,)
         # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
         # before

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric.core.errors import ArgumentTypeError, ContractError, RankError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, ContractError, RankError
 from fabric.core.tree import flatten, iter_paths
 from fabric.fabric import Fabric
 from fabric.resolve import name_strategy
@@ -46,16 +46,22 @@ def check_strategy(
         strategy: A registered name, or a class or function, at the top level of a module, that makes one.
         accelerator: As in `Fabric`.
         devices: How many ranks, or devices of one rank, 2 or more.
-        pool: Warm ranks to use; None: a pool of its own.
+        pool: Warm ranks of this accelerator to use; None: a pool of its own.
         timeout: Seconds for each promise; a promise that takes longer is broken.
 
     Raises:
+        ConfigurationError: The ranks of `pool` are for another accelerator.
         ContractError: Promises are broken; the message names each, with what went wrong.
     """
     traits = _make(strategy).traits
     ranks = devices if traits.needs_launch else 1
     devices = devices if traits.needs_launch or traits.data_parallel else 1
-    with nullcontext(pool) if pool is not None else RankPool(ranks, timeout) as used:
+    if pool is not None and pool.accelerator != accelerator:
+        raise ConfigurationError(
+            f"The ranks of this pool talk as on {pool.accelerator!r}, and the strategy is to be checked on "
+            f"{accelerator!r}. Write RankPool(accelerator={accelerator!r}), or leave pool= out."
+        )
+    with nullcontext(pool) if pool is not None else RankPool(ranks, timeout, accelerator=accelerator) as used:
         broken = {
             promise.__name__: wrong
             for promise in PROMISES
@@ -216,7 +222,8 @@ def setup_keeps_the_model(fabric: Fabric, folder: Path) -> None:
     _equal(_weights(fabric, model), before, "the model after setup")
     _must(isinstance(stepped, torch.optim.SGD), "the optimizer is no SGD after setup")
     places = {p.device.type for p in model.parameters()} - {"meta"}  # what other ranks hold
-    _must(places == {fabric.device.type}, f"setup left parameters on {places}")
+    home = {"cpu"} if fabric.strategy.traits.late_optimizers else {fabric.device.type}  # offloaded
+    _must(places == home, f"setup left parameters on {places}")
     _must(model.module is net, "model.module is not the user's module")
 
 

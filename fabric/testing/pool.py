@@ -67,9 +67,21 @@ class _Worker:
         return answer
 
     def read_stacks(self) -> str:
-        """Where every thread of this process stands now; works while it waits in native code."""
+        """Where every thread of this process and of what it has forked (a loader's workers) stands now.
+
+        Works while they wait in native code.
+        """
+        pid = self.process.pid or 0
+        children: list[int] = []
+        with contextlib.suppress(OSError):  # it ends just now
+            for listing in Path("/proc", str(pid), "task").glob("*/children"):  # Linux only
+                children += map(int, listing.read_text().split())
+        parts = [f"Process {child}, which it has started:\n{self._dump(child)}" for child in children]
+        return "\n\n".join([self._dump(pid), *parts])
+
+    def _dump(self, pid: int) -> str:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid or 0, STACKS_SIGNAL)
+            os.kill(pid, STACKS_SIGNAL)
         dump = b""
         while wait([self.stacks], _QUIET if dump else _RELEASE):
             read = os.read(self.stacks.fileno(), 65536)
@@ -95,7 +107,7 @@ class _Worker:
 
 
 class RankPool:
-    """Runs functions on warm processes, each call in a fresh gloo group of up to `world_size` ranks.
+    """Runs functions on warm processes, each call in a fresh group of up to `world_size` ranks.
 
     Processes start at the first call that needs them, from a fork server that has torch loaded, and serve one
     call after another with one torch thread each. Every call begins with the caller's environment variables,
@@ -109,6 +121,7 @@ class RankPool:
         warnings_as_errors: Whether a warning inside a call fails it.
         ignored_warnings: Regular expressions for the beginning of warnings that are let through silently.
         preload: Further modules that the fork server imports once. Works for the first pool of a program.
+        accelerator: As in `Fabric`: rank r takes its device r, whose tensors groups move beside the host's.
     """
 
     def __init__(
@@ -119,11 +132,13 @@ class RankPool:
         warnings_as_errors: bool = False,
         ignored_warnings: Sequence[str] = (),
         preload: Sequence[str] = (),
+        accelerator: str = "cpu",
     ) -> None:
         if world_size < 1:
             raise ConfigurationError(f"RankPool(world_size={world_size}) has no rank. Write 1 or more.")
         self.world_size = world_size
         self.timeout = timeout
+        self.accelerator = accelerator
         self._warnings = warnings_as_errors, tuple(ignored_warnings)
         self._preload = [*_PRELOAD, *preload]
         self._workers: list[_Worker] = []
@@ -162,7 +177,7 @@ class RankPool:
             *args: Plain data or tensors.
             world_size: Number of ranks; None for the pool's.
             timeout: Seconds for this call; None for the pool's.
-            group: Whether a gloo process group of these ranks is the default group during the call.
+            group: Whether a process group of these ranks is the default group during the call.
             **kwargs: Plain data or tensors.
 
         Raises:
@@ -242,6 +257,7 @@ class RankPool:
                 info=RankInfo(rank, world_size, str(store)),
                 call=call,
                 group=group,
+                accelerator=self.accelerator,
                 group_timeout=2 * timeout + _RELEASE,  # the parent must be the first to lose patience
                 warnings_as_errors=as_errors,
                 ignored_warnings=ignored,
@@ -329,12 +345,19 @@ def _gather(workers: list[_Worker], timeout: float, function: Callable[..., Any]
     _listen(workers, answers, deadline, until_failure=True)
     if any(answer.failed for answer in answers.values()):
         _listen(workers, answers, time.monotonic() + _SETTLE)
-        for rank, answer in answers.items():
-            if answer.failed:
-                workers[rank].kill()  # closes its sockets, which wakes the ranks that wait for it
-        _listen(workers, answers, time.monotonic() + _RELEASE)
+        _release(workers, answers, time.monotonic() + _RELEASE)
     _raise_if_silent(workers, answers, function, f"no answer within {timeout:g} s")
     return [answers[rank] for rank in range(len(workers))]
+
+
+def _release(workers: list[_Worker], answers: dict[int, Answer], deadline: float) -> None:
+    """End each rank that has failed: its sockets close, which wakes the ranks that wait for it in turn."""
+    ended: set[int] = set()
+    while fresh := {rank for rank, answer in answers.items() if answer.failed} - ended:
+        ended |= fresh
+        for rank in fresh:
+            workers[rank].kill()
+        _listen(workers, answers, deadline, until_failure=True)
 
 
 def _finish(workers: list[_Worker], answers: list[Answer], function: Callable[..., Any]) -> list[Answer]:

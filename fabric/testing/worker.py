@@ -56,6 +56,7 @@ class Job:
     call: bytes
     """Pickled (function, args, kwargs)."""
     group: bool
+    accelerator: str
     group_timeout: float
     warnings_as_errors: bool
     ignored_warnings: tuple[str, ...]
@@ -145,13 +146,14 @@ def _serve_call(calls: connection.Connection, job: Job) -> None:
     global _info
     _take_surroundings(job)
     _info = job.info
-    before = _snapshot()
+    before, hook = _snapshot(), sys.excepthook
     answer = _answer(job)
     calls.send_bytes(pickle.dumps(answer))
     # The group stays up until every rank has answered: closed sockets would fail a peer's last collective.
     if calls.recv_bytes() == FINISH:
         left = _leave_group(job) + _left_behind(before)
         calls.send_bytes(pickle.dumps(_leak_answer(left)))
+    sys.excepthook = hook  # each process group puts one of its own around it: after some hundreds none works
     _info = None
 
 
@@ -183,12 +185,24 @@ def _answer(job: Job) -> Answer:
 def _join_group(job: Job) -> None:
     info = job.info
     dist.init_process_group(
-        "gloo",
+        _backend_on(job.accelerator, info),
         init_method=f"file://{info.store}",
         rank=info.rank,
         world_size=info.world_size,
         timeout=timedelta(seconds=job.group_timeout),
     )
+
+
+def _backend_on(name: str, info: RankInfo) -> str:
+    """What moves the tensors of an accelerator, with this rank's device as the current one."""
+    if name == "cpu":
+        return "gloo"
+    from fabric.accelerators.select import group_backend, select_accelerator, select_devices
+
+    accelerator = select_accelerator(name)
+    device = select_devices(accelerator, info.world_size)[info.rank]
+    accelerator.setup_device(device)
+    return group_backend(accelerator, device)
 
 
 @contextlib.contextmanager

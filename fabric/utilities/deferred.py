@@ -1,7 +1,8 @@
 """`DeferredInit`: modules are built without memory for their weights, whose values are made later.
 
-Used by layouts that shard. `torch.empty` gives tensors on the meta device; what a constructor does to them is
-recorded, with the state of the random generator, and replayed by `make`. Everything else is made as always.
+Used by layouts that shard. `torch.empty` gives tensors on the meta device (`Unmade`); what is done to them,
+by constructors and by whoever initialises the model again before it is set up, is recorded, with the state
+of the random generator, and replayed by `make`. Everything else is made as always.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import UsageError
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
+_ASSIGNING = frozenset(
+    [
+        f"__i{verb}__"
+        for verb in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+    ]
+)
 _RANDOM = (
     "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_",
 )  # fmt: skip
@@ -38,7 +46,7 @@ class _View:
 
 @dataclass(frozen=True)
 class _Step:
-    """One change that a constructor made: `function(*args, **kwargs)`, drawn from `state`."""
+    """One change that was made: `function(*args, **kwargs)`, drawn from `state`."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -55,13 +63,41 @@ class _Record:
     steps: list[_Step] = field(default_factory=list)
     origin: tuple[_Record, list[_Step], _Step] | None = None
     """Where it was computed from another such piece: that, what had become of it by then, and how."""
+    refusal: UsageError | None = None
+    """Where it was computed in a way that cannot be repeated: raised if it is part of a model."""
 
     @property
     def initialised(self) -> bool:
-        """Whether the constructor gave it values."""
-        return bool(self.steps) or (
+        """Whether anybody gave it values."""
+        return bool(self.steps or self.refusal) or (
             self.origin is not None and (bool(self.origin[1]) or self.origin[0].initialised)
         )
+
+
+class Unmade(torch.Tensor):
+    """A tensor without memory that has its changes recorded, wherever they are made, and not carried out."""
+
+    recorder: DeferredInit
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every operation on such tensors: changes are recorded, others are made on shapes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Unmade)]
+            return found[0].recorder.run(func, args, kwargs or {}) if found else func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            copied = self.detach().clone()
+            memo[id(self)] = Parameter(copied, self.requires_grad) if isinstance(self, Parameter) else copied
+        made: Tensor = memo[id(self)]
+        return made
+
+    def users_attributes(self) -> dict[str, Any]:
+        """What has been set on the tensor, as on any other."""
+        return {key: value for key, value in vars(self).items() if key not in ("recorder", "_is_param")}
 
 
 class DeferredInit(TorchFunctionMode):
@@ -78,15 +114,25 @@ class DeferredInit(TorchFunctionMode):
         super().__init__()
         self.device = device
         self._records: dict[int, _Record] = {}
+        self._building = False
+
+    def __enter__(self) -> DeferredInit:
+        self._building = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._building = False
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether the constructor gave the tensor values, which `make` can repeat."""
+        """Whether the tensor was given values, which `make` can repeat."""
         record = self._records.get(_key(tensor)) if tensor.is_meta else None
         return record is not None and record.initialised
 
     @torch.no_grad()
     def make(self, tensor: Tensor, replay: bool = True) -> Tensor:
-        """Memory on the device for `tensor`, and with `replay` the values that the constructor gave it."""
+        """Memory on the device for `tensor`, and with `replay` the values that it was given."""
         record = self._records[_key(tensor)]
         whole = self._memory(record, record.steps) if replay else self._empty(record)
         part = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -99,6 +145,8 @@ class DeferredInit(TorchFunctionMode):
 
     def _memory(self, record: _Record, steps: list[_Step]) -> Tensor:
         """The piece of memory, flat, after `steps`."""
+        if record.refusal is not None:
+            raise record.refusal
         if record.origin is None:
             whole = self._empty(record)
         else:
@@ -127,10 +175,19 @@ class DeferredInit(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
         if func is torch.empty and kwargs.get("device") is None and kwargs.get("out") is None:
             kwargs = {**kwargs, "device": "meta"}
-        elif name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.is_meta:
+        out = func(*args, **kwargs)
+        if type(out) is torch.Tensor and out.is_meta and getattr(func, "__name__", "") in _EMPTY:
+            self._records[_key(out)] = _Record(out.untyped_storage(), out.dtype)
+            out = torch.Tensor._make_subclass(Unmade, out, out.requires_grad)
+            out.recorder = self
+        return out
+
+    def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation on tensors without memory; torch asks them nothing more while this runs."""
+        name = getattr(func, "__name__", "")
+        if asks_is_meta(func):
             self._asked(args[0])
         changed = self._changed(func, name, args, kwargs)
         if changed is not None:
@@ -145,12 +202,22 @@ class DeferredInit(TorchFunctionMode):
             if without and "meta" in str(error).lower():
                 raise self._refusal(name, without[0]) from error
             raise
+        if type(out) in (tuple, list):
+            return type(out)([self.marked(leaf) for leaf in out])
         if isinstance(out, torch.Tensor) and out.is_meta and _key(out) not in self._records:
             if name in _EMPTY:
                 self._records[_key(out)] = _Record(out.untyped_storage(), out.dtype)
             else:
                 self._derive(func, args, kwargs, out)
-        return out
+        return self.marked(out)
+
+    def marked(self, out: Any) -> Any:
+        """What an operation gave; if it is recorded, then as a tensor that says so."""
+        if not isinstance(out, torch.Tensor) or not out.is_meta or _key(out) not in self._records:
+            return out
+        marked: Any = out if isinstance(out, Unmade) else out.as_subclass(Unmade)
+        marked.recorder = self
+        return marked
 
     def _derive(self, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> None:
         """Note how a tensor was computed from one without values (`weight * 0.5`, `weight.half()`)."""
@@ -158,19 +225,25 @@ class DeferredInit(TorchFunctionMode):
         known = [t for t in known if _key(t) in self._records]
         if not known:
             return
-        name = getattr(func, "__name__", str(func))
-        if "rand" in name or name in ("bernoulli", "dropout", "normal", "multinomial"):
-            raise self._refusal(name, known[0])
-        source = self._records[_key(known[0])]
-        step = _Step(func, *self._kept(name, args, kwargs, known[0]), None)
-        self._records[_key(out)] = _Record(
-            out.untyped_storage(), out.dtype, [], (source, list(source.steps), step)
-        )
+        record = self._records[_key(out)] = _Record(out.untyped_storage(), out.dtype)
+        source, name = self._records[_key(known[0])], getattr(func, "__name__", str(func))
+        try:
+            if "rand" in name or name in ("bernoulli", "dropout", "normal", "multinomial"):
+                raise self._refusal(name, known[0])
+            step = _Step(func, *self._kept(name, args, kwargs, known[0]), None)
+        except UsageError as error:
+            if self._building:
+                raise
+            record.refusal = error  # later only if it matters: of activations nobody wants values
+        else:
+            record.origin = (source, list(source.steps), step)
 
     def _set_data(self, func: Any, target: Tensor, value: Tensor) -> None:
         """`weight.data = values`: of a tensor without memory, a copy of them."""
         if not target.is_meta or value.is_meta or _key(target) not in self._records:
             func(target, value)
+            if isinstance(value, Unmade) and isinstance(target, Unmade):
+                target.recorder = value.recorder
         elif target.shape != value.shape or target.dtype != value.dtype:
             raise self._refusal("weight.data = other", target)
         else:
@@ -179,11 +252,13 @@ class DeferredInit(TorchFunctionMode):
 
     def _changed(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """The known tensor without memory that this call changes; None: it changes none."""
-        inplace = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        target = kwargs.get("out")
-        if target is None and (inplace or name in ("__iadd__", "__imul__", "__isub__", "__itruediv__")):
-            target = args[0] if args else kwargs.get("tensor")
-        if not isinstance(target, torch.Tensor) or not target.is_meta or name == "requires_grad_":
+        target = target_of(name, args, kwargs)
+        held = (
+            [leaf for leaf in target if isinstance(leaf, Unmade)] if isinstance(target, tuple | list) else []
+        )
+        if held:
+            raise self._refusal(name, held[0])
+        if not isinstance(target, torch.Tensor) or not target.is_meta:
             return None
         return target if _key(target) in self._records else None
 
@@ -228,14 +303,33 @@ class DeferredInit(TorchFunctionMode):
 
     def _asked(self, tensor: Tensor) -> None:
         """Record functions of torch.nn.init that do nothing for meta tensors (trunc_normal_)."""
-        frame = sys._getframe(2)
+        frame: Any = sys._getframe(2)
+        while frame.f_code.co_name == "__torch_function__":  # of the tensor, and of modes
+            frame = frame.f_back
         code = frame.f_code
         if frame.f_globals.get("__name__") != "torch.nn.init":
             return
         public = code.co_name.removeprefix("_no_grad_")
         given = {name: frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
-        if given.pop("tensor") is tensor and _key(tensor) in self._records:
+        if given.pop("tensor", None) is not None and _key(tensor) in self._records:
             self._record(getattr(torch.nn.init, public), (tensor,), given, tensor)
+
+
+def target_of(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What the operation of this name changes the values of: a tensor, or a list of them; None: nothing."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    inplace = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    if not (inplace or name == "__setitem__" or name in _ASSIGNING):
+        return None
+    return args[0] if args else kwargs.get("tensor")
+
+
+def asks_is_meta(func: Any) -> bool:
+    """Whether the operation is `tensor.is_meta`."""
+    return (
+        getattr(func, "__name__", "") == "__get__" and getattr(func, "__self__", None) is torch.Tensor.is_meta
+    )
 
 
 def _key(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Casting the floating-point tensors of a tree. Used by precision plugins and by forward plans."""
+"""Casting the floating-point and complex tensors of a tree, for precision plugins and forward plans."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from fabric.core.tree import flatten, unflatten
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+"""Complex numbers of two such parts. With those of two halves torch can hardly compute: they stay."""
+
 
 class CastTo:
-    """Casts floating-point tensors of a tree to `dtype` (None: `torch.get_default_dtype()` at call time)."""
+    """Casts floating-point tensors of a tree to `dtype` (None: `torch.get_default_dtype()` at call time).
+
+    Complex tensors get the complex dtype of that precision: float64 means complex128.
+    """
 
     __slots__ = ("dtype",)
 
@@ -23,12 +29,13 @@ class CastTo:
         """`tree` with its floating-point tensors in the dtype; `tree` itself where all have it already."""
         dtype = self.dtype or torch.get_default_dtype()
         if isinstance(tree, torch.Tensor):
-            return tree.to(dtype) if tree.is_floating_point() else tree
+            if tree.is_complex():
+                dtype = _COMPLEX.get(dtype, tree.dtype)
+            elif not tree.is_floating_point():
+                return tree
+            return tree.to(dtype)
         leaves, spec = flatten(tree)
-        cast = [
-            leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-            for leaf in leaves
-        ]
+        cast = [self(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         # A container that needs no cast is not rebuilt: a forward may write into a cache that it was given.
         if all([new is old for new, old in zip(cast, leaves, strict=True)]):
             return tree
@@ -39,7 +46,5 @@ class CastTo:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call's arguments, cast. Plain tensors, the common case, are not walked as trees."""
         dtype = self.dtype or torch.get_default_dtype()
-        cast = [
-            (a.to(dtype) if a.is_floating_point() else a) if a.__class__ in _PLAIN else self(a) for a in args
-        ]
+        cast = [a.to(dtype) if type(a) in _PLAIN and a.is_floating_point() else self(a) for a in args]
         return tuple(cast), {name: self(value) for name, value in kwargs.items()} if kwargs else kwargs

@@ -35,9 +35,10 @@ _PR_SET_PDEATHSIG = 1
 _LONGEST_TRACE = 16_000  # of a pipe's 64 KiB: nobody must read it for the rank to end
 # How a rank fails because another one is gone: gloo, NCCL and the TCPStore, as their messages read.
 _CONSEQUENCE = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|pair closure|remote process exited"
-    r"|recv(value)?.*failed|failed to recv|socket (was )?closed|lost rank zero's store|ncclRemoteError"
-    r"|DistNetworkError|NCCL communicator was abort"
+    # Errors of these types: a download has others for a connection that was reset.
+    r"^(RuntimeError|RankError|Dist\w*Error): .*(connection (was )?(closed|reset|refused)|broken pipe"
+    r"|pair closure|remote process exited|recv(value)?.*failed|failed to recv|socket (was )?closed"
+    r"|lost rank zero's store|ncclRemoteError|NCCL communicator was abort)|^DistNetworkError"
     r"|, raised by rank \d+$|^RankError: .* failed on rank \d+: rank [\d, ]+ ended",
     re.IGNORECASE,
 )

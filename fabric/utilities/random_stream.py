@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,7 @@ from fabric.utilities.seed import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -29,10 +30,9 @@ class RandomStream:
 
     def __init__(self, place: int | None, device: torch.device) -> None:
         self._place = place or 0
-        self._generators = [] if place is None else [torch.default_generator]
-        if place is not None and device.type == "cuda":
-            torch.cuda.init()
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        self._generators: list[Any] = [] if place is None else [torch.default_generator]
+        if place is not None and _has_streams(device):
+            self._generators.append(_DeviceGenerator(device))
         self._fresh: list[Tensor] = []
         self.drawn = False
         """Whether this rank, or one that it has heard of, has drawn."""
@@ -65,4 +65,32 @@ class RandomStream:
         """After the context: one step, if any rank has drawn."""
         if self.drawn:
             for generator in self._generators:
-                torch.rand(1, generator=generator, device=generator.device)
+                torch.rand(1, device=generator.device)
+
+
+class _DeviceGenerator:
+    """The default generator of a device, whose module has functions for its state, not always the object."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._module = device, torch.get_device_module(device)
+
+    def get_state(self) -> Tensor:
+        state: Tensor = self._module.get_rng_state(self.device)
+        return state
+
+    def set_state(self, state: Tensor) -> None:
+        self._module.set_rng_state(state, self.device)
+
+    def manual_seed(self, seed: int) -> None:
+        self.set_state(torch.Generator(self.device).manual_seed(seed).get_state())
+
+
+def fork_rng(device: torch.device) -> AbstractContextManager[None]:
+    """Context after which the generators of the host and of `device` are as before."""
+    if not _has_streams(device):
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def _has_streams(device: torch.device) -> bool:
+    return device.type not in ("cpu", "mps", "meta")  # that of mps is the one that torch.manual_seed knows

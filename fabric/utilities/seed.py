@@ -93,18 +93,16 @@ def derive_seed(base: int, *salts: int) -> int:
 def collect_rng_states() -> dict[str, Any]:
     """The states of all generators of this process, in types that `torch.load(weights_only=True)` accepts.
 
-    numpy counts once it is imported, CUDA once it is initialised: asking must not create a context.
+    numpy counts once it is imported, an accelerator once it is initialised: asking must not create a context.
     """
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         kind, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
         states["numpy"] = (kind, keys.tolist(), int(position), int(has_gauss), float(gauss))
-    if torch.cuda.is_initialized():
-        states["torch.cuda"] = torch.cuda.get_rng_state_all()
-    for name in ("mps", "xpu"):
-        backend = getattr(torch, name)
-        if backend.is_available():
-            states[f"torch.{name}"] = backend.get_rng_state()
+    name, module = _accelerator()
+    if module is not None and getattr(module, "is_initialized", module.is_available)():
+        every = getattr(module, "get_rng_state_all", None)
+        states[f"torch.{name}"] = module.get_rng_state() if every is None else every()
     return states
 
 
@@ -115,11 +113,12 @@ def set_rng_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"].cpu())
     if "numpy" in states and (numpy := _numpy()) is not None:
         numpy.random.set_state(tuple(states["numpy"]))
-    if "torch.cuda" in states:
-        _set_cuda_states(states["torch.cuda"])
-    for name in ("mps", "xpu"):
-        if f"torch.{name}" in states and getattr(torch, name).is_available():
-            getattr(torch, name).set_rng_state(states[f"torch.{name}"].cpu())
+    for key, state in states.items():
+        kind = key.removeprefix("torch.")
+        if kind != key and isinstance(state, list):
+            _set_states(kind, state)
+        elif kind != key and (module := getattr(torch, kind, None)) is not None and module.is_available():
+            module.set_rng_state(state.cpu())
 
 
 class RngState:
@@ -166,16 +165,16 @@ class RngState:
 def isolate_rng() -> Iterator[None]:
     """Whatever the block draws or seeds, the generators go on afterwards as if it had not run."""
     states = collect_rng_states()
-    first_cuda = "torch.cuda" not in states and torch.cuda.is_available()
+    name, module = _accelerator()
+    untouched = module is not None and f"torch.{name}" not in states and module.is_available()
     seed = torch.initial_seed()
     try:
         yield
     finally:
         set_rng_states(states)
-        if (
-            first_cuda
-        ):  # untouched CUDA generators are those of the seed; also undoes a seed that waits for CUDA
-            torch.cuda.manual_seed_all(seed)
+        # Untouched generators are those of the seed; also undoes a seed that waits for the device.
+        if untouched:
+            module.manual_seed_all(seed)
 
 
 def _checked_seed(given: Any, source: str) -> int:
@@ -213,12 +212,19 @@ def _numpy() -> Any:
     return import_module("numpy")
 
 
-def _set_cuda_states(states: list[torch.Tensor]) -> None:
-    count = torch.cuda.device_count()
+def _accelerator() -> tuple[str, Any]:
+    """The kind of device that this build of torch has beside the CPU, and its module; None: it has none."""
+    current = torch.accelerator.current_accelerator()
+    return ("", None) if current is None else (current.type, torch.get_device_module(current))
+
+
+def _set_states(kind: str, states: list[torch.Tensor]) -> None:
+    module = getattr(torch, kind, None)
+    count = 0 if module is None else module.device_count()
     if count < len(states):
         rank_zero_warn(
-            f"The saved CUDA random states are of {len(states)} devices, and this process sees {count}: "
+            f"The saved {kind} random states are of {len(states)} devices, and this process sees {count}: "
             f"draws on the missing ones will not continue."
         )
     for index, state in enumerate(states[:count]):
-        torch.cuda.set_rng_state(state.cpu(), index)
+        module.set_rng_state(state.cpu(), index)  # type: ignore[union-attr]

@@ -82,6 +82,7 @@ class Throughput:
         self._batches: _MonotonicWindow[int] = _MonotonicWindow("batches", window_size)
         self._samples: _MonotonicWindow[int] = _MonotonicWindow("samples", window_size)
         self._lengths: _MonotonicWindow[int] = _MonotonicWindow("lengths", window_size)
+        self._length_times: deque[float] = deque(maxlen=window_size)
         self._flops: deque[int] = deque(maxlen=window_size)
 
     def update(
@@ -93,8 +94,8 @@ class Throughput:
             time: Seconds.
             batches: Batches seen by this rank.
             samples: Samples seen by this rank; at least `batches`.
-            lengths: Items (tokens, frames) seen by this rank; at least `samples`. In every update or
-                in none.
+            lengths: Items (tokens, frames) seen by this rank; at least `samples`. Updates may leave it out:
+                its rate is that of the last `window_size` which have it.
             flops: Floating-point operations of this rank since the update before.
 
         Raises:
@@ -104,10 +105,6 @@ class Throughput:
             raise ConfigurationError(f"samples={samples} cannot be fewer than batches={batches}.")
         if lengths is not None and lengths < samples:
             raise ConfigurationError(f"lengths={lengths} cannot be less than samples={samples}.")
-        if self._time and (lengths is None) == bool(self._lengths):
-            raise ConfigurationError(
-                "`lengths` must come with every update or with none. Call reset() to change."
-            )
         windows: list[tuple[_MonotonicWindow[Any], float]]
         windows = [(self._time, time), (self._batches, batches), (self._samples, samples)]
         if lengths is not None:
@@ -116,6 +113,8 @@ class Throughput:
             window.check(value)
         for window, value in windows:
             window.append(value)
+        if lengths is not None:
+            self._length_times.append(time)
         if flops is not None:
             self._flops.append(flops)
 
@@ -138,11 +137,16 @@ class Throughput:
         """Forget all updates."""
         for window in (self._time, self._batches, self._samples, self._lengths, self._flops):
             window.clear()
+        self._length_times.clear()
 
     def _rates(self, seconds: float) -> dict[str, float]:
-        amounts = {"batches_per_sec": self._batches.growth, "samples_per_sec": self._samples.growth}
-        if self._lengths:
-            amounts["items_per_sec"] = self._lengths.growth
+        amounts: dict[str, float] = {
+            "batches_per_sec": self._batches.growth,
+            "samples_per_sec": self._samples.growth,
+        }
+        if len(self._lengths) > 1:
+            over = self._length_times[-1] - self._length_times[0]
+            amounts["items_per_sec"] = self._lengths.growth / over * seconds
         if len(self._flops) == self._flops.maxlen:
             amounts["flops_per_sec"] = (
                 sum(self._flops) - self._flops[0]

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_OPS = f"{os.sep}torch{os.sep}_ops.py"
 _AROUND = ("wrapper", "call")  # what torch and we put around each verb
 _IDLE = 0.02
 """A thread that waits uses less than this share of a core."""
@@ -59,10 +60,16 @@ class StillWatch:
         self._clock = time.pthread_getcpuclockid(thread) if known else None
         self._place: tuple[int, int] | None = None
         self._since = self._looked = self._used = 0.0
+        self._spot: tuple[int, int] | None = None
+        self.stays: float | None = None
+        """Since when the thread has been at one place, busy or not, in whatever code; None: it has ended."""
 
     def look(self) -> Standstill | None:
         """Where the thread stands still, and since which look; None: it moves, or is in the user's code."""
         frame = sys._current_frames().get(self._thread)
+        spot = None if frame is None else (id(frame), frame.f_lasti)
+        if spot is None or spot != self._spot:
+            self._spot, self.stays = spot, None if spot is None else time.monotonic()
         if frame is None or self._clock is None or (what := _waiting_in(frame)) is None:
             self._place = None
             return None
@@ -76,6 +83,8 @@ class StillWatch:
 
 def _waiting_in(frame: FrameType) -> str | None:
     """What a thread's innermost frame waits in, if that may be for other ranks."""
+    if frame.f_code.co_filename.endswith(_OPS) and frame.f_back is not None:
+        frame = frame.f_back  # as functional collectives are waited for
     if frame.f_code.co_name == "_engine_run_backward":
         return "backward"
     name = frame.f_code.co_filename

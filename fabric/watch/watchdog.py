@@ -20,20 +20,23 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from fabric.core.errors import ConfigurationError, RankError
+from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.plugins.collectives.control import reason_of, waits_of_world
-from fabric.plugins.collectives.frames import aligned
+from fabric.plugins.collectives.frames import Said, aligned
 from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.waits import Whereabouts
 from fabric.utilities.lifeline import describe
 from fabric.utilities.messages import say
+from fabric.watch.devices import DeviceWatch
 from fabric.watch.stacks import StillWatch, user_line
 
 if TYPE_CHECKING:
     from fabric.forward import BackwardGate
     from fabric.plugins.collectives.waits import Waits
+    from fabric.watch.stacks import Standstill
 
 REPORT_AFTER = 60.0
 VARIABLE = "FABRIC_HANG_REPORT_AFTER"
@@ -41,16 +44,26 @@ _PERIOD = 1.0
 """Seconds between two looks; more in large jobs, for the store's sake."""
 _ANSWER = 1.5
 """Seconds that ranks have to answer; they look twice, and more, in that time."""
+_ROUNDS = 16
+"""Questions of which answers are kept."""
 _AGAIN = 5.0
 """The next table of one hang comes after so many times the seconds of the last."""
 
 
 _OF_THE_GROUP = re.compile(
-    r"timed out|timeout|closed by peer|connection (reset|refused|closed)|broken pipe|pair closure"
+    r"(?<!launch )timed out|timeout|closed by peer|connection (reset|refused|closed)|broken pipe|pair closure"
     r"|ncclRemoteError|NCCL communicator was aborted",
     re.IGNORECASE,
 )
-"""How torch's backends say that another rank ended or did not come."""
+"""How torch's backends say that another rank ended or did not come; a launch that timed out is a kernel's."""
+
+
+_LOOKS, _STILL_S = 3, 2.0
+"""Looks and seconds for which a thread must have stood still before others are told."""
+
+
+_END_S = 30.0
+"""Seconds in which ranks that raise should have ended, and with them what a thread waits for."""
 
 
 _LEFT, _SILENT = "has left", "no answer"
@@ -64,6 +77,17 @@ class Wait(NamedTuple):
     """Of `time.monotonic()`."""
     where: str = ""
     """The user's line, where the call has left it."""
+
+
+class _Stands(NamedTuple):
+    """Since when the thread stands still in torch's collectives, as far as the watchdog's own looks tell."""
+
+    since: float | None = None
+    looks: int = 0
+    stamp: int = 0
+    """Of the post that says so; 0: not posted."""
+    heard: float = 0.0
+    """When a verdict was heard that it will never end."""
 
 
 class Seen(NamedTuple):
@@ -98,8 +122,9 @@ def report_after() -> float | None:
 _watchdogs: weakref.WeakKeyDictionary[Any, Watchdog | None] = weakref.WeakKeyDictionary()
 
 
-def watch_over(gate: BackwardGate) -> Watchdog | None:
-    """The watchdog of torch's default process group, which looks at this gate, too; None: switched off.
+def watch_over(gate: BackwardGate, device: torch.device) -> Watchdog | None:
+    """The watchdog of torch's default process group, which looks at this gate and this rank's device, too;
+    None: switched off.
 
     Raises:
         ConfigurationError: FABRIC_HANG_REPORT_AFTER is no number.
@@ -107,7 +132,7 @@ def watch_over(gate: BackwardGate) -> Watchdog | None:
     world = dist.group.WORLD
     if world not in _watchdogs:
         after = report_after()
-        _watchdogs[world] = None if after is None else Watchdog(waits_of_world(), after)
+        _watchdogs[world] = None if after is None else Watchdog(waits_of_world(), after, device)
     watchdog = _watchdogs[world]
     if watchdog is not None:
         watchdog.gates.add(gate)
@@ -120,10 +145,12 @@ class Watchdog:
     Args:
         waits: Where this rank's calls of all ranks say that they wait.
         after: Seconds of waiting after which the ranks are asked.
+        device: Of this rank.
     """
 
-    def __init__(self, waits: Waits, after: float) -> None:
+    def __init__(self, waits: Waits, after: float, device: torch.device) -> None:
         self._store = waits.store.clone("fabric/watch")
+        self._board = self._store.part(waits.store.prefix)
         self._lock = threading.Lock()  # the main thread asks, too, when a call has failed
         self._waits = waits
         self.gates: weakref.WeakSet[BackwardGate] = weakref.WeakSet()
@@ -133,8 +160,10 @@ class Watchdog:
         self._period = max(min(_PERIOD, after / 4), self._world / 2048)
         self._thread = threading.get_ident()
         self._still = StillWatch(self._thread)
+        self._device = DeviceWatch(device, after / 2)
         self._backward: tuple[int, float] | None = None
-        self._answered = 0
+        self._answered, self._heard = 0, 0.0
+        self._stands = _Stands()
         self._over = threading.Event()
         waits.explain = self.whereabouts
         atexit.register(self.stop)
@@ -160,18 +189,24 @@ class Watchdog:
         try:
             rows = self._asked()
         except Exception:
-            return Whereabouts([], "")  # the store went with the rank that kept it
-        return Whereabouts([row.rank for row in rows if row.what in (_LEFT, _SILENT)], as_table(rows))
+            return Whereabouts([], [], "")  # the store went with the rank that kept it
+        left = [row.rank for row in rows if row.what == _LEFT]
+        return Whereabouts(left, [row.rank for row in rows if row.what == _SILENT], as_table(rows))
 
     def explain(self, error: Exception, doing: str) -> None:
         """Raise what lies behind an error of the process group, if it is one.
 
         Raises:
+            CollectiveMismatch: Ranks wait for each other in different calls.
             RankError: With the table of where the ranks are.
         """
-        if _OF_THE_GROUP.search(str(error)) is None:
-            return
+        if isinstance(error, torch.AcceleratorError) or _OF_THE_GROUP.search(str(error)) is None:
+            return  # what a device says of itself may also be of a time that has passed
         self._store.settle()
+        with suppress(Exception):  # the store went with the rank that kept it
+            self._waits.hear()
+        if self._waits.broken is not None:
+            raise CollectiveMismatch(self._waits.text_of(self._waits.broken)) from error
         try:
             more = f"Where the ranks are:\n{as_table(self._asked())}"
         except StoreSilent as silent:
@@ -187,17 +222,20 @@ class Watchdog:
         while not self._over.wait(self._period):
             try:
                 self._look()
-            except Exception:  # the store has gone, and the job with it
+            except Exception as error:
+                if not isinstance(error, dist.DistError | OSError):  # else the store has gone, with the job
+                    say(f"the watchdog of rank {self._rank} ends, it failed: {describe(error)}")
                 atexit.unregister(self.stop)
                 return
 
     def _look(self) -> None:
-        silent = None
+        silent, still = None, self._still.look()
         try:
             reported = self._answer()
+            self._share(still)
         except StoreSilent as error:
             reported, silent = False, error
-        wait = self._wait()
+        wait = self._wait(still)
         seconds = None if wait is None else time.monotonic() - wait.since
         if seconds is None:
             self._next = self._after
@@ -206,6 +244,42 @@ class Watchdog:
         elif seconds >= self._next:
             self._next = seconds * _AGAIN
             self._report(self._here(), silent)
+
+    def _share(self, still: Standstill | None) -> None:
+        """Let ranks that wait in a call know if this one stands still in torch's collectives."""
+        still = still if self._waits.here is None else None
+        stands, since = self._stands, None if still is None else still.since
+        if since != stands.since or still is None:
+            if stands.stamp:
+                self._waits.withdraw(stands.stamp, self._board)
+            self._stands = _Stands(since)
+            return
+        self._stands = stands._replace(looks=stands.looks + 1)
+        if stands.stamp:
+            self._waits.judge(self._board)
+            self._waits.hear(self._board)
+            self._end()
+        elif stands.looks >= _LOOKS and time.monotonic() - still.since >= _STILL_S:
+            begun = self._waits.begun(self._thread)
+            if begun.pending:
+                row = Said(self._rank, still.what, "", user_line(self._thread))
+                self._stands = self._stands._replace(stamp=self._waits.post_still(self._board, row, begun))
+
+    def _end(self) -> None:
+        """End this process if by a verdict its thread stands still for ever, and nobody's end does it."""
+        verdict, now = self._waits.broken, time.monotonic()
+        if verdict is None:
+            return
+        self._stands = stands = self._stands._replace(heard=self._stands.heard or now)
+        if now - stands.heard < _END_S and self._waits.can_raise(verdict):
+            return
+        error = CollectiveMismatch(self._waits.text_of(verdict))
+        try:
+            sys.excepthook(type(error), error, None)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # whatever hooks and streams do: the others wait for the end
+            os._exit(1)
 
     def _report(self, seen: Seen, silent: StoreSilent | None) -> None:
         waited = f"rank {self._rank} has waited {seen.seconds or 0:.0f} s in {seen.what}"
@@ -221,16 +295,20 @@ class Watchdog:
         say(f"{waited} ({VARIABLE}={self._after:g}). Where the ranks are:\n{text}")
 
     def _asked(self) -> list[Seen]:
-        round_, ranks = self._store.add("asked", 1), range(self._world)
+        fresh = time.monotonic() - self._heard < _ANSWER and self._answered > 0
+        # When one rank ends all others ask at once: they share the first one's question.
+        round_ = self._answered if fresh else self._store.add("asked", 1)
         self._answer()
+        ranks, pause = range(self._world), max(0.02, self._world / 2048)
         deadline = time.monotonic() + max(_ANSWER, 3 * self._period)
-        while time.monotonic() < deadline and not self._store.check([f"at/{round_}/{r}" for r in ranks]):
-            time.sleep(0.02)
+        while time.monotonic() < deadline and self._store.add(f"count/{round_}", 0) < self._world:
+            time.sleep(pause)
+        told = self._store.get_all([f"at/{round_}/{rank}" for rank in ranks])
         rows = []
         for rank in ranks:
             key, left = f"at/{round_}/{rank}", f"left/{rank}"
-            if self._store.check([key]):
-                rows.append(Seen(*json.loads(self._store.get(key))))
+            if key in told:
+                rows.append(Seen(*json.loads(told[key])))
             elif self._store.check([left]):
                 host, end = json.loads(self._store.get(left))
                 rows.append(Seen(rank, host, _LEFT, None, end))
@@ -242,14 +320,20 @@ class Watchdog:
     def _answer(self) -> bool:
         with self._lock:
             asked, before = self._store.add("asked", 0), self._answered
+            if asked > before:
+                self._heard = time.monotonic()
             for round_ in range(before + 1, asked + 1):
                 self._store.set(f"at/{round_}/{self._rank}", json.dumps(self._here()))
+                self._store.add(f"count/{round_}", 1)
+                if round_ > _ROUNDS:
+                    self._store.delete_key(f"at/{round_ - _ROUNDS}/{self._rank}")
             self._answered = asked
         return asked > before
 
-    def _wait(self) -> Wait | None:
+    def _wait(self, still: Standstill | None) -> Wait | None:
         """What this rank waits in; None: nothing that is known. Called at each look: quick."""
-        waiting, still, gates = self._waits.here, self._still.look(), list(self.gates)
+        waiting, gates = self._waits.here, list(self.gates)
+        stuck = self._device.look(self._still.stays)
         count = sum([gate.passes for gate in gates])
         if not any([gate.open for gate in gates]):
             self._backward = None
@@ -259,10 +343,12 @@ class Watchdog:
             return Wait(waiting.verb, waiting.since, waiting.where)
         if self._backward is not None:
             return Wait("backward", self._backward[1])
+        if still is None and stuck is not None:  # the host has given it a backward, and goes on
+            return Wait(f"work of {self._device.device}", stuck)
         return None if still is None else Wait(*still)
 
     def _here(self) -> Seen:
-        wait, host = self._wait(), socket.gethostname()
+        wait, host = self._wait(self._still.look()), socket.gethostname()
         where = "" if wait is None else wait.where
         where = where or user_line(self._thread)
         if wait is None:

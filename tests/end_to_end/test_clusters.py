@@ -61,6 +61,7 @@ def openmpi() -> None:
 
 
 @pytest.mark.usefixtures("openmpi")
+@pytest.mark.smoke
 def test_mpirun(alone):
     done = run([*MPIRUN, "-np", "2", *TRAIN])
     check_numbers(done, alone)

@@ -95,6 +95,7 @@ def in_notebook(tmp_path, monkeypatch):
     return tell
 
 
+@pytest.mark.smoke
 def test_two_launches_of_a_function_of_a_cell(in_notebook):
     async def story(notebook):
         await notebook.run("""
@@ -307,6 +308,7 @@ def find_driver():
     torch._C._cuda_getDeviceCount = lambda: 1
     torch._C._cuda_init = lambda: None
     torch.cuda._cudart = torch.cuda._cudart or object()
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # builds for CUDA ask before all else
 
 def touch():
     try:
@@ -324,7 +326,7 @@ def test_the_cell_that_initialised_cuda_is_named(in_notebook):
         assert cell.result == "True", cell.trace
         cell = await notebook.run("fabric.launch(print)")
         assert cell.error == "LaunchError"
-        assert "by cell In[2], line 11 (return torch.ones(1).cuda())" in cell.trace
+        assert "by cell In[2], line 12 (return torch.ones(1).cuda())" in cell.trace
 
     in_notebook(story)
 

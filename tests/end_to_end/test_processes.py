@@ -114,44 +114,6 @@ def test_threads_are_shared_and_the_users_number_is_kept():
     assert {line["threads"] for line in lines if "rank" in line} == {3}
 
 
-@pytest.mark.parametrize("how", ["script", "cli", *FUNCTION_METHODS])
-@pytest.mark.parametrize("peers", ["in_python", "in_collective"])
-def test_an_exception_on_rank_one_ends_the_job_and_is_named_last(how, peers):
-    code, lines, err = finish(start(how, "raise", peers), timeout=60)
-    assert code == 1
-    last = [line for line in err.splitlines() if line.strip()]
-    cause = r"rank 1 on \S+ failed first: ValueError: boom \(processes\.py:\d+\)"
-    if how in FUNCTION_METHODS:  # the launching process raises; its message has the rank's traceback
-        assert last[-1] == "ValueError: boom"
-        assert re.search(f"LaunchError: {cause}", err)
-    else:
-        assert re.match(f"fabric: {cause}", last[-1])
-    assert_gone([line["pid"] for line in lines])
-
-
-@pytest.mark.parametrize("how", ["script", "cli", "fork"])
-@pytest.mark.parametrize(
-    ("act", "reason", "code"), [("exit", "exit code 3", 3), ("abort", "killed by SIGABRT", 134)]
-)
-def test_an_end_without_a_traceback_is_named(how, act, reason, code):
-    returned, lines, err = finish(start(how, act, "in_python"), timeout=60)
-    assert returned == code
-    assert re.search(rf"rank 1 on \S+ failed first: {reason}", err.splitlines()[-1])
-    assert_gone([line["pid"] for line in lines])
-
-
-@pytest.mark.parametrize("how", ["script", "cli", "spawn", "fork", "forkserver"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_ranks_die_with_the_process_that_started_them(how, number):
-    process = start(how, "wait")
-    pids = started_pids(process, 2)
-    process.send_signal(number)
-    assert_gone([*pids, process.pid])
-    returned = process.wait(timeout=10)
-    process.communicate()
-    assert returned == (128 + number if how == "cli" and number == signal.SIGTERM else -number)
-
-
 def test_ctrl_c_on_a_function_launcher_stops_the_ranks():
     process = start("fork", "wait")
     pids = started_pids(process, 2)
@@ -198,13 +160,3 @@ def test_the_cli_prints_where_values_come_from():
     assert "fabric: precision = 64-true (command line)" in done.stderr
     assert "fabric: strategy = auto (default)" in done.stderr
     assert done.stdout.startswith("64-true False")
-
-
-def test_the_cli_passes_a_signal_on_once_and_the_ranks_may_finish():
-    process = start("cli", "graceful")
-    pids = started_pids(process, 2)
-    process.send_signal(signal.SIGTERM)
-    code, lines, _ = finish(process, timeout=30)
-    assert code == 0
-    assert [line["saved"] for line in lines] == [1, 1]
-    assert_gone(pids)

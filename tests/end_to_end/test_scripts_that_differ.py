@@ -109,8 +109,10 @@ def test_a_handle_that_nobody_waits_for_is_reported_at_exit(tmp_path):
     assert all("all_reduce(mean)" in line and place in line and ".wait()" in line for line in lines)
 
 
-@pytest.mark.parametrize("call", ["fabric.backward(loss)", "fabric.barrier('end')"])
-@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize(
+    ("call", "kill"),
+    [("fabric.backward(loss)", False), ("fabric.barrier('end')", False), ("fabric.backward(loss)", True)],
+)
 def test_a_stuck_rank_is_shown_once_early_and_in_the_error_at_the_end(tmp_path, call, kill):
     script = STUCK.format(call=call, kill=kill)
     done = run(tmp_path, script, 90, FABRIC_HANG_REPORT_AFTER="3")

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from machine import ACCELERATOR
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -89,7 +90,8 @@ def net(dtype=torch.float64, **settings) -> Net:
 
 def data(rows: int, length: int, count: int = STEPS) -> torch.Tensor:
     """(count, rows, 2, length) tokens, the same on every rank."""
-    return torch.randint(0, VOCABULARY, (count, rows, 2, length), generator=torch.Generator().manual_seed(13))
+    source = torch.Generator().manual_seed(13)
+    return torch.randint(0, VOCABULARY, (count, rows, 2, length), generator=source).to(ACCELERATOR)
 
 
 def loss_of(model, tokens):
@@ -99,7 +101,7 @@ def loss_of(model, tokens):
 
 def plain(rows: int, length: int, **settings):
     """Losses and model of one process on the batches of all rows."""
-    model = net(**settings)
+    model = net(**settings).to(ACCELERATOR)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
     for step in data(rows, length):
@@ -123,7 +125,7 @@ STRATEGIES = {
 
 def start(name, **part) -> Fabric:
     fabric = Fabric(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         devices=torch.distributed.get_world_size(),
         strategy=STRATEGIES[name](context_parallel=ContextParallel(**part)),
     )
@@ -153,13 +155,14 @@ def train(name, part, length, settings):
     assert state.keys() == reference.state_dict().keys()
     if fabric.global_rank == 0:
         for key, value in reference.state_dict().items():
-            torch.testing.assert_close(state[key], value, rtol=1e-8, atol=1e-8)
+            torch.testing.assert_close(state[key].cpu(), value.cpu(), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("blocks", [None, {Block}, {Attention}], ids=["model", "blocks", "attention"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-    ("world", "size", "length"), [(2, 2, 16), (2, 2, 13), (4, 4, 21), (4, 2, 9), (4, 4, 6)]
+    ("world", "size", "length"),
+    [(2, 2, 16), pytest.param(2, 2, 13, marks=pytest.mark.device), (4, 4, 21), (4, 2, 9), (4, 4, 6)],
 )
 def test_losses_norms_and_weights_equal_plain_torch(ranks, world, size, length, causal, blocks):
     part = {"size": size, "blocks": blocks}
@@ -167,7 +170,9 @@ def test_losses_norms_and_weights_equal_plain_torch(ranks, world, size, length, 
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "ddp"])
-@pytest.mark.parametrize("blocks", [None, {Block}], ids=["model", "blocks"])
+@pytest.mark.parametrize(
+    "blocks", [None, pytest.param({Block}, marks=pytest.mark.device)], ids=["model", "blocks"]
+)
 def test_under_every_strategy_that_takes_it(ranks, name, blocks):
     ranks.run(train, name, {"size": 2, "blocks": blocks}, 13, {}, world_size=4)
 
@@ -187,6 +192,7 @@ def in_two_runs(name, path, second):
     fabric.save(path, {"model": model, "optimizer": optimizer})
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp_full"])
 def test_a_checkpoint_is_that_of_the_whole_model(ranks, tmp_path, name):
     path = str(tmp_path / "saved.pt")
@@ -194,7 +200,7 @@ def test_a_checkpoint_is_that_of_the_whole_model(ranks, tmp_path, name):
         ranks.run(in_two_runs, name, path, second, world_size=2)
     state, (_, expected) = torch.load(path, weights_only=True), plain(1, 13)
     for key, value in expected.state_dict().items():
-        torch.testing.assert_close(state["model"][key], value, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(state["model"][key].cpu(), value.cpu(), rtol=1e-8, atol=1e-8)
     torch.optim.Adam(expected.parameters()).load_state_dict(state["optimizer"])
 
 
@@ -222,7 +228,7 @@ class Torchs(nn.Module):
         x = self.embed(tokens)
         x = x if self.encoder.layers[0].self_attn.batch_first else x.transpose(0, 1)
         length = tokens.shape[1]
-        causal = nn.Transformer.generate_square_subsequent_mask(length, dtype=x.dtype)
+        causal = nn.Transformer.generate_square_subsequent_mask(length, x.device, x.dtype)
         given = {
             "none": {},
             "causal": {"mask": causal, "is_causal": True},
@@ -235,9 +241,9 @@ class Torchs(nn.Module):
 
 def encode(mask, first, size):
     torch.manual_seed(5)
-    reference = Torchs(mask, first).double()
+    reference = Torchs(mask, first).double().to(ACCELERATOR)
     fabric = Fabric(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         devices=torch.distributed.get_world_size(),
         strategy=DDPStrategy(
             context_parallel=ContextParallel(
@@ -250,7 +256,7 @@ def encode(mask, first, size):
     )
     fabric.launch()
     model = fabric.setup(copy.deepcopy(reference))
-    tokens = torch.randint(0, VOCABULARY, (3, 13), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(0, VOCABULARY, (3, 13), generator=torch.Generator().manual_seed(2)).to(ACCELERATOR)
     for mode in ("train", "eval"):
         reference.train(mode == "train"), model.train(mode == "train")
         expected = reference(tokens)
@@ -264,7 +270,11 @@ def encode(mask, first, size):
             torch.testing.assert_close(other.grad, one.grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["batch_first", "sequence_first"])
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(True, marks=pytest.mark.device), False],
+    ids=["batch_first", "sequence_first"],
+)
 @pytest.mark.parametrize("mask", ["none", "causal", "mask", "padding", "both"])
 def test_the_layers_of_torch_with_their_masks(ranks, mask, first):
     ranks.run(encode, mask, first, 2, world_size=2)
@@ -272,12 +282,12 @@ def test_the_layers_of_torch_with_their_masks(ranks, mask, first):
 
 def single_precision():
     fabric = Fabric(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         devices=torch.distributed.get_world_size(),
         strategy=DDPStrategy(context_parallel=ContextParallel()),
     )
     fabric.launch()
-    reference = net(torch.float32)
+    reference = net(torch.float32).to(ACCELERATOR)
     model = fabric.setup(net(torch.float32))
     tokens = data(1, 50)[0, 0]
     expected, found = loss_of(reference, tokens), loss_of(model, tokens)
@@ -288,6 +298,7 @@ def single_precision():
         torch.testing.assert_close(other.grad, one.grad, rtol=0, atol=1e-6)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("world", [2, 4])
 def test_single_precision_is_exact_to_one_millionth(ranks, world):
     ranks.run(single_precision, world_size=world)
@@ -295,16 +306,16 @@ def test_single_precision_is_exact_to_one_millionth(ranks, world):
 
 def half_precision():
     fabric = Fabric(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         devices=torch.distributed.get_world_size(),
         strategy=DDPStrategy(context_parallel=ContextParallel(blocks={Block})),
         precision="bf16-mixed",
     )
     fabric.launch()
-    reference = net(torch.float32)
+    reference = net(torch.float32).to(ACCELERATOR)
     model = fabric.setup(net(torch.float32))
     tokens = data(1, 33)[0, 0]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(ACCELERATOR, torch.bfloat16):
         expected = loss_of(reference, tokens)
     found = loss_of(model, tokens)
     expected.backward()
@@ -314,5 +325,6 @@ def half_precision():
         assert (other.grad - one.grad).norm() <= 0.02 * one.grad.norm()
 
 
+@pytest.mark.device
 def test_mixed_precision_is_that_of_one_process(ranks):
     ranks.run(half_precision, world_size=2)

@@ -1,7 +1,10 @@
 """Gradients on N ranks equal plain torch on the joined batch, in every order of forwards and backwards."""
 
+import contextlib
 import copy
 import pickle
+import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -284,18 +287,6 @@ def test_a_submodule_called_directly_keeps_the_gradient_sync(ranks):
     ranks.run(submodule_called_directly, world_size=2)
 
 
-def plain_backward_under_find_unused() -> None:
-    fabric = start(find_unused_parameters=True)
-    model = fabric.setup(Net())
-    model.loss(batches(fabric.world_size, 1)[0, 0]).backward()
-
-
-def test_plain_backward_that_would_be_wrong_is_refused(ranks):
-    for error in ranks.run_expecting_errors(plain_backward_under_find_unused, world_size=2):
-        assert isinstance(error, UsageError)
-        assert "Write fabric.backward(loss)" in str(error)
-
-
 def rank_dependent_no_grad_calls() -> float:
     fabric = start()
     model = fabric.setup(Net())
@@ -564,36 +555,72 @@ def test_models_that_the_user_forgot_are_let_go(ranks):
     assert ranks.run(models_let_go, world_size=2) == [0, 0]
 
 
-# Where a plain loss.backward() would be wrong, it raises
+# A plain loss.backward() is as right as fabric.backward(loss)
 
 
-def plain_backward(case: str) -> None:
-    fabric = start()
-    model = fabric.setup(Net())
-    x = batches(fabric.world_size, 1)[0, fabric.global_rank]
+def plain_backward(case: str, settings: dict) -> None:
+    fabric = start(**settings)
+    model, reference = fabric.setup(Net()), Net()
+    data = batches(fabric.world_size, 1)[0]
+    x = data[fabric.global_rank]
+    losses = 1
     if case == "twice":
         loss = model(x).mean()
         loss.backward(retain_graph=True)
         loss.backward()
+        losses = 2
     if case == "two forwards":
-        first, second = model(x).mean(), model(2 * x).mean()
+        first, second = model(x).mean(), model(x).mean()
         first.backward()
-        second.backward()
+        torch.autograd.backward([second])
+        losses = 2
+    if case == "after a forward without gradients":
+        loss = model(x).mean()
+        loss.backward(retain_graph=True)
+        with torch.no_grad():
+            model(x)
+        loss.backward()
+        losses = 2
     if case == "parts":
         model.head(model.body(x)).mean().backward()
     if case == "module":
         model.module(x).mean().backward()
+    if case == "method":
+        model.loss(x).backward()
     if case == "left no_sync":
         with fabric.no_backward_sync(model):
             loss = model(x).mean()
         loss.backward()
+    if case == "beside another model":
+        other = fabric.setup(Net())
+        other(x).mean().backward()
+        fabric.backward(model(x).mean())
+        other(x).mean().backward()
+    mean = {
+        "method": reference.loss,
+        "parts": lambda x: reference.head(reference.body(x)).mean(),
+    }.get(case, lambda x: reference(x).mean())
+    (losses * sum([mean(x) for x in data]) / len(data)).backward()
+    for ours, plain in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, plain.grad)
 
 
-@pytest.mark.parametrize("case", ["twice", "two forwards", "parts", "module", "left no_sync"])
-def test_plain_backward_raises_where_nothing_armed_the_sync(ranks, case):
-    for error in ranks.run_expecting_errors(plain_backward, case, world_size=2):
-        assert isinstance(error, UsageError)
-        assert "Write fabric.backward(loss) instead" in str(error)
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}], ids=["all used", "unused"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "twice",
+        "two forwards",
+        "after a forward without gradients",
+        "parts",
+        "module",
+        "method",
+        "left no_sync",
+        "beside another model",
+    ],
+)
+def test_a_plain_backward_is_right(ranks, case, settings):
+    ranks.run(plain_backward, case, settings, world_size=2)
 
 
 def ordinary_plain_backward() -> None:
@@ -686,6 +713,41 @@ def test_static_graph_and_no_backward_sync_are_refused_together(ranks):
         assert "Remove static_graph=True" in str(error)
 
 
+@dataclass
+class Answer:
+    value: torch.Tensor
+
+
+class Answering(Net):
+    kind: type = dict
+
+    def forward(self, x):
+        return self.kind(value=super().forward(x))
+
+
+def outputs_of_a_static_graph() -> None:
+    fabric = start(static_graph=True)
+    data = batches(fabric.world_size)[0]
+    for kind in (dict, Answer):
+        net = Answering()
+        net.kind = kind
+        model = fabric.setup(net)
+        with torch.no_grad():
+            model(data[fabric.global_rank])
+        if kind is Answer:
+            with pytest.raises(UsageError, match="Answering returns tensors in Answer, "):
+                model(data[fabric.global_rank])
+            continue
+        fabric.backward(model(data[fabric.global_rank])["value"].sum() / len(data[0]))
+        for p in model.parameters():
+            gathered = fabric.all_gather(p.grad)
+            assert torch.equal(gathered[0], gathered[1])
+
+
+def test_outputs_that_a_static_graph_does_not_see_are_refused(ranks):
+    ranks.run(outputs_of_a_static_graph, world_size=2)
+
+
 def static_graph_out_of_step(case: str) -> None:
     fabric = start(static_graph=True)
     model = fabric.setup(Net())
@@ -698,15 +760,11 @@ def static_graph_out_of_step(case: str) -> None:
         loss = model(x).sum()
         fabric.backward(loss, retain_graph=True)
         loss.backward()
-    elif case == "another method":
+    elif case == "a part of the model":
+        fabric.backward(model.body(x).sum())
+    else:
         fabric.backward(model(x).sum())
         fabric.backward(model.loss(x))
-    else:
-        failing = model(x)
-        failing.register_hook(lambda grad: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            fabric.backward(failing.sum())
-        model(x)
 
 
 @pytest.mark.parametrize(
@@ -715,13 +773,121 @@ def static_graph_out_of_step(case: str) -> None:
         ("two backwards after two forwards", "Remove static_graph=True"),
         ("two backwards after one forward", "Remove static_graph=True"),
         ("another method", "Remove static_graph=True"),
-        ("a backward that failed", "Net was in a backward that failed"),
+        ("a part of the model", "Remove static_graph=True"),
     ],
 )
 def test_a_static_graph_out_of_step_is_refused(ranks, case, words):
     for error in ranks.run_expecting_errors(static_graph_out_of_step, case, world_size=2):
         assert isinstance(error, UsageError)
         assert words in str(error)
+
+
+def frozen_in_between() -> list[bool]:
+    """After a forward, before its backward: torch leaves such a parameter out."""
+    fabric, reference = start(), Net()
+    model, data = fabric.setup(Net()), batches(fabric.world_size, 1)[0]
+    losses = [model(data[fabric.global_rank]).pow(2).mean(), reference(data.flatten(0, 1)).pow(2).mean()]
+    for each in (model, reference):
+        each.head.bias.requires_grad_(False)
+    fabric.backward(losses[0])
+    losses[1].backward()
+    found, expected = [[p.grad for p in each.parameters()] for each in (model, reference)]
+    torch.testing.assert_close(found[:-1], expected[:-1])
+    return [grad is None for grad in (*found, *expected)]
+
+
+def test_what_is_frozen_between_forward_and_backward_has_no_gradient(ranks):
+    assert ranks.run(frozen_in_between, world_size=2) == [[False, False, False, True] * 2] * 2
+
+
+def alone_before_accumulating(case: str) -> None:
+    """What rank zero does alone changes nothing for an accumulation, whose ranks must stay in step."""
+    fabric = start()
+    model, probe, found = fabric.setup(Net()), nn.Linear(5, 1), []
+    for data in batches(fabric.world_size, 6):
+        x = data[fabric.global_rank]
+        model.zero_grad()
+        for part, rows in enumerate(x.chunk(2)):
+            with fabric.no_backward_sync(model, enabled=part == 0):
+                fabric.backward(model(rows).pow(2).mean() / 2)
+        found.append([p.grad.clone() for p in model.parameters()])
+        if fabric.is_global_zero:
+            model(x) if case == "forward with gradients" else probe(x).sum().backward()
+    for data, gradients in zip(batches(fabric.world_size, 6), found, strict=True):
+        torch.testing.assert_close(gradients, joined(Net(), data, lambda m, x: m(x).pow(2).mean()))
+
+
+@pytest.mark.parametrize("case", ["forward with gradients", "backward of a model that is not set up"])
+def test_what_one_rank_does_alone_leaves_accumulation_alone(ranks, case):
+    ranks.run(alone_before_accumulating, case, world_size=2)
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError
+
+
+def failed_backwards(settings: dict, everywhere: bool) -> None:
+    """In the middle of a backward, with half of the gradients on their way; the model goes on."""
+    fabric = start(**settings)
+    model, other, reference = fabric.setup(Net()), fabric.setup(Net()), Net()
+    for number, data in enumerate(batches(fabric.world_size, 4)):
+        x = data[fabric.global_rank]
+        if number == 2:
+            fails = everywhere or fabric.is_global_zero
+            h = torch.tanh(model.body(x)) if not settings.get("static_graph") else model(x)
+            out = Fails.apply(h) if fails else h
+            with pytest.raises(MemoryError) if fails else contextlib.nullcontext():
+                fabric.backward((model.head(out) if not settings.get("static_graph") else out).pow(2).mean())
+        model.zero_grad()
+        fabric.backward(model(x).pow(2).mean())
+        assert_same(model, joined(reference, data, lambda m, x: m(x).pow(2).mean()))
+    other(x)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"bucket_cap_mb": 1e-6}],
+    ids=str,
+)
+def test_a_model_goes_on_after_a_backward_that_failed(ranks, settings):
+    ranks.run(failed_backwards, settings, True, world_size=2)
+
+
+class Breaks(Net):
+    """Compiled in two parts, between which a backward may fail."""
+
+    fails = False
+
+    def forward(self, x):
+        return self.head(self.between(torch.tanh(self.body(x))))
+
+    @torch.compiler.disable
+    def between(self, h):
+        return Fails.apply(h) if self.fails else h
+
+
+def failed_compiled(settings: dict) -> None:
+    fabric, net, reference = start(**settings), Breaks(), Breaks()
+    model = fabric.setup(torch.compile(net, backend="eager"))
+    warnings.filterwarnings("ignore", "The .grad attribute")  # of torch.compile, at a break in a graph
+    for number, data in enumerate(batches(fabric.world_size, 4)):
+        x, net.fails = data[fabric.global_rank], number == 1
+        with pytest.raises(MemoryError) if net.fails else contextlib.nullcontext():
+            fabric.backward(model(x).pow(2).mean())
+        if not net.fails:
+            assert_same(net, joined(reference, data, lambda m, x: m(x).pow(2).mean()))
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}], ids=str)
+def test_a_compiled_model_goes_on_after_a_backward_that_failed(ranks, settings):
+    ranks.run(failed_compiled, settings, world_size=2)
 
 
 def grow_after_setup(case: str) -> list[torch.Tensor]:

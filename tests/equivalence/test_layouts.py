@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from machine import ACCELERATOR
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -125,14 +126,14 @@ TOLERANCE = {"32-true": 1e-5, "64-true": 1e-6, "bf16-mixed": 3e-2, "bf16-true": 
 
 
 def scaler() -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=256.0)
+    return torch.amp.GradScaler(ACCELERATOR, init_scale=256.0)
 
 
 def launched(layout: str, precision: str = "32-true") -> Fabric:
     # From the default scale of 65536 a rank's gradients overflow where those of the joined batch do not.
-    plugin = MixedPrecision(precision, "cpu", scaler=scaler()) if precision == "16-mixed" else None
+    plugin = MixedPrecision(precision, ACCELERATOR, scaler=scaler()) if precision == "16-mixed" else None
     fabric = Fabric(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         devices=dist.get_world_size(),
         strategy=LAYOUTS[layout](),
         precision=None if plugin else precision,
@@ -158,7 +159,7 @@ def train(layout: str, precision: str, accumulate: int, clip: str, when: str = "
     fabric = launched(layout, precision)
     model, optimizer = ready(fabric, layout, when)
     part = fabric.strategy.distributed_sampler_kwargs
-    tokens = data(part["num_replicas"], STEPS * accumulate)[:, part["rank"]]
+    tokens = data(part["num_replicas"], STEPS * accumulate)[:, part["rank"]].to(ACCELERATOR)
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -171,7 +172,8 @@ def train(layout: str, precision: str, accumulate: int, clip: str, when: str = "
             norms.append(fabric.clip_gradients(model, optimizer, **CLIPS[clip]))
         optimizer.step()
     weights = fabric.strategy.get_module_state_dict(model)
-    return torch.stack(losses), [n for n in norms if n is not None], weights
+    norms = [norm.cpu() for norm in norms if norm is not None]
+    return torch.stack(losses).cpu(), norms, {name: value.cpu() for name, value in weights.items()}
 
 
 def train_plain(layout: str, world: int, precision: str, accumulate: int, clip: str):
@@ -248,7 +250,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "world_size", "precision", "accumulate", "clip"), CASES)
+DEVICE_CASES = [
+    pytest.param(*case, marks=pytest.mark.device)
+    if case[1] == worlds(case[0])[0] and case[2] != "64-true" and case[3:] in ((3, "norm"), (1, "inf"))
+    else case
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize(("layout", "world_size", "precision", "accumulate", "clip"), DEVICE_CASES)
 def test_training_equals_plain_torch(ranks, layout, world_size, precision, accumulate, clip):
     expected = train_plain(layout, parts(layout, world_size), precision, accumulate, clip)
     for got in ranks.run(train, layout, precision, accumulate, clip, world_size=world_size):

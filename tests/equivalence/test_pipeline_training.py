@@ -5,11 +5,12 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from machine import ACCELERATOR
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
-from fabric.core.errors import CollectiveMismatch
+from fabric.core.errors import CollectiveMismatch, UsageError
 from fabric.strategies import PipelineStrategy
 
 ROWS, STEPS = 8, 4
@@ -81,10 +82,8 @@ def plain_sequential(seed=0):
 
 def data(count, rows=ROWS):
     source = torch.Generator().manual_seed(5)
-    return [
-        (torch.randint(11, (rows, 3), generator=source), torch.randint(11, (rows, 3), generator=source))
-        for _ in range(count)
-    ]
+    both = [torch.randint(11, (2, rows, 3), generator=source) for _ in range(count)]
+    return [tuple(pair.to(ACCELERATOR)) for pair in both]
 
 
 def loss_of(out, target):
@@ -93,7 +92,7 @@ def loss_of(out, target):
 
 def start(precision=None, devices=None, **settings):
     fabric = Fabric(
-        accelerator="cpu",
+        accelerator=ACCELERATOR,
         devices=devices or dist.get_world_size(),
         strategy=PipelineStrategy(**settings),
         precision=precision,
@@ -109,11 +108,11 @@ def balance_of(stages):
 def assert_alike(got, expected, atol=1e-6):
     assert list(got) == list(expected)
     for key, value in expected.items():
-        assert torch.allclose(got[key], value, atol=atol), key
+        assert torch.allclose(got[key].cpu(), value.cpu(), atol=atol), key
 
 
 def train_plain(batches, accumulate=1, clip=None, optimizer=torch.optim.AdamW, model=None):
-    model = model or words()
+    model = (model or words()).to(ACCELERATOR)
     stepper = optimizer(model.parameters(), lr=0.05)
     losses, norms = [], []
     for number, (x, target) in enumerate(batches):
@@ -168,7 +167,10 @@ def same_as_plain(microbatches, checkpoint, schedule, accumulate, clip, stages=N
     fabric.strategy.teardown()
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+TWO_OR_FOUR = [pytest.param(2, marks=pytest.mark.device), 4]
+
+
+@pytest.mark.parametrize("world_size", TWO_OR_FOUR)
 @pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b"])
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 8])
 def test_losses_weights_and_states(ranks, world_size, schedule, microbatches):
@@ -184,6 +186,7 @@ def test_accumulation_and_clipping(ranks, world_size, schedule, checkpoint):
     ranks.run(same_as_plain, 4, checkpoint, schedule, 2, clip, world_size=world_size)
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, float("inf")])
 def test_clipping_by_other_norms(ranks, norm_type):
     clip = {"max_norm": 0.05, "norm_type": norm_type}
@@ -519,7 +522,7 @@ def mismatched_calls():
     """Ranks of one pipeline that give different batches hear of it, and can go on."""
     fabric = start(balance=[2, 4], num_microbatches=2)
     model, rows = fabric.setup(words()), 4 + fabric.global_rank
-    with pytest.raises(CollectiveMismatch, match="forward of Words"):
+    with pytest.raises(CollectiveMismatch, match=r"forward of model 0 \(Words\)"):
         model(torch.zeros(rows, 3, dtype=torch.long))
     out = model(torch.zeros(4, 3, dtype=torch.long))
     with pytest.raises(CollectiveMismatch, match=r"(back|for)ward of Words"):
@@ -554,3 +557,85 @@ def test_orders_hold_what_the_papers_say():
             assert not held
             assert len(order) == 2 * count
             assert most == (count if name == "gpipe" else min(count, stages - stage))
+
+
+def clipped_on_one_stage():
+    """Two optimizers, each of which has its parameters on one stage only."""
+    fabric, plain = start(), plain_sequential()
+    expected = plain_sequential()
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+    steppers = [torch.optim.SGD(plain[at].parameters(), lr=0.1) for at in (0, -1)]
+    model, *steppers = fabric.setup(plain, *steppers)
+    fabric.backward(model(x).pow(2).sum())
+    expected(x).pow(2).sum().backward()
+    nn.utils.clip_grad_value_(expected.parameters(), 0.3)
+    for stepper in steppers:
+        fabric.clip_gradients(model, stepper, clip_val=0.3)
+        stepper.step()
+    with torch.no_grad():
+        for layer in (expected[0], expected[-1]):
+            for p in layer.parameters():
+                p -= 0.1 * p.grad
+    assert_alike(model.state_dict(), expected.state_dict())
+
+
+def test_clipping_by_value_where_an_optimizer_is_empty_on_a_stage(ranks):
+    ranks.run(clipped_on_one_stage, world_size=2)
+
+
+def different_evaluations():
+    """Later than the first calls: loops of other lengths would pair batches up wrongly."""
+    fabric = start(num_microbatches=2)
+    model = fabric.setup(words())
+    for _ in range(3):
+        model(torch.zeros(4, 3, dtype=torch.long))
+    with torch.no_grad():
+        model(torch.ones(4, 3, dtype=torch.long))
+        model(torch.full((4, 3), 2 + fabric.global_rank))
+
+
+def test_ranks_that_evaluate_different_batches_of_one_shape_are_told(ranks):
+    for error in ranks.run_expecting_errors(different_evaluations, world_size=2):
+        assert isinstance(error, CollectiveMismatch)
+        assert "forward of model 0 (Words), no_grad" in str(error)
+
+
+def different_models():
+    fabric = start(num_microbatches=2)
+    models = [fabric.setup(words(seed)) for seed in range(2)]
+    with torch.no_grad():
+        models[fabric.global_rank](torch.zeros(4, 3, dtype=torch.long))
+
+
+def test_ranks_that_call_different_models_of_one_kind_are_told(ranks):
+    for error in ranks.run_expecting_errors(different_models, world_size=2):
+        assert isinstance(error, CollectiveMismatch)
+        assert "forward of model 0 (Words), no_grad" in str(error)
+        assert "forward of model 1 (Words), no_grad" in str(error)
+
+
+def unsynchronised(doing):
+    """Each row's own gradients: refused where they are used, and the next accumulation is right."""
+    fabric = start(num_stages=2, num_microbatches=2)
+    model, stepper = fabric.setup(model := words(), torch.optim.SGD(model.parameters(), lr=0.05))
+    row, batches = fabric.global_rank // 2, data(4)
+    with fabric.no_backward_sync(model):
+        x, target = batches[row]
+        fabric.backward(loss_of(model(x), target))
+    with pytest.raises(UsageError) as caught:
+        stepper.step() if doing == "step" else fabric.clip_gradients(model, stepper, max_norm=0.1)
+    stepper.zero_grad()
+    for number, (x, target) in enumerate([batches[row], batches[2 + row]]):
+        with fabric.no_backward_sync(model, enabled=number == 0):
+            fabric.backward(loss_of(model(x), target) / 2)
+    stepper.step()
+    fabric.strategy.teardown()
+    return str(caught.value), model.state_dict()
+
+
+@pytest.mark.parametrize("doing", ["step", "clip"])
+def test_gradients_of_one_row_alone_are_refused(ranks, doing):
+    plain, _, _, _ = train_plain(data(4), accumulate=4, optimizer=torch.optim.SGD)
+    for text, state in ranks.run(unsynchronised, doing, world_size=4):
+        assert "were never synchronised: they differ between ranks" in text
+        assert_alike(state, plain.state_dict())

@@ -390,3 +390,45 @@ def test_two_ranks_equal_one(ranks, precision):
     tolerance = {"64-true": 1e-12, "bf16-true": 5e-2}.get(precision, 5e-3)
     for ours, theirs in zip(first, net.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs.detach(), rtol=tolerance, atol=tolerance)
+
+
+# complex numbers
+
+
+class Rotary(nn.Module):
+    """Complex in its parameters, buffers and inputs, as rotary embeddings and spectral layers are."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        turns = torch.randn(4, 2, generator=generator, dtype=torch.complex64)
+        self.weight = nn.Parameter(torch.randn(4, 2, generator=generator, dtype=torch.complex64))
+        self.register_buffer("turns", turns)
+
+    def forward(self, x, spectrum):
+        pairs = torch.view_as_complex(x.float() if x.itemsize == 2 else x)
+        return (pairs * self.turns * self.weight * spectrum["s"]).sum()
+
+
+@pytest.mark.parametrize(
+    ("precision", "inside"),
+    [
+        ("64-true", torch.complex128),
+        ("32-true", torch.complex64),
+        ("16-true", torch.complex64),
+        ("bf16-true", torch.complex64),
+        ("bf16-mixed", torch.complex64),
+    ],
+)
+def test_complex_numbers_keep_their_imaginary_part(precision, inside):
+    fabric = make_fabric(precision)
+    plain, model = Rotary(), fabric.setup(Rotary())
+    assert (model.turns.dtype, model.weight.dtype) == (inside, inside)
+    x, s = torch.randn(3, 4, 2, 2), torch.randn(4, 2, dtype=torch.complex64)
+    out = model(x, {"s": s})
+    assert out.dtype == torch.complex64  # as a real output comes back in the default dtype
+    tolerance = {"16-true": 1e-2, "bf16-true": 5e-2}.get(precision, 1e-5)  # of x alone
+    torch.testing.assert_close(out, plain(x, {"s": s}), rtol=tolerance, atol=tolerance)
+    fabric.backward(out.abs())
+    assert model.weight.grad.dtype == inside
+    assert model.weight.grad.imag.abs().sum() > 0

@@ -172,9 +172,7 @@ def marked_methods() -> None:
     fabric = start()
     model = fabric.setup(Net())
     data = batches(1)[0]
-    with pytest.raises(
-        UsageError, match=r"Net\.raw_loss uses a parameter .*mark_forward_method\('raw_loss'\)"
-    ):
+    with pytest.raises(UsageError, match=r"Net\.raw_loss calls mul .*mark_forward_method\('raw_loss'\)"):
         model.raw_loss(data[fabric.global_rank])
     model.mark_forward_method("raw_loss")
     fabric.backward(model.raw_loss(data[fabric.global_rank]))
@@ -265,13 +263,14 @@ def test_no_backward_sync_is_right_however_it_is_left(ranks, order, strategy):
 def step_without_sync() -> None:
     fabric = start()
     model, optimizer = fabric.setup(*with_sgd(Net()))
+    data = batches(1)[0]
     with fabric.no_backward_sync(model):
-        fabric.backward(model(batches(1)[0, fabric.global_rank]).pow(2).mean())
-    with pytest.raises(UsageError, match=r"SGD\.step\(\) came while gradients .* never synchronised"):
-        optimizer.step()
+        fabric.backward(model(data[fabric.global_rank]).pow(2).mean())
+    assert_grads(model, joined_grads(lambda m, x: m(x).pow(2).mean(), data))
+    optimizer.step()
 
 
-def test_a_step_with_local_gradients_is_refused(ranks):
+def test_no_gradient_waits_for_its_reduction(ranks):
     ranks.run(step_without_sync, world_size=2)
 
 
@@ -433,6 +432,27 @@ def warm_optimizer() -> None:
     for index, entry in step.state_dict()["state"].items():
         torch.testing.assert_close(state[index], entry, atol=1e-6, rtol=1e-5)
     assert stepped.param_groups[0]["lr"] == 0.05
+
+
+def weights_after_two_steps(strategy: str, thaw: bool) -> list[float]:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=make(strategy), precision="bf16-mixed")
+    fabric.launch()
+    net = Net()
+    net.body.requires_grad_(not thaw)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model.requires_grad_(True)
+    for batch in batches(2):
+        optimizer.zero_grad()
+        fabric.backward(model(batch[fabric.global_rank]).pow(2).mean())
+        optimizer.step()
+    return [float(value.sum()) for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("strategy", ["layers", "mesh"])
+def test_parameters_that_are_thawed_after_setup_train_like_others(ranks, strategy):
+    """Their gradients arrive in the parameters' dtype, whatever is computed in."""
+    thawed = ranks.run(weights_after_two_steps, strategy, True, world_size=2)
+    assert thawed == ranks.run(weights_after_two_steps, strategy, False, world_size=2)
 
 
 def test_an_optimizer_with_state_follows_its_model(ranks):
@@ -629,11 +649,15 @@ def numbers_of_parts() -> None:
     model = fabric.setup(Net())
     fabric.backward(model(batches(1)[0, fabric.global_rank]).pow(2).mean())
     grad = model.head.weight.grad
-    for ask in (lambda: grad.norm().item(), lambda: bool(grad.isnan().any()), lambda: float(grad.sum())):
+    for ask in (lambda: grad.norm().item(), lambda: float(grad.sum())):
         with pytest.raises(UsageError, match=r"split over ranks .*full_tensor\(\)\.item\(\)"):
             ask()
     expected = joined_grads(lambda m, x: m(x).pow(2).mean(), batches(1)[0])["head.weight"]
     assert grad.norm().full_tensor().item() == pytest.approx(expected.norm().item(), rel=1e-5)
+    # A truth value decides where the loop goes on: the same on all ranks, also if one of them has the cause.
+    highest = expected.max() * (1 - 1e-4)
+    assert (grad > highest).any()
+    assert not (grad < highest).all()
 
 
 def test_a_number_of_a_part_is_refused(ranks):

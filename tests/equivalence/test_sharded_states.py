@@ -7,12 +7,13 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from machine import ACCELERATOR
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fabric import Fabric
-from fabric.core.errors import RankError, UsageError
+from fabric.core.errors import CollectiveMismatch, RankError, UsageError
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 
 
@@ -66,7 +67,8 @@ def adam(model):
 
 def plain_net() -> tuple[Net, torch.Tensor]:
     torch.manual_seed(21)
-    return Net(), torch.rand(1)
+    with torch.device(ACCELERATOR):
+        return Net(), torch.rand(1)
 
 
 def tensor_parallel(model, mesh):
@@ -101,7 +103,7 @@ STRATEGIES = {
 
 def launched(strategy: str, **settings) -> Fabric:
     fabric = Fabric(
-        accelerator="cpu", devices=dist.get_world_size(), strategy=STRATEGIES[strategy](), **settings
+        accelerator=ACCELERATOR, devices=dist.get_world_size(), strategy=STRATEGIES[strategy](), **settings
     )
     fabric.launch()
     return fabric
@@ -109,7 +111,8 @@ def launched(strategy: str, **settings) -> Fabric:
 
 def assert_states(got, expected) -> None:
     assert list(got) == list(expected)
-    torch.testing.assert_close(dict(got), dict(expected), atol=0, rtol=0)
+    one, other = [{key: value.cpu() for key, value in state.items()} for state in (got, expected)]
+    torch.testing.assert_close(one, other, atol=0, rtol=0)
 
 
 # Built without memory
@@ -120,7 +123,7 @@ def built_empty(strategy: str, seed_apart: bool = False) -> None:
     torch.manual_seed(21 + (seed_apart and fabric.global_rank))
     with fabric.init_module(empty_init=True):
         model = Net()
-    drawn = torch.rand(1)
+    drawn = torch.rand(1, device=ACCELERATOR)
     assert all(p.is_meta for name, p in model.named_parameters() if name != "place")
     optimizer = adam(model)
     model, optimizer = fabric.setup(model, optimizer)
@@ -132,13 +135,17 @@ def built_empty(strategy: str, seed_apart: bool = False) -> None:
     part = fabric.strategy.distributed_sampler_kwargs
     tokens = torch.arange(12 * part["num_replicas"]).view(part["num_replicas"], 4, 3)[part["rank"]] % 9
     before = fabric.strategy.get_module_state_dict(model)["gain"].clone()
-    fabric.backward(model(tokens).pow(2).mean())
+    fabric.backward(model(fabric.to_device(tokens)).pow(2).mean())
     optimizer.step()
     assert not torch.equal(before, fabric.strategy.get_module_state_dict(model)["gain"])
 
 
-SPLIT = [(name, world) for name in STRATEGIES if name not in ("single", "ddp", "zero1")
-         for world in ((4,) if name in ("hsdp", "tp-dp", "tp-fsdp") else (1, 2, 4))]  # fmt: skip
+SPLIT = [
+    pytest.param(name, world, marks=[pytest.mark.device] * (world == 2))
+    for name in STRATEGIES
+    if name not in ("single", "ddp", "zero1")
+    for world in ((4,) if name in ("hsdp", "tp-dp", "tp-fsdp") else (1, 2, 4))
+]
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), SPLIT)
@@ -149,6 +156,137 @@ def test_values_equal_a_plain_construction_on_any_number_of_ranks(ranks, strateg
 @pytest.mark.parametrize("strategy", ["zero3", "tp"])
 def test_rank_zeros_values_count_where_seeds_differ(ranks, strategy):
     ranks.run(built_empty, strategy, True, world_size=2)
+
+
+def small(module) -> None:
+    """The initialisation of GPT-2, as its users call it by `model.apply(small)`."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    if isinstance(module, nn.LayerNorm):
+        module.weight.data.uniform_(0.1, 0.2)
+        nn.init.constant_(module.bias, 0.5)
+    if isinstance(module, nn.Embedding):
+        module.weight.data.normal_(mean=0.0, std=0.02)
+        module.weight.data[module.padding_idx].fill_(0.25)
+
+
+def small_in_function(where: str):
+    def function(model, mesh):
+        if where == "first":
+            model.apply(small)
+        if where == "to_empty":
+            tensor_parallel(model, mesh).to_empty(device=ACCELERATOR)
+            model.head.weight = model.embed.weight  # torch makes two of them
+            for parameter in model.parameters():
+                nn.init.normal_(parameter)
+            for buffer in model.buffers():
+                nn.init.ones_(buffer)
+            return model
+        (tensor_and_sharded if mesh.size(0) > 1 else tensor_parallel)(model, mesh)
+        if where == "last":
+            model.apply(small)
+        return model
+
+    return function
+
+
+def initialised_later(strategy: str, where: str) -> None:
+    fabric = launched(strategy)
+    if where != "before":
+        fabric.strategy.layout.parallelize = small_in_function(where)
+    torch.manual_seed(21)
+    with fabric.init_module(empty_init=True):
+        model = Net()
+    if where == "before":
+        model.apply(small)
+    model = fabric.setup(model)
+    drawn = torch.rand(1)
+    torch.manual_seed(21)
+    with torch.device(ACCELERATOR):
+        expected = Net()
+    if where == "to_empty":
+        for parameter in expected.parameters():
+            nn.init.normal_(parameter)
+        for buffer in expected.buffers():
+            nn.init.ones_(buffer)
+    else:
+        expected.apply(small)
+    assert_states(fabric.strategy.get_module_state_dict(model), expected.state_dict())
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(drawn, torch.rand(1))
+
+
+LATER = [
+    *[(strategy, "before") for strategy in ("zero3", "one-group", "tp")],
+    *[(strategy, where) for strategy in ("tp", "tp-fsdp") for where in ("first", "last", "to_empty")],
+]
+
+
+@pytest.mark.parametrize(("strategy", "where"), LATER)
+def test_what_the_user_initialises_later_counts(ranks, strategy, where):
+    ranks.run(initialised_later, strategy, where, world_size=4 if strategy == "tp-fsdp" else 2)
+
+
+def doubled(model) -> None:
+    model.norm.weight = nn.Parameter(model.norm.weight * 2)
+
+
+def tied_late(model) -> None:
+    model.blocks[1].outer.weight = model.blocks[0].outer.weight
+
+
+IN_FUNCTION = {
+    "list": (lambda m: torch._foreach_mul_(list(m.parameters()), 0.5), "_foreach_mul_ reads a tensor"),
+    "transposed": (
+        lambda m: m.blocks[0].inner.weight.t().data.zero_(),
+        r"zero_ in parallelize_fn changes a tensor of shape \[6, 8\] .*the change would be lost",
+    ),
+    "doubled": (doubled, "parallelize_fn put another tensor in the place of weight of BatchNorm1d"),
+    "tied": (tied_late, "parallelize_fn put another tensor in the place of weight of Linear"),
+    "copied": (
+        lambda m: m.norm.weight.data.copy_(m.norm.bias),
+        r"copy_ reads a tensor of shape \[3\] that has no values yet",
+    ),
+    "data": (
+        lambda m: setattr(m.blocks[0].inner.weight, "data", m.blocks[0].inner.weight.data * 2),
+        r"\.data = other in parallelize_fn .*the change would be lost",
+    ),
+    "data with values": (lambda m: setattr(m.norm.weight, "data", torch.full((3,), 2.0)), None),
+    "values": (lambda m: m.blocks[0].inner.weight.data.copy_(torch.ones(8, 6)), None),
+    "dtype": (lambda m: m.double(), None),
+    "row": (lambda m: m.blocks[0].inner.weight.data[3].fill_(3), None),
+}
+
+
+def in_function(name: str) -> None:
+    change, message = IN_FUNCTION[name]
+
+    def function(model, mesh):
+        change(tensor_parallel(model, mesh))
+        return model
+
+    strategy = ModelParallelStrategy(function, 1, 2)
+    fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(21)
+    with fabric.init_module(empty_init=True):
+        model = Net()
+    if message is not None:
+        with pytest.raises(UsageError, match=message):
+            fabric.setup(model)
+        return
+    model = fabric.setup(model)
+    expected, _ = plain_net()
+    with torch.no_grad():
+        change(expected)
+    assert_states(fabric.strategy.get_module_state_dict(model), expected.state_dict())
+
+
+@pytest.mark.parametrize("name", IN_FUNCTION)
+def test_what_parallelize_fn_does_to_values_counts_or_is_refused(ranks, name):
+    ranks.run(in_function, name, world_size=2)
 
 
 def built_in(precision: str) -> list[torch.dtype]:
@@ -230,6 +368,7 @@ def users_own_meta(kind: str) -> None:
     assert_states(fabric.strategy.get_module_state_dict(model), Parent().state_dict())
 
 
+@pytest.mark.device
 @pytest.mark.parametrize("kind", ["parent", "forgetful", "tp"])
 def test_a_users_meta_model_is_initialised_by_its_own_functions(ranks, kind):
     ranks.run(users_own_meta, kind, world_size=2)
@@ -363,6 +502,43 @@ def test_states_travel_between_layouts(ranks, tmp_path, source, target):
         torch.testing.assert_close(held["state"], plain["optimizer"]["state"], atol=0, rtol=0)
         torch.testing.assert_close(held["state"], moments["state"], atol=1e-6, rtol=1e-4)
         torch.testing.assert_close(dict(after), dict(oracle(3)[0]), atol=1e-6, rtol=1e-4)
+
+
+def saved_by_hand(strategy: str, path) -> None:
+    fabric = launched(strategy)
+    model, optimizer = trained(fabric, 2)
+    parts = {"model": model.module.state_dict(), "optimizers": [optimizer.optimizer.state_dict()]}
+    fabric.save(path, {**parts, "whole": {"model": model, "optimizers": [optimizer]}})
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "tp"])
+def test_what_the_user_took_from_his_own_objects_is_saved_whole(ranks, tmp_path, strategy):
+    path = tmp_path / "checkpoint"
+    ranks.run(saved_by_hand, strategy, path, world_size=2)
+    plain = torch.load(path, weights_only=True)
+    torch.testing.assert_close(dict(plain["model"]), dict(plain["whole"]["model"]), atol=0, rtol=0)
+    assert plain["model"]._metadata == plain["whole"]["model"]._metadata
+    states = [held["optimizers"][0]["state"] for held in (plain, plain["whole"])]
+    torch.testing.assert_close(*states, atol=0, rtol=0)
+    for held in (plain["model"], plain["whole"]["model"]):  # tied weights are one tensor, in the file too
+        assert held["head.weight"].data_ptr() == held["embed.weight"].data_ptr()
+
+
+def saved_on_one_rank(path) -> None:
+    fabric = launched("zero3")
+    model, _ = trained(fabric, 0)
+    for state, what in (
+        ({"model": model}, "1 models and optimizers, 0 split tensors"),
+        ({"model": model.module.state_dict()}, r"0 models and optimizers, \d+ split tensors"),
+    ):
+        with pytest.raises(CollectiveMismatch, match=what):
+            fabric.save(path, state if fabric.is_global_zero else {})
+    assert not path.exists()
+    fabric.save(path, {"model": model} | ({"step": 2} if fabric.is_global_zero else {}))
+
+
+def test_split_values_that_only_one_rank_saves_are_an_error_on_all(ranks, tmp_path):
+    ranks.run(saved_on_one_rank, tmp_path / "checkpoint", world_size=2)
 
 
 def who_keeps(path) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Sharded models evaluate on ranks that have different numbers of batches, or on one rank; nothing hangs."""
+"""Evaluation on ranks that differ: right where parameters are whole, an error at once where split."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from machine import ACCELERATOR
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fabric import Fabric
+from fabric.core.errors import CollectiveMismatch
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 
 
@@ -59,7 +63,7 @@ STRATEGIES = {
 
 
 def start(strategy: str):
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=STRATEGIES[strategy]())
+    fabric = Fabric(accelerator=ACCELERATOR, devices=dist.get_world_size(), strategy=STRATEGIES[strategy]())
     fabric.launch()
     model = Net()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
@@ -67,7 +71,7 @@ def start(strategy: str):
 
 
 def rows(epoch: int) -> torch.Tensor:
-    return torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(epoch))
+    return torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(epoch)).to(ACCELERATOR)
 
 
 def evaluate(model, batches, how) -> float:
@@ -98,7 +102,7 @@ def train_and_evaluate(strategy: str, counts: list[list[int]], how: str, then: s
 
 def oracle(counts: list[list[int]], how: str) -> list[list[float]]:
     """Per epoch, each rank's result, by one process on the joined batch."""
-    model = Net()
+    model = Net().to(ACCELERATOR)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     results = []
     for epoch, count in enumerate(counts):
@@ -111,7 +115,8 @@ def oracle(counts: list[list[int]], how: str) -> list[list[float]]:
     return results
 
 
-COUNTS = {2: [[1, 2], [4, 0], [0, 3], [2, 2]], 4: [[1, 2, 1, 3], [0, 4, 0, 0], [3, 1, 0, 2]]}
+UNEVEN = {2: [[1, 2], [4, 0], [0, 3], [2, 2]], 4: [[1, 2, 1, 3], [0, 4, 0, 0], [3, 1, 0, 2]]}
+WHOLE = ("ddp", "zero1")
 CASES = [
     (strategy, world, how, then)
     for strategy in STRATEGIES
@@ -122,9 +127,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "world_size", "how", "then"), CASES)
-def test_ranks_may_evaluate_different_numbers_of_batches(ranks, strategy, world_size, how, then):
-    counts = COUNTS[world_size]
+DEVICE_CASES = [
+    pytest.param(*case, marks=pytest.mark.device) if case[1:] == (2, "no_grad", "verb") else case
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize(("strategy", "world_size", "how", "then"), DEVICE_CASES)
+def test_ranks_evaluate_and_train(ranks, strategy, world_size, how, then):
+    """Where parameters are whole, ranks may differ in how many batches they evaluate."""
+    counts = (
+        UNEVEN[world_size] if strategy in WHOLE else [[2] * world_size, [0] * world_size, [3] * world_size]
+    )
     expected = oracle(counts, how)
     for rank, got in enumerate(
         ranks.run(train_and_evaluate, strategy, counts, how, then, world_size=world_size)
@@ -133,72 +147,81 @@ def test_ranks_may_evaluate_different_numbers_of_batches(ranks, strategy, world_
         torch.testing.assert_close(torch.tensor(got), torch.tensor(want), atol=1e-5, rtol=1e-4)
 
 
-def on_rank_zero_only() -> float:
-    fabric, model, _ = start("zero3")
-    model.eval()
-    with torch.no_grad():
-        model(rows(0)[0])
-        value = model(rows(0)[1]).sum().item() if fabric.is_global_zero else 0.0
-    return fabric.broadcast(value)
+def evaluates_more(strategy: str, how: str) -> float:
+    """Rank zero evaluates a batch more than the others, which are in another call of Fabric then."""
+    fabric, model, optimizer = start(strategy)
+
+    def alone() -> None:
+        evaluate(model, rows(0)[: 2 - min(fabric.global_rank, 1)], how)
+        fabric.barrier()
+
+    with pytest.raises(CollectiveMismatch) as caught:
+        alone()
+    text = str(caught.value)
+    assert "forward without gradients of model 0 (Net)" in text, text
+    assert "barrier()" in text, text
+    assert text.endswith("write `with fabric.whole(model) as plain:` on all ranks."), text
+    assert text.count("test_uneven_evaluation.py:") == fabric.world_size, text
+    model.train()
+    optimizer.zero_grad()  # and all is well again
+    fabric.backward(model(rows(0)[fabric.global_rank]).pow(2).mean())
+    optimizer.step()
+    return evaluate(model, rows(1), "no_grad")
 
 
-def test_rank_zero_may_evaluate_alone(ranks):
-    model = Net().eval()
-    with torch.no_grad():
-        expected = model(rows(0)[1]).sum().item()
-    assert ranks.run(on_rank_zero_only, world_size=4) == pytest.approx([expected] * 4, abs=1e-5)
+@pytest.mark.parametrize("how", ["no_grad", "inference", pytest.param("method", marks=pytest.mark.device)])
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in (*WHOLE, "hsdp")])
+def test_a_rank_that_evaluates_alone_is_told_at_once(ranks, strategy, how):
+    model = Net().to(ACCELERATOR)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    torch.stack([model(rows(0)[rank]).pow(2).mean() for rank in range(2)]).mean().backward()
+    optimizer.step()
+    expected = evaluate(model, rows(1), "no_grad")
+    assert ranks.run(evaluates_more, strategy, how, world_size=2) == pytest.approx([expected] * 2, abs=1e-4)
 
 
-def alone_at_first(strategy: str) -> list[float]:
-    """The first evaluation of all, on rank zero only; then rank one only; then both."""
-    fabric, model, _ = start(strategy)
-    model.eval()
-    values = []
-    for who in ((0,), (0,), (1,), (0, 1), (0, 1)):
-        with torch.no_grad():
-            own = model(rows(0)[len(values)]).sum().item() if fabric.global_rank in who else 0.0
-        values.append(fabric.all_reduce(own, reduce_op="sum").item() / len(who))
-    return values
+def columns(model, mesh):
+    plan = {"layer": ColwiseParallel(output_layouts=Replicate())}
+    for block in (model.first, model.shared, model.unused):
+        parallelize_module(block, mesh["tensor_parallel"], plan)
+    return model
 
 
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "hsdp"])
-def test_the_very_first_evaluation_may_be_on_one_rank(ranks, strategy):
-    model = Net().eval()
-    with torch.no_grad():
-        expected = [model(rows(0)[i]).sum().item() for i in range(5)]
-    for got in ranks.run(alone_at_first, strategy, world_size=2):
-        assert got == pytest.approx(expected, abs=1e-4)
+def evaluates_alone_in_its_row() -> float:
+    """What one rank of a tensor parallel group sends in evaluation, the others must answer."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(columns, 1, 2))
+    fabric.launch()
+    model = fabric.setup(Net())
+    with pytest.raises(CollectiveMismatch, match=r"forward without gradients of model 0 \(Net\)"):
+        evaluate(model, rows(0)[:1], "no_grad") if fabric.is_global_zero else fabric.barrier()
+    model.train()
+    fabric.backward(model(rows(0)[0]).sum())
+    return evaluate(model, rows(1), "no_grad")
 
 
-def two_models() -> list[float]:
+def test_a_rank_that_evaluates_alone_in_a_tensor_parallel_group(ranks):
+    expected = evaluate(Net(), rows(1), "no_grad")
+    assert ranks.run(evaluates_alone_in_its_row, world_size=2) == pytest.approx([expected] * 2, abs=1e-4)
+
+
+def two_models() -> None:
     fabric, one, _ = start("zero3")
     two = fabric.setup(Net())
-    one.eval(), two.eval()
-    values = []
-    with torch.no_grad():
-        for model in (one, two):
-            values.append(model(rows(0)[0]).sum().item())
-        for batch in range(3 - fabric.global_rank):
-            values.append((one if fabric.global_rank == 0 else two)(rows(1)[batch]).sum().item())
-    fabric.barrier()
-    return values
+    with (
+        torch.no_grad(),
+        pytest.raises(CollectiveMismatch, match=r"of model 0 \(Net\)(?s:.)*of model 1 \(Net\)"),
+    ):
+        (one if fabric.is_global_zero else two)(rows(0)[0])
 
 
-def test_ranks_may_evaluate_different_models(ranks):
-    model = Net().eval()
-    with torch.no_grad():
-        first = model(rows(0)[0]).sum().item()
-        rest = [model(rows(1)[batch]).sum().item() for batch in range(3)]
-    zero, one = ranks.run(two_models, world_size=2)
-    assert zero == pytest.approx([first, first, *rest], abs=1e-5)
-    assert one == pytest.approx([first, first, *rest[:2]], abs=1e-5)
+def test_models_are_told_apart(ranks):
+    ranks.run(two_models, world_size=2)
 
 
 @pytest.mark.parametrize("guard", ["light", "off"])
 def test_other_guards(ranks, guard, monkeypatch):
-    """`light` helps too; `off` sends nothing, so ranks must evaluate alike."""
     monkeypatch.setitem(os.environ, "FABRIC_GUARD", guard)
-    counts = [[2, 2], [1, 1]] if guard == "off" else COUNTS[2]
+    counts = [[2, 2], [1, 1]]
     expected = oracle(counts, "no_grad")
     for got in ranks.run(train_and_evaluate, "zero3", counts, "no_grad", "verb", world_size=2):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=1e-5, rtol=1e-4)

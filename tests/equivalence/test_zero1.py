@@ -772,15 +772,17 @@ def grown(strategy, kind):
     for x in data[4:]:
         step_on(fabric, model, optimizer, x)
         step_on(fabric, resumed, again, x)
-    return weights(model), optimizer.state_dict(), same(weights(model), weights(resumed)), early, late
+    # Not to the bit: where in its bucket a gradient lies decides the order in which three ranks add it up,
+    # and DDP orders the buckets anew after a model's first backward.
+    torch.testing.assert_close(weights(resumed), weights(model), rtol=1e-5, atol=1e-6)
+    return weights(model), optimizer.state_dict(), early, late
 
 
 @pytest.mark.parametrize("kind", [Adam, Adagrad])
 def test_a_group_added_after_setup_is_divided_too(ranks, kind):
     results = ranks.run(grown, "zero1", kind, world_size=3)
     expected = ranks.run(grown, "ddp", kind, world_size=3)
-    assert same([result[:3] for result in results], [result[:3] for result in expected])
-    assert results[0][2]
+    assert same([result[:2] for result in results], [result[:2] for result in expected])
     for *_, early, late in results:
         assert set(early) <= set(late)  # states stay where they are
     assert sorted(i for *_, late in results for i in late) == sorted(expected[0][-1])

@@ -260,7 +260,7 @@ def another_batch():
 def test_ranks_of_a_row_with_other_data_are_told(ranks):
     for text in ranks.run(another_batch, world_size=2):
         assert "need the same batch" in text
-        assert "forward of Attend" in text
+        assert "forward of model 0 (Attend)" in text
 
 
 def fails_once():

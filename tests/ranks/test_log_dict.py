@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torchmetrics import MeanMetric
 
 from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError
@@ -211,6 +212,26 @@ def test_an_empty_dict_is_one_message(ranks):
     (line, calls), (_, other) = ranks.run(log_nothing, world_size=2)
     assert line == ({}, None)
     assert calls == other == {"all_gather": 1}
+
+
+def log_metrics():
+    logger = Kept()
+    fabric = launched(logger)
+    mean = MeanMetric()
+    mean.update(torch.tensor([1.0, 5.0]) if fabric.global_rank else torch.tensor([3.0]))
+    fabric.log("mean", mean, 4)
+    fabric.log_dict({"loss": 1.0, "mean": mean, "lr": 0.5}, 5, sync_dist=True, reduce_fx="sum")
+    with pytest.raises(CollectiveMismatch, match="compute_metrics"):
+        fabric.log("mean", mean) if fabric.is_global_zero else fabric.all_reduce(1.0)
+    assert usable(fabric)
+    return logger.lines
+
+
+def test_a_metric_is_logged_by_its_value_over_all_ranks(ranks):
+    lines, none = ranks.run(log_metrics, world_size=2)
+    assert lines == [({"mean": 3.0}, 4), ({"loss": 2.0, "mean": 3.0, "lr": 1.0}, 5)]
+    assert list(lines[1][0]) == ["loss", "mean", "lr"]
+    assert none == []
 
 
 def test_one_process():

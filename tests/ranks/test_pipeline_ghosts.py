@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fabric import Fabric
-from fabric.core.errors import ArgumentTypeError, UsageError
+from fabric.core.errors import UsageError
 from fabric.strategies import PipelineStrategy
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -157,7 +157,7 @@ def refused(output):
     for read in READ.values():
         with pytest.raises(UsageError, match=f"needs the values of {name} {words}"):
             read(ghost)
-    with pytest.raises(ArgumentTypeError, match="meta device"):
+    with pytest.raises(UsageError, match=rf"state\['w'\] is {name} of .*stage {here}\. A raw module"):
         fabric.save("never", {"w": ghost})
     return [torch.equal(value, before[key]) for key, value in average.state_dict().items()]
 
@@ -265,10 +265,11 @@ def same_average(by):
     fabric = start(checkpoint="never")
     model = deep()
     average = copy.deepcopy(model).requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    # A bias before a batch norm has rounding for a gradient, of which Adam would make steps of full size.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     plain = deep()
     expected = copy.deepcopy(plain).requires_grad_(False)
-    loop(plain, expected, torch.optim.AdamW(plain.parameters(), lr=0.01), by=by)
+    loop(plain, expected, torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-3), by=by)
     model, optimizer = fabric.setup(model, optimizer)
     average = fabric.setup(average)
     loop(model, average, optimizer, fabric, by=by)

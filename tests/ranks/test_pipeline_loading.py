@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fabric import Fabric
+from fabric.core.errors import UsageError
 from fabric.strategies import PipelineStrategy
 
 
@@ -127,3 +128,65 @@ def test_what_does_not_fit_is_told_as_under_ddp(ranks, tmp_path):
     assert "Missing key(s)" in ours[0][0]
     assert "Unexpected key(s)" in ours[0][0]
     assert "size mismatch for second.weight" in ours[0][2]
+
+
+def taken_from_raw_objects(path):
+    fabric = start()
+    module = net()
+    raw = torch.optim.Adam(module.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(module, raw)
+    own = torch.optim.Adam(model.parameters(), lr=0.1)  # never set up
+    fabric.backward(model(X).pow(2).mean())
+    for one in (optimizer, own):
+        one.step()
+    one_stage = r"Adam\.state_dict\(\) of .* has only this stage's part of the states.*fabric\.setup returned"
+    for held in (raw, optimizer.optimizer, own):
+        with pytest.raises(UsageError, match=one_stage):
+            held.state_dict()
+    assert sorted(optimizer.state_dict()["state"]) == list(range(5))
+    elsewhere = "second.bias" if fabric.global_rank else "last.bias"  # the first stage has last.weight, too
+    for state in ({"model": module.state_dict()}, {"all": [{"net": model.module.state_dict()}]}):
+        with pytest.raises(UsageError) as raised:
+            fabric.save(path, state)
+        text = str(raised.value)
+        assert "of the pipeline" in text
+        assert 'fabric.save(path, {"model": model})' in text
+        assert "model.state_dict()" in text
+        assert "to_empty" not in text
+    with pytest.raises(UsageError, match=rf"{elsewhere} of Net, which is on stage {1 - fabric.global_rank}"):
+        fabric.save(path, {"weight": module.get_parameter(elsewhere)})
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+
+
+def forgotten_in_setup():
+    fabric = start()
+    with fabric.init_module(empty_init=True):
+        empty = net()
+    for module, lost in ((net(), False), (empty, True)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = fabric.setup_module(module)
+        before = [p.detach().clone() for p in module.parameters() if not p.is_meta]
+        fabric.backward(model(X).pow(2).mean())
+        if lost:
+            with pytest.raises(UsageError, match="setup took out of the model"):
+                optimizer.step()
+            continue
+        optimizer.step()  # it holds the very parameters of this stage
+        after = [p for p in module.parameters() if not p.is_meta]
+        assert not any([torch.equal(*pair) for pair in zip(before, after, strict=True)])
+        with pytest.raises(UsageError, match="only this stage's part"):
+            optimizer.state_dict()
+
+
+def test_an_optimizer_that_was_forgotten_in_setup_trains_or_says_so(ranks):
+    ranks.run(forgotten_in_setup, world_size=2)
+
+
+def test_states_taken_from_raw_objects_are_refused(ranks, tmp_path):
+    ranks.run(taken_from_raw_objects, str(tmp_path / "saved.pt"), world_size=2)
+    saved = torch.load(tmp_path / "saved.pt", weights_only=True)
+    plain = net()
+    optimizer = torch.optim.Adam(plain.parameters())
+    plain.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert len(optimizer.state) == 5

@@ -156,7 +156,8 @@ def cannot_run():
 def test_an_example_that_does_not_run(ranks):
     (balance, said), other = ranks.run(cannot_run, world_size=2)
     assert balance == other[0] == [2, 2]
-    assert "by parameters (it does not run on example_input: RuntimeError: mat1 and mat2" in said
+    why = r"by parameters \(it does not run on example_input: RuntimeError: (addmm: )?mat1 and mat2"
+    assert re.search(why, said)
 
 
 # States
@@ -267,9 +268,12 @@ def deferred():
     torch.manual_seed(4)
     with fabric.init_module(empty_init=True):
         model = Net()
+    model.second.weight.data.normal_(std=0.02)
     model, _ = fabric.setup(model, torch.optim.Adam(model.parameters()))
     torch.manual_seed(4)
-    assert_states(model.state_dict(), Net().state_dict())
+    plain = Net()
+    plain.second.weight.data.normal_(std=0.02)
+    assert_states(model.state_dict(), plain.state_dict())
 
 
 def test_models_without_memory(ranks):
@@ -519,7 +523,7 @@ def misuse():
         model.pipeline_step(X, X, lambda out, y: out - y)
     (model(X).sum() * float("nan")).backward()
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(RuntimeError, match="gradients of all stages is nan"):
+    with pytest.raises(RuntimeError, match="of the whole model is nan"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
     assert fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False).isnan()
 

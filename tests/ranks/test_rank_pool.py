@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import signal
@@ -230,6 +231,20 @@ def test_a_silent_rank_is_named_with_its_stack(pool):
     assert pool.run(total, world_size=2)[0].item() == 3.0
 
 
+def wait_for_a_worker():
+    worker = multiprocessing.get_context("fork").Process(target=sleep_here)
+    worker.start()
+    worker.join()
+
+
+def test_what_a_silent_rank_has_forked_is_named_with_its_stack(pool):
+    with pytest.raises(RankTimeout) as caught:
+        pool.run(wait_for_a_worker, world_size=1, timeout=3.0, group=False)
+    own, worker = str(caught.value).split("which it has started:")
+    assert "in wait_for_a_worker" in own
+    assert "in sleep_here" in worker
+
+
 def skip_a_collective():
     return dist.get_rank() if dist.get_rank() else total()
 
@@ -238,6 +253,18 @@ def test_a_rank_that_waits_in_native_code_is_named_with_its_stack(pool):
     with pytest.raises(RankTimeout, match="in total") as caught:
         pool.run(skip_a_collective, world_size=2, timeout=5.0)
     assert caught.value.ranks == (0,)
+
+
+def fail_before_the_others_meet():
+    if dist.get_rank() == 0:
+        raise ValueError("on purpose")
+    dist.barrier()
+
+
+def test_ranks_that_wait_for_those_that_wait_come_to_an_end(ranks):
+    """Of four in a ring, the one across hears nothing of the first that failed."""
+    errors = ranks.run_expecting_errors(fail_before_the_others_meet, world_size=4)
+    assert [type(error).__name__ for error in errors] == ["ValueError", *["RuntimeError"] * 3]
 
 
 def test_a_stopped_rank_is_named(pool, monkeypatch):

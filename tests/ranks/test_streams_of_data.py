@@ -279,7 +279,9 @@ def endless():
             return itertools.count()
 
     ready = fabric.setup_dataloaders(DataLoader(Endless(), 2))
-    return [batch.tolist() for batch in itertools.islice(ready, 3)], ready.state_dict()["samples"]
+    return [batch.tolist() for batch in itertools.islice(ready, 3)], ready.state_dict()["streams"][0][
+        "samples"
+    ]
 
 
 def test_an_endless_stream_is_dealt_out_as_it_comes(ranks):

@@ -97,9 +97,11 @@ def test_a_rank_that_is_late_for_a_verb_is_shown_with_its_line(ranks):
 
 
 def late_for_a_backward():
-    with watched() as (fabric, listener):
-        model = fabric.setup(torch.nn.Linear(2, 2))
+    with watched("60") as (fabric, listener):
+        model = fabric.setup(torch.nn.Linear(2, 2))  # where a busy machine may keep one back
         loss = model(torch.ones(1, 2)).sum()
+        fabric.barrier()
+        fabric.strategy._watchdog._after = fabric.strategy._watchdog._next = 0.4
         if fabric.global_rank == 1:
             busy_elsewhere(listener)
         fabric.backward(loss)

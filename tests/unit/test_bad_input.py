@@ -170,7 +170,37 @@ REFUSED = {
         {"strategy": DDPStrategy(), "devices": 2},
         {"interactive": True},
         ConfigurationError,
-        ["ddp_notebook"],
+        ["that strategy=DDPStrategy could run", 'strategy=DDPStrategy(..., start_method="fork")'],
+    ),
+    "scripts in a notebook, unused parameters": (
+        {"strategy": "ddp_find_unused_parameters_true", "devices": 2},
+        {"interactive": True},
+        ConfigurationError,
+        ['Write strategy="ddp_find_unused_parameters_true_notebook"'],
+    ),
+    "scripts in a notebook, fsdp": (
+        {"strategy": "fsdp", "devices": 2},
+        {"interactive": True},
+        ConfigurationError,
+        ["that strategy='fsdp' could run", "strategy=FSDPStrategy(start_method='fork')"],
+    ),
+    "scripts in a notebook, zero1": (
+        {"strategy": "ZeRO1", "devices": 2},
+        {"interactive": True},
+        ConfigurationError,
+        ["strategy=ZeRO1Strategy(start_method='fork')"],
+    ),
+    "scripts in a notebook, zero2": (
+        {"strategy": "zero2", "devices": 2},
+        {"interactive": True},
+        ConfigurationError,
+        ["strategy=FSDPStrategy(sharding_strategy='SHARD_GRAD_OP', start_method='fork')"],
+    ),
+    "scripts in a notebook, pipeline": (
+        {"strategy": "pipeline", "devices": 2},
+        {"interactive": True},
+        ConfigurationError,
+        ["strategy=PipelineStrategy(start_method='fork')"],
     ),
     "other processes than were started": (
         {"devices": 3},

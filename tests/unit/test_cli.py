@@ -1,8 +1,11 @@
 """`fabric run`: what its options mean and what it says about wrong ones. Whole runs are in end_to_end."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -44,6 +47,14 @@ def test_gpus_are_counted_without_torch(tmp_path, monkeypatch, visible, count):
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert cli.count_gpus(tmp_path) == count
+
+
+@pytest.mark.parametrize(("says", "count"), [("return 8", 8), ("return 0", 1), ("raise OSError", 1)])
+def test_devices_that_only_torch_knows(tmp_path, monkeypatch, says, count):
+    (tmp_path / "torch.py").write_text(f"class accelerator:\n    def device_count():\n        {says}\n")
+    monkeypatch.setattr(cli, "count_gpus", lambda: 0)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert cli.count_processes("auto") == count
 
 
 def test_where_a_value_comes_from():
@@ -94,3 +105,65 @@ def test_options_after_the_script_are_the_scripts():
     assert (options.devices, options.arguments) == ("2", ["--devices", "3", "-m", "x"])
     options = cli._parser().parse_args(["run", "-m", "pkg.mod", "--lr", "1"])
     assert options.module == ["pkg.mod", "--lr", "1"]
+
+
+# signals: the ranks of these jobs import no torch
+
+SAVES = """
+import os, signal, sys, time
+again = []
+def handler(number, _):
+    if again:
+        os._exit(9)  # a second one ends it at once
+    again.append(number)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, handler)
+print("ready", flush=True)
+while not again:
+    time.sleep(0.02)
+time.sleep(1.5)  # saves
+print("saved", again[0], flush=True)
+"""
+
+
+def supervised(tmp_path, script, count=2):
+    (tmp_path / "x.py").write_text(script)
+    # The grace for ranks that go on after a failed one is no limit for those that save.
+    code = "import sys; from fabric import cli; cli.PASS_ON_GRACE_S = 0.1; sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "run", f"--devices={count}", str(tmp_path / "x.py")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("times", [1, 2])
+def test_ranks_have_the_time_they_need_after_a_signal(tmp_path, number, times):
+    """Twice is how `timeout` sends it: to its child, and to the group."""
+    with supervised(tmp_path, SAVES) as job:
+        assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        for _ in range(times if number == signal.SIGTERM else 1):
+            job.send_signal(number)
+            time.sleep(0.1)  # else the kernel makes one of two
+        assert job.communicate(timeout=60)[0].splitlines() == [f"saved {int(number)}"] * 2
+        assert job.returncode == 0
+
+
+def test_where_one_rank_ends_badly_after_a_signal_the_others_are_ended(tmp_path):
+    script = """
+import os, signal, time
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(600)
+"""
+    with supervised(tmp_path, script) as job:
+        assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        job.send_signal(signal.SIGTERM)
+        job.communicate(timeout=60)
+        assert job.returncode == 128 + signal.SIGTERM
+
+
+def test_ranks_of_one_machine_meet_where_the_store_listens(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "some-host-of-a-cluster")
+    place, listener = cli._place(cli.effective_settings({}, os.environ), count=2, nodes=1)
+    listener.close()
+    assert place.main_address == "127.0.0.1"

@@ -175,6 +175,27 @@ def test_call_goes_through_the_callbacks_in_order():
     assert len(log) == 2
 
 
+def test_callbacks_get_the_keywords_that_they_take():
+    got = []
+
+    class Some:
+        def on_train_epoch_end(self, epoch):
+            got.append(("some", epoch))
+
+    class All:
+        def on_train_epoch_end(self, **kwargs):
+            got.append(("all", kwargs))
+
+    class NotPython:
+        on_train_epoch_end = dict
+
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[Some(), All(), NotPython()])
+    fabric.call("on_train_epoch_end", epoch=5, loss=0.1)
+    assert got == [("some", 5), ("all", {"epoch": 5, "loss": 0.1})]
+    with pytest.raises(TypeError, match="epoch"):
+        fabric.call("on_train_epoch_end", loss=0.1)
+
+
 def test_one_callback_needs_no_list():
     log = []
     Fabric(accelerator="cpu", callbacks=Recorder("only", log)).call("on_end")
@@ -350,6 +371,12 @@ def test_clipping_to_a_norm_of_another_kind(fabric):
     largest = max(p.grad.abs().max() for p in module.parameters())
     norm = fabric.clip_gradients(model, optimizer, max_norm=1e9, norm_type=float("inf"))
     assert norm == largest
+
+
+def test_clipping_values_before_any_backward(fabric):
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert fabric.clip_gradients(model, optimizer, clip_val=0.01) is None
 
 
 def test_clipping_values(fabric):

@@ -240,6 +240,16 @@ def test_plans_copy_and_pickle(plan):
             assert twin(X).shape == (2, 2)
 
 
+@pytest.mark.parametrize("change", [lambda out: out, lambda out: out.add_(1), lambda out: out[0].zero_()])
+def test_a_guarded_output_that_is_changed_in_place_stays_guarded(change):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0, 1))
+    out = GuardedForward(net.__call__, BackwardGate())(torch.ones(2, 3, 4))
+    assert out._base is not None
+    change(out)
+    with pytest.raises(UsageError, match=r"fabric\.backward"):
+        out.sum().backward()
+
+
 def test_copies_share_the_plugin_and_the_gate():
     recorder, gate = Recorder(), BackwardGate()
     assert copy.deepcopy(PluginForward(add, recorder)).precision is recorder

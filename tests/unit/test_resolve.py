@@ -140,6 +140,9 @@ def test_nothing_given_runs_on_one_device(monkeypatch):
         ({"devices": 1}, {"interactive": True}, "SingleDeviceStrategy", 1, 1),
         ({"strategy": "ddp"}, {}, "popen", 1, 1),
         ({"strategy": "ddp", "devices": 3}, {}, "popen", 3, 1),
+        ({"strategy": "DDP", "accelerator": "CPU", "devices": 3}, {}, "popen", 3, 1),
+        ({"strategy": "DDP_Spawn", "devices": 2}, {"flags": {"strategy": "ddp_spawn"}}, "spawn", 2, 1),
+        ({"strategy": "AUTO"}, {}, "SingleDeviceStrategy", 1, 1),
         ({"strategy": "ddp_spawn", "devices": 2}, {}, "spawn", 2, 1),
         ({"strategy": "ddp_fork", "devices": 2}, {}, "fork", 2, 1),
         ({"strategy": "ddp_notebook", "devices": 2}, {"interactive": True}, "fork", 2, 1),
@@ -176,6 +179,8 @@ def test_nothing_given_runs_on_one_device(monkeypatch):
         ({"strategy": "ddp2", "devices": 3, "num_nodes": 2}, {"environment": Started(1, 2)}, "popen", 3, 2),
         ({"strategy": "ddp2", "devices": 3}, {"environment": Started(1, 2)}, "popen", 3, 2),
         ({"strategy": "ddp2", "accelerator": Cards()}, {"environment": Started(1, 2)}, "popen", 4, 2),
+        # as many per machine as were started; num_nodes=1 is only the default
+        ({"devices": 2}, {"environment": Started(2, 3)}, "popen", 2, 3),
         # what `fabric run` was given
         ({}, {"flags": {"devices": "2"}}, "popen", 2, 1),
         ({}, {"flags": {"devices": "2", "num_nodes": "2"}}, "popen", 2, 2),
@@ -352,3 +357,9 @@ def test_every_rule_is_short():
             body = function.body[1:] if ast.get_docstring(function) else function.body
             lines = body[-1].end_lineno - body[0].lineno + 1
             assert lines <= 15, f"{function.name} has {lines} lines"
+
+
+def test_a_strategy_without_a_fabric_is_the_only_rank():
+    for strategy in (SingleDeviceStrategy(), DDPStrategy()):
+        assert (strategy.global_rank, strategy.local_rank, strategy.node_rank) == (0, 0, 0)
+        assert strategy.world_size == 1

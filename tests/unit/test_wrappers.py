@@ -13,7 +13,7 @@ from torch import nn
 
 from fabric import Fabric, is_wrapped
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.wrappers import _FabricModule, unwrap
+from fabric.wrappers import _FabricModule, _unwrap_objects, unwrap
 
 X = torch.ones(2, 4)
 
@@ -379,6 +379,74 @@ def test_a_forward_hook_may_replace_the_output(model, net):
     assert model(X).abs().sum() > 0
 
 
+# containers
+
+
+def test_a_container_is_indexed_as_the_users():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    model = fabric_on_cpu().setup(net)
+    assert (model[0], model[-1], len(model), list(model)) == (net[0], net[2], 3, list(net))
+    assert isinstance(model[:2], nn.Sequential)
+    model[1] = nn.Tanh()
+    assert isinstance(net[1], nn.Tanh)
+    model.append(nn.Linear(2, 1))
+    del model[1]
+    assert len(net) == len(model) == 3
+    assert model(X).shape == (2, 1)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert len(copied) == 3
+    torch.testing.assert_close(copied(X), net(X))
+
+
+def test_other_kinds_of_containers():
+    by_name = nn.ModuleDict({"a": nn.Linear(4, 2), "b": nn.ReLU()})
+    model = fabric_on_cpu().setup_module(by_name)
+    assert ("a" in model, "c" in model, model["a"], list(model)) == (True, False, by_name["a"], ["a", "b"])
+    assert dict(model.items()) == dict(by_name.items())
+    compiled = torch.compile(nn.Sequential(nn.ReLU()), backend="eager")
+    assert len(fabric_on_cpu().setup_module(compiled)) == 1
+    assert not fabric_on_cpu().setup_module(nn.ModuleList())
+
+
+def test_what_is_no_container_is_none(net):
+    model = fabric_on_cpu().setup(net)
+    assert bool(model)
+    assert not hasattr(model, "__len__")
+    with pytest.raises(TypeError, match="is not subscriptable"):
+        model[0]
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(model)
+
+
+# where a model is
+
+
+def test_device_and_dtype_follow_the_parameters(net):
+    model = fabric_on_cpu(precision="64-true").setup(net)
+    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float64)
+    model.to(torch.float16)
+    assert model.dtype == torch.float16
+    model.to("meta")
+    assert model.device == torch.device("cpu")  # where inputs belong: no tensor says otherwise
+    bare = fabric_on_cpu().setup(nn.ReLU())
+    assert (bare.device, bare.dtype) == (torch.device("cpu"), torch.get_default_dtype())
+
+
+def test_a_device_of_the_users_own_wins(net):
+    class Own(Net):
+        @property
+        def device(self):
+            return self.nothing
+
+    net.device = "mine"
+    model = fabric_on_cpu().setup(net)
+    assert model.device == "mine"
+    model.dtype = "too"
+    assert (net.dtype, model.dtype) == ("too", "too")
+    with pytest.raises(AttributeError, match="'Own' object has no attribute"):
+        _ = fabric_on_cpu().setup(Own()).device
+
+
 # methods other than forward
 
 
@@ -585,3 +653,12 @@ def facade():
 
 def test_the_facade_under_ddp(ranks):
     assert ranks.run(facade, world_size=2) == [True, True]
+
+
+def test_a_tree_of_wrappers_is_unwrapped(net):
+    fabric = fabric_on_cpu()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, view = fabric.setup(net, optimizer)
+    state = _unwrap_objects({"model": model, "rest": [view, 3]})
+    assert state["model"] is net
+    assert state["rest"] == [optimizer, 3]

@@ -6,6 +6,7 @@ Beside it what every tree verb does first: leaves become tensors, tensors of one
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,6 +39,22 @@ class Wire(NamedTuple):
     def ready(self, tensor: Tensor) -> Tensor:
         """The tensor where it can be sent from."""
         return tensor if tensor.device.type in self.sendable else tensor.to(self.via)
+
+
+@cache
+def wire_of(device: torch.device, backends: str) -> Wire:
+    """What a group can send from here.
+
+    Args:
+        device: The rank's own.
+        backends: Of the group, as `torch.distributed.get_backend_config` tells them: "cpu:gloo,cuda:nccl".
+    """
+    by_type = dict([pair.split(":", 1) for pair in backends.split(",")])
+    # gloo knows other devices by name, too, and not all operations on them.
+    types = [kind for kind, backend in by_type.items() if kind == "cpu" or backend != "gloo"]
+    home = next((kind for kind in (device.type, "cpu") if kind in types), types[0])
+    via = device if home == device.type else torch.device(home)
+    return Wire(device, tuple([kind for kind in ("cpu", via.type) if kind in types]), via)
 
 
 class Channel(NamedTuple):
@@ -100,8 +117,11 @@ def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tenso
             tensors.append(leaf)
         elif isinstance(leaf, bool | int | float | complex) or type(leaf).__module__ == "numpy":
             try:
-                tensors.append(torch.tensor(leaf, device=device))
-            except (TypeError, ValueError, RuntimeError) as error:
+                plain = device.type != "cpu" and isinstance(leaf, bool | int | float | complex)
+                # A copy to a device would let the host wait for it; a kernel that fills does not.
+                made = torch.full((), leaf, device=device) if plain else torch.tensor(leaf, device=device)
+                tensors.append(made)
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise ArgumentTypeError(
                     f"{verb}: torch makes no tensor of the {type(leaf).__name__} {leaf!r:.80} ({error}). "
                     "Convert it to a tensor of a dtype that holds it."

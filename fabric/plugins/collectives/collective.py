@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fabric.core.errors import UsageError
 
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
     from fabric.plugins.collectives.control import Guard
     from fabric.plugins.collectives.waits import Waits
+
+
+CollectibleGroup: TypeAlias = Any
+"""An engine's group object."""
 
 
 class Collective(ABC):

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.plugins.collectives import frames
-from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, Said
+from fabric.plugins.collectives.arrival import Arrival
+from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, Said, starts_of
 from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.waits import PATIENCE, Here, Waits, Whereabouts
 
@@ -61,16 +62,6 @@ def waits_of_world() -> Waits:
         store = dist.distributed_c10d._get_default_store()
         _waits[world] = Waits(store, dist.get_rank(), dist.get_world_size(), timeout_of(world))
     return _waits[world]
-
-
-def starts_of(payload: list[Tensor]) -> tuple[list[int], int]:
-    """Where each flat tensor begins in a frame's data, as its dtype needs it, and where the last one ends."""
-    starts, at = [], 0
-    for data in payload:
-        at += -at % data.itemsize
-        starts.append(at)
-        at += data.nbytes
-    return starts, at
 
 
 class Meeting(NamedTuple):
@@ -147,6 +138,8 @@ class Guard:
 
     def meet(self, call: Call, payload: list[Tensor] | None = None) -> Meeting | None:
         """Wait until all ranks make this call; see `Channel.meet`."""
+        if self._waits.broken is not None:
+            raise self._ended([self._waits.broken])
         control = self._control or self._open(call)
         if control is None:
             return None
@@ -226,7 +219,8 @@ class Guard:
 
     def _ended(self, numbers: list[int]) -> CollectiveMismatch:
         """The error for a call that verdicts ended, after this rank has come to all that they ended."""
-        self._excuse_all(sorted(set(numbers)))
+        if self._waits.broken is None:
+            self._excuse_all(sorted(set(numbers)))
         error = CollectiveMismatch(self._waits.text_of(max(numbers)))
         error.late = not self._waits.is_judged(max(numbers))
         return error
@@ -239,7 +233,7 @@ class Guard:
         """
         name = f"open {self.name}"
         attempt = self._counts[name] = self._counts.get(name, 0) + 1
-        arrival = _Arrival(self._waits.store, name, attempt, self.members)
+        arrival = Arrival(self._waits.store, name, attempt, self.members)
         arrival.tell(self._waits.rank, self.mode)
         self._finish(arrival, call, name)
         modes = arrival.told()
@@ -269,11 +263,15 @@ class Guard:
         except CollectiveMismatch:
             raise
         except RuntimeError as error:
+            with suppress(RuntimeError):  # the store's host may be who has ended
+                self._waits.hear()
+            if self._waits.broken is not None:
+                raise self._ended([self._waits.broken]) from error
             if self._waits.here is None:
                 self._waits.here = Here(self._row(call).verb, frames.user_place(), time.monotonic())
             raise RankError(self._failure(call, error, work)) from error
         except BaseException:  # Ctrl+C: the operation goes on, and its memory must not be used again
-            if not isinstance(work, _Arrival):
+            if not isinstance(work, Arrival):
                 self._leave(work)
             raise
         finally:
@@ -285,28 +283,34 @@ class Guard:
         self._make_buffers()
 
     def _wait_long(self, work: Any, call: Call, name: str) -> None:
-        waits, seconds, start = self._waits, 0.2, time.monotonic()
+        waits, start = self._waits, time.monotonic()
+        longest = max(1.0, waits.world_size / 64)  # between two looks, for the store's sake
+        seconds = 0.2 * longest
         limit = self.timeout.total_seconds() - PATIENCE
         row, stamp = self._row(call), None
         waits.here = Here(row.verb, row.where, start - PATIENCE)
         try:
             while not _is_done(work, seconds):
+                number = None
                 with suppress(StoreSilent):  # what the ranks wait for may come, all the same
                     stamp = stamp or waits.post(name, self._counts[name], self.members, row)
-                    if (number := waits.verdict_on(stamp)) is not None:
-                        if not isinstance(work, _Arrival):
-                            self._leave(work)
-                        raise self._ended([number])
-                    waits.judge()
-                    if isinstance(work, _Arrival) and waits.have_left(set(self.members) - work.came()):
+                    number = waits.verdict_on(stamp)
+                    if number is None:
+                        waits.judge()
+                if number is not None:
+                    if not isinstance(work, Arrival):
+                        self._leave(work)
+                    raise self._ended([number])  # or what the store raises: the call is over in any case
+                with suppress(StoreSilent):
+                    if isinstance(work, Arrival) and waits.have_left(set(self.members) - work.came()):
                         limit = 0.0
-                if isinstance(work, _Arrival) and time.monotonic() - start > limit:  # others have their own
+                if isinstance(work, Arrival) and time.monotonic() - start > limit:  # others have their own
                     raise RuntimeError("it was the first call of the group")
-                seconds = min(1.5 * seconds, max(1.0, waits.world_size / 64))
+                seconds = min(1.5 * seconds, longest)
         finally:
             if stamp is not None:
                 with suppress(StoreSilent):
-                    waits.withdraw()
+                    waits.withdraw(stamp)
 
     def _excuse_all(self, numbers: list[int]) -> None:
         """Come to the calls of verdicts that this rank never makes, whichever way it learnt of them."""
@@ -321,7 +325,7 @@ class Guard:
         for turn in range(waits.counts.get(name, 0) + 1, count + 1):
             waits.counts[name] = turn
             if name.startswith("open "):
-                _Arrival(waits.store, name, turn, []).tell(waits.rank, f"!{number}")
+                Arrival(waits.store, name, turn, []).tell(waits.rank, f"!{number}")
             else:
                 waits.guards[name]._poison(turn, number)
 
@@ -360,8 +364,8 @@ class Guard:
         self._waits.store.settle()
         reason, explain = reason_of(error), self._waits.explain
         text = f"{call.verb} at {frames.user_place()} failed on rank {self._waits.rank}: "
-        gone, found = explain() if explain else Whereabouts([], "")
-        ended = [str(rank) for rank in self.members if rank in gone]
+        left, quiet, found = explain() if explain else Whereabouts([], [], "")
+        ended = [str(rank) for rank in self.members if rank in (*left, *quiet)]
         try:
             missing, rows = self._missing(work) if not ended else ([], [])
         except StoreSilent as silent:
@@ -369,7 +373,8 @@ class Guard:
         except Exception:  # the store went with the rank that kept it
             missing, rows = [], []
         if ended:
-            text += f"rank {', '.join(ended)} ended ({reason})."
+            how = "ended, or does not answer" if {*quiet} & {*self.members} else "ended"
+            text += f"rank {', '.join(ended)} {how} ({reason})."
         else:
             who = f"rank {', '.join(missing)}" if missing else "a rank of the group"
             text += f"{who} ended, or did not come within {self.timeout.total_seconds():.0f} s ({reason})."
@@ -381,45 +386,10 @@ class Guard:
         """Who has not come to this call, and the rows of the others that wait."""
         waits = self._waits.read()
         came = {wait.rank for wait in waits.values() if wait.counts.get(self.name, 0) >= self.count}
-        if isinstance(work, _Arrival):
+        if isinstance(work, Arrival):
             came = work.came()
         missing = [str(rank) for rank in self.members if rank not in {*came, self._waits.rank}]
         return missing, [wait.row() for wait in waits.values() if wait.rank != self._waits.rank]
-
-
-class _Arrival:
-    """The first call of a group, through the store: there is no control group to meet on yet."""
-
-    def __init__(self, store: Any, name: str, attempt: int, members: list[int]) -> None:
-        self._store, self._prefix = store, f"{name}/{attempt}"
-        self._keys = [f"{self._prefix}/{rank}" for rank in members]
-
-    def tell(self, rank: int, text: str) -> None:
-        """Say that this rank is here."""
-        self._store.set(f"{self._prefix}/{rank}", text)
-
-    def came(self) -> set[int]:
-        """The members that are here."""
-        return {int(key.rpartition("/")[2]) for key in self._keys if self._store.check([key])}
-
-    def told(self) -> list[str]:
-        """What every member said."""
-        return [self._store.get(key).decode() for key in self._keys]
-
-    def is_completed(self) -> bool:
-        """Whether all members are here."""
-        with suppress(StoreSilent):  # the time for the call runs out
-            return bool(self._store.check(self._keys))
-        return False
-
-    def wait(self, timeout: timedelta) -> None:
-        """Wait until all members are here; raises RuntimeError when `timeout` has passed."""
-        end, pause = time.monotonic() + timeout.total_seconds(), 0.0005
-        while not self.is_completed():
-            if time.monotonic() > end:
-                raise RuntimeError("not all ranks are here")
-            time.sleep(pause)
-            pause = min(1.5 * pause, 0.02)
 
 
 def _is_done(work: Any, seconds: float) -> bool:

@@ -35,6 +35,8 @@ ROOM = FRAME_BYTES - HEADER.size
 TEXT_BYTES = 1 << 20
 """Longest text in which a rank of those that disagree says what it was about to do."""
 
+ALONE = "forward without gradients"
+"""How the call begins that a split model makes in evaluation."""
 REFUSED = "refused: "
 """How the description of a call begins whose arguments this rank did not accept."""
 
@@ -167,6 +169,8 @@ def mismatch_text(rows: Sequence[Said]) -> str:
             "All ranks must make the same calls in the same order: is one inside `if rank == 0:`, does a "
             "loop end earlier on one rank?"
         )
+        if any([row.verb.startswith(ALONE) for row in rows]):
+            remedy += " For what one rank does alone write `with fabric.whole(model) as plain:` on all ranks."
     return f"{head}.\n{table(rows)}\n{remedy}"
 
 
@@ -201,3 +205,13 @@ def _trimmed(texts: list[str], limit: int = 100) -> list[str]:
         text if len(text) <= limit or text.startswith(REFUSED) else text[: limit - 3] + "..."
         for text in shown
     ]
+
+
+def starts_of(payload: list[Tensor]) -> tuple[list[int], int]:
+    """Where each flat tensor begins in a frame's data, as its dtype needs it, and where the last one ends."""
+    starts, at = [], 0
+    for data in payload:
+        at += -at % data.itemsize
+        starts.append(at)
+        at += data.nbytes
+    return starts, at

@@ -11,6 +11,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Parameter
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.core.tree import flatten, unflatten
@@ -92,8 +93,7 @@ def gather_to(data: Any, dst: int, channel: Channel) -> Any:
     works, finish = start_gather(tensors, call, channel, dst)
     for work in works:
         work.wait()
-    gathered = finish()
-    return unflatten(gathered, spec, data) if channel.collective.rank == dst else None
+    return unflatten(finish(), spec, data) if channel.collective.rank == dst else None
 
 
 def start_gather(tensors: list[Tensor], call: Call, channel: Channel, dst: int | None = None) -> Any:
@@ -110,20 +110,24 @@ def start_gather(tensors: list[Tensor], call: Call, channel: Channel, dst: int |
         flats = [channel.wire.ready(join([tensors[i] for i in group])) for group in groups]
         raws = [as_bytes(flat) for flat in flats]
     rides = all_on_host(tensors) and sum([raw.numel() for raw in raws]) <= ROOM
-    meeting = channel.meet(call, raws if rides else None) if world > 1 else None
     works, tables, start = [], [], 0
-    for raw, flat in zip(raws, flats, strict=True):
-        if world == 1:
-            tables.append(raw.clone())
-        elif rides and meeting is not None:
+    takes = dst is None or channel.collective.rank == dst
+    if not rides:  # before the frame: a rank without the memory must not leave others in the message after it
+        tables = [raw.new_empty(world * raw.numel() * takes) for raw in raws]
+    meeting = channel.meet(call, raws if rides else None) if world > 1 else None
+    for place, (raw, flat) in enumerate(zip(raws, flats, strict=True)):
+        if rides and meeting is not None:
             tables.append(meeting.column(start, flat.numel(), flat.dtype).view(torch.uint8))
             start += raw.numel()
+            continue
+        if rides:
+            tables.append(raw.new_empty(world * raw.numel() * takes))
+        if world == 1:
+            tables[place].copy_(raw)
         elif dst is None:
-            tables.append(raw.new_empty(world * raw.numel()))
-            works.append(channel.collective.start_all_gather_flat(tables[-1], raw))
+            works.append(channel.collective.start_all_gather_flat(tables[place], raw))
         else:
-            tables.append(raw.new_empty(world * raw.numel()))
-            channel.collective.gather(raw, list(tables[-1].view(world, -1)), dst)
+            channel.collective.gather(raw, list(tables[place].view(world, -1)) if takes else [], dst)
 
     def finish() -> list[Tensor]:
         gathered = [
@@ -191,7 +195,7 @@ def gather_objects(obj: Any, channel: Channel, verb: str = "all_gather_object") 
     try:
         try:
             file = io.BytesIO()
-            _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
+            _Pickler(file, channel.wire.device).dump(obj)
         except Exception as error:
             raise ArgumentTypeError(
                 f"{verb}: a {type(obj).__name__} cannot be pickled ({type(error).__name__}: {error}). Pass "
@@ -201,19 +205,56 @@ def gather_objects(obj: Any, channel: Channel, verb: str = "all_gather_object") 
         channel.refuse(verb, error)
         raise
     raw = torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
-    return [pickle.loads(to_bytes(text)) for text in gather_bytes(call_of(verb), raw, channel)]
+    texts = gather_bytes(call_of(verb), raw, channel)
+    return [_Unpickler(io.BytesIO(to_bytes(text)), channel.wire.device).load() for text in texts]
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors of every dtype; those that are younger than torch's own pickling go as bytes."""
+    """Pickles tensors of every dtype; those that are younger than torch's own pickling go as bytes.
+
+    Those of this rank's kind of device go by the host, and arrive on the receiver's own device: by themselves
+    they would be on the sender's, also there.
+    """
+
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._device = device
+
+    def persistent_id(self, obj: Any) -> str | None:
+        """What stands for the receiver's device."""
+        return "device" if obj is _THERE else None
 
     def reducer_override(self, obj: Any) -> Any:
-        """How such a tensor is made again."""
-        if type(obj) is not torch.Tensor or obj.dtype in _PICKLED or obj.is_quantized:
+        """How a tensor is made again."""
+        if not isinstance(obj, torch.Tensor) or type(obj) not in (torch.Tensor, Parameter):
             return NotImplemented
-        if obj.layout is not torch.strided or obj.device.type == "meta":
+        if obj.layout is not torch.strided or obj.is_quantized or obj.device.type == "meta":
+            return NotImplemented
+        if obj.device.type == self._device.type != "cpu":
+            return _onto, (obj.detach().cpu(), _THERE, obj.requires_grad, type(obj) is Parameter)
+        if type(obj) is Parameter or obj.dtype in _PICKLED:
             return NotImplemented
         return _from_bytes, (as_bytes(obj).clone(), obj.dtype, tuple(obj.shape))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what `_Pickler` wrote."""
+
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self._device = device
+
+    def persistent_load(self, pid: Any) -> torch.device:
+        """This rank's device."""
+        return self._device
+
+
+_THERE = object()
+
+
+def _onto(tensor: Tensor, device: torch.device, requires_grad: bool, is_parameter: bool) -> Tensor:
+    moved = tensor.to(device)
+    return Parameter(moved, requires_grad) if is_parameter else moved.requires_grad_(requires_grad)
 
 
 def _from_bytes(raw: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

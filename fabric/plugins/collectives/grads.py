@@ -15,9 +15,9 @@ from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import to_tensors
 from fabric.plugins.collectives.gather import gather_tree, gather_uneven
+from fabric.plugins.collectives.operations import torch_op
 from fabric.plugins.collectives.reduce import fold, op_name, reduce_tree, reducible, wire_dtype
 from fabric.plugins.collectives.route import all_to_all_tree, reduce_scatter_tree
-from fabric.plugins.collectives.torch_collective import torch_op
 
 if TYPE_CHECKING:
     from collections.abc import Callable

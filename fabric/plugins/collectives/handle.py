@@ -5,6 +5,9 @@ exit.
 from __future__ import annotations
 
 import atexit
+import itertools
+import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from fabric.plugins.collectives.frames import user_place
@@ -29,7 +32,7 @@ class Handle:
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
         self.verb, self.place = verb, user_place()
-        _keep(self)
+        self._key = _keep(self)
 
     def wait(self) -> Any:
         """The data, the same object on each call. Needs no other rank to call it."""
@@ -37,7 +40,7 @@ class Handle:
             for work in self._works:
                 work.wait()
             self._result, self._finish, self._works = self._finish(), None, []
-            _waited(self)
+            _waited(self._key)
         return self._result
 
     def done(self) -> bool:
@@ -49,18 +52,26 @@ class Handle:
         return f"<{self.verb} from {self.place}, {state}>"
 
 
-_unwaited: dict[int, Handle] = {}
+_unwaited: dict[str, weakref.ref[Handle]] = {}
+"""By number, verb and place."""
+_moving: dict[str, Handle] = {}
 """Holds the memory of messages on their way, whoever drops the handle."""
+_numbers = itertools.count()
 
 
-def _keep(handle: Handle) -> None:
+def _keep(handle: Handle) -> str:
     if not _unwaited:
         atexit.register(report_unwaited)
-    _unwaited[id(handle)] = handle
+    for done in [key for key, other in _moving.items() if other.done()]:
+        del _moving[done]
+    key = f"{next(_numbers)} {handle.verb} at {handle.place}"
+    _unwaited[key], _moving[key] = weakref.ref(handle), handle
+    return key
 
 
-def _waited(handle: Handle) -> None:
-    _unwaited.pop(id(handle), None)
+def _waited(key: str) -> None:
+    _unwaited.pop(key, None)
+    _moving.pop(key, None)
     if not _unwaited:
         atexit.unregister(report_unwaited)
 
@@ -69,14 +80,17 @@ def report_unwaited() -> list[str]:
     """Wait for what nobody waited for, and name it on stderr; called before the process group goes, and at
     exit.
     """
-    lines = []
-    for handle in list(_unwaited.values()):
-        lines.append(f"{handle.verb} at {handle.place}")
+    counts: Counter[str] = Counter()
+    for key, known in list(_unwaited.items()):
+        line, handle = key.partition(" ")[2], known()
         try:
-            handle.wait()
+            if handle is not None:
+                handle.wait()
         except RuntimeError as error:
-            lines[-1] += f" (failed: {error})"
-            _waited(handle)
+            line += f" (failed: {error})"
+        _waited(key)
+        counts[line] += 1
+    lines = [line if count == 1 else f"{line} ({count} times)" for line, count in counts.items()]
     if lines:
         from fabric.utilities.messages import say
 

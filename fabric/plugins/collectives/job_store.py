@@ -25,8 +25,8 @@ class StoreSilent(RankError):
 class JobStore:
     """A part of the job's store. After its host's end each call raises RuntimeError, without a word.
 
-    If the host's machine is gone, or the network to it is cut, calls raise StoreSilent: nobody tells TCP of
-    that, and a call of torch's client would wait for its answer for ever.
+    If the host's machine is gone, the network to it is cut, or its process stands still, calls raise
+    StoreSilent: nobody tells TCP of that, and a call of torch's client would wait for its answer for ever.
 
     torch's own client writes pages of warnings then, which bury what the host's end was about. So a second
     connection, on which nothing is ever sent, shows whether the host still lives; to look costs about 2 us.
@@ -37,17 +37,23 @@ class JobStore:
     """
 
     def __init__(self, prefix: str, store: Any) -> None:
-        self._host, self._base, self._prefix = _Host(store), store, prefix
+        self._host, self._base, self.prefix = _Host(store), store, prefix
         self._stuck: Thread | None = None  # in a call without an answer; it holds the connection
         self.raw = dist.PrefixStore(prefix, store)
         """torch's own object."""
 
     def clone(self, prefix: str | None = None) -> JobStore:
         """This part, or another, through a connection of its own: for another thread."""
+        return self._other(prefix or self.prefix, self._base.clone())
+
+    def part(self, prefix: str) -> JobStore:
+        """Another part, through this connection: for the same thread."""
+        return self._other(prefix, self._base)
+
+    def _other(self, prefix: str, base: Any) -> JobStore:
         other = object.__new__(JobStore)
-        other._host, other._base, other._prefix = self._host, self._base.clone(), prefix or self._prefix
-        other._stuck = None
-        other.raw = dist.PrefixStore(other._prefix, other._base)
+        other._host, other._base, other.prefix, other._stuck = self._host, base, prefix, None
+        other.raw = dist.PrefixStore(prefix, base)
         return other
 
     def settle(self) -> None:
@@ -63,6 +69,12 @@ class JobStore:
         """The value of a key that is there."""
         value: bytes = self._call("get", key)
         return value
+
+    def get_all(self, keys: list[str]) -> dict[str, bytes]:
+        """The values of those keys that are there; two questions, if all are and the store can."""
+        if self._base.has_extended_api() and self.check(keys):
+            return dict(zip(keys, self._call("multi_get", keys), strict=True))
+        return {key: self.get(key) for key in keys if self.check([key])}
 
     def set(self, key: str, value: str) -> None:
         """Write a key."""
@@ -85,7 +97,7 @@ class JobStore:
     def _call(self, name: str, *arguments: Any) -> Any:
         if self._host.has_gone():
             raise RuntimeError("lost rank zero's store: the process that hosted it has ended")
-        if self._host.near:
+        if not self._host.at:  # a file, or this process's memory
             return getattr(self.raw, name)(*arguments)
         outcome: list[tuple[Any, BaseException | None]] = []
 
@@ -98,13 +110,17 @@ class JobStore:
         if self._stuck is None or not self._stuck.is_alive():
             # A thread for each call: they are rare, and one that is stuck leaves nothing to tidy up.
             thread = Thread(target=make, daemon=True, name="fabric-store")
-            thread.start()
-            thread.join(_ANSWER_S)
+            try:
+                thread.start()
+            except RuntimeError:  # at the interpreter's end
+                make()
+            else:
+                thread.join(_ANSWER_S)
             self._stuck = None if outcome else thread
         if not outcome:
             raise StoreSilent(
-                f"lost rank zero's store{self._host.at}: no answer for {_ANSWER_S:g} s, its machine is gone "
-                "or the network to it is cut"
+                f"lost rank zero's store{self._host.at}: no answer for {_ANSWER_S:g} s, its process or "
+                "machine stands still or is gone, or the network to it is cut"
             )
         result, error = outcome[0]
         if error is not None:
@@ -120,7 +136,6 @@ class _Host:
         while isinstance(inner, dist.PrefixStore):
             inner = inner.underlying_store
         self.at = f" at {inner.host}:{inner.port}" if isinstance(inner, dist.TCPStore) else ""
-        self.near = not self.at or inner.host in ("127.0.0.1", "::1", "localhost")
         self._line = -1
         self._watched = isinstance(inner, dist.TCPStore)
         if not self._watched:

@@ -1,7 +1,7 @@
-"""Floats as integers of the same order, for backends that lose NaN in a minimum or maximum.
+"""Floats as integers of the same order: backends lose NaN in a minimum or maximum.
 
-gloo keeps whichever operand its comparison happens to keep: on 2 ranks `max(0, NaN)` is NaN or 0, by which
-rank holds it (measured). torch, and a reduction inside a frame, give NaN.
+NCCL takes the number of the two. gloo keeps whichever operand its comparison happens to keep: on 2 ranks
+`max(0, NaN)` is NaN or 0, by which rank holds it (measured). torch, and a reduction inside a frame, give NaN.
 """
 
 from __future__ import annotations
@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _AS_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-
-
-def loses_nan(values: Tensor) -> bool:
-    """Whether the backend that reduces these values may lose a NaN: floats on the host, by gloo."""
-    return values.is_cpu and values.is_floating_point()
 
 
 def to_ordered(values: Tensor, largest: bool) -> Tensor:

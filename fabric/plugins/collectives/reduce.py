@@ -15,11 +15,10 @@ import torch.distributed as dist
 from fabric.core.errors import ArgumentTypeError, FabricError
 from fabric.core.tree import LEAF, flatten, unflatten
 from fabric.plugins.collectives.channel import all_on_host, buckets, join, to_tensors
-from fabric.plugins.collectives.control import starts_of
-from fabric.plugins.collectives.frames import ROOM, tree_call
+from fabric.plugins.collectives.frames import ROOM, starts_of, tree_call
 from fabric.plugins.collectives.handle import Handle
-from fabric.plugins.collectives.ordered import from_ordered, loses_nan, to_ordered
-from fabric.plugins.collectives.torch_collective import torch_op
+from fabric.plugins.collectives.operations import torch_op
+from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,13 +99,16 @@ def reduce_tree(
             payload = _payload(parcels, tensors, op)
             starts, size = starts_of(payload)
             rides = bool(payload) and size <= ROOM
+            if not rides:  # copies before the frame: a rank without the memory must not leave others after it
+                _part_ways(parcels)
             notes = [] if rides else _nan_notes(parcels, op)
             meeting = channel.meet(tree_call(label, spec, tensors), payload if rides else notes)
             if rides and meeting is not None:
                 for parcel, start, flat in zip(parcels, starts, payload, strict=True):
                     parcel.deliver(fold(meeting.each(start, flat.numel(), flat.dtype), op))
             else:
-                _part_ways(parcels)
+                if rides:
+                    _part_ways(parcels)
                 if op in (_Op.MIN, _Op.MAX):
                     _keep_nan(parcels, op, meeting if notes else None)
                 start_reduce = channel.collective.start_all_reduce
@@ -267,17 +269,23 @@ def _part_ways(parcels: list[_Parcel]) -> None:
 
 def _nan_notes(parcels: list[_Parcel], op: Any) -> list[Tensor]:
     """For the frame: which parcels have a NaN that the engine might lose; nothing where it cannot."""
-    if op not in (_Op.MIN, _Op.MAX) or not any([loses_nan(parcel.sent) for parcel in parcels]):
+    if op not in (_Op.MIN, _Op.MAX) or not any([_is_looked_at(parcel.sent) for parcel in parcels]):
         return []
-    has_nan = [loses_nan(p.sent) and bool(p.sent.amax().isnan()) for p in parcels]
+    has_nan = [_is_looked_at(p.sent) and bool(p.sent.amax().isnan()) for p in parcels]
     return [torch.tensor(has_nan, dtype=torch.uint8)]
+
+
+def _is_looked_at(values: Tensor) -> bool:
+    """Whether a NaN is looked for: among floats of the host. The host would have to wait for a device."""
+    return values.is_cpu and values.is_floating_point()
 
 
 def _keep_nan(parcels: list[_Parcel], op: Any, meeting: Meeting | None) -> None:
     """Turn floats into integers of the same order where any rank has a NaN (or nobody can tell)."""
     noted = fold(meeting.each(0, len(parcels), torch.uint8), _Op.MAX).tolist() if meeting else None
     for place, parcel in enumerate(parcels):
-        if loses_nan(parcel.sent) and (noted is None or noted[place]):
+        known = noted is not None and _is_looked_at(parcel.sent)
+        if parcel.sent.is_floating_point() and (not known or noted[place]):  # type: ignore[index]
             parcel.ordered = parcel.sent.dtype
             parcel.sent = to_ordered(parcel.sent, largest=op == _Op.MAX)
 

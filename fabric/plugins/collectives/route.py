@@ -10,9 +10,9 @@ from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import all_on_host, as_bytes, to_tensors
 from fabric.plugins.collectives.frames import ROOM, tree_call
-from fabric.plugins.collectives.ordered import from_ordered, loses_nan, to_ordered
+from fabric.plugins.collectives.operations import torch_op
+from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 from fabric.plugins.collectives.reduce import engine_op, fold, foldable, op_name, reducible, wire_dtype
-from fabric.plugins.collectives.torch_collective import torch_op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,16 +146,17 @@ def _column(meeting: Meeting, start: int, matrix: Tensor, channel: Channel) -> T
 
 def _reduce_row(matrix: Tensor, op: Any, channel: Channel) -> Tensor:
     collective, world = channel.collective, matrix.shape[0]
+    ordered = matrix.is_floating_point() and op_name(op) in ("min", "max")
+    sent = to_ordered(matrix, largest=op_name(op) == "max") if ordered else matrix
     if matrix.device.type == "cpu":  # gloo's reduce_scatter takes four times as long as its all_reduce
-        ordered = loses_nan(matrix) and op_name(op) in ("min", "max")
-        largest = op_name(op) == "max"
-        sent = to_ordered(matrix, largest) if ordered else matrix.clone(memory_format=torch.contiguous_format)
+        sent = sent if ordered else sent.clone(memory_format=torch.contiguous_format)
         collective.all_reduce(sent, engine_op(op))
         row = sent[collective.rank_in_group]
-        row = from_ordered(row, matrix.dtype) if ordered else row
     else:
-        row = torch.empty_like(matrix[0])
-        collective.reduce_scatter(row, list(matrix), engine_op(op))
+        row = torch.empty_like(sent[0])
+        collective.reduce_scatter(row, list(sent), engine_op(op))
+    if ordered:
+        return from_ordered(row, matrix.dtype)
     return row / world if op == torch_op("mean") else row
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.plugins.collectives.channel import to_tensors
 from fabric.plugins.collectives.gather import gather_tree
+from fabric.plugins.collectives.operations import torch_op
 from fabric.plugins.collectives.reduce import fold, reduce_tree
-from fabric.plugins.collectives.torch_collective import torch_op
 
 if TYPE_CHECKING:
     from torch import Tensor

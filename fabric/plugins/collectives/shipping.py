@@ -97,7 +97,8 @@ def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
             leaves, spec = flatten(data)
             tensors = to_tensors(leaves, channel.wire.device, verb)
             check_parts([list(t.shape) for t in tensors], world, verb)
-            rows = [[t.detach().chunk(world)[i].contiguous() for t in tensors] for i in range(world)]
+            parts = [t.detach().chunk(world) for t in tensors]
+            rows = [[part[i].contiguous() for part in parts] for i in range(world)]
             shell = unflatten([None] * len(tensors), spec, data)
             message, _ = _write(pickle.dumps((shell, spec)), rows[0], [t for row in rows for t in row])
         except Exception as error:

@@ -9,6 +9,7 @@ from fabric.plugins.collectives.collective import Collective
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from typing_extensions import Self
 
 
 class SingleDeviceCollective(Collective):
@@ -27,6 +28,11 @@ class SingleDeviceCollective(Collective):
     def world_size(self) -> int:
         """Always 1."""
         return 1
+
+    def create_group(self, **kwargs: Any) -> Self:
+        """Itself, whose group of one stands."""
+        self._group = self._group or self.new_group(**kwargs)
+        return self
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
         """The tensor itself."""

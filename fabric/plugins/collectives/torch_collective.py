@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.collective import Collective
 from fabric.plugins.collectives.control import guard_of, waits_of_world
+from fabric.plugins.collectives.operations import torch_op
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -21,42 +21,6 @@ if TYPE_CHECKING:
 
     from fabric.plugins.collectives.control import Guard
     from fabric.plugins.collectives.waits import Waits
-
-_OPS = {
-    "sum": "SUM",
-    "mean": "AVG",
-    "avg": "AVG",
-    "min": "MIN",
-    "max": "MAX",
-    "product": "PRODUCT",
-    "prod": "PRODUCT",
-    "band": "BAND",
-    "bor": "BOR",
-    "bxor": "BXOR",
-}
-
-
-def torch_op(op: Any) -> Any:
-    """torch's ReduceOp for a name ("mean", "SUM", ...) or a ReduceOp.
-
-    Raises:
-        ConfigurationError: The name means no reduction.
-        ArgumentTypeError: Neither a name nor a ReduceOp.
-    """
-    if not isinstance(op, str):
-        if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
-            return op
-        raise ArgumentTypeError(
-            f"reduce_op={op!r} is a {type(op).__name__}. Write a name such as 'mean', or "
-            "torch.distributed.ReduceOp.SUM."
-        )
-    name = _OPS.get(op.lower())
-    if name is None:
-        raise ConfigurationError(
-            f"reduce_op={op!r} is not a reduction.{did_you_mean(op, _OPS)} Write one of 'mean', 'sum', "
-            "'min', 'max', 'product'."
-        )
-    return getattr(dist.ReduceOp, name)
 
 
 def _engine_op(tensor: Tensor, op: Any) -> Any:
@@ -172,9 +136,7 @@ class TorchCollective(Collective):
 
     def start_all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
         """As `all_gather_flat`, without waiting: gives torch's Work."""
-        # torch 2.13 renamed the flat gather; older releases only have the old name.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return gather(output, tensor, group=self._group, async_op=True)
+        return dist.all_gather_single(output, tensor, group=self._group, async_op=True)
 
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
         """Every rank's tensor, written into `gather_list` on `dst`."""

@@ -144,6 +144,19 @@ class LocalEnvironment(ClusterEnvironment):
         self._place, self._address, self._port = dict(other._place), other._address, other._port
         self._child, self._store, self._owner = other._child, other._store, other._owner
 
+    def check_meeting_point(self, num_nodes: int) -> None:
+        """Whether each of several machines knows where they all meet, before any of them starts ranks.
+
+        Raises:
+            LaunchError: MASTER_ADDR or MASTER_PORT is missing.
+        """
+        if num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+            raise LaunchError(
+                f"num_nodes={num_nodes} needs MASTER_ADDR and MASTER_PORT (of the first machine) and "
+                "NODE_RANK in the environment of each machine. Set them, or use `fabric run --num-nodes "
+                f"{num_nodes} --node-rank N --main-address HOST`, or torchrun."
+            )
+
     def take_port(self, num_nodes: int = 1) -> int:
         """Listen at the port of the store to come, and return it: who connects waits for `host_store`.
 
@@ -227,7 +240,7 @@ def _check_allocation(num_devices: int, num_nodes: int) -> None:
         return
     how = (
         "Write `srun python train.py` (one process for each task), or `srun --ntasks-per-node 1 torchrun "
-        "...` (see the README)"
+        "...` (see fabric/plugins/environments/README.md)"
     )
     if num_nodes > 1 and not {"MASTER_ADDR", "NODE_RANK"} <= set(environ):
         raise ConfigurationError(

@@ -7,6 +7,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
+from fabric.utilities.system import require_posix
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -30,8 +31,10 @@ def rendezvous(environment: ClusterEnvironment, rank: int, world_size: int, time
         timeout: How long to wait for the last rank. It does not limit later collectives.
 
     Raises:
-        LaunchError: The store cannot be opened, or some ranks did not arrive; the message names them.
+        LaunchError: This is Windows, the store cannot be opened, or some ranks did not arrive; the message
+            names them.
     """
+    require_posix()
     store = environment.make_store(rank, world_size, timeout)
     await_ranks(store, rank, world_size, timeout)
     return store

@@ -165,7 +165,8 @@ class SLURMEnvironment(StartedEnvironment):
         return next((name for name in _NODE_LIST if os.environ.get(name)), "")
 
     def _derived_port(self) -> int:
-        return port_of(self._whole("SLURM_JOB_ID", "SLURM_JOBID"), self._whole("SLURM_STEP_ID", default=0))
+        job = self._whole("SLURM_JOB_ID", "SLURM_JOBID", default=0)  # 0: outside of a job
+        return port_of(job, self._whole("SLURM_STEP_ID", default=0))
 
     def _counts(self) -> str:
         names = [

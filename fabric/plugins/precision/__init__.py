@@ -6,18 +6,27 @@ from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fabric.plugins.precision.double import DoublePrecision
+    from fabric.plugins.precision.fsdp import FSDPPrecision
     from fabric.plugins.precision.half import HalfPrecision
     from fabric.plugins.precision.mixed import MixedPrecision
     from fabric.plugins.precision.precision import Precision
     from fabric.plugins.precision.select import PRECISION_REGISTRY
 
-__all__ = ["PRECISION_REGISTRY", "DoublePrecision", "HalfPrecision", "MixedPrecision", "Precision"]
+__all__ = [
+    "PRECISION_REGISTRY",
+    "DoublePrecision",
+    "FSDPPrecision",
+    "HalfPrecision",
+    "MixedPrecision",
+    "Precision",
+]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "PRECISION_REGISTRY": "fabric.plugins.precision.select",
         "DoublePrecision": "fabric.plugins.precision.double",
+        "FSDPPrecision": "fabric.plugins.precision.fsdp",
         "HalfPrecision": "fabric.plugins.precision.half",
         "MixedPrecision": "fabric.plugins.precision.mixed",
         "Precision": "fabric.plugins.precision.precision",

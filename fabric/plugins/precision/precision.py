@@ -32,6 +32,10 @@ class Precision:
         """What the precision's name means, as a value."""
         return POLICIES.get(self.precision, POLICIES["32-true"])
 
+    def for_device(self, device_type: str) -> Precision:
+        """The plugin for devices of this type; called once, by `Fabric`, which uses what it gives."""
+        return self
+
     @property
     def needs_backward(self) -> bool:
         """Whether this plugin takes part in the backward pass: a plain `loss.backward()` would be wrong."""

@@ -28,8 +28,9 @@ class TruePrecision(Precision):
         self.output_dtype = output_dtype
 
     def convert_module(self, module: Module) -> Module:
-        """The module with floating-point parameters and buffers cast in place."""
-        return module.to(dtype=self.dtype)
+        """The module with floating-point and complex parameters and buffers cast in place."""
+        cast: Module = module._apply(CastTo(self.dtype))
+        return cast
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """New floating-point tensors get the dtype."""
@@ -44,7 +45,7 @@ class TruePrecision(Precision):
         return DefaultDtype(self.dtype)
 
     def convert_input(self, data: Any) -> Any:
-        """Floating-point tensors in the dtype."""
+        """Floating-point tensors in the dtype, complex ones in that of its precision."""
         return CastTo(self.dtype)(data)
 
     def convert_output(self, data: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from fabric.core.errors import ArgumentTypeError
 from fabric.strategies.launchers.output import flush_output, take_output
 from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable
+from fabric.utilities.garbage import forked
 from fabric.utilities.lifeline import describe, die_with_creator, die_with_parent
 
 if TYPE_CHECKING:
@@ -57,13 +58,14 @@ class Ending(NamedTuple):
 
 def run_rank(task: Task, link: Connection) -> None:
     """Run one rank to its end and send exactly one `Ending`."""
+    forked()
     _tie(task)
     take_output()
     usual = multiprocessing.get_all_start_methods()[0]
     multiprocessing.set_start_method(task.start_method or usual, force=True)  # not that of this launch
     _set_variables(task)
-    owner, forked = os.getpid(), not (task.direct and isinstance(task.call, bytes))
-    if forked:
+    owner, fork = os.getpid(), not (task.direct and isinstance(task.call, bytes))
+    if fork:
         atexit._clear()  # what the parent is to do at its end
     try:
         ending = Ending(time.monotonic(), result=_call(task))
@@ -75,7 +77,7 @@ def run_rank(task: Task, link: Connection) -> None:
         ending = _ending_of(error)
     if os.getpid() != owner:  # a process that the rank has forked by hand has come back to here
         _end_fork(ending)
-    if forked and ending.reason is None:
+    if fork and ending.reason is None:
         atexit._run_exitfuncs()  # multiprocessing would not; the other ranks hear that this one left
     flush_output()  # the parent may end this process as soon as it knows
     with contextlib.suppress(BrokenPipeError):

@@ -37,8 +37,16 @@ from fabric.strategies.launchers.openmp import rest_openmp
 from fabric.strategies.launchers.output import relayed_output
 from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable, interactive_name
 from fabric.strategies.launchers.place import Place
-from fabric.strategies.launchers.supervisor import STOP_GRACE_S, process_descriptors
+from fabric.strategies.launchers.supervisor import (
+    EXIT_NOTE_S,
+    KILL_GRACE_S,
+    STOP_GRACE_S,
+    process_descriptors,
+)
+from fabric.utilities.garbage import forking
+from fabric.utilities.messages import say
 from fabric.utilities.signals import TOGETHER_S, Handlers, die_by
+from fabric.utilities.system import require_posix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,8 +111,10 @@ class MultiprocessLauncher(Launcher):
                 f'start_method="{self.start_method}" runs a function in each rank, but launch() got none. '
                 "Move the loop into a function, `def main(fabric): ...`, and call `fabric.launch(main)`."
             )
+        require_posix()
         self._refuse_nested_start()
         call = self._pack(function, args, kwargs)
+        self.environment.check_meeting_point(self.num_nodes)
         node_rank = self.environment.node_rank()
         hosts = node_rank == 0
         port = self.environment.take_port(self.num_nodes) if hosts else self.environment.main_port
@@ -117,8 +127,14 @@ class MultiprocessLauncher(Launcher):
             node_rank,
         )
         try:
-            with relayed_output(self.start_method):
-                return _Ranks(self._context(), first, call, self._host_store if hosts else None).run()
+            with relayed_output(self.start_method) as begin:
+
+                def started() -> None:
+                    begin()
+                    if hosts:
+                        self._host_store()
+
+                return _Ranks(self._context(), first, call, started).run()
         finally:
             self.environment.teardown()  # the next launch gets a store of its own
 
@@ -167,8 +183,9 @@ class _Ranks:
         context: Of Python's multiprocessing, with the start method.
         first: The place of the first rank.
         call: What they run.
-        host: Opens the store, once all are started: its thread takes locks of the C library for each rank
-            that connects, and a rank forked at that moment would find them taken for ever.
+        started: Called once all are started; threads begin there. That of the store takes locks of the C
+            library for each rank that connects, and a rank forked at that moment would find them taken for
+            ever.
     """
 
     def __init__(
@@ -176,9 +193,9 @@ class _Ranks:
         context: BaseContext,
         first: Place,
         call: bytes | tuple[Any, ...],
-        host: Callable[[], None] | None,
+        started: Callable[[], None],
     ) -> None:
-        self.context, self.first, self.call, self.host = context, first, call, host
+        self.context, self.first, self.call, self.started = context, first, call, started
         self.method = context.get_start_method()
         self.processes: dict[int, BaseProcess] = {}
         self.links: dict[int, Connection] = {}
@@ -188,12 +205,12 @@ class _Ranks:
         self.elsewhere = first.world_size > first.local_world_size
 
     def run(self) -> Any:
-        ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-        handlers = Handlers([] if ignored else [signal.SIGTERM], self._pass_on)
+        numbers = (signal.SIGTERM, signal.SIGUSR1)
+        heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        handlers = Handlers(heard, self._pass_on)
         try:
             self._start()
-            if self.host is not None:
-                self.host()
+            self.started()
             while self.processes.keys() - self._over() and not self.failures:
                 self._collect(1.0)  # a signal that comes just before the wait does not end it
             self._join()
@@ -210,7 +227,12 @@ class _Ranks:
                 die_by(signal.SIGTERM)
 
     def _pass_on(self, number: int, _: Any) -> None:
-        """SIGTERM to this process: the ranks get it once; if they know what to do, this process goes on."""
+        """A signal to this process: the ranks get SIGTERM once; if they know what to do, this one goes on."""
+        if number != signal.SIGTERM:
+            for process in self.processes.values():
+                if process.pid is not None and process.exitcode is None:
+                    os.kill(process.pid, number)
+            return
         now = time.monotonic()
         if self.signalled is None:
             for process in self.processes.values():
@@ -231,7 +253,7 @@ class _Ranks:
             task = Task(place, self.call, variables, os.getpid(), direct, usual)
             process = self.context.Process(target=run_rank, args=(task, writer))  # type: ignore[attr-defined]
             self.links[place.rank] = reader
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), forking():
                 # Python 3.12 warns of any fork beside threads; what those threads hold here is taken care of.
                 warnings.filterwarnings(
                     "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
@@ -283,11 +305,15 @@ class _Ranks:
             self.failures[rank] = Failure(rank, ending.when, ending.reason, ending.code)
 
     def _join(self) -> None:
-        """After all ranks said they are done: their processes end, and must not crash on the way."""
+        """After all said they are done: their processes end (after uploads), and must not crash then."""
         if self.failures:
             return
+        note = time.monotonic() + EXIT_NOTE_S
         for rank, process in self.processes.items():
-            process.join(STOP_GRACE_S)
+            process.join(max(0.0, note - time.monotonic()))
+            if process.is_alive():
+                say(f"rank {rank} has returned; waiting for the end of its process")
+                process.join()
             if process.exitcode:
                 self.failures[rank] = from_returncode(rank, process.exitcode, time.monotonic())
 
@@ -326,8 +352,9 @@ class _Ranks:
             for process in self.processes.values():
                 process.kill()
             for rank, process in self.processes.items():
-                process.join()
-                process.close()
+                process.join(KILL_GRACE_S)
+                if not process.is_alive():  # else in the kernel's hands (a dead disk)
+                    process.close()
                 self.links[rank].close()
 
 

@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _DRAIN_S = 2.0
 """Seconds for what is under way after the ranks' end; a subprocess of one may hold a pipe for longer."""
@@ -23,8 +23,10 @@ _pipes: dict[str, tuple[int, int]] = {}
 
 
 @contextlib.contextmanager
-def relayed_output(method: str) -> Iterator[None]:
+def relayed_output(method: str) -> Iterator[Callable[[], None]]:
     """While ranks run that are forked from here, write what they print to `sys.stdout` and `sys.stderr`.
+
+    Gives what is to be called once all are forked: threads begin there.
 
     Only where those are no files: a kernel's streams send each write of a forked process by a connection of
     its own, so that lines mix and change places.
@@ -36,15 +38,20 @@ def relayed_output(method: str) -> Iterator[None]:
         _pipes[name] = os.pipe()
         end = _pipes[name][0]
         threads.append(threading.Thread(target=_copy, args=(end, stream), daemon=True, name="fabric-output"))
-        threads[-1].start()
+
+    def begin() -> None:
+        for thread in threads:
+            thread.start()
+
     try:
-        yield
+        yield begin
     finally:
         for _, writer in _pipes.values():
             os.close(writer)
         _pipes.clear()
         for thread in threads:
-            thread.join(_DRAIN_S)
+            if thread.ident is not None:
+                thread.join(_DRAIN_S)
         for stream in relayed.values():
             stream.flush()
 
@@ -71,4 +78,5 @@ def _copy(reader: int, stream: Any) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         while chunk := pipe.read(65536):
-            stream.write(decoder.decode(chunk))
+            with contextlib.suppress(Exception):  # a rank whose pipe nobody reads cannot print any more
+                stream.write(decoder.decode(chunk))

@@ -4,6 +4,7 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -11,11 +12,13 @@ import threading
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from fabric.core.errors import ConfigurationError
+from fabric.utilities.messages import say
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 _LINE = re.compile(rb"[^\r\n]*[\r\n]+")  # a progress bar returns to the start of its line
+_CHUNK = 65536
 _DRAIN_S = 2.0
 """Seconds for what is under way after a rank's end; a subprocess of it may hold the pipe open for longer."""
 
@@ -46,7 +49,7 @@ class RankLogs:
 
     def note(self, rank: int, text: str) -> None:
         """Write into a rank's file what it said to the supervisor and not to the terminal."""
-        with (self.directory / f"rank{rank}.err").open("a") as file:
+        with contextlib.suppress(OSError), (self.directory / f"rank{rank}.err").open("a") as file:
             file.write(text)
 
     def start(self) -> None:
@@ -83,13 +86,21 @@ class RankLogs:
 
 
 def _copy(reader: int, file: BinaryIO, terminal: TextIO, prefix: bytes) -> None:
-    rest = b""
+    # To the end, whatever fails: a rank whose pipe nobody reads fails at its next print.
+    rest, writes = b"", True
     with file, os.fdopen(reader, "rb", buffering=0) as pipe:
-        while chunk := pipe.read(65536):
-            file.write(chunk)
+        while chunk := pipe.read(_CHUNK):
+            try:
+                if writes:
+                    file.write(chunk)
+            except OSError as error:
+                writes = False
+                say(f"{file.name} ends here: {error}")
             rest += chunk
-            lines = _LINE.findall(rest)
-            rest = rest[sum(map(len, lines)) :]
+            end = max(rest.rfind(b"\n"), rest.rfind(b"\r")) + 1
+            lines, rest = _LINE.findall(rest[:end]), rest[end:]
+            if len(rest) > _CHUNK:  # no line
+                lines, rest = [*lines, rest + b"\n"], b""
             _show(terminal, [prefix + line for line in lines])
     if rest:
         _show(terminal, [prefix + rest + b"\n"])
@@ -97,5 +108,8 @@ def _copy(reader: int, file: BinaryIO, terminal: TextIO, prefix: bytes) -> None:
 
 def _show(terminal: TextIO, lines: list[bytes]) -> None:
     # One write for all: lines of several ranks stay lines.
-    terminal.write(b"".join(lines).decode(errors="replace"))
-    terminal.flush()
+    text = b"".join(lines).decode(errors="replace")
+    with contextlib.suppress(OSError, ValueError):  # the terminal has gone
+        encoding = terminal.encoding or "utf-8"
+        terminal.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        terminal.flush()

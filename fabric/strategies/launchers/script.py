@@ -22,9 +22,10 @@ from fabric.strategies.launchers.failure import Failure, root_cause, settle_seco
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.relay import Relay
-from fabric.strategies.launchers.supervisor import Command, Supervisor
+from fabric.strategies.launchers.supervisor import EXIT_NOTE_S, Command, Supervisor
 from fabric.utilities.lifeline import describe
 from fabric.utilities.messages import say
+from fabric.utilities.system import require_posix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,10 +34,8 @@ if TYPE_CHECKING:
 
 MAIN_GRACE_S = 1.0
 """Seconds that this process gets to fail by itself, usually in a collective, after another rank failed."""
-EXIT_NOTE_S = 10.0
-"""Seconds after this process's normal end until it says which ranks it still waits for."""
-EXIT_GRACE_S = 300.0
-"""Seconds that the other ranks get to finish after this process's normal end."""
+UNWIND_GRACE_S = 60.0
+"""Seconds that this process gets to leave its `finally` and `except` blocks, after another rank failed."""
 
 
 class ScriptLauncher(Launcher):
@@ -78,6 +77,7 @@ class ScriptLauncher(Launcher):
             _job.check(self.num_processes, self.num_nodes)
             self.environment.follow(_job.host)
         elif self.num_processes * self.num_nodes > 1:
+            require_posix()
             argv, directory = original_command()
             _job = _Job(self.environment, self.num_processes, self.num_nodes, argv, directory)
 
@@ -106,6 +106,7 @@ class _Job:
         self.supervisor.start()
         self.relay = Relay(self.supervisor)
         self._main_over = threading.Event()
+        self._concluding, self._stderr = threading.Lock(), sys.stderr
         self._verdict = threading.Event()
         self._cause: Failure | None = None
         self._previous_hook, self._python_exit = sys.excepthook, sys.exit
@@ -125,12 +126,7 @@ class _Job:
 
     def _take_place(self, environment: LocalEnvironment) -> Place:
         node_rank, world_size = environment.node_rank(), self.processes * self.nodes
-        if self.nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
-            raise LaunchError(
-                f"num_nodes={self.nodes} needs MASTER_ADDR and MASTER_PORT (of the first machine) and "
-                "NODE_RANK in the environment of each machine. Set them, or use `fabric run --num-nodes "
-                f"{self.nodes} --node-rank N --main-address HOST`, or torchrun."
-            )
+        environment.check_meeting_point(self.nodes)
         port = environment.host_store(_STORE_TIMEOUT, self.nodes) if node_rank == 0 else environment.main_port
         environment.become(
             0, world_size, self.processes, environment.main_address, port, node_rank, child=node_rank > 0
@@ -142,8 +138,15 @@ class _Job:
         self._verdict.set()
         if failure is None or self.supervisor.stopping or self._main_over.wait(MAIN_GRACE_S):
             return
-        # This process is busy elsewhere, perhaps for ever: nothing but its end makes it notice.
-        self._exit(self._finish(failure))
+        self.supervisor.tell(spare=failure.rank)
+        deadline = time.monotonic() + UNWIND_GRACE_S
+        while _is_unwinding() and time.monotonic() < deadline:
+            if self._main_over.wait(0.1):
+                return
+        # This process is busy elsewhere, perhaps for ever: nothing but its end makes it notice. If that is
+        # torch's excepthook, it holds back what is printed meanwhile.
+        with contextlib.redirect_stderr(self._stderr):
+            self._exit(self._finish(failure))
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, tb: TracebackType | None
@@ -200,19 +203,14 @@ class _Job:
     def _await_others(self) -> None:
         failure = self.supervisor.wait(EXIT_NOTE_S)
         if failure is None and (late := self.supervisor.running()):
-            names = ", ".join(map(str, late))
-            say(f"rank {self.rank} has finished; waiting for rank {names} (at most {EXIT_GRACE_S:g} s)")
-            failure = self.supervisor.wait(EXIT_GRACE_S)
-        late = self.supervisor.running()
-        if failure is None and late:
-            failure = Failure(
-                late[0], time.monotonic(), f"still running {EXIT_GRACE_S:g} s after rank {self.rank}'s end"
-            )
+            say(f"rank {self.rank} has finished; waiting for rank {', '.join(map(str, late))}")
+            failure = self.supervisor.wait()
         if failure is not None:
             self._exit(self._finish(root_cause([failure], [self.rank])))
 
     def _finish(self, failure: Failure) -> int:
         """Stop the ranks and print the cause last; returns the exit code."""
+        self._concluding.acquire()  # for good: another thread that comes here waits for the end
         _flush()
         return self.supervisor.conclude(failure, also=[self.rank])
 
@@ -262,6 +260,12 @@ def _commands(first: Place, argv: list[str], directory: str | None) -> list[Comm
         env = {**os.environ, **place.variables(os.environ), LAUNCHED: "script"}
         commands.append(Command(place.rank, argv, env, cwd=directory))
     return commands
+
+
+def _is_unwinding() -> bool:
+    """Whether the main thread handles an exception: it may save in a `finally`, and then end by itself."""
+    found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    return (found[0] if isinstance(found, tuple) else found) is not None  # a tuple before Python 3.12
 
 
 def _flush() -> None:

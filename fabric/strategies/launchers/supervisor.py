@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL for ranks that are stopped because another one failed."""
+EXIT_NOTE_S = 10.0
+"""Seconds after the normal end of one rank until it is said which others are still waited for."""
+KILL_GRACE_S = 10.0
+"""Seconds after SIGKILL in which a process has ended, unless the kernel holds it."""
 _POLL_S = 0.05  # only where the system cannot tell us of a process's end
 
 
@@ -153,7 +157,8 @@ class Supervisor:
             self._sleep(deadline)
         self.send(signal.SIGKILL, self.running())
         for process in self.processes.values():
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel's hands (a dead disk)
+                process.wait(KILL_GRACE_S)
         return sorted(self._told)
 
     def tell(self, spare: int | None = None) -> None:

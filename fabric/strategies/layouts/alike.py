@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.channel import Channel
 
 _COMPARED = 2
-"""Calls in which ranks compare what is in their batches; later ones compare shapes."""
+"""Calls with gradients in which ranks compare what is in their batches; later ones compare shapes."""
 _LOOKED_AT = 1 << 16
 
 
@@ -24,26 +24,29 @@ class Alike:
 
     Args:
         channel: The ranks that need the same data.
+        number: Of the model among those set up: ranks that call different ones compute different things.
         name: Of the model, for messages.
     """
 
-    def __init__(self, channel: Channel, name: str) -> None:
-        self._channel, self._name = channel, name
+    def __init__(self, channel: Channel, number: int, name: str) -> None:
+        self._channel, self._name = channel, f"model {number} ({name})"
         self._compared = 0
 
     def meet(self, verb: str, leaves: list[Any], spec: Spec) -> None:
-        """Compare structure, shapes and dtypes of the arguments; in the first calls what is in them, too.
+        """Compare structure, shapes and dtypes of the arguments; in the first calls also what is in them.
+
+        And in each call without gradients: there loops of ranks may have other numbers of batches.
 
         Raises:
             CollectiveMismatch: They differ; raised on all ranks.
         """
-        mode = "" if torch.is_grad_enabled() else ", no_grad"
+        trains = torch.is_grad_enabled()
         drawn = [describe_tensor(v) if isinstance(v, torch.Tensor) else type(v).__name__ for v in leaves]
         what = draw(spec, drawn)
-        if self._compared < _COMPARED:
-            self._compared += 1
+        if self._compared < _COMPARED or not trains:
+            self._compared += trains
             what = f"{what}{CONTENTS}{_checksum(leaves)}"
-        self._channel.meet(call_of(f"{verb} of {self._name}{mode}", what))
+        self._channel.meet(call_of(f"{verb} of {self._name}{'' if trains else ', no_grad'}", what))
 
 
 def _checksum(leaves: list[Any]) -> str:

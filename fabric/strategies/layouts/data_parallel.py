@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 _NOT_AVERAGED = "_ddp_params_and_buffers_to_ignore"
 """Where DDP looks for names of parameters that the user keeps out of it."""
 
+ACCELERATORS = ("cpu", "cuda", "mps")
+"""torch copies a model to several devices of one process for CUDA only; of mps there is one."""
+
 
 class SplitBatch(Whole):
     """The forward's batch in one part for each device, outputs gathered on the first; else plain torch.
@@ -40,7 +43,7 @@ class SplitBatch(Whole):
     dicts are those of the user's module.
     """
 
-    traits = Traits(data_parallel=True)
+    traits = Traits(data_parallel=True, accelerators=ACCELERATORS)
 
     def __init__(self) -> None:
         self.devices: list[torch.device] = []
@@ -63,7 +66,11 @@ class ReplicatedSplitBatch(Replicate):
     """
 
     traits = Traits(
-        needs_launch=True, data_parallel=True, start_methods=("popen",), one_process_per_node=True
+        needs_launch=True,
+        data_parallel=True,
+        start_methods=("popen",),
+        one_process_per_node=True,
+        accelerators=ACCELERATORS,
     )
 
     def __init__(self, settings: dict[str, Any] | None = None) -> None:

@@ -5,6 +5,7 @@ For layouts that shard or split. All ranks of the mesh must make each call that 
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fabric.core.errors import UsageError
 from fabric.core.tree import map_tree
+from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 from fabric.plugins.io.portable import kept_elsewhere
+from fabric.strategies.layouts.norms import norms, scale_
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,22 +25,30 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from fabric.strategies.layouts.norms import FiniteNorms
+
 
 def full_tree(tree: Any, keep: bool) -> Any:
     """The tree with every DTensor as a full tensor in host memory. All ranks must call this.
 
     Args:
-        tree: A state dict, or part of one. Tensors that are the same stay the same (tied weights).
+        tree: A state dict, or part of one. Tensors that are the same stay the same (tied weights), also where
+            `state_dict` has detached each of them.
         keep: Whether this rank keeps the values; others take part, and hold meta tensors of the same shape.
     """
-    made: dict[int, Tensor] = {}
+    made: dict[Any, tuple[Any, Tensor]] = {}
 
     def full(leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
-        if id(leaf) not in made:
-            made[id(leaf)] = _full(leaf, keep)
-        return made[id(leaf)]
+        local = leaf.to_local()
+        memory = (
+            local.untyped_storage()
+        )  # kept in `made`: torch has one object for it while somebody holds it
+        key = (id(memory), local.storage_offset(), local.stride(), leaf.dtype, leaf.shape, leaf.placements)
+        if key not in made:
+            made[key] = (memory, _full(leaf, keep))
+        return made[key][1]
 
     return map_tree(full, tree)
 
@@ -82,20 +93,34 @@ def part_like(value: Any, parameter: Tensor) -> Any:
     return part_of(value, parameter, "optimizer state") if fits else value
 
 
-def refuse_partial_numbers() -> None:
-    """Let `p.norm().item()` of a split tensor raise, where torch gives this rank's part without a word.
+_FACTORIES = ("new_empty", "new_full", "new_ones", "new_zeros")
 
-    torch means to allow whole values only (its rule for `_local_scalar_dense`), and does not check (2.13).
+
+def mend_dtensors() -> None:
+    """Let DTensors give what the same code gives on one process, or raise; torch does neither (2.13). Once.
+
+    - `p.norm().item()` raises: torch gives this rank's part without a word. It means to allow whole values
+      only (its rule for `_local_scalar_dense`), and does not check.
+    - `nn.init` draws what one process draws: on a CPU torch draws the same numbers for each rank's part.
+    - `p.new_zeros(2, 3)` of a parameter is a plain tensor, as those are that a forward computes with.
     """
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
     if isinstance(handlers, dict):
-        handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _number)
+        aten = torch.ops.aten
+        handlers.setdefault(aten._local_scalar_dense.default, _number)
+        for op in (aten.normal_.default, aten.uniform_.default):
+            handlers.setdefault(op, _draw)
+    for name in _FACTORIES:
+        if name not in vars(DTensor):
+            setattr(DTensor, name, _plain_factory(name))
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if all([placement.is_replicate() for placement in tensor.placements]):
         return op(tensor.to_local())
+    if tensor.dtype is torch.bool:  # `if not mask.any()`: the ranks must go one way
+        return op(tensor.full_tensor())
     where = ", ".join([str(placement) for placement in tensor.placements])
     raise UsageError(
         f"A number was asked of a tensor that is split over ranks ({where}): this rank holds a part of it. "
@@ -104,12 +129,34 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
+def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
+    if not full.is_meta:
+        op(full, *args[1:], **kwargs)
+        tensor.to_local().copy_(own_part(full, tensor, "").to_local())
+    return tensor
+
+
+def _plain_factory(name: str) -> Any:
+    factory = getattr(torch.Tensor, name)
+
+    @functools.wraps(factory)
+    def make(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, torch.nn.Parameter):
+            return factory(self.to_local().detach(), *args, **kwargs)  # type: ignore[attr-defined]
+        return factory(self, *args, **kwargs)
+
+    return make
+
+
 def clip_norm_(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float, finite: FiniteNorms | None
 ) -> Tensor:
     """Scale gradients to a total norm of at most `max_norm`; the norm before, alike on all ranks. All ranks.
 
-    One reduction per kind of layout (mesh and placements), whatever the number of parameters.
+    One reduction per kind of layout (mesh and placements), whatever the number of parameters. `finite` checks
+    the norm.
     """
     grads = _local_grads(parameters)
     wide = (
@@ -124,14 +171,9 @@ def clip_norm_(
     stacked = torch.stack([t.to(everything[0].device) for t in totals])
     norm = stacked.max() if math.isinf(norm_type) else stacked.sum().pow(1.0 / norm_type)
     norm = norm.to(everything[0].dtype)
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be "
-            "clipped. Pass error_if_nonfinite=False to scale them by it anyway."
-        )
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grad in everything:
-        grad.mul_(scale.to(grad.device, grad.dtype))
+    if finite is not None:
+        finite.check(norm, norm_type)
+    scale_(everything, norm, max_norm)
     return norm
 
 
@@ -177,15 +219,17 @@ def _group_power(grads: list[Tensor], layout: Any, norm_type: float, dtype: torc
     """The norm to the power of its order (for infinity: the norm) of one group, summed over its ranks."""
     infinite = math.isinf(norm_type)
     held = [g for g in grads if g.numel()]
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in held]
-    local = torch.stack(norms) if norms else torch.zeros(1, dtype=dtype, device=grads[0].device)
+    each = norms(held, norm_type, dtype)
+    local = torch.stack(each) if each else torch.zeros(1, dtype=dtype, device=grads[0].device)
     power = local.max() if infinite else local.pow(norm_type).sum()
     if layout is None:
         return power
     mesh, placements = layout
     power = power.to(mesh.device_type)
+    if infinite:  # backends lose NaN in a maximum
+        power = to_ordered(power, largest=True)
     for dim, placement in enumerate(placements):
         if not placement.is_replicate():
             op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
             dist.all_reduce(power, op, group=mesh.get_group(dim))
-    return power
+    return from_ordered(power, dtype) if infinite else power

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.traits import Traits
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
     from fabric.core.policy import DtypePolicy
     from fabric.core.topology import Topology
+
+    Places = dict[int, list[tuple[dict[str, Any], str]]]
 
 
 @dataclass
@@ -102,16 +107,9 @@ class FullyShard(Sharded):
             ConfigurationError: Fewer elements than ranks, or a policy that matches nothing.
             UsageError: A parameter on the meta device that nothing initialises.
         """
-        from torch.distributed.fsdp import FSDPModule
-
-        if isinstance(module, FSDPModule):
-            raise UsageError(
-                f"This {type(module).__name__} is sharded already: fully_shard was called on it before "
-                f"fabric.setup. Leave that to the strategy, or use ModelParallelStrategy(parallelize_fn)."
-            )
         size = sum([p.numel() for p in module.parameters()])
         if size == 0:
-            self._bring(module, topology)
+            self._bring(module, topology, _places(module))
             return module
         if size < topology.world_size:
             raise ConfigurationError(
@@ -208,7 +206,8 @@ class FullyShard(Sharded):
 
     def _split(self, module: Module, blocks: set[Module], topology: Topology) -> None:
         """Bring up and split group after group, inner ones first, so that only one is whole at a time."""
-        maker = Materialiser(module, topology.device, self.deferred, self.settings.init)
+        maker = Materialiser(module, topology.device, self.settings.init)
+        places = _places(module)
         seen: set[Module] = set()
         held_back: list[Module] = []
 
@@ -225,15 +224,15 @@ class FullyShard(Sharded):
             if not (held or (waits and part is not module)):
                 ready, held_back[:] = list(held_back), []
                 for block in ready:
-                    self._split_block(block, maker, topology, root=block is module)
+                    self._split_block(block, maker, places, topology)
 
         visit(module, held=False)
 
-    def _split_block(self, block: Module, maker: Materialiser, topology: Topology, root: bool) -> None:
+    def _split_block(self, block: Module, maker: Materialiser, places: Places, topology: Topology) -> None:
         from torch.distributed.fsdp import fully_shard
 
         maker.fill(block, replay=topology.rank == 0)
-        self._bring(block, topology)
+        self._bring(block, topology, places)
         maker.release(block)
         settings = self.settings
         fully_shard(
@@ -245,15 +244,26 @@ class FullyShard(Sharded):
             ignored_params=settings.ignored or None,
         )
 
-    def _bring(self, block: Module, topology: Topology) -> None:
-        """The block's whole tensors on the device, with rank zero's values. All ranks must call this."""
+    def _bring(self, block: Module, topology: Topology, places: Places) -> None:
+        """The block's whole tensors on the device, with rank zero's values. All ranks must call this.
+
+        A parameter of the host stays there, and another one takes its place: an optimizer that was made
+        before setup would keep its values on the device until all blocks are split.
+        """
         held: dict[int, Tensor] = {}
         for part in _own_modules(block):
-            for tensor in [*part._parameters.values(), *part._buffers.values()]:
-                if tensor is not None and not is_split(tensor) and tensor not in self.settings.ignored:
+            for slots in (part._parameters, part._buffers):
+                for name, tensor in list(slots.items()):
+                    if tensor is None or is_split(tensor):
+                        continue
+                    ignored = tensor in self.settings.ignored
                     if tensor.device != topology.device:
-                        tensor.data = tensor.data.to(topology.device)
-                    held[id(tensor)] = tensor
+                        if type(tensor) is Parameter and not ignored:
+                            tensor = slots[name] = _twin(tensor, topology.device, places)
+                        else:
+                            tensor.data = tensor.data.to(topology.device)
+                    if not ignored:
+                        held[id(tensor)] = tensor
         broadcast_from_zero(list(held.values()))
 
     def precision_policy(self, block: Module | None = None) -> Any:
@@ -289,6 +299,26 @@ def offload_error(optimizer: Any) -> ConfigurationError:
     )
 
 
+def _places(module: Module) -> Places:
+    """Where each parameter stands (tied ones in several places), by id."""
+    places: Places = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((part._parameters, name))
+    return places
+
+
+def _twin(parameter: Parameter, device: torch.device, places: Places) -> Parameter:
+    """A copy on the device, in all places of the parameter."""
+    twin = Parameter(parameter.detach().to(device), parameter.requires_grad)
+    twin.__dict__.update(parameter.__dict__)
+    for slots, name in places.get(id(parameter), ()):
+        if slots[name] is parameter:
+            slots[name] = twin
+    return twin
+
+
 def _own_modules(block: Module) -> Iterator[Module]:
     """The block and the modules in it, less those that are split already."""
     from torch.distributed.fsdp import FSDPModule
@@ -305,8 +335,19 @@ def _offload_policy(offload: bool, device: torch.device) -> Any:
     return CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
 
 
-def _recompute(modules: list[Module]) -> None:
-    from torch.distributed._composable import checkpoint
+class Recomputed:
+    """A forward whose activations are computed again in backward, as often as a backward comes."""
 
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        # To its end: an operation that fills what it has saved (RReLU) would be left before it has.
+        with set_checkpoint_early_stop(False):
+            return checkpoint(partial(self.forward, **kwargs), *args, use_reentrant=False)
+
+
+def _recompute(modules: list[Module]) -> None:
     for module in modules:
-        checkpoint(module)
+        module.forward = Recomputed(module.forward)

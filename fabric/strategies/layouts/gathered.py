@@ -7,50 +7,135 @@ computes nothing sends nothing, so that ranks may differ in calling it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import UsageError
-from fabric.core.tree import map_tree
-from fabric.forward import differentiable
+from fabric.core.tree import flatten, map_tree
+from fabric.forward import anchor, differentiable
+from fabric.plugins.collectives.frames import ALONE, call_of
+from fabric.strategies.layouts.split_errors import split_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.nn import Module
 
-    from fabric.strategies.layouts.evaluation import Evaluation
-
-_SIMPLE = (torch.Tensor, tuple, list, dict)
-_OWN = ("_unsharded_param", "_sharded_post_forward_param")
-"""Where FSDP2 keeps what it puts in the place of a part."""
+    from fabric.plugins.collectives.channel import Channel
 
 
 class RootGate:
-    """Gathers the root group of one model at the first call of one of its layers outside of the forward.
+    """What holds at the start and at the end of each call of one model.
+
+    Invariant: outside of its calls and backwards a model's parameters are the parts, which its optimizer has,
+    even where torch keeps a group gathered from a forward to its backward. So whatever a user does to them in
+    between (`zero_grad`, `p.grad = None`, an average of weights) is done to the ones that count; and weights
+    that are gathered were read in the call that uses them, never before a step.
 
     Args:
         root: The outermost module that `fully_shard` was called on.
-        evaluation: Meets the other ranks where they need not evaluate alike; None: there are none.
+        number: Of the model among those set up, the same on all ranks.
+        channel: All ranks; None: there are no others.
     """
 
-    def __init__(self, root: Any, evaluation: Evaluation | None = None) -> None:
+    def __init__(self, root: Any, number: int, channel: Channel | None) -> None:
         self.root = root
         # torch finds it in a dictionary of all modules; torch.compile would look into that, as others go.
         self.state = root._get_fsdp_state()
-        self.evaluation = evaluation
-        self.method = False
+        self.channel = channel
+        self.call = call_of(f"{ALONE} of model {number} ({_name(root)})")
+        self.running = self.method = False
         self.opener: Any = None
+        self._lent = False
+        self._meets = False
         for layer in _layers_of_root(root):
             layer.register_forward_pre_hook(self._before, prepend=True)
             layer.register_forward_hook(self._after, always_call=True)
+        for state in self.state._state_ctx.all_states:
+            state._register_pre_backward_hook = partial(self._hang, state)
+            for module in state._modules:
+                module.register_forward_pre_hook(partial(self._enter, state), prepend=True)
+                module.register_forward_hook(self._leave, always_call=True)
+
+    def begin(self, method: bool = False) -> None:
+        """A call begins that no other one of this model surrounds: all that it gathers is read anew.
+
+        Raises:
+            UsageError: `torch.func.functional_call` or the like has put other tensors in the place of parts.
+        """
+        context = self.state._state_ctx
+        if torch._C._current_graph_task_id() != -1:  # computed again, for the backward that runs
+            self.give_back()
+            return
+        self._meets = method or not torch.is_grad_enabled()
+        if context.iter_forward_root is not None:
+            self.recover()  # after a part called by itself that failed
+        idle = True
+        for group in self._groups():
+            idle = idle and group.is_sharded and group._all_gather_result is None
+            for part in group.fsdp_params:
+                here = part._module_info.module._parameters.get(part._module_info.param_name)
+                if here is not part.sharded_param:
+                    raise _swapped(part._module_info)
+        if not idle:
+            self._reset()
+        self._lent = False
+
+    def meet(self) -> None:
+        """Without gradients nothing else would tell a rank that it is alone: evaluation on rank zero only."""
+        if not self._meets or torch.is_grad_enabled():
+            return
+        self._meets = False
+        if self.channel is not None:
+            self.channel.meet(self.call)
+        if torch.is_inference_mode_enabled():
+            self._make_room()
+
+    def end(self) -> None:
+        """It has ended: the model has its parts again. What a backward will need stays gathered beside."""
+        self._meets = False
+        if torch._C._current_graph_task_id() != -1:
+            return
+        lends = torch.is_grad_enabled()
+        for group in self._groups():
+            if group.is_sharded:
+                continue
+            if lends:
+                for part in group.fsdp_params:
+                    part._setattr_on_modules(part.sharded_param)
+                self._lent = True
+            else:
+                group.reshard()
+
+    def reached(self, grad: Any) -> None:
+        """A backward has come to the model.
+
+        Raises:
+            UsageError: It makes a graph of gradients: a backward through that would find freed memory.
+        """
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"create_graph=True went through {_name(self.root)}, which is split over ranks: its "
+                "parameters are freed after the backward, and a second one through the gradients (a gradient "
+                'penalty) would compute with other values. Use strategy="ddp" or "zero1" for this model.'
+            )
+        self.give_back()
+
+    def give_back(self) -> None:
+        """What is still gathered serves layers that are computed again."""
+        if self._lent:
+            self._lent = False
+            for group in self._groups():
+                if group.is_unsharded:
+                    for part in group.fsdp_params:
+                        part.to_unsharded()  # frozen, too, if its part was since the forward
 
     def open(self, opener: Any) -> None:
         """Gather the root group; `opener` closes it."""
         self.opener = opener
-        if self.evaluation is not None:
-            self.evaluation.entering(0)
+        self.meet()
         self.state._pre_forward(self.root, (), {})
 
     def close(self, out: Any) -> Any:
@@ -61,13 +146,12 @@ class RootGate:
     def recover(self) -> None:
         """Forget a forward or backward that failed: groups are split again, half-made gradients are gone."""
         self.opener = None
-        self.root.reset_iter_state()
-        for state in self.state._state_ctx.all_states:
-            for group in state._fsdp_param_groups:
-                for part in group.fsdp_params:
-                    part.unsharded_accumulated_grad = None
-                    if hasattr(part, "_unsharded_param"):
-                        part._unsharded_param.grad = None
+        self._lent = False
+        self._reset()
+        for group in self._groups():
+            for part in group.fsdp_params:
+                if hasattr(part, "_unsharded_param"):
+                    part._unsharded_param.grad = None
 
     def reduce_rest(self) -> None:
         """After a pass inside of a backward: reduce the gradients of groups that were reduced before.
@@ -80,32 +164,75 @@ class RootGate:
                 if group._training_state.name == "POST_BACKWARD" and group.is_unsharded:
                     group.post_backward()
 
-    def check(self) -> None:
-        """Before a forward: a plain `loss.backward()` has not failed, and nobody has swapped parameters.
+    def _reset(self) -> None:
+        """Groups are split again; what earlier backwards left in `.grad` stays (torch 2.15 would drop it)."""
+        parts = [part for group in self._groups() for part in group.fsdp_params]
+        grads = [part.sharded_param.grad for part in parts]
+        self.root.reset_iter_state()
+        for part, grad in zip(parts, grads, strict=True):
+            part.sharded_param.grad = grad
 
-        Raises:
-            UsageError: `torch.func.functional_call` or the like has put other tensors in the place of parts.
-        """
-        context = self.state._state_ctx
-        if context.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1:
-            self.recover()
-        for state in context.all_states:
-            for group in state._fsdp_param_groups:
-                for part in group.fsdp_params:
-                    here = part._module_info.module._parameters.get(part._module_info.param_name)
-                    if here is not part.sharded_param and all(
-                        [here is not getattr(part, n, None) for n in _OWN]
-                    ):
-                        raise _swapped(part._module_info)
+    def _groups(self) -> Iterator[Any]:
+        for state in self.state._state_ctx.all_states:
+            yield from state._fsdp_param_groups
+
+    def _make_room(self) -> None:
+        """What torch allots at the first gathering; made under inference_mode it would serve only there."""
+        with torch.inference_mode(False), torch.no_grad():
+            for state in self.state._state_ctx.all_states:
+                parts = [part for group in state._fsdp_param_groups for part in group.fsdp_params]
+                if not all([hasattr(part, "_unsharded_param") for part in parts]):
+                    state._modules[0].unshard()
+                    state._modules[0].reshard()
 
     def _before(self, layer: Module, args: Any) -> None:
         if torch.compiler.is_compiling() or self.opener is not None:
             return
         if self.state._training_state.name == "IDLE":
+            if not self.running:
+                self.begin()
             self.open(self if self.method else layer)
 
     def _after(self, layer: Module, args: Any, out: Any) -> Any:
-        return self.close(out) if self.opener is layer else out
+        if self.opener is not layer:
+            return out
+        out = self.close(out)
+        if not self.running:
+            self.end()
+        return out
+
+    def _enter(self, state: Any, module: Module, args: Any) -> None:
+        """A group is called. torch takes calls in PRE_BACKWARD for ones of a backward, as stand-ins are."""
+        if torch.compiler.is_compiling() or state._training_state.name == "PRE_BACKWARD":
+            return
+        if not self.running and self.state._state_ctx.iter_forward_root is None:
+            self.begin()
+        self.meet()
+
+    def _leave(self, module: Module, args: Any, out: Any) -> None:
+        if (
+            not (self.running or torch.compiler.is_compiling())
+            and self.state._state_ctx.iter_forward_root is None
+        ):
+            self.end()
+
+    def _hang(self, state: Any, out: Any) -> Any:
+        """In the place of torch's: what gathers before a backward hangs on what outputs are views of.
+
+        Those of `nn.Linear` in three dimensions are views, of which `out += x` drops hooks without a word.
+        """
+        if not torch.is_grad_enabled():
+            return out
+        if torch._C._are_functorch_transforms_active():
+            return type(state)._register_pre_backward_hook(state, out)
+        if any([_is_given(leaf) for leaf in differentiable(out)]):
+            out = map_tree(lambda leaf: leaf.clone() if _is_given(leaf) else leaf, out)
+        leaves = [anchor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten(out)[0]]
+        type(state)._register_pre_backward_hook(state, leaves)
+        for leaf in differentiable(leaves):
+            if leaf.grad_fn is not None:  # a parameter that is an output keeps its hooks for ever
+                leaf.register_hook(self.reached)
+        return out
 
 
 class GatheredCall:
@@ -132,53 +259,33 @@ class GatheredCall:
 
         Raises:
             UsageError: A method used a parameter of its own that is split.
+            CollectiveMismatch: Gradients are disabled, and other ranks are elsewhere.
         """
-        gate, nested = self.gate, self.gate.method
-        evaluation = None if nested else gate.evaluation
-        if evaluation is not None:
-            evaluation.enter()
+        gate, outer, nested = self.gate, not self.gate.running, self.gate.method
+        compiling = torch.compiler.is_compiling()
         try:
-            gate.method = self.method or nested
-            if not nested and gate.opener is None and not torch.compiler.is_compiling():
-                gate.check()
-            if self.opens and not nested and gate.opener is None:
+            if outer and not compiling:
+                gate.begin(self.method)
+                if not self.method:
+                    gate.meet()  # here, since what is compiled runs no hooks
+            gate.running, gate.method = True, self.method or nested
+            if self.opens and outer and gate.opener is None:
                 gate.open(gate)
             out = self.call(*args, **kwargs)
-            if gate.opener is gate and not nested:
+            if gate.opener is gate and outer:
                 out = gate.close(out)
         except BaseException as error:
+            # Before anything is split again: it looks at what was split.
+            better = split_error(error, self.call, gate.root, self.method, marked=self.opens)
             gate.recover()
-            if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
-                raise self._split_error() from error
+            if better is not None:
+                raise better from error
             raise
         finally:
-            gate.method = nested
-            if evaluation is not None:
-                evaluation.leave()
-        if not isinstance(out, _SIMPLE):
-            self._hook(out)
+            gate.running, gate.method = not outer, nested
+        if outer and not compiling:
+            gate.end()
         return out
-
-    def _hook(self, out: Any) -> None:
-        """torch looks for outputs in plain containers only; a backward comes from others, too."""
-        known = {id(leaf) for leaf in torch.utils._pytree.tree_leaves(out)}
-        missed = [leaf for leaf in differentiable(out) if id(leaf) not in known]
-        if missed and torch.is_grad_enabled():
-            self.gate.state._register_pre_backward_hook(missed)
-
-    def _split_error(self) -> UsageError:
-        name = getattr(self.call, "__name__", type(self.call).__name__)
-        model = type(self.gate.root).__name__.removeprefix("FSDP")
-        if not self.method:
-            return UsageError(
-                f"The forward of {model} uses a parameter of a layer that it does not call, while the layer "
-                "is a group of its own and split. Leave the class of that layer out of auto_wrap_policy."
-            )
-        return UsageError(
-            f"{model}.{name} uses a parameter that is split over ranks outside of its layer's call. Write "
-            f"model.mark_forward_method({name!r}) after fabric.setup, or call the layer that holds the "
-            "parameter."
-        )
 
     def __getattr__(self, name: str) -> Any:
         if name in GatheredCall.__slots__:  # not set yet, while copying
@@ -194,22 +301,15 @@ def _swapped(info: Any) -> UsageError:
     )
 
 
-def own_output(module: Module, args: Any, out: Any) -> Any:
-    """A forward hook: views (outputs of `nn.Linear` in three dimensions) become tensors of their own.
-
-    FSDP2 hangs the gathering before a backward on outputs; `out += x` on a view would silently drop that.
+def _is_given(leaf: Any) -> bool:
+    """Whether it is a view of an input, or of something else that was there before: as FSDP2 passes inputs
+    on, torch lets nobody change such a view in place.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return None
-    if isinstance(out, torch.Tensor):
-        return out.clone() if _is_view(out) else None
-    if not any([_is_view(leaf) for leaf in differentiable(out)]):
-        return None
-    return map_tree(lambda leaf: leaf.clone() if _is_view(leaf) else leaf, out)
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and anchor(leaf)._base is not None
 
 
-def _is_view(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf._base is not None
+def _name(root: Any) -> str:
+    return type(root).__name__.removeprefix("FSDP")
 
 
 def _layers_of_root(root: Any) -> list[Module]:

@@ -8,6 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from fabric.core.errors import UsageError
+from fabric.utilities.deferred import Unmade
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -30,7 +31,6 @@ class Materialiser:
     Args:
         model: The user's model.
         device: Where the values go.
-        recorded: What was built under `init_module`.
         init: A function (module) that initialises a module's own parameters, in place of `reset_parameters`.
 
     Raises:
@@ -41,10 +41,9 @@ class Materialiser:
         self,
         model: Module,
         device: torch.device,
-        recorded: list[DeferredInit],
         init: Callable[[Module], Any] | None = None,
     ) -> None:
-        self.device, self._recorded, self._init = device, recorded, init
+        self.device, self._init = device, init
         self._made: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # by id of the meta tensor: it, kept, and the real one
@@ -147,14 +146,14 @@ class Materialiser:
         return next((getattr(module, n) for n in _RESETS if callable(getattr(module, n, None))), None)
 
     def _recorder_of(self, tensor: Tensor) -> DeferredInit | None:
-        return next((recorder for recorder in self._recorded if recorder.knows(tensor)), None)
+        return tensor.recorder if isinstance(tensor, Unmade) and tensor.recorder.knows(tensor) else None
 
     def _put(self, slots: dict[str, Any], name: str, tensor: Tensor, real: Tensor | None) -> None:
         """Put `real` in the place of a meta tensor; all places of one tensor (tied weights) get the same."""
         if id(tensor) not in self._made and real is not None:
             if isinstance(tensor, Parameter):
                 real = Parameter(real, tensor.requires_grad)
-            real.__dict__.update(tensor.__dict__)
+            real.__dict__.update(tensor.users_attributes() if isinstance(tensor, Unmade) else vars(tensor))
             self._made[id(tensor)] = (tensor, real)
         slots[name] = self._made[id(tensor)][1]
 

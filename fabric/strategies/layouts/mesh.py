@@ -9,24 +9,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.traits import Traits
+from fabric.core.tree import flatten, map_tree
+from fabric.plugins.collectives.frames import ALONE, call_of
 from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.rows import across_rows, row_of
 from fabric.strategies.layouts.sharded import Sharded
 from fabric.strategies.layouts.split import is_split
+from fabric.utilities.deferred import Unmade, asks_is_meta, target_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from fabric.core.policy import DtypePolicy
     from fabric.core.topology import Topology
+    from fabric.plugins.collectives.channel import Channel
+    from fabric.plugins.collectives.frames import Call
+
+Places = list[tuple[Module, str, Any]]
+"""(module, name in it, tensor without memory that was there at first)."""
 
 DIMS = ("data_parallel", "tensor_parallel")
 
@@ -112,7 +122,7 @@ class Mesh(Sharded):
             ArgumentTypeError: The function did not return the model.
             UsageError: A parameter on the meta device that nothing initialises.
         """
-        maker = Materialiser(module, topology.device, self.deferred)
+        maker = Materialiser(module, topology.device)
         if maker.resets:  # a module's own function wants it whole
             _each(module, maker.reset)
             maker.fill(module, replay=True)
@@ -121,7 +131,8 @@ class Mesh(Sharded):
         with self.following(module):
             # As a context: parameters without memory are replaced when the function has placed them.
             places = [(m, n, p) for m in module.modules() for n, p in _tensors(m) if p.is_meta]
-            returned = self.parallelize(module, self.mesh)  # type: ignore[arg-type]
+            with Sources(places):
+                returned = self.parallelize(module, self.mesh)  # type: ignore[arg-type]
             if returned is not module:
                 raise ArgumentTypeError(
                     f"parallelize_fn must change the {type(module).__name__} that it is given in place and "
@@ -143,17 +154,22 @@ class Mesh(Sharded):
         if (mesh.size(0) > 1 or parts) and not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh[DIMS[0]])
 
-    def _give_values(
-        self, places: list[tuple[Module, str, Any]], maker: Materialiser, topology: Topology
-    ) -> None:
+    def _give_values(self, places: Places, maker: Materialiser, topology: Topology) -> None:
         from torch.distributed.tensor import DTensor
 
         made: dict[int, Any] = {}
+        sources: dict[int, int] = {}
+        filled = dict.fromkeys([slots[name] for slots, name, _ in _slots(places)])
+        broadcast_from_zero([t for t in filled if not (t.is_meta or is_split(t))])
         for owner, name, source in places:
-            slots = owner._parameters if name in owner._parameters else owner._buffers
+            slots: dict[str, Any] = _slots_of(owner, name)
             target = slots[name]
+            if not target.is_meta:  # the user's function did it, by to_empty()
+                continue
+            if sources.setdefault(id(target), id(source)) != id(source) or _differs(target, source):
+                raise _replaced(name, owner)
             if id(source) not in made:
-                full = maker.value(source, replay=topology.rank == 0)
+                full = maker.value(source, replay=topology.rank == 0).to(target.dtype)
                 broadcast_from_zero([full])
                 made[id(source)] = full
                 if isinstance(target, DTensor):
@@ -169,6 +185,122 @@ class Mesh(Sharded):
 
         if isinstance(module, FSDPModule):
             self.open_gate(module)
+        elif self.channel is not None:
+            number = next(self._numbers)
+            call = call_of(f"{ALONE} of model {number} ({type(module).__name__})")
+            module.register_forward_pre_hook(Meets(call, self.channel))
+
+
+class Sources(TorchFunctionMode):
+    """A context in which the user's function splits parameters without memory, and may initialise them.
+
+    What it does to their values is recorded of the whole tensors that were there at first, whose values the
+    parts get in the end: on the meta device it would leave no trace.
+
+    Args:
+        places: Where those tensors are; the function finds plain ones, which torch splits, in their places.
+    """
+
+    def __init__(self, places: Places) -> None:
+        super().__init__()
+        self._known: dict[int, tuple[dict[str, Any], str, Any]] = {}
+        self._places = [place for place in places if isinstance(place[2], Unmade)]
+        shown: dict[int, Any] = {}
+        for slots, name, source in _slots(self._places):
+            if id(source) not in shown:
+                plain = source.detach().as_subclass(torch.Tensor)
+                named = isinstance(source, Parameter)
+                shown[id(source)] = Parameter(plain, source.requires_grad) if named else plain
+            slots[name] = shown[id(source)]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Changes, and what `torch.nn.init` asks before them, go to the whole tensors."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        target = subject = target_of(name, args, kwargs)
+        if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
+            one, other = args
+            if not other.is_meta:
+                subject = one
+            elif one.dtype == other.dtype and self._whole(one) is not one:
+                raise _untraceable(".data = other", one)
+        if subject is None and args and (asks_is_meta(func) or (name == "__getitem__" and is_split(args[0]))):
+            subject = args[0]
+        if not any([self._whole(leaf) is not leaf for leaf in flatten(subject)[0]]):
+            if target is not None and is_split(target) and target.is_meta:
+                raise _untraceable(name, target)
+            return func(*args, **kwargs)
+        out = func(*map_tree(self._whole, tuple(args)), **map_tree(self._whole, kwargs))
+        return out if target is None else target
+
+    def _whole(self, leaf: Any) -> Any:
+        """Of a part of one of the tensors that were there at first, or a view of it: that. Else as it is."""
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, Unmade) or not leaf.is_meta:
+            return leaf
+        source = self._source(leaf)
+        if not is_split(leaf):
+            return leaf if source is None else source.recorder.marked(leaf)
+        return leaf if source is None or source.shape != leaf.shape else source
+
+    def _source(self, leaf: Any) -> Any:
+        key = _memory(leaf)
+        slots, name, source = self._known.get(key, ({}, "", None))
+        if source is None or _memory(slots[name]) != key:
+            self._known = {_memory(slots[name]): (slots, name, s) for slots, name, s in _slots(self._places)}
+            source = self._known.get(key, ({}, "", None))[2]
+        return source
+
+
+def _slots_of(owner: Module, name: str) -> Any:
+    return owner._parameters if name in owner._parameters else owner._buffers
+
+
+def _slots(places: Places) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    for owner, name, source in places:
+        yield _slots_of(owner, name), name, source
+
+
+def _memory(tensor: Any) -> int:
+    key: int = getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+    return key
+
+
+def _differs(target: Any, source: Any) -> bool:
+    """Whether a tensor that is not split was computed from `source`; `model.to(dtype)` is repeated."""
+    return not is_split(target) and target.dtype == source.dtype and _memory(target) != _memory(source)
+
+
+def _replaced(name: str, owner: Module) -> UsageError:
+    return UsageError(
+        f"parallelize_fn put another tensor in the place of {name} of {type(owner).__name__}, which has no "
+        "values yet, so that it is not known which it should get. Do this before fabric.setup, on the model "
+        "that init_module(empty_init=True) has made."
+    )
+
+
+def _untraceable(name: str, tensor: Any) -> UsageError:
+    return UsageError(
+        f"{name} in parallelize_fn changes a tensor of shape {list(tensor.shape)} in a way that cannot be "
+        "repeated once the parameters of the model have values: the change would be lost. Do it before "
+        "fabric.setup, on the model that init_module(empty_init=True) has made."
+    )
+
+
+class Meets:
+    """A forward pre-hook: without gradients nothing else would tell a rank that it is alone."""
+
+    def __init__(self, call: Call, channel: Channel) -> None:
+        self.call = call
+        self.channel = channel
+
+    def __call__(self, module: Module, args: Any) -> None:
+        """Meet the other ranks."""
+        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            self.channel.meet(self.call)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Meets:
+        return self
 
 
 def _tensors(module: Module) -> list[tuple[str, Any]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from fabric.core.errors import UsageError
+from fabric.forward import differentiable
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -37,6 +39,18 @@ def unused_parameters(replica: DistributedDataParallel, error: RuntimeError) -> 
     )
 
 
+def tell_apart(replicas: list[DistributedDataParallel], error: RuntimeError, graph: bool) -> None:
+    """Raise a better error than torch's for what a reducer cannot do; `graph`: create_graph=True."""
+    if any([sign in str(error) for sign in TWICE]):
+        raise marked_twice(replicas, error) from error
+    if graph and replicas and "leaf Variable that requires grad" in str(error):
+        raise UsageError(
+            "backward(create_graph=True) cannot go through DDP: what averages gradients is no part of a "
+            "graph. For a penalty on gradients write torch.autograd.grad(outputs, inputs, create_graph=True) "
+            "and fabric.backward(loss) of the loss that has the penalty."
+        ) from error
+
+
 def marked_twice(replicas: list[DistributedDataParallel], error: BaseException) -> UsageError:
     """The error for a gradient that came twice; torch says its number, and not of which replica."""
     found = re.search(r"Parameter at index (\d+)", str(error))
@@ -61,12 +75,17 @@ def not_static(replica: DistributedDataParallel) -> UsageError:
     )
 
 
-def refuse_retired(replica: DistributedDataParallel, args: Any) -> None:
-    """A forward pre-hook of a replica whose reducer did not come to an end."""
-    raise UsageError(
-        f"{type(replica.module).__name__} was in a backward that failed, and DDP could not finish what it "
-        "had begun. Mend what failed there, and set the model up anew."
-    )
+def refuse_hidden_outputs(replica: DistributedDataParallel, args: Any, out: Any) -> None:
+    """A forward hook of replicas with a static graph: torch reduces from outputs that its pytree finds."""
+    if isinstance(out, torch.Tensor) or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    found = {id(leaf) for leaf in torch.utils._pytree.tree_leaves(out)}
+    if any([id(leaf) not in found for leaf in differentiable(out)]):
+        raise UsageError(
+            f"DDPStrategy(static_graph=True): {type(replica.module).__name__} returns tensors in "
+            f"{type(out).__name__}, where torch does not find them, so that gradients would stay "
+            "unsynchronised. Return a tensor, dict, list or tuple, or remove static_graph=True."
+        )
 
 
 def thawed_late(name: str) -> UsageError:

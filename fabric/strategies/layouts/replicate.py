@@ -1,17 +1,17 @@
 """`Replicate`: every rank holds all parameters; gradients are averaged (torch's DistributedDataParallel).
 
-Invariant: the reducer is armed at the start of every `fabric.backward`, and checked at its end. torch arms it
-in `DDP.forward` only, so that two forwards with two backwards, a backward outside `no_sync` of a forward
-inside it, and any method other than forward silently leave gradients unsynchronised (measured:
+Invariant: the reducer is armed at the start of every backward pass, and checked at its end. torch arms it in
+`DDP.forward` only, so that two forwards with two backwards, a backward outside `no_sync` of a forward inside
+it, and any method other than forward silently leave gradients unsynchronised (measured:
 tests/equivalence/test_gradient_sync.py). Reentrant checkpoints run passes inside of the pass; the reducer
 takes the first that is complete for the whole, and what comes after it is averaged here, at the end.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import weakref
+from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,22 +21,23 @@ import torch.distributed as dist
 
 from fabric.core.errors import UsageError
 from fabric.core.traits import Traits
+from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import average_gradients, on_any_rank
 from fabric.strategies.layouts.hooked import HookedCall, broadcast_from_zero
+from fabric.strategies.layouts.local_gradients import LocalGradients, stamp
 from fabric.strategies.layouts.replica_errors import (
-    TWICE,
-    marked_twice,
     not_static,
-    refuse_retired,
+    refuse_hidden_outputs,
+    tell_apart,
     thawed_late,
     unused_parameters,
 )
 from fabric.strategies.layouts.whole import Whole
+from fabric.utilities.backward_passes import attend_passes, here, outermost_pass
 from fabric.utilities.compile import is_compiled
-from fabric.utilities.nested_backward import attend_nested_passes, here, outermost_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
     from torch.nn import Module, Parameter
@@ -44,9 +45,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.core.topology import Topology
+    from fabric.plugins.collectives.channel import Channel
 
 _BUFFER_KEYWORDS = ("broadcast_buffers", "forward_sync_buffers")
-"""DDP's switch for buffers; torch 2.13 renamed it."""
+"""DDP's switch for buffers, and its name from torch 2.13 on."""
 
 
 class Replicate(Whole):
@@ -69,12 +71,10 @@ class Replicate(Whole):
         )
         self._numbers = itertools.count()
         self._buffered: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-        self._synced_in: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
         self.reached: set[int] = set()
         self._frozen: list[tuple[str, weakref.ref[Parameter]]] = []
         self._reduced: weakref.WeakKeyDictionary[Module, _Reduced] = weakref.WeakKeyDictionary()
-        self._retired: weakref.WeakSet[Module] = weakref.WeakSet()
-        self.in_backward = False
+        self._local = LocalGradients(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"settings": self.settings}
@@ -95,21 +95,22 @@ class Replicate(Whole):
         self._frozen += [
             (name, weakref.ref(p)) for name, p in module.named_parameters() if not p.requires_grad
         ]
+        attend_passes(self)
         if not any([p.requires_grad for p in module.parameters()]):
             broadcast_from_zero([*module.parameters(), *module.buffers()])
             return module
         from torch.nn.parallel import DistributedDataParallel
 
         settings = {"gradient_as_bucket_view": True, **self.settings}
-        for name in _BUFFER_KEYWORDS:
-            settings.pop(name, None)
         # Buffers are kept alike by us, after training backwards, so that evaluation makes no collective.
-        renamed = _BUFFER_KEYWORDS[1] in inspect.signature(DistributedDataParallel).parameters
-        settings[_BUFFER_KEYWORDS[renamed]] = False
+        settings.pop(_BUFFER_KEYWORDS[0], None)
+        settings[_BUFFER_KEYWORDS[1]] = False
         if topology.device.type != "cpu" and "device_ids" not in settings:
             settings["device_ids"] = [topology.device.index]
         broadcast_from_zero(list(module.buffers()))
         replica = DistributedDataParallel(module, **settings)
+        if replica.static_graph:
+            replica.register_forward_hook(refuse_hidden_outputs)
         self.adopt(replica)
         return replica
 
@@ -118,7 +119,7 @@ class Replicate(Whole):
         replica = self._replica_of(wrapped)
         if replica is not None and replica.static_graph:
             # A copy has a new reducer; torch takes its first backward for a later one, and reduces nothing.
-            replica._static_graph_delay_allreduce_enqueued = False
+            replica._static_graph_delay_allreduce_enqueued = replica._has_rebuilt_buckets = False
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The user's own optimizer.
@@ -147,22 +148,26 @@ class Replicate(Whole):
         return wrapped if replica is None else replica.module
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
-        """DDP's own call; with buffers (batch norm), hooked so that a plain `loss.backward()` syncs them."""
-        replica = self._replica_of(wrapped)
-        if replica is not None and replica in self._buffered:
-            return HookedCall(wrapped.__call__, self, replica, arms=False)
-        return wrapped.__call__
+        """DDP's own call; with buffers (batch norm), hooked so that a backward through it syncs them."""
+        return self.method_plan(wrapped, wrapped.__call__)
 
     def method_plan(
         self, wrapped: Module, method: Callable[..., Any], marked: bool = False
     ) -> Callable[..., Any]:
-        """The method, hooked so that a plain `loss.backward()` through its outputs is synchronised."""
+        """The method; hooked as a forward is."""
         replica = self._replica_of(wrapped)
-        return method if replica is None else HookedCall(method, self, replica, arms=True)
+        if replica is None or replica not in self._buffered:
+            return method
+        return HookedCall(method, self, replica)
+
+    @property
+    def across(self) -> Channel | None:
+        """The ranks that average gradients."""
+        return self.channel
 
     @contextmanager
     def no_sync(self, wrapped: Module) -> Iterator[None]:
-        """DDP's no_sync."""
+        """DDP's no_sync; what it leaves is known until a backward averages it."""
         replica = self._replica_of(wrapped)
         if replica is None:
             yield
@@ -172,9 +177,14 @@ class Replicate(Whole):
                 "DDPStrategy(static_graph=True) cannot skip the gradient sync of a backward: torch aborts "
                 "the process. Remove static_graph=True, or no_backward_sync()."
             )
+        self._local.begin(replica)
+        replica.reducer._reset_state()  # armed for a pass that is not this one it would reduce
         with replica.no_sync():
             yield
-        replica.__dict__.get("_fabric_marks", {}).clear()  # a forward inside did not arm the reducer
+
+    def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
+        """Raise on all ranks if gradients that no_sync left differ between them. All ranks."""
+        self._local.check(parameters, doing)
 
     def _replica_of(self, wrapped: Module) -> DistributedDataParallel | None:
         while is_compiled(wrapped):
@@ -189,64 +199,71 @@ class Replicate(Whole):
     def _take_in(self, replica: DistributedDataParallel) -> None:
         names = [name for name, p in replica.module.named_parameters() if p.requires_grad]
         replica.__dict__.setdefault("_fabric_names", names)
+        replica.__dict__["_fabric_trained"] = [p for p in replica.parameters() if p.requires_grad]
         replica.__dict__["_fabric_ids"] = {id(p) for p in replica.module.parameters()}
         self._replicas[next(self._numbers)] = replica
+        self._local.begin(replica, new=True)
         wanted = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
         if wanted and next(replica.buffers(), None) is not None:
             self._buffered.add(replica)
-        if dist.get_world_size(replica.process_group) > 1:
-            PlainBackwardWatch(self, replica)
-            attend_nested_passes(self)
+        _Watch(self, replica)
 
-    def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Arm every replica's reducer, run the backward, and check that each reduction finished.
+    def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Arm every replica's reducer, run the pass, and check that each reduction finished.
 
         Raises:
             UsageError: Parameters got no gradient, so the ranks' gradients could not be averaged; names them.
         """
         frozen = [(name, p) for name, ref in self._frozen if (p := ref()) is not None]
-        thawed = [(name, p, _stamp(p)) for name, p in frozen if p.requires_grad]
-        syncing = []
-        for replica in self._replicas.values():
-            if (
-                replica.require_backward_grad_sync
-                and not replica.static_graph
-                and replica not in self._retired
-            ):
-                start = [tensor] if replica.find_unused_parameters else []
-                replica.reducer.prepare_for_backward(start)
-                syncing.append(replica)
-        self.in_backward = True
+        thawed = [(name, p, stamp(p)) for name, p in frozen if p.requires_grad]
+        static = [replica for replica in self._replicas.values() if replica.static_graph]
+        syncing = [
+            replica
+            for replica in self._replicas.values()
+            if replica.require_backward_grad_sync and not replica.static_graph and replica.reducer is not None
+        ]
+        start = [t for t in (tensors if isinstance(tensors, Sequence) else [tensors]) if torch.is_tensor(t)]
+        local = self._local.before_pass([*syncing, *static]) if self._local.replicas else []
+        # Frozen since a forward: torch's backward leaves them out, and the reducer would give them zeros.
+        known = [p for replica in syncing for p in replica.__dict__["_fabric_trained"]]
+        resting = [p for p in known if not p.requires_grad and p.grad is None]
+        for replica in syncing:
+            replica.reducer.prepare_for_backward(start if replica.find_unused_parameters else [])
         try:
-            run(tensor, *args, **kwargs)
+            run(tensors, *args, **kwargs)
         except BaseException as error:
-            twice = isinstance(error, RuntimeError) and any([sign in str(error) for sign in TWICE])
-            if twice:
-                self._retire([replica for replica in syncing if not _is_finished(replica)])
-            # Of these torch counts gradients, in the first pass for all later ones.
-            self._retire([replica for replica in self._replicas.values() if replica.static_graph])
-            if twice:
-                raise marked_twice(syncing, error) from error
+            broken = [replica for replica in syncing if not _is_finished(replica)]
+            for replica in [*broken, *static]:  # of static ones torch counts gradients over all passes
+                _renew(replica)
+                _MeetsAgain(self, replica)
+            if isinstance(error, RuntimeError):
+                tell_apart(syncing, error, graph=kwargs.get("create_graph") or True in args[2:3])
             raise
         finally:
-            self.in_backward = False
-        for name, parameter, stamp in thawed:
-            if _stamp(parameter) != stamp:  # this backward went through it
+            reached, self.reached = self.reached, set()
+        for name, parameter, before in thawed:
+            if stamp(parameter) != before:  # this backward went through it
                 raise thawed_late(name)
+        if local:
+            self._local.after_pass(local)
+        for parameter in resting:
+            parameter.grad = None
         for replica in syncing:
             try:
                 replica._check_reducer_finalized()
             except RuntimeError as error:
                 raise unused_parameters(replica, error) from error
-            # Here, where all ranks are, and not in whichever forward comes next on each of them.
-            replica._has_rebuilt_buckets |= replica.reducer._rebuild_buckets()
+            if replica._has_rebuilt_buckets:
+                replica.reducer._reset_state()  # after another reset it would build them again, perhaps alone
+            elif id(replica) in reached and not replica.find_unused_parameters:
+                # Here, where all ranks are, and not in whichever forward comes next on each of them.
+                replica._has_rebuilt_buckets = replica.reducer._rebuild_buckets()
         # Only of those that this backward went through: that is so on all ranks or on none.
         for replica in self._replicas.values():
-            if replica not in self._buffered or id(replica) not in self.reached:
+            if replica not in self._buffered or id(replica) not in reached:
                 continue
             if replica.training and replica.require_backward_grad_sync:
                 broadcast_from_zero(list(replica.buffers()))
-        self.reached.clear()
 
     def teardown(self) -> None:
         """Let go of the process group; replicas cannot run after this.
@@ -259,30 +276,9 @@ class Replicate(Whole):
                 replica.__dict__[name] = None
         self._frozen.clear()
 
-    def on_plain_backward(self, replica: DistributedDataParallel, arms: bool) -> None:
-        """A plain `loss.backward()` has reached an output: arm the reducer, and sync buffers at its end.
-
-        Raises:
-            UsageError: The gradients would stay unsynchronised.
-        """
-        if self.in_backward:
-            self.reached.add(id(replica))
-            return
-        if not replica.require_backward_grad_sync:
-            return
-        if arms and (replica.find_unused_parameters or replica.static_graph):
-            raise UsageError(
-                "loss.backward() went through a method other than forward under find_unused_parameters or "
-                "static_graph, where gradients would stay unsynchronised. Write fabric.backward(loss), or "
-                "call model.forward."
-            )
-        if arms:
-            self._arm(replica)
-        running = torch._C._current_graph_task_id()
-        if replica.training and replica in self._buffered and self._synced_in.get(replica) != running:
-            self._synced_in[replica] = running
-            sync = partial(broadcast_from_zero, list(replica.buffers()))
-            torch.autograd.Variable._execution_engine.queue_callback(sync)
+    def on_reached(self, replica: Module) -> None:
+        """A backward has reached an output of the replica, or its last parameter."""
+        self.reached.add(id(replica))
 
     def after_nested_pass(self) -> None:
         """If a reducer has finished inside of a pass, watch for what that pass still adds to gradients."""
@@ -290,7 +286,7 @@ class Replicate(Whole):
         for replica in self._replicas.values():
             known = self._reduced.get(replica)
             if (known is None or known.within != running) and _has_reduced(replica, running):
-                self._reduced[replica] = _Reduced(running, [_stamp(p) for p in replica.parameters()])
+                self._reduced[replica] = _Reduced(running, [stamp(p) for p in replica.parameters()])
                 end = partial(self._average_rest, replica)
                 torch.autograd.Variable._execution_engine.queue_callback(end)
 
@@ -301,26 +297,11 @@ class Replicate(Whole):
         both means. Ranks may differ in what they add, but not in that a pass inside has reduced.
         """
         parameters = list(replica.parameters())
-        grown = self._reduced.pop(replica).stamps != [_stamp(p) for p in parameters]
+        grown = self._reduced.pop(replica).stamps != [stamp(p) for p in parameters]
         channel: Any = self.channel
         if any(on_any_rank([grown], channel)):
             trained = [p for p in parameters if p.requires_grad]
             average_gradients(trained, channel, "DDP with reentrant checkpoints")
-
-    def _retire(self, replicas: list[DistributedDataParallel]) -> None:
-        """Leave alone what can no more be used: reductions under way would write into later gradients."""
-        for replica in replicas:
-            self._retired.add(replica)
-            replica.register_forward_pre_hook(refuse_retired)
-
-    def _arm(self, replica: DistributedDataParallel) -> None:
-        replica.__dict__.get("_fabric_marks", {})[replica] = ()
-        try:
-            replica.reducer.prepare_for_backward([])
-        except RuntimeError as error:
-            # A forward armed it for this same pass and gradients are on their way: nothing is left to do.
-            if "Expected to have finished reduction" not in str(error):
-                raise
 
 
 class _Reduced(NamedTuple):
@@ -332,56 +313,68 @@ class _Reduced(NamedTuple):
     """Of the gradients, as the reduction left them."""
 
 
-class PlainBackwardWatch:
-    """Refuses a plain `loss.backward()` that would leave a replica's gradients unsynchronised.
+class _Watch:
+    """Notes which pass has come to a replica, by its last parameter, which passes begin with.
 
-    torch arms the reducer in `DDP.forward` and says nothing of a backward that no forward armed. The hook on
-    one parameter sees every backward; the mark that a forward leaves is set by a hook without a Python frame
-    (`dict.__setitem__` takes just what a forward pre-hook is given), so that the forward costs nothing.
+    With a static graph by each: a pass through a method may leave out any, and nothing else tells of it.
     """
 
     def __init__(self, layout: Replicate, replica: DistributedDataParallel) -> None:
         self.layout = layout
         self.replica = weakref.ref(replica)
-        marks: dict[Any, Any] = {}
-        # On the replica, not here: the marks refer to it, and it must be able to go.
-        replica.__dict__["_fabric_marks"] = marks
-        for key, hook in list(replica._forward_pre_hooks.items()):
-            if getattr(hook, "__name__", "") == "__setitem__":  # came along with a copy
-                del replica._forward_pre_hooks[key]
-        replica.register_forward_pre_hook(marks.__setitem__)
-        last = [p for p in replica.parameters() if p.requires_grad][-1]
-        last.register_post_accumulate_grad_hook(self)
+        if replica.static_graph:
+            replica.register_forward_pre_hook(_arm)
+        trained = [p for p in replica.parameters() if p.requires_grad]
+        for parameter in trained if replica.static_graph else trained[-1:]:
+            parameter.register_post_accumulate_grad_hook(self)
 
     def __call__(self, parameter: Tensor) -> None:
         """A backward pass wrote a gradient of the replica.
 
         Raises:
-            UsageError: Nothing armed the reducer for it.
+            UsageError: It has a static graph, and no forward of its own before this pass.
         """
         replica = self.replica()
         if replica is None:
             return
-        armed = replica.__dict__["_fabric_marks"].pop(replica, None) is not None
         running = torch._C._current_graph_task_id()
         outermost = running if here.outermost == -1 else here.outermost  # here, as a call costs more
         again = replica.__dict__.get("_fabric_pass", -1) >= outermost
         replica.__dict__["_fabric_pass"] = running
-        if replica.static_graph and not (armed or again):
+        if replica.static_graph and not (replica.__dict__.pop("_fabric_armed", False) or again):
             raise not_static(replica)
-        if self.layout.in_backward:
-            if not replica.find_unused_parameters:  # else a parameter may rest on one rank and not on another
-                self.layout.reached.add(id(replica))
-            return
-        if armed or again or not replica.require_backward_grad_sync:
-            return
-        raise UsageError(
-            f"loss.backward() was called where it leaves the gradients of {type(replica.module).__name__} "
-            "unsynchronised: a second backward after one forward, a forward under no_backward_sync, or a "
-            "part of the model called by itself. Write fabric.backward(loss) instead."
-        )
+        if not replica.find_unused_parameters:  # else a parameter may rest on one rank and not on another
+            self.layout.reached.add(id(replica))  # as on_reached does, which would cost a call more
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlainBackwardWatch:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
+        return self
+
+
+def _arm(replica: Module, args: Any) -> None:
+    """A forward pre-hook: with gradients, DDP makes a replica with a static graph ready for one backward."""
+    if torch.is_grad_enabled():
+        replica.__dict__["_fabric_armed"] = True
+
+
+class _MeetsAgain:
+    """At the first forward after a backward that failed the ranks meet: it may have failed on some."""
+
+    def __init__(self, layout: Replicate, replica: DistributedDataParallel) -> None:
+        self._layout = weakref.ref(layout)
+        self._handle = replica.register_forward_pre_hook(self)
+
+    def __call__(self, replica: Module, args: Any) -> None:
+        """A forward begins.
+
+        Raises:
+            CollectiveMismatch: Other ranks are not where this one is.
+        """
+        layout = self._layout()
+        if torch.is_grad_enabled() and layout is not None and layout.channel is not None:
+            self._handle.remove()
+            layout.channel.meet(call_of("forward after a backward that failed"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _MeetsAgain:
         return self
 
 
@@ -393,6 +386,27 @@ def _has_reduced(replica: DistributedDataParallel, running: int) -> bool:
     )
 
 
+def _renew(replica: Any) -> None:
+    """A new reducer, with memory of its own, for a replica whose pass failed.
+
+    Reductions that the old one has begun end later, in memory that nothing reads any more.
+    """
+    group, names = replica.process_group, set(replica.__dict__["_fabric_names"])
+    frozen = [p for n, p in replica.module.named_parameters() if n in names and not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)  # the reducer is to know what it knew at setup
+    replica.reducer._remove_autograd_hooks()  # what torch.compile has made of the model may keep it
+    replica.__setstate__(replica.__getstate__())
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    replica._static_graph_delay_allreduce_enqueued = replica._has_rebuilt_buckets = False
+    if group is not replica.process_group:
+        replica.process_group = group
+        replica.reducer._update_process_group(group)
+    for hook, state in replica._comm_hooks:
+        dist._register_comm_hook(replica.reducer, state, hook)
+
+
 def _is_finished(replica: DistributedDataParallel) -> bool:
     """Whether its reducer waits for no gradient."""
     try:
@@ -400,9 +414,3 @@ def _is_finished(replica: DistributedDataParallel) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _stamp(parameter: Tensor) -> Any:
-    """Something that changes when a gradient is accumulated: in place, or as the first one."""
-    grad = parameter.grad
-    return None if grad is None else (id(grad), grad._version)

@@ -5,6 +5,7 @@ stepped. What `ShardedStates` is made of.
 from __future__ import annotations
 
 import heapq
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fabric.core.errors import UsageError
 from fabric.plugins.collectives.channel import PACK_LIMIT
 
 if TYPE_CHECKING:
@@ -112,6 +114,33 @@ def stand_in(optimizer: Optimizer, **replaced: Any) -> Any:
     twin = object.__new__(type(optimizer))
     twin.__dict__.update({**optimizer.__dict__, **replaced})
     return twin
+
+
+class WholeStateOnly:
+    """A hook before `state_dict()` of an optimizer that has a part of the states: raises. A stand-in, by
+    which the layout itself takes the states, passes.
+
+    Args:
+        optimizer: The optimizer that the user has given to setup.
+        holds: What it has of the states ("this rank's share").
+    """
+
+    def __init__(self, optimizer: Optimizer, holds: str) -> None:
+        self.optimizer, self.holds = weakref.ref(optimizer), holds
+        self.handle = optimizer.register_state_dict_pre_hook(self)
+
+    def __call__(self, optimizer: Optimizer) -> None:
+        """Refuse.
+
+        Raises:
+            UsageError: It is the user's own optimizer.
+        """
+        if optimizer is self.optimizer():
+            raise UsageError(
+                f"{type(optimizer).__name__}.state_dict() of the optimizer that was given to fabric.setup "
+                f"has only {self.holds} of the states. Call state_dict() of what fabric.setup returned, "
+                'on all ranks, or write fabric.save(path, {"optimizer": optimizer}) with it.'
+            )
 
 
 def divide(sizes: list[int], loads: list[int], holders: list[list[int]]) -> list[int]:

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.errors import UsageError
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.whole import Whole
 from fabric.utilities.deferred import DeferredInit
 from fabric.utilities.init import has_meta_parameters
+from fabric.utilities.steps import watch_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,11 +40,11 @@ class Split(Whole):
         self.mesh: DeviceMesh | None = None
         self.device = torch.device("cpu")
         self.policy: DtypePolicy | None = None
-        self.deferred: list[DeferredInit] = []
         self._moved: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
         self._models: list[weakref.ref[Module]] = []
         self._reached: set[int] = set()
         self._queued_in = -1
+        self._unwatch: Callable[[], None] | None = None
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -51,17 +53,15 @@ class Split(Whole):
 
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Remember where this process is. Subclasses make their mesh here."""
-        from fabric.strategies.layouts.dtensors import refuse_partial_numbers
+        from fabric.strategies.layouts.dtensors import mend_dtensors
 
         self.device, self.policy = topology.device, policy
-        refuse_partial_numbers()
+        mend_dtensors()
+        self._unwatch = self._unwatch or watch_steps(self)
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """With `empty_init`: parameters without memory, whose values come at setup, part by part."""
-        if not empty_init:
-            return nullcontext()
-        self.deferred.append(DeferredInit(self.device))
-        return self.deferred[-1]
+        return DeferredInit(self.device) if empty_init else nullcontext()
 
     @contextmanager
     def following(self, module: Module) -> Iterator[None]:
@@ -91,6 +91,30 @@ class Split(Whole):
                 held = optimizer.state.pop(old, None)
                 if held is not None and not new.is_meta:
                     optimizer.state[new] = {key: self._part(value, new) for key, value in held.items()}
+            # torch takes several tensors at once on an accelerator, and cannot where they lie differently.
+            asked = group.get("foreach", 0) is not None or group.get("fused")
+            if self.device.type != "cpu" and not asked:
+                kinds = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
+                group["foreach"] = False if len(kinds) > 1 else None
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Before a step of any optimizer of this process.
+
+        Raises:
+            UsageError: It has parameters whose place has been taken, and would train nothing.
+        """
+        self._refuse_moved([p for group in optimizer.param_groups for p in group["params"]], optimizer)
+
+    def _refuse_moved(self, parameters: list[Tensor], optimizer: Any = None) -> None:
+        stale = [tuple(p.shape) for p in parameters if self.has_moved(p)] if self._moved else []
+        if stale:
+            kind = "This optimizer" if optimizer is None else type(optimizer).__name__
+            raise UsageError(
+                f"{kind} holds {len(stale)} parameters (shapes {', '.join(map(str, stale[:3]))}) that setup "
+                "took out of the model: their parts on each rank are trained in their place, and this would "
+                "train nothing. Write model, optimizer = fabric.setup(model, optimizer), or optimizer = "
+                "fabric.setup_optimizers(optimizer) after fabric.setup_module(model)."
+            )
 
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
@@ -98,15 +122,27 @@ class Split(Whole):
         """As `Whole`; the norm is that of the whole model, the same on all ranks, which all call this."""
         from fabric.strategies.layouts.dtensors import clip_norm_
 
+        parameters = list(parameters)
+        self._refuse_moved(parameters)
         if self.channel is not None:
             self.channel.meet(call_of("clip_gradients", f"max_norm={max_norm}, norm_type={norm_type}"))
-        return clip_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        return clip_norm_(parameters, max_norm, norm_type, self.finite if error_if_nonfinite else None)
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
         from fabric.strategies.layouts.dtensors import clip_value_
 
+        parameters = list(parameters)
+        self._refuse_moved(parameters)
         clip_value_(parameters, clip_value)
+
+    def whole_values(self, module: Module) -> dict[str, Tensor]:
+        """Tensors of the user's module, in host memory. All ranks must call this."""
+        from fabric.strategies.layouts.dtensors import full_tree
+
+        held = dict([*module.named_parameters(), *module.named_buffers()])
+        values: dict[str, Tensor] = full_tree(held, self.keeps_full)
+        return values
 
     def module_state(self, module: Module) -> dict[str, Any]:
         """The full state dict, in host memory. All ranks must call this."""
@@ -140,16 +176,17 @@ class Split(Whole):
         optimizer.load_state_dict(place_optimizer_state(optimizer, state))
 
     def teardown(self) -> None:
-        """Let go of the mesh and of what was recorded."""
+        """Let go of the mesh."""
         self.mesh = None
-        self.deferred.clear()
         self._moved.clear()
+        if self._unwatch is not None:
+            self._unwatch()
 
     def buffered(self, module: Module) -> bool:
         """Whether the module has buffers, which are kept alike on all ranks after training backwards."""
         return next(module.buffers(), None) is not None
 
-    def on_plain_backward(self, module: Module, arms: bool) -> None:
+    def on_reached(self, module: Module) -> None:
         """A backward has reached an output of `module`: send rank zero's buffers at the end of it."""
         if not module.training:
             return

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.traits import Traits
+from fabric.strategies.layouts.plain import is_plain, plain_copy
 from fabric.utilities.init import EmptyInit
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from fabric.core.policy import DtypePolicy
     from fabric.core.topology import Topology
     from fabric.plugins.collectives.channel import Channel
+    from fabric.strategies.layouts.norms import FiniteNorms
 
 
 class Whole:
@@ -80,12 +83,14 @@ class Whole:
         """The module that `wrap` was given."""
         return wrapped
 
-    def forget_gradients(self, parameters: list[Tensor]) -> None:
-        """Drop gradients that are not in `.grad`: the user has called `zero_grad()`."""
-
     @contextmanager
     def gathering(self, keep: bool) -> Iterator[None]:
-        """Context in which full states are gathered on all ranks, and kept by those that say so."""
+        """Context in which full states are gathered on all ranks, and kept by those that say so.
+
+        Raises:
+            RuntimeError: The gradients that were clipped last had a norm that is not finite.
+        """
+        self.finite.look()
         self.keeps_full = keep
         try:
             yield
@@ -115,9 +120,6 @@ class Whole:
         """A method that set-up models have beside their own; None: no such thing."""
         return None
 
-    def turned(self, wrapped: Module) -> None:
-        """Called where a model goes from training to evaluation or back."""
-
     def no_sync(self, wrapped: Module) -> AbstractContextManager[Any]:
         """Context in which backward passes keep their gradients local."""
         return nullcontext()
@@ -133,30 +135,65 @@ class Whole:
     ) -> Tensor:
         """Scale the gradients to a total norm of at most `max_norm`; gives the norm before, of the whole
         model.
+
+        Raises:
+            RuntimeError: With `error_if_nonfinite`: it is not finite, or that of the call before (see
+                `FiniteNorms`).
         """
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        from fabric.strategies.layouts.norms import scale_
+
+        grads = [p.grad for p in parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads, norm_type)
+        if error_if_nonfinite:
+            self.finite.check(norm, norm_type)
+        with torch.no_grad():
+            scale_(grads, norm, max_norm)
+        return norm
+
+    @cached_property
+    def finite(self) -> FiniteNorms:
+        """The check of the norms of gradients."""
+        from fabric.strategies.layouts.norms import FiniteNorms
+
+        return FiniteNorms()
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        held = [p for p in parameters if p.grad is not None]
+        if held:  # torch takes no empty list
+            torch.nn.utils.clip_grad_value_(held, clip_value)
 
     def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
         """Raise if gradients of `parameters` wait beside `.grad` for a backward that synchronises them."""
 
     def divide_gradients(self, parameters: Iterable[Tensor], divisor: float) -> None:
         """Divide every gradient by `divisor`, in place; of split ones this rank's part. Sends nothing."""
+        from fabric.strategies.layouts.norms import alike
+
         grads: dict[int, Any] = {id(p.grad): p.grad for p in parameters if p.grad is not None}  # each once
-        kinds: dict[Any, list[Tensor]] = {}
         with torch.no_grad():
-            for grad in grads.values():
-                own = grad.to_local() if hasattr(grad, "device_mesh") else grad
-                kinds.setdefault((own.dtype, own.device, own.layout), []).append(own)
-            for alike in kinds.values():
-                torch._foreach_div_(alike, divisor)
+            own = [grad.to_local() if hasattr(grad, "device_mesh") else grad for grad in grads.values()]
+            for group in alike(own).values():
+                torch._foreach_div_(group, divisor)
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """Context around the construction of modules; `empty_init` leaves weights without values."""
         return EmptyInit() if empty_init else nullcontext()
+
+    def plain_module(self, module: Module, keep: bool, device: torch.device) -> Module | None:
+        """The user's module as it would be on one rank, for ranks that `keep` it. All ranks must call this.
+
+        The very module, if nothing was changed in it; else a copy on `device`.
+        """
+        if is_plain(module):
+            return module if keep else None
+        with self.gathering(keep):
+            values = self.whole_values(module)
+        return plain_copy(module, values, device) if keep else None
+
+    def whole_values(self, module: Module) -> dict[str, Tensor]:
+        """Tensors of the user's module that are not whole on each rank, by name. All ranks must call this."""
+        return {}
 
     def module_state(self, module: Module) -> dict[str, Any]:
         """The full state dict of the user's module."""

@@ -19,7 +19,7 @@ from fabric.plugins.collectives.frames import call_of
 from fabric.plugins.collectives.gather import gather_objects
 from fabric.plugins.collectives.shipping import broadcast_tree
 from fabric.strategies.layouts.replicate import Replicate
-from fabric.strategies.layouts.shares import Share, Step, divide, send, stand_in
+from fabric.strategies.layouts.shares import Share, Step, WholeStateOnly, divide, send, stand_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,7 @@ class ShardedStates(Replicate):
             share.handles = [
                 first,
                 optimizer.register_step_pre_hook(self._before),
-                optimizer.register_state_dict_pre_hook(self._refuse_partial_state),
+                WholeStateOnly(optimizer, "this rank's share").handle,
                 optimizer.register_load_state_dict_pre_hook(self._keep_own_state),
             ]
         return share
@@ -217,14 +217,6 @@ class ShardedStates(Replicate):
             return loss
 
         return run
-
-    def _refuse_partial_state(self, optimizer: Optimizer) -> None:
-        if optimizer in self._shares:
-            raise UsageError(
-                f"{type(optimizer).__name__}.state_dict() of the optimizer that was given to fabric.setup "
-                f"has only this rank's share of the states. Call state_dict() of what fabric.setup returned, "
-                f"on all ranks, or fabric.save."
-            )
 
     def _keep_own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """Load hook: without what other ranks own, so that it never gets memory on this device."""

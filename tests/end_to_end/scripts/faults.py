@@ -42,6 +42,12 @@ def wait_in(state, fabric):
         compute()
     if state == "collective":
         fabric.all_reduce(torch.ones(3))
+    if state == "finally":
+        try:
+            fabric.all_reduce(torch.ones(3))
+        finally:
+            time.sleep(3)  # saves
+            os.write(1, b"saved\n")
     if state == "backward":
         ready.backward()
     if state == "native, slow":  # this process ends a second after the ranks that it has started
@@ -91,6 +97,8 @@ def train(fabric, victim, how, others):
     if others == "stop":
         fabric.should_stop()  # from now on SIGTERM is a request
     os.write(1, b"ready\n")
+    if how != "leave at once":
+        fabric.barrier()  # nobody is ended before it has said so
     if fabric.global_rank == victim and how.startswith("leave"):
         return
     if fabric.global_rank == victim:

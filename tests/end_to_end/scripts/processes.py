@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -43,39 +42,11 @@ def add(environment):
     return {"rank": environment.global_rank(), "total": total}
 
 
-def fail(environment, act, peers):
-    join(environment)
-    say(pid=os.getpid())
-    if environment.global_rank() == 1:
-        if act == "raise":
-            raise ValueError("boom")
-        if act == "exit":
-            sys.exit(3)
-        os.abort()
-    if peers == "in_collective":
-        dist.all_reduce(torch.ones(1))
-    time.sleep(60)
-
-
 def wait(environment):
     join(environment)
     dist.barrier()
     say(pid=os.getpid())
     time.sleep(60)
-
-
-def graceful(environment):
-    seen = []
-    signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
-    wait_until = time.monotonic() + 60
-    join(environment)
-    dist.barrier()
-    say(pid=os.getpid())
-    while not seen and time.monotonic() < wait_until:
-        signal.sigtimedwait([], 0.05)
-    dist.barrier()
-    say(saved=len(seen))
-    dist.destroy_process_group()
 
 
 def compute(environment):
@@ -88,16 +59,7 @@ def give_lambda(environment):
     return {"f": lambda: 1}
 
 
-def work_of(what, more):
-    if what in ("raise", "exit", "abort"):
-        return fail, (what, *more)
-    return {
-        "sum": add,
-        "wait": wait,
-        "graceful": graceful,
-        "threads": compute,
-        "lambda": give_lambda,
-    }[what], ()
+WORK = {"sum": add, "wait": wait, "threads": compute, "lambda": give_lambda}
 
 
 def main():
@@ -106,12 +68,12 @@ def main():
         os.chdir(more[0])
     environment = LocalEnvironment()
     before = dict(os.environ)
-    function, arguments = work_of(what, more)
+    function = WORK[what]
     if how in ("script", "module"):
-        ScriptLauncher(environment, 2).launch(function, environment, *arguments)
+        ScriptLauncher(environment, 2).launch(function, environment)
     elif how == "cli":
         assert environment.creates_processes_externally
-        function(environment, *arguments)
+        function(environment)
     elif how == "lonely":
         environment.set_world_size(2)
         join(environment, seconds=2)
@@ -121,7 +83,7 @@ def main():
         for _ in range(2 if "twice" in more else 1):
             if what == "threads":
                 compute(environment)
-            result = MultiprocessLauncher(environment, 2, how).launch(function, environment, *arguments)
+            result = MultiprocessLauncher(environment, 2, how).launch(function, environment)
             if what == "sum":
                 say(result=[result["rank"], result["total"].item()], shared=result["total"].is_shared())
         if how == "fork":

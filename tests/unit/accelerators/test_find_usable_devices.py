@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from fabric.accelerators import cuda, find_usable_cuda_devices
+from fabric.accelerators import find_usable_cuda_devices, usable
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 
 
@@ -47,7 +47,7 @@ def test_fewer_usable_than_asked():
 
 @pytest.mark.usefixtures("four_gpus")
 def test_all_occupied(monkeypatch):
-    monkeypatch.setattr(cuda, "_refusal", lambda index: "busy")
+    monkeypatch.setattr(usable, "_refusal", lambda device: "busy")
     assert find_usable_cuda_devices(-1) == []
     with pytest.raises(UsageError, match=r"found 0 usable of 4.*0: busy; 1: busy.*wait for it"):
         find_usable_cuda_devices(1)

@@ -45,6 +45,8 @@ def ready(fabric, data=10, batch=2, **keywords):
 
 def position(loader):
     state = loader.state_dict()
+    if "streams" in state:
+        state |= [{"samples": 0}, *state["streams"].values()][-1]
     return state["epoch"], state["samples"]
 
 
@@ -204,8 +206,9 @@ def test_a_stream_in_workers_that_live_on_is_told_its_epochs(fabric):
 @pytest.mark.parametrize("data", [range(10), Numbers(10)], ids=["indices", "stream"])
 def test_loaders_copy_and_pickle_with_their_position(fabric, duplicate, data):
     loader = ready(fabric, data)
-    state = loader.state_dict()
-    loader.load_state_dict({**state, "samples": 4})
+    batches = iter(loader)
+    next(batches), next(batches)
+    loader.load_state_dict(loader.state_dict())
     twin = duplicate(loader)
     with pytest.warns(UserWarning, match="read again") if isinstance(data, Numbers) else _nothing():
         assert list(twin) == [[4, 5], [6, 7], [8, 9]]

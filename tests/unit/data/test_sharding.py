@@ -194,7 +194,15 @@ def test_attributes_are_in_reach_through_the_loader_and_its_sampler():
     ready.batch_sampler.size = 1
     assert sampler.size == 1
     weights = WeightedRandomSampler([1.0] * 4, 4)
-    assert shard(DataLoader(Indices(4), sampler=weights, batch_size=2)).sampler is weights
+    shown = shard(DataLoader(Indices(4), sampler=weights, batch_size=2)).sampler
+    assert isinstance(shown, WeightedRandomSampler)
+    shown.num_samples = 2
+    assert (len(shown), weights.num_samples, sorted(vars(weights)), len(list(shown))) == (
+        2,
+        2,
+        ["generator", "num_samples", "replacement", "weights"],
+        2,
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])

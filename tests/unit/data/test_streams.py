@@ -251,7 +251,7 @@ def test_attributes_are_set_on_the_users_sampler():
     plain = IndexStream(SeededOrder(range(8), 0, 2), Rule(Share(0, 2), 2, False, "exact"))
     plain.batch_size = 4
     assert list(plain) == [[0, 2, 4, 6]]
-    assert (plain.batch_size, plain.drop_last, plain.sampler) == (4, False, range(8))
+    assert (plain.batch_size, plain.drop_last, list(plain.sampler)) == (4, False, [*range(8)])
 
 
 def test_a_batch_sampler_and_the_sampler_in_it_are_told_the_epoch():

@@ -48,6 +48,11 @@ def test_directories_and_versions(tmp_path):
     assert CSVLogger(tmp_path, name="a", version=3).log_dir == str(tmp_path / "a" / "version_3")
 
 
+def test_the_experiment_knows_its_file(tmp_path):
+    logger = CSVLogger(tmp_path)
+    assert logger.experiment.metrics_file_path == join_path(logger.log_dir, "metrics.csv")
+
+
 def test_rows_are_complete_after_save_and_finalize(root):
     logger = CSVLogger(root)
     logger.log_metrics({"loss": torch.tensor(0.5), "acc": 1}, step=3)

@@ -130,6 +130,7 @@ def test_no_default_metric(tmp_path):
     assert list(tmp_path.rglob("*")) == []
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")  # tensorboard traces
 def test_graph(logger):
     model = nn.Linear(2, 3)
     logger.log_graph(model, torch.ones(1, 2))
@@ -137,6 +138,7 @@ def test_graph(logger):
     assert "addmm" in str(events(logger.log_dir).Graph()) or "linear" in str(events(logger.log_dir).Graph())
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace")  # tensorboard traces
 def test_graph_without_input_warns(logger):
     with pytest.warns(UserWarning, match="example_input_array"):
         logger.log_graph(nn.Linear(2, 3))
@@ -184,3 +186,14 @@ else:
     raise SystemExit("no error")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_home_stays_as_given_and_is_expanded_in_the_paths(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PART", "validation")
+    logger = TensorBoardLogger("~/logs", name="a", sub_dir="$PART")
+    assert (logger.root_dir, logger.sub_dir) == ("~/logs", "$PART")
+    assert logger.log_dir == str(tmp_path / "logs" / "a" / "version_0" / "validation")
+    logger.log_metrics({"x": 1.0}, 0)
+    logger.finalize("success")
+    assert TensorBoardLogger("~/logs", name="a").version == 1

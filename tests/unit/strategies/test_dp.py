@@ -657,7 +657,8 @@ def test_activation_checkpoints_draw_again_what_was_drawn(where, reentrant):
         out = checkpoint(model, x, use_reentrant=reentrant) if around else model(x)
         out.pow(2).sum().backward()
         grads.append([p.grad for p in net.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    for given, again in zip(*grads, strict=True):  # autograd decides the order of replicas' gradients
+        torch.testing.assert_close(again, given)
     assert grads[0][0].abs().sum() > 0
 
 

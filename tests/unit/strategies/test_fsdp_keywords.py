@@ -186,15 +186,29 @@ def test_other_blocks_are_computed_once(ranks):
 WHOLE, HALF, QUARTER = (8, 4), (4, 4), (2, 4)
 
 
+def shape_gathered(raw, layer) -> tuple | None:
+    """Of a layer's weight, what torch holds beside its part."""
+    for state in raw._get_fsdp_state()._state_ctx.all_states:
+        for group in state._fsdp_param_groups:
+            for part in group.fsdp_params:
+                if part._module_info.module is layer and part._module_info.param_name == "weight":
+                    kept = part._unsharded_param if group.is_unsharded else None
+                    kept = part._sharded_post_forward_param if group.is_sharded_post_forward else kept
+                    return None if kept is None else shape_here(kept)
+    raise AssertionError("no such layer")
+
+
 def held(keywords: dict) -> tuple:
-    """Shapes of a weight here: before a forward, after it, after the backward; and of the mesh."""
+    """Shapes of a weight in memory: before a forward, after it, after the backward; and of the mesh."""
     fabric, raw = start(auto_wrap_policy={Block}, **keywords), Net()
     model = fabric.setup(raw)
     weight = raw.blocks[0].inner
     before = shape_here(weight.weight)
     loss = model(torch.ones(2, 4)).sum()
-    between = shape_here(weight.weight)
+    assert shape_here(weight.weight) == before, "a model's parameters are its parts"
+    between = shape_gathered(raw, weight) or before
     fabric.backward(loss)
+    assert shape_gathered(raw, weight) is None
     return before, between, shape_here(weight.weight), tuple(fabric.device_mesh.shape)
 
 
@@ -283,7 +297,7 @@ def mixed(keywords: dict) -> tuple[torch.dtype, torch.dtype, bool]:
     model = fabric.setup(raw)
     fabric.backward(model(batches(2)[0, fabric.global_rank]).pow(2).mean())
     grad = raw.blocks[0].inner.weight.grad.full_tensor()
-    assert fabric.strategy.mixed_precision_config.reduce_dtype in (None, torch.bfloat16)
+    assert fabric.strategy.mixed_precision_config.reduce_dtype in (None, torch.bfloat16, torch.float32)
     return raw.blocks[0].dtype, grad.dtype, torch.equal(grad, grad.bfloat16().float())
 
 
@@ -291,7 +305,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 MIXED = {
     "nothing": (None, (F32, F32, False)),
     "MixedPrecision": (MixedPrecision(param_dtype=BF16), (BF16, F32, True)),
-    "MixedPrecisionPolicy": (MixedPrecisionPolicy(param_dtype=BF16), (BF16, F32, True)),
+    "MixedPrecisionPolicy": (MixedPrecisionPolicy(BF16, BF16), (BF16, F32, True)),
+    "MixedPrecisionPolicy, sums in single": (MixedPrecisionPolicy(BF16, F32), (BF16, F32, False)),
     "MixedPrecision of sums": (MixedPrecision(reduce_dtype=BF16), (F32, F32, True)),
     "MixedPrecisionPolicy of sums": (MixedPrecisionPolicy(reduce_dtype=BF16), (F32, F32, True)),
 }
@@ -531,3 +546,13 @@ def test_the_positions_of_arguments_are_those_of_the_public_api():
         "FULL_SHARD",
         "sharded",
     )
+
+
+def test_settings_are_there_in_the_words_of_fsdp1():
+    made = FSDPStrategy(sharding_strategy="HYBRID_SHARD", cpu_offload=True)
+    assert made.sharding_strategy is ShardingStrategy.HYBRID_SHARD
+    assert made.cpu_offload == CPUOffload(offload_params=True)
+    assert made.mixed_precision_config.param_dtype is None
+    assert FSDPStrategy().cpu_offload == CPUOffload()
+    given = ShardingStrategy.SHARD_GRAD_OP
+    assert FSDPStrategy(sharding_strategy=given).sharding_strategy is given

@@ -1,13 +1,17 @@
 """Launchers without whole scripts: errors before the start, causes, pickling explanations, command lines."""
 
 import functools
+import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +19,10 @@ import torch
 from torch import nn
 from torch._utils import ExceptionWrapper
 
+from fabric import cli
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments import LocalEnvironment
+from fabric.plugins.environments.rendezvous import rendezvous
 from fabric.strategies.launchers import script
 from fabric.strategies.launchers.failure import Failure, from_returncode, root_cause
 from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
@@ -26,6 +32,7 @@ from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.script import ScriptLauncher, original_command
 from fabric.strategies.launchers.supervisor import Command, Supervisor
+from fabric.utilities import system
 from fabric.utilities.lifeline import describe, is_consequence
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:682"
@@ -121,6 +128,14 @@ def test_an_error_that_came_from_another_rank_is_an_echo():
     error.fabric_raised_by = 0
     assert describe(error) == "ValueError: download failed, raised by rank 0"
     assert is_consequence(describe(error))
+
+
+@pytest.mark.parametrize("kind", [ConnectionResetError, BrokenPipeError, OSError])
+def test_a_download_that_breaks_off_is_a_cause(kind):
+    assert not is_consequence(describe(kind(104, "Connection reset by peer")))
+    assert not is_consequence(f"{kind.__name__}: Broken pipe (train.py:3)")
+    assert is_consequence(f"RuntimeError: {CLOSED} (train.py:3)")
+    assert is_consequence("DistBackendError: NCCL communicator was aborted on rank 1. (train.py:3)")
 
 
 # functions and their arguments
@@ -268,10 +283,28 @@ def test_no_command_to_run_again(monkeypatch, argv, prompt):
         original_command()
 
 
-def test_several_machines_need_an_address(monkeypatch):
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
+@pytest.mark.parametrize(
+    "launcher", [ScriptLauncher, functools.partial(MultiprocessLauncher, start_method="fork")]
+)
+def test_several_machines_need_an_address(monkeypatch, launcher):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(LaunchError, match="num_nodes=2 needs MASTER_ADDR and MASTER_PORT"):
-        ScriptLauncher(LocalEnvironment(), 1, num_nodes=2).launch(work)
+        launcher(LocalEnvironment(), 1, num_nodes=2).launch(work)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: ScriptLauncher(LocalEnvironment(), 2).launch(work),
+        lambda: MultiprocessLauncher(LocalEnvironment(), 2).launch(work),
+        lambda: rendezvous(LocalEnvironment(), 0, 2, timedelta(seconds=1)),
+        lambda: cli._run(cli._parser().parse_args(["run", "train.py"])),
+    ],
+)
+def test_a_system_without_signals_is_told(monkeypatch, start):
+    monkeypatch.setattr(system, "SYSTEM", "nt")
+    with pytest.raises(LaunchError, match=r"this is Windows\. Run it in WSL2, or write devices=1"):
+        start()
 
 
 def test_variables_of_a_rank(monkeypatch):
@@ -381,3 +414,23 @@ def test_a_forked_child_of_a_rank_does_not_report_as_the_rank():
     supervisor.start()
     assert supervisor.wait_all(60) is None
     supervisor.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_rank_prints_on_though_its_log_is_full_and_the_terminal_cannot_show_it(tmp_path, monkeypatch):
+    (tmp_path / "rank0.out").symlink_to("/dev/full")
+    code = "print('ä', flush=True); print('x' * 300_000); print('end')"
+    terminal, error = io.TextIOWrapper(io.BytesIO(), "ascii"), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", error)
+    environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    supervisor = Supervisor([Command(0, [sys.executable, "-c", code], environ)], logs=RankLogs(tmp_path))
+    supervisor.start()
+    assert supervisor.wait_all(60) is None
+    supervisor.close()
+    shown = terminal.buffer.getvalue().decode().splitlines()
+    assert shown[0] == r"[rank 0] \xe4"
+    assert shown[-1] == "[rank 0] end"
+    assert "".join(line.removeprefix("[rank 0] ") for line in shown[1:-1]) == "x" * 300_000
+    assert len(shown) > 3, "a line without an end is shown in pieces"
+    assert re.fullmatch(r"fabric: \S+rank0.out ends here: .*No space left.*\n", error.getvalue())

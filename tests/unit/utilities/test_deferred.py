@@ -124,6 +124,81 @@ def test_values_and_draws_are_those_of_a_plain_construction(name, dtype):
         torch.set_default_dtype(previous)
 
 
+def retied(model) -> None:
+    model[1].weight = model[0].weight
+    model[1].weight.data.mul_(2)
+
+
+def again_by_hand(model) -> None:
+    by_hand(model[0].weight)
+    model[0].weight.data -= 1
+    model[0].weight.chunk(2)[1].data.normal_()
+
+
+def by_data(model) -> None:
+    for part in model.modules():
+        if isinstance(part, nn.Linear):
+            part.weight.data.normal_(mean=0.0, std=0.02)
+            part.bias.data.zero_()
+
+
+LATER = {
+    "nn.init": lambda m: [init.normal_(p, std=0.02) for p in m.parameters()],
+    "trunc_normal_": lambda m: [init.trunc_normal_(p, std=0.02) for p in m.parameters()],
+    "xavier_normal_": lambda m: init.xavier_normal_(m[1].weight),
+    ".data": by_data,
+    "by hand": again_by_hand,
+    "reset_parameters": lambda m: [part.reset_parameters() for part in m],
+    "setattr": lambda m: setattr(m[0], "bias", nn.Parameter(m[0].bias * 2)),
+    "dtype": lambda m: by_data(m.double()),
+    "values": lambda m: setattr(m[0].weight, "data", torch.full((6, 5), 3.0)),
+    "tied": retied,
+    "loaded": lambda m: [p.data.copy_(torch.ones(p.shape)) for p in m.parameters()],
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("copied", [False, True])
+def test_what_is_changed_after_the_construction_counts(name, copied):
+    def build():
+        return nn.Sequential(nn.Linear(5, 6), nn.Linear(5, 6))
+
+    def later(model):
+        if copied:
+            model = copy.deepcopy(model)
+        LATER[name](model)
+        return copy.deepcopy(model) if copied else model
+
+    torch.manual_seed(1)
+    plain, after = later(build()), torch.rand(3)
+    torch.manual_seed(1)
+    with DeferredInit(CPU):
+        empty = build()
+    empty = later(empty)
+    assert torch.equal(torch.rand(3), after)
+    assert len(list(empty.parameters())) == len(list(plain.parameters()))
+    for got, want in zip(empty.parameters(), plain.parameters(), strict=True):
+        assert isinstance(got, nn.Parameter)
+        assert got.is_meta
+        assert torch.equal(got.recorder.make(got), want)
+
+
+def test_values_that_are_not_there_yet_cannot_be_read_later():
+    with DeferredInit(CPU):
+        layer = nn.Linear(2, 2)
+    assert layer(torch.empty(3, 2, device="meta")).shape == (3, 2)  # as for counting operations
+    layer.bias = nn.Parameter(layer.bias + torch.rand_like(layer.bias))
+    with pytest.raises(UsageError, match=r"add reads a tensor of shape \[2\] that has no values yet"):
+        layer.bias.recorder.make(layer.bias)
+    for read in (lambda: layer(torch.ones(1, 2)), layer.weight.sum().item, lambda: layer.to("cpu")):
+        with pytest.raises(UsageError, match=r"reads a tensor of shape .* that has no values yet"):
+            read()
+    assert "meta" in repr(layer.weight)
+    assert "Linear" in repr(layer)
+    layer.to_empty(device="cpu")
+    assert type(layer.weight) is nn.Parameter
+
+
 def test_tensors_with_values_stay_as_they_are():
     with DeferredInit(CPU):
         made = (

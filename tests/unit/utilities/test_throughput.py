@@ -70,7 +70,6 @@ def test_sparse_models_have_a_higher_peak():
         ({"samples": 3}, r"samples=3 cannot be fewer than batches=4"),
         ({"lengths": 60}, r"lengths=60 is not greater"),
         ({"lengths": 15}, r"lengths=15 cannot be less than samples=16"),
-        ({"lengths": None}, r"every update or with none"),
     ],
 )
 def test_contradicting_updates_are_refused_and_leave_nothing(update, message):
@@ -81,9 +80,18 @@ def test_contradicting_updates_are_refused_and_leave_nothing(update, message):
     assert throughput.compute() == before
 
 
-def test_lengths_cannot_begin_later():
-    with pytest.raises(ConfigurationError, match="every update or with none"):
-        filled().update(time=8.0, batches=4, samples=16, lengths=80)
+def test_lengths_in_some_updates_only():
+    throughput = Throughput(window_size=3)
+    for i, lengths in enumerate([None, 40, None, 80, 140], start=1):
+        throughput.update(time=2.0 * i, batches=i, samples=4 * i, lengths=lengths)
+        rates = throughput.compute()
+        assert ("device/items_per_sec" in rates) == (i >= 4)
+    assert rates["lengths"] == 140
+    assert rates["device/items_per_sec"] == 100 / 6  # from the second update to the fifth
+    assert rates["device/batches_per_sec"] == 0.5
+    throughput.reset()
+    throughput.update(time=1.0, batches=1, samples=1, lengths=1)
+    assert throughput.compute() == {"time": 1.0, "batches": 1, "samples": 1, "lengths": 1}
 
 
 @pytest.mark.parametrize("arguments", [{"window_size": 1}, {"world_size": 0}])

@@ -7,6 +7,7 @@ Gradients of a row's ranks are kept so that the mean over all ranks, which those
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,6 +88,7 @@ class ContextParallel:
         """The ranks that share a sequence with this one."""
         self._mesh: DeviceMesh | None = None
         self._matched = False
+        self._numbers = itertools.count()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         return self
@@ -149,7 +151,7 @@ class ContextParallel:
         """Divide these in a model that a layout has wrapped: hooks of its own see what is whole."""
         if self.row.channel is None:
             return
-        entrance = _Entrance(Alike(self.row.channel, type(module).__name__))
+        entrance = _Entrance(Alike(self.row.channel, next(self._numbers), type(module).__name__))
         module.register_forward_pre_hook(entrance, with_kwargs=True)
         for part, name in regions.items():
             Region(self.row, name).install(part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from fabric.strategies.layouts.context.attention import Attention, Still
 from fabric.strategies.layouts.context.call import noise
 from fabric.strategies.layouts.context.exchange import Exchange
 from fabric.strategies.layouts.stand_ins import groups_inside, stand_ins
+from fabric.utilities.random_stream import fork_rng
 from fabric.utilities.sequence import Part, enter_part
 
 if TYPE_CHECKING:
@@ -181,8 +182,10 @@ def _run_parts(module: Module, call: DividedCall, exchange: Exchange) -> Any:
 @contextmanager
 def _untouched(kept: _Kept, call: DividedCall) -> Iterator[None]:
     """Context that leaves random generators and what modules keep as they were."""
-    devices = {leaf.device for leaf in call.leaves if isinstance(leaf, torch.Tensor) and leaf.is_cuda}
-    with torch.random.fork_rng([device.index for device in devices]), warnings.catch_warnings():
+    devices = {leaf.device for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
+    with ExitStack() as forks, warnings.catch_warnings():
+        for device in devices or {torch.device("cpu")}:
+            forks.enter_context(fork_rng(device))
         warnings.simplefilter("ignore")  # of what is meant for training, and is not so here
         try:
             yield
@@ -230,5 +233,5 @@ def _limit(tensor: Tensor) -> float:
     reduced = torch.is_autocast_enabled(tensor.device.type) or tensor.itemsize < 4
     if reduced:
         return 1.5e-2
-    coarse = tensor.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    coarse = tensor.device.type != "cpu" and torch.get_float32_matmul_precision() != "highest"
     return 2e-3 if coarse or (tensor.is_cuda and torch.backends.cuda.matmul.allow_tf32) else 2e-5

@@ -15,6 +15,7 @@ from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.stage import own
 from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.dtypes import CastTo
+from fabric.utilities.random_stream import fork_rng
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -108,8 +109,7 @@ def time_costs(
     args, _ = next(iter(CallParts(as_call(example), {}, count)))
     mixed = torch.autocast(device.type, policy.compute) if policy.autocast else nullcontext()
     each = []
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad(), mixed:
+    with fork_rng(device), torch.enable_grad(), mixed:
         value: Any = _cast(move_data_to_device(args, device), policy.param)
         for _, block in blocks:
             tried = copy.deepcopy(block).to(device).train()
@@ -128,7 +128,7 @@ def chain_differs(
     """How far the model's own forward is from its blocks one after the other; "": they agree."""
     args = _cast(move_data_to_device(as_call(example), device), policy.param)
     tried = copy.deepcopy(model).to(device).eval()
-    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.no_grad(), fork_rng(device):
         expected = tried(*args)
         out: Any = None
         for place, (path, _) in enumerate(blocks):
@@ -179,5 +179,5 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

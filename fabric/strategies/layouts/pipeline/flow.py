@@ -52,6 +52,7 @@ class Flow:
     """One model on one rank of its pipeline.
 
     Args:
+        number: Of the model among those set up.
         name: Of the model, for messages.
         runner: This rank's stage and its links.
         count: How many micro-batches there may be.
@@ -63,6 +64,7 @@ class Flow:
 
     def __init__(
         self,
+        number: int,
         name: str,
         runner: Runner,
         count: int,
@@ -76,7 +78,7 @@ class Flow:
         self.retain = False
         """Whether the graph outlives the backward that runs: `fabric.backward(loss, retain_graph=True)`."""
         self._forwards = 0
-        self._alike = Alike(runner.channel, name)
+        self._alike = Alike(runner.channel, number, name)
         self._tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -348,9 +350,10 @@ class _Boundary(torch.autograd.Function):
 
 def _shapes(form: Form) -> Any:
     """A tree of this form, on the meta device."""
+    meta = torch.device("meta")
     leaves = [
-        None if leaf is None or known is None else leaf.requires_grad_(known[2])
-        for leaf, known in zip(form.room(torch.device("meta")), form.leaves, strict=True)
+        None if leaf is None or known is None else leaf.requires_grad_(known.needs_grad)
+        for leaf, known in zip(form.room(meta, meta), form.leaves, strict=True)
     ]
     return unflatten(leaves, form.spec, None)
 

@@ -52,16 +52,22 @@ class Home(NamedTuple):
     stages: tuple[int, ...]
     here: int
 
+    def where(self) -> str:
+        """The tensor's name and place, and this rank's stage."""
+        on = "stage" if len(self.stages) == 1 else "stages"
+        return (
+            f"{self.name} of {self.model}, which is on {on} {' and '.join(map(str, self.stages))} of the "
+            f"pipeline; this is stage {self.here}"
+        )
+
     def refusal(self, what: str) -> UsageError:
         """The error where values are wanted."""
-        on = "stage" if len(self.stages) == 1 else "stages"
         return UsageError(
-            f"{what} needs the values of {self.name} of {self.model}, which is on {on} "
-            f"{' and '.join(map(str, self.stages))} of the pipeline; this is stage {self.here}, where it has "
-            "a shape only. For an average of weights (EMA) set the copy up, too (copy.deepcopy(model) before "
-            "setup, then ema = fabric.setup(ema), with the same balance): it is split alike, and a loop over "
-            "the parameters of both averages each on its stage. All values: model.state_dict(), on all "
-            "ranks. What is here only: leave out parameters where p.is_meta."
+            f"{what} needs the values of {self.where()}, where it has a shape only. For an average of "
+            "weights (EMA) set the copy up, too (copy.deepcopy(model) before setup, then ema = "
+            "fabric.setup(ema), with the same balance): it is split alike, and a loop over the parameters "
+            "of both averages each on its stage. All values: model.state_dict(), on all ranks. What is here "
+            "only: leave out parameters where p.is_meta."
         )
 
 
@@ -110,6 +116,14 @@ class Ghost(Valueless):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.unbind(0))
+
+    def cannot_be_saved(self, name: str) -> UsageError:
+        """The error where the raw module's state dict, or a part of it, is saved."""
+        return UsageError(
+            f"{name} is {self.home.where()}. A raw module (model.module) has the values of this rank's stage "
+            'only. Write fabric.save(path, {"model": model}) with the model that fabric.setup returned, or '
+            "take its model.state_dict(), on all ranks."
+        )
 
     def _made(self, plain: torch.Tensor) -> torch.Tensor:
         """Something computed from this one."""

@@ -23,6 +23,7 @@ from fabric.plugins.collectives.shipping import broadcast_tree
 from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.strategies.layouts.agree import average_gradients, copy_from_first
 from fabric.strategies.layouts.hooked import broadcast_from_zero
+from fabric.strategies.layouts.local_gradients import LocalGradients
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.pipeline.balance import (
     Costs,
@@ -49,9 +50,10 @@ from fabric.strategies.layouts.pipeline.trial import warn_of_modules
 from fabric.strategies.layouts.rows import across_rows, along_row, check_rows, make_rows, row_of
 from fabric.utilities.compile import is_compiled
 from fabric.utilities.messages import say
+from fabric.utilities.steps import watch_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -103,15 +105,17 @@ class Pipeline(PipelineStates):
         self.settings = settings or PipelineSettings()
         self.balance: list[int] | None = None
         """Blocks of each stage, as the last setup has put them."""
-        self._row: Channel | None = None
+        self.across: Channel | None = None
+        """The ranks that have the same stage, and average its gradients; None: this one alone."""
         self._ranks: list[int] = [0]
         self._place = 0
         self._flows: weakref.WeakKeyDictionary[Module, Flow] = weakref.WeakKeyDictionary()
         self._tied: weakref.WeakKeyDictionary[Module, list[Tied]] = weakref.WeakKeyDictionary()
-        self._local: set[Module] = set()
+        self._waiting: set[Module] = set()
+        self._local = LocalGradients(self)
         self._due: list[Any] = []
         self._lanes: Lanes = (None, None, None)
-        self._tags = itertools.count(3)
+        self._tags, self._numbers = itertools.count(3), itertools.count()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Groups and models belong to their process; a spawned rank joins anew.
@@ -146,6 +150,7 @@ class Pipeline(PipelineStates):
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Make the mesh. All ranks must call this."""
         self.device, self.policy = topology.device, policy
+        self._unwatch = self._unwatch or watch_steps(self)
         stages = self.stages_of(topology.world_size)
         self.mesh = make_rows(topology, stages, DIMS)
         start = topology.rank - topology.rank % stages
@@ -155,7 +160,7 @@ class Pipeline(PipelineStates):
         rows = self.mesh.size(0)
         self._lanes = self._make_lanes(topology, rows, stages)
         if rows > 1:
-            self._row = Channel(TorchCollective(group=across_rows(self.mesh)), wire)
+            self.across = Channel(TorchCollective(group=across_rows(self.mesh)), wire)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module itself; this rank keeps the blocks of its stage, with rank zero's values. All ranks.
@@ -188,6 +193,7 @@ class Pipeline(PipelineStates):
         if count > 1 and topology.rank == 0:
             warn_of_modules(module)
         self._flows[module] = Flow(
+            next(self._numbers),
             type(module).__name__,
             Runner(stage_, self._ranks, self.pipeline, self._lanes),
             count,
@@ -216,11 +222,16 @@ class Pipeline(PipelineStates):
     @contextmanager
     def no_sync(self, wrapped: Module) -> Iterator[None]:
         """Gradients of backwards inside are not averaged over rows; the next one averages them all."""
-        self._local.add(wrapped)
+        self._local.begin(wrapped)
+        self._waiting.add(wrapped)
         try:
             yield
         finally:
-            self._local.discard(wrapped)
+            self._waiting.discard(wrapped)
+
+    def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
+        """Raise on all ranks if gradients that no_sync left differ between rows. All ranks."""
+        self._local.check(parameters, doing)
 
     def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass; all ranks of a pipeline together.
@@ -254,13 +265,14 @@ class Pipeline(PipelineStates):
                 'another optimizer, or strategy="ddp".'
             )
         self.follow(optimizer)
+        self.attend(optimizer)
         return optimizer
 
     def teardown(self) -> None:
         """Let go of the groups; models cannot run after this."""
         self._flows.clear()
         self._tied.clear()
-        self._row, self._lanes = None, (None, None, None)
+        self.across, self._lanes = None, (None, None, None)
         super().teardown()
 
     def synchronise(self, module: Module) -> None:
@@ -268,13 +280,15 @@ class Pipeline(PipelineStates):
         flow = self._flows[module]
         for tied in self.tied_of(module):
             tied.add_up()
-        if self._row is None or module in self._local:
+        if self.across is None or module in self._waiting:
             return
+        self._local.replicas.discard(module)
         blocks = [block for _, block in flow.runner.stage.blocks]
         parameters = dict.fromkeys([p for block in blocks for p in block.parameters() if p.requires_grad])
-        average_gradients(list(parameters), self._row, "a pipeline with several data parallel rows")
+        average_gradients(list(parameters), self.across, "a pipeline with several data parallel rows")
         if module.training:
-            copy_from_first(list(dict.fromkeys([b for block in blocks for b in block.buffers()])), self._row)
+            buffers = dict.fromkeys([b for block in blocks for b in block.buffers()])
+            copy_from_first(list(buffers), self.across)
 
     def _make_lanes(self, topology: Topology, rows: int, stages: int) -> Lanes:
         own = self.pipeline.collective.group
@@ -329,7 +343,7 @@ class Pipeline(PipelineStates):
 
     def _bring(self, module: Module, blocks: list[Module], slots: Slots, topology: Topology) -> None:
         """Values for all blocks, one after the other; what is not this stage's goes again."""
-        maker = Materialiser(module, topology.device, self.deferred)
+        maker = Materialiser(module, topology.device)
         if maker.resets:  # a module's own function wants it whole
             for part in reversed(list(module.modules())):
                 maker.reset(part)

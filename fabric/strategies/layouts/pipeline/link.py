@@ -41,17 +41,28 @@ class Failed(NamedTuple):
     text: str
 
 
+class Leaf(NamedTuple):
+    """What a tensor looks like. One of the host stays one: it travels as such, where the group can do it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    needs_grad: bool
+    on_host: bool
+
+
 class Form(NamedTuple):
     """What a tree looks like: enough to make room for it."""
 
     spec: Any
-    leaves: tuple[tuple[torch.Size, torch.dtype, bool] | None, ...]
-    """(shape, dtype, whether it requires a gradient) of each tensor; None: the leaf is None."""
+    leaves: tuple[Leaf | None, ...]
+    """None: the leaf is None."""
 
-    def room(self, device: torch.device) -> list[Tensor | None]:
-        """Memory for the leaves."""
+    def room(self, device: torch.device, host: torch.device) -> list[Tensor | None]:
+        """Memory for the leaves; for those of the host on `host`."""
         return [
-            None if leaf is None else torch.empty(leaf[0], dtype=leaf[1], device=device)
+            None
+            if leaf is None
+            else torch.empty(leaf.shape, dtype=leaf.dtype, device=host if leaf.on_host else device)
             for leaf in self.leaves
         ]
 
@@ -59,10 +70,11 @@ class Form(NamedTuple):
 def form_of(tree: Any) -> tuple[list[Tensor | None], Form]:
     """The leaves of a tree of tensors (and Nones), and its form."""
     leaves, spec = flatten(tree)
-    return leaves, Form(
-        spec,
-        tuple([None if leaf is None else (leaf.shape, leaf.dtype, leaf.requires_grad) for leaf in leaves]),
-    )
+    known = [
+        None if leaf is None else Leaf(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device.type == "cpu")
+        for leaf in leaves
+    ]
+    return leaves, Form(spec, tuple(known))
 
 
 class Pack(NamedTuple):
@@ -79,9 +91,8 @@ class Pack(NamedTuple):
             if leaf is None:
                 found.append(None)
                 continue
-            shape, dtype, _ = leaf
-            own = piece[start : start + shape.numel() * dtype.itemsize]
-            found.append(own.view(dtype).view(shape))
+            own = piece[start : start + leaf.shape.numel() * leaf.dtype.itemsize]
+            found.append(own.view(leaf.dtype).view(leaf.shape))
         return found
 
 
@@ -92,7 +103,7 @@ def pack_of(form: Form | None) -> Pack | None:
     starts, at = [], -(-_HEAD // _ALIGN) * _ALIGN
     for leaf in form.leaves:
         starts.append(at)
-        size = 0 if leaf is None else leaf[0].numel() * leaf[1].itemsize
+        size = 0 if leaf is None else leaf.shape.numel() * leaf.dtype.itemsize
         at += -(-size // _ALIGN) * _ALIGN
     return Pack(form, starts, at) if at <= _PACKED else None
 
@@ -109,7 +120,7 @@ class Link:
 
     def __init__(self, peer: int, group: Any, wire: Wire, tag: int) -> None:
         self.peer, self._group, self._wire, self._tag = peer, group, wire, tag
-        self._host = "cpu" if "cpu" in wire.sendable else wire.via
+        self._host = torch.device("cpu") if "cpu" in wire.sendable else wire.via
         self._form: Form | None = None
         self._pack: Pack | None = None
         self._expected: tuple[Tensor, Any, list[Any], list[Any]] | None = None
@@ -158,7 +169,7 @@ class Link:
             return
         head = torch.empty(_HEAD // 8, dtype=torch.int64, device=self._host)
         asked = self._ask([head])
-        room = [] if self._form is None else self._form.room(self._wire.via)
+        room = [] if self._form is None else self._room(self._form)
         self._expected = head, asked, room, self._ask(room)
 
     def take(self) -> Any:
@@ -177,11 +188,13 @@ class Link:
             if kind == _FAILED:
                 return Failed(*told)
             self._know(told)
-            room = told.room(self._wire.via)
+            room = self._room(told)
             _wait(self._ask(room))
         form: Any = self._form
         leaves = [
-            None if leaf is None else leaf.to(self._wire.device).requires_grad_(known[2])
+            None
+            if leaf is None
+            else leaf.to("cpu" if known.on_host else self._wire.device).requires_grad_(known.needs_grad)
             for leaf, known in zip(room, form.leaves, strict=True)
         ]
         return unflatten(leaves, form.spec, None)
@@ -196,6 +209,10 @@ class Link:
         self._form = form
         self._pack = pack_of(form) if self._wire.via.type == "cpu" else None
 
+    def _room(self, form: Form) -> list[Tensor | None]:
+        """Memory from which, and to which, leaves travel: alike at both ends."""
+        return form.room(self._wire.via, self._host)
+
     def _head(self, kind: int, size: int, flag: bool) -> Tensor:
         return torch.tensor([kind, size, flag], dtype=torch.int64, device=self._host)
 
@@ -208,7 +225,7 @@ class Link:
             self._start(piece)
         else:
             self._start(head)
-            room = [] if self._form is None else self._form.room(self._wire.via)
+            room = [] if self._form is None else self._room(self._form)
             self._start_all([leaf for leaf in room if leaf is not None])
         self._start(_to_tensor(text, self._host))
 

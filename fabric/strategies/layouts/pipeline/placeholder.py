@@ -52,6 +52,10 @@ class Placeholder(Valueless):
             plain, named = unflatten([_shape_of(leaf) for leaf in leaves], spec, None)
             return compute(func, plain, named, placeholder, lambda: _no_values(name))
 
+    def cannot_be_saved(self, name: str) -> UsageError:
+        """The error where it is saved."""
+        return _no_values(f"Saving {name}")
+
 
 def placeholder(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the meta device as a placeholder, in the same graph."""

@@ -71,12 +71,16 @@ class Stage:
         """
         again = self._checkpoint == "always" or (self._checkpoint == "except_last" and not at_once)
         if again and torch.is_grad_enabled() and any([block.training for _, block in self.blocks]):
-            from torch.utils.checkpoint import checkpoint
+            from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
             seen = self._look_at_buffers()
             again_in = partial(_Again, self._changing, torch.get_default_dtype())
             contexts = lambda: (nullcontext(), again_in())  # noqa: E731
-            out = checkpoint(self._chain_of_copies, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            # To its end: an operation that fills what it has saved (RReLU) would be left before it has.
+            with set_checkpoint_early_stop(False):
+                out = checkpoint(
+                    self._chain_of_copies, *args, use_reentrant=False, context_fn=contexts, **kwargs
+                )
             self._note_changes(seen)
         else:
             out = self._chain(*args, **kwargs)

@@ -10,8 +10,12 @@ import torch
 from fabric.core.errors import UsageError
 from fabric.core.tree import map_tree
 from fabric.plugins.collectives.frames import call_of
+from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 from fabric.plugins.collectives.shipping import broadcast_tree
 from fabric.plugins.io.portable import kept_elsewhere
+from fabric.strategies.layouts.norms import scale_
+from fabric.strategies.layouts.pipeline.ghosts import Ghost
+from fabric.strategies.layouts.shares import WholeStateOnly, stand_in
 from fabric.strategies.layouts.split import Split
 
 if TYPE_CHECKING:
@@ -41,6 +45,7 @@ class PipelineStates(Split):
         """Under which keys of a state dict they may stand: a module can have several names."""
         self.outside: weakref.WeakKeyDictionary[Module, list[str]] = weakref.WeakKeyDictionary()
         """Of the modules that are in no block: the model itself, lists of blocks."""
+        self._attended: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
@@ -48,7 +53,7 @@ class PipelineStates(Split):
         """As `Whole`; the norm is that of the whole model, the same on all ranks, which all call this.
 
         Raises:
-            RuntimeError: The norm is not finite, and `error_if_nonfinite`.
+            RuntimeError: As `Whole`.
         """
         self.pipeline.meet(call_of("clip_gradients", f"max_norm={max_norm}, norm_type={norm_type}"))
         held = [p for p in parameters if p.grad is not None]
@@ -59,19 +64,23 @@ class PipelineStates(Split):
         sent = own.detach().to(self.device, torch.float64 if self.device.type != "mps" else torch.float32)
         sent = self.pipeline.wire.ready(sent if infinite else sent**power)
         if len(self._ranks) > 1:
-            self.pipeline.collective.all_reduce(sent, "max" if infinite else "sum")
+            if infinite:  # backends lose NaN in a maximum
+                keys = to_ordered(sent, largest=True)
+                self.pipeline.collective.all_reduce(keys, "max")
+                sent = from_ordered(keys, sent.dtype)
+            else:
+                self.pipeline.collective.all_reduce(sent, "sum")
         total = (sent if infinite else sent ** (1.0 / power)).to(self.device, own.dtype)
-        if error_if_nonfinite and not bool(total.isfinite()):
-            raise RuntimeError(
-                f"The total norm of order {norm_type} of the gradients of all stages is {total.item()}, so "
-                "they cannot be clipped. Pass error_if_nonfinite=False to scale them all the same."
-            )
-        torch.nn.utils.clip_grads_with_norm_(held, max_norm, total)
+        if error_if_nonfinite:
+            self.finite.check(total, norm_type)
+        scale_([p.grad for p in held], total, max_norm)  # type: ignore[misc]
         return total
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
-        torch.nn.utils.clip_grad_value_([p for p in parameters if p.grad is not None], clip_value)
+        held = [p for p in parameters if p.grad is not None]
+        if held:  # an optimizer may have nothing on this stage, and torch takes no empty list
+            torch.nn.utils.clip_grad_value_(held, clip_value)
 
     def module_state(self, module: Module) -> dict[str, Any]:
         """The full state dict, in host memory, in the order of the whole model. All ranks must call this."""
@@ -82,6 +91,10 @@ class PipelineStates(Split):
         for part in self._parts(own):
             state.update(part)
         return state
+
+    def whole_values(self, module: Module) -> dict[str, Tensor]:
+        """What `module_state` gives. All ranks must call this."""
+        return self.module_state(module)
 
     def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
         """Load this stage's part of a full state dict; all of it into a model that is not set up.
@@ -121,9 +134,25 @@ class PipelineStates(Split):
                 module.get_submodule(path).set_extra_state(state[key])
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
+    def attend(self, optimizer: Optimizer) -> None:
+        """Let an optimizer's own `state_dict()` raise, which has one stage only. Once; sends nothing."""
+        if optimizer not in self._attended and len(self._ranks) > 1:
+            self._attended.add(optimizer)
+            WholeStateOnly(optimizer, "this stage's part")
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """As `Split`, where nobody has set the optimizer up; it may hold what is on other stages now."""
+        if optimizer in self._attended:
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        here = [p for p in held if not isinstance(self._now(p), Ghost)]
+        self._refuse_moved(here, optimizer)
+        if len(here) < len(held):
+            self.attend(optimizer)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state, in host memory. All ranks must call this."""
-        state = optimizer.state_dict()
+        state: dict[str, Any] = stand_in(optimizer).state_dict()
         if len(self._ranks) == 1:
             return state
         here = _numbers_here(optimizer, state)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +33,8 @@ from fabric.plugins.collectives.frames import (
     tree_call,
     user_place,
 )
+from fabric.plugins.collectives.job_store import JobStore
+from fabric.plugins.collectives.recorder import Begun
 from fabric.plugins.collectives.waits import Wait, Waits, stuck
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -240,8 +243,14 @@ def test_a_user_who_is_called_by_the_package_has_the_place():
 def wait(rank, group, turn, members, **counts):
     """A rank that has come to call `turn` of its group, and to `counts` calls of others."""
     return Wait(
-        rank, 1, group, turn, list(members), {**counts, group: turn}, "barrier() #1", "", "train.py:1"
+        rank, 1, group, turn, list(members), {**counts, group: turn}, "barrier() #1", "", "train.py:1", {}, {}
     )
+
+
+def in_torch(rank, begun, *pending):
+    """A rank that stands still in torch's collectives, of which it has begun so many and waits for some."""
+    named = {"0": [(number, kind) for number, kind in pending]}
+    return Wait(rank, 1, "", 0, [], {}, "backward", "", "train.py:2", {"0": begun}, named)
 
 
 def circle_of(*waits):
@@ -278,6 +287,27 @@ def test_who_has_been_in_the_call_is_not_waited_for():
     # Rank 1 left call 2 of the group "a" long ago; rank 0 has only not noticed yet.
     assert circle_of(wait(0, "a", 2, (0, 1)), wait(1, "b", 1, (0, 1), a=2)) == set()
     assert circle_of(wait(0, "a", 3, (0, 1)), wait(1, "b", 1, (0, 1), a=2)) == {0, 1}
+
+
+REDUCE, GATHER = "gloo:all_reduce", "gloo:all_gather"
+
+
+def test_who_waits_in_torch_for_one_that_waits_in_a_verb():
+    verb = wait(0, "a", 1, (0, 1))
+    assert circle_of(verb._replace(begun={"0": 4}), in_torch(1, 5, (5, REDUCE))) == {0, 1}
+    assert circle_of(verb._replace(begun={"0": 4}), in_torch(1, 5, (4, REDUCE), (5, REDUCE))) == {0, 1}
+
+
+def test_who_waits_in_torch_for_what_all_have_begun_moves():
+    verb = wait(0, "a", 1, (0, 1))  # a slow network: rank 0 has its result already
+    assert circle_of(verb._replace(begun={"0": 5}), in_torch(1, 5, (5, REDUCE))) == set()
+    assert circle_of(in_torch(0, 5, (5, REDUCE)), in_torch(1, 5, (5, REDUCE))) == set()
+    assert circle_of(in_torch(0, 6, (6, REDUCE)), in_torch(1, 5, (5, REDUCE))) == set(), "5 may still come"
+    assert circle_of(verb, in_torch(1, 5, (5, REDUCE))) == set(), "nothing is known of rank 0"
+
+
+def test_collectives_of_two_kinds_never_meet():
+    assert circle_of(in_torch(0, 5, (5, GATHER)), in_torch(1, 5, (5, REDUCE))) == {0, 1}
 
 
 def test_nobody_waits():
@@ -368,10 +398,50 @@ def test_a_verdict_is_the_same_for_all_and_ends_only_the_waits_that_it_saw():
     assert two.missed(0) == []
 
     assert zero.read() == {}, "a verdict ended both waits"
-    zero.withdraw()
+    zero.withdraw(first)
     zero.counts.update(a=2, b=1)
     assert zero.missed(0) == [], "it has come to that call by now"
     third = zero.post("a", 2, [0, 1], row)
     zero.judge()
     assert zero.verdict_on(third) is None
     assert set(zero.read()) == {0}
+
+
+def test_who_stands_still_in_torch_is_judged_only_if_nobody_is_on_the_way():
+    store = dist.HashStore()
+    ranks = [Waits(store, rank, 3, timedelta(minutes=1)) for rank in range(3)]
+    row = Said(0, "save #1", "", "train.py:7")
+    begun = Begun({"0": 5}, {"0": [(5, REDUCE)]})
+    board = ranks[1].store.clone()
+    for waits in ranks[:2]:
+        waits.counts["a"] = 1
+    ranks[1].post_still(board, row._replace(verb="backward"), begun)
+    first = ranks[0].store.part("fabric/waits")
+    ranks[0].store.set("at/0", json.dumps((0, 1, "a", 2, [0, 1, 2], {"a": 2}, *row[1:], {"0": 4}, {})))
+    for waits in ranks:
+        waits.judge()
+    assert ranks[0].verdict_on(1) is None, "rank 2 may compute"
+    last = ranks[2].post_still(first, row._replace(verb="backward"), begun)
+    ranks[2].withdraw(last - 1)
+    ranks[1].judge(board)
+    assert [waits.verdict_on(7) for waits in ranks] == [0, 0, 0], "it holds for whatever comes"
+    assert [waits.broken for waits in ranks] == [0, 0, 0]
+    assert ranks[0].can_raise(0)
+    assert ranks[0].text_of(0).endswith("No further call of this job can be right.")
+
+
+@pytest.mark.parametrize("world", [4, 64])
+def test_a_look_at_others_asks_the_store_twice_as_long_as_nobody_has_come_or_gone(monkeypatch, world):
+    store = dist.HashStore()
+    ranks = [Waits(store, rank, world, timedelta(minutes=1)) for rank in range(world)]
+    row = Said(0, "barrier() #1", "", "train.py:7")
+    for waits in ranks[1:]:
+        waits.counts["a"] = 1
+        stamp = waits.post("a", 1, list(range(world)), row)
+    waits.judge()
+    asked = []
+    call = JobStore._call
+    monkeypatch.setattr(JobStore, "_call", lambda self, *args: (asked.append(args[0]), call(self, *args))[1])
+    assert waits.verdict_on(stamp) is None
+    waits.judge()
+    assert asked == ["check", "add"]

@@ -50,6 +50,13 @@ def test_the_first_machine_of_a_list(nodes, first):
     assert SLURMEnvironment().resolve_root_node_address(nodes) == first
 
 
+def test_outside_of_a_job_there_is_an_address_and_a_port():
+    outside = SLURMEnvironment()
+    assert (outside.main_address, outside.main_port) == ("127.0.0.1", port_of(0, 0))
+    with pytest.raises(ConfigurationError, match="SLURMEnvironment needs SLURM_PROCID"):
+        outside.global_rank()
+
+
 def test_a_list_without_machines():
     with pytest.raises(ConfigurationError, match=r"list of machines ' ' names none\. Write it as SLURM does"):
         SLURMEnvironment.resolve_root_node_address(" ")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fabric import Fabric
-from fabric.core.errors import UsageError
-from fabric.plugins.precision import MixedPrecision, Precision
+from fabric.core.errors import ConfigurationError, UsageError
+from fabric.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 
 X = torch.ones(2, 4)
 
@@ -161,3 +161,16 @@ def test_a_precision_of_a_strategy():
     assert fabric.strategy.precision.precision == "bf16-mixed"
     model = fabric.setup(nn.Linear(4, 2))
     assert model(X).dtype is torch.float32
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bf16-true", "HalfPrecision"), ("bf16", "MixedPrecision")])
+def test_the_precision_of_fsdp_by_its_own_name(name, kind):
+    for plugin in (FSDPPrecision(name), FSDPPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu"))):
+        strategy = Fabric(accelerator="cpu", devices=1, plugins=plugin).strategy
+        assert isinstance(plugin, Precision)
+        assert type(strategy.precision).__name__ == (kind if plugin.scaler is None else "MixedPrecision")
+        assert strategy.precision.precision == plugin.precision
+        assert getattr(strategy.precision, "scaler", None) is plugin.scaler
+    assert FSDPPrecision("bf16-mixed").mixed_precision_config.param_dtype is torch.bfloat16
+    with pytest.raises(ConfigurationError, match="names no precision"):
+        FSDPPrecision("bf17")

@@ -1,7 +1,9 @@
-"""Backward passes that run inside of another one: those of activation checkpoints with `use_reentrant=True`.
+"""Backward passes, whoever starts them: `fabric.backward`, a plain `loss.backward()`, one inside of another.
 
-DDP and FSDP2 take the first pass that looks complete for the whole, and torch tells nobody of the others. So
-`torch.autograd.backward`, which such checkpoints call, is replaced by one that tells those who attend.
+DDP is armed by its forward only, FSDP2 has no word for a pass that failed, and both take the first pass
+inside of another (checkpoints with `use_reentrant=True`) that looks complete for the whole. torch tells
+nobody. So `torch.autograd.backward`, which all of them call, is replaced by one that tells
+those who attend.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 class Attendant(Protocol):
     """Who wants to know."""
 
+    def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Run an outermost pass: `run(tensors, *args, **kwargs)`."""
+
     def after_nested_pass(self) -> None:
         """A pass has ended, and the one around it goes on; in the thread of both."""
 
@@ -37,8 +42,8 @@ _numbers = itertools.count()
 _installed = False
 
 
-def attend_nested_passes(attendant: Attendant) -> None:
-    """From now on call `attendant.after_nested_pass()`, in the order of these requests; it is held weakly."""
+def attend_passes(attendant: Attendant) -> None:
+    """From now on tell `attendant` of each pass, in the order of these requests; it is held weakly."""
     global _installed
     if not any([known is attendant for known in _attendants.values()]):
         _attendants[next(_numbers)] = attendant
@@ -60,7 +65,10 @@ def _telling(backward: Callable[..., None]) -> Callable[..., None]:
     def tell(*args: Any, **kwargs: Any) -> None:
         around = torch._C._current_graph_task_id()
         if around == -1:
-            backward(*args, **kwargs)
+            run = backward
+            for attendant in list(_attendants.values()):
+                run = functools.partial(attendant.around_pass, run)
+            run(*args, **kwargs)
             return
         before = here.outermost
         here.outermost = around if before == -1 else before

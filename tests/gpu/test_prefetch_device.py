@@ -1,9 +1,10 @@
-"""Batches that are copied on a side stream, on a CUDA device. Skipped, visibly, where there is none."""
+"""Batches that are copied on a side stream. Skipped, visibly, where there is no device."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
+from accelerated import ASYNCHRONOUS, DEVICE, KIND, MODULE, NEEDS_TWO, keep_busy
 from torch.nn.utils.rnn import pack_sequence
 
 from fabric.data.prefetch import Prefetch, SideStream
@@ -11,7 +12,6 @@ from fabric.utilities.apply_func import move_data_to_device
 
 pytestmark = pytest.mark.gpu
 
-CUDA = torch.device("cuda", 0)
 LONG = 200_000_000  # cycles of a busy device: about a tenth of a second, a thousand copies of a batch
 SHORT = LONG // 50
 SIZE = 1 << 18
@@ -51,18 +51,18 @@ def pinned_pairs(n):
 @pytest.fixture(scope="module", autouse=True)
 def warm():
     """Memory in the allocator's cache, for both streams, and kernels loaded: neither may wait for a step."""
-    for context in (SideStream(CUDA).ahead(), nullcontext()):
+    for context in (SideStream(DEVICE).ahead(), nullcontext()):
         with context:
-            blocks = [torch.ones(SIZE, device=CUDA) for _ in range(16)]
+            blocks = [torch.ones(SIZE, device=DEVICE) for _ in range(16)]
             blocks[0].add_(1), blocks[0].sum(), blocks[0].mean()
-            torch.cuda._sleep(1)
+            keep_busy(1)
             del blocks
-    torch.cuda.synchronize()
+    MODULE.synchronize()
 
 
 def slowly(cycles):
     def move(batch, device):
-        torch.cuda._sleep(cycles)  # on the stream of the copy
+        keep_busy(cycles)  # on the stream of the copy
         return move_data_to_device(batch, device)
 
     return move
@@ -84,10 +84,10 @@ def test_values_are_right_while_memory_is_used_again(kind, pinned, step, copy):
     make, get = MAKE[kind]
     pairs = ((make(full(i, pinned)), i) for i in range(30))
     sums = []
-    for batch, note in Prefetch(pairs, CUDA, slowly(copy)):
+    for batch, note in Prefetch(pairs, DEVICE, slowly(copy)):
         x = get(batch)
-        assert x.device == CUDA
-        torch.cuda._sleep(step)  # the host frees the batch long before the device has read it
+        assert x.device == DEVICE
+        keep_busy(step)  # the host frees the batch long before the device has read it
         sums.append((note, x.double().sum(), x.amin(), x.amax()))
         del x, batch
     assert [(note, float(s), float(lo), float(hi)) for note, s, lo, hi in sums] == [
@@ -95,12 +95,13 @@ def test_values_are_right_while_memory_is_used_again(kind, pinned, step, copy):
     ]
 
 
+@ASYNCHRONOUS
 def test_memory_that_the_step_still_reads_is_given_to_no_copy():
-    prefetch = Prefetch(pinned_pairs(6), CUDA, move_data_to_device)
+    prefetch = Prefetch(pinned_pairs(6), DEVICE, move_data_to_device)
     next(prefetch)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(10 * LONG)
-    begun = torch.cuda.Event()
+    MODULE.synchronize()
+    keep_busy(10 * LONG)
+    begun = MODULE.Event()
     begun.record()
     pointers, reads = [], []
     for batch, _ in prefetch:
@@ -113,68 +114,70 @@ def test_memory_that_the_step_still_reads_is_given_to_no_copy():
     assert torch.stack(reads).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
+@ASYNCHRONOUS
 def test_the_next_copy_ends_before_the_step_does():
     copied, ended = {}, {}
 
     def move(batch, device):
         moved = move_data_to_device(batch, device)
-        copied[int(batch[0])] = torch.cuda.Event(enable_timing=True)
+        copied[int(batch[0])] = MODULE.Event(enable_timing=True)
         copied[int(batch[0])].record()
         return moved
 
     used = []
-    for batch, note in Prefetch(pinned_pairs(5), CUDA, move):
+    for batch, note in Prefetch(pinned_pairs(5), DEVICE, move):
         assert sorted(copied) == list(range(min(note + 2, 5)))  # the next one, and no other
-        torch.cuda._sleep(LONG)
+        keep_busy(LONG)
         used.append(batch.sum())
-        ended[note] = torch.cuda.Event(enable_timing=True)
+        ended[note] = MODULE.Event(enable_timing=True)
         ended[note].record()
-    torch.cuda.synchronize()
+    MODULE.synchronize()
     for index in range(4):
         assert copied[index + 1].elapsed_time(ended[index]) > 0
     assert [float(x) for x in used] == [float(i * SIZE) for i in range(5)]
 
 
+@ASYNCHRONOUS
 def test_the_host_does_not_wait_for_a_step():
-    torch.cuda.synchronize()
-    for batch, _ in Prefetch(pinned_pairs(3), CUDA, move_data_to_device):
-        torch.cuda._sleep(LONG)
+    MODULE.synchronize()
+    for batch, _ in Prefetch(pinned_pairs(3), DEVICE, move_data_to_device):
+        keep_busy(LONG)
         batch.add_(1)
-    done = torch.cuda.Event()
+    done = MODULE.Event()
     done.record()
     assert not done.query()
-    torch.cuda.synchronize()
+    MODULE.synchronize()
 
 
 def test_copies_and_steps_run_on_their_own_streams():
     streams = []
 
     def move(batch, device):
-        streams.append(torch.cuda.current_stream(CUDA))
+        streams.append(MODULE.current_stream(DEVICE))
         return batch.to(device, non_blocking=True)
 
-    mine = torch.cuda.current_stream(CUDA)
-    for _ in Prefetch(pinned_pairs(4), CUDA, move):
-        assert torch.cuda.current_stream(CUDA) == mine
+    mine = MODULE.current_stream(DEVICE)
+    for _ in Prefetch(pinned_pairs(4), DEVICE, move):
+        assert MODULE.current_stream(DEVICE) == mine
     first, *rest = streams
     assert first == mine
     assert len(set(rest)) == 1
     assert mine not in rest
     # Another epoch takes the same side stream: what is cached for it is used again.
-    assert SideStream(torch.device("cuda"))._stream == rest[0]
+    assert SideStream(torch.device(KIND))._stream == rest[0]
 
 
 def test_a_batch_is_ready_for_the_stream_it_is_asked_for_on():
-    prefetch = Prefetch(pinned_pairs(8), CUDA, slowly(SHORT))
-    streams = [torch.cuda.current_stream(CUDA), *[torch.cuda.Stream(CUDA) for _ in range(3)]]
+    prefetch = Prefetch(pinned_pairs(8), DEVICE, slowly(SHORT))
+    streams = [MODULE.current_stream(DEVICE), *[MODULE.Stream(DEVICE) for _ in range(3)]]
     sums = []
     for index in range(8):
-        with torch.cuda.stream(streams[index % 4]):
+        with MODULE.stream(streams[index % 4]):
             batch, note = next(prefetch)
-            torch.cuda._sleep(SHORT)
+            keep_busy(SHORT)
             sums.append((note, batch.double().sum()))
             del batch
-    torch.cuda.synchronize()
+    MODULE.synchronize()
     assert [(note, float(x)) for note, x in sums] == [(i, float(i * SIZE)) for i in range(8)]
 
 
@@ -188,12 +191,12 @@ def test_a_packed_sequence_is_copied_ahead_and_keeps_its_sizes_on_the_host():
     streams = []
 
     def move(batch, device):
-        streams.append(torch.cuda.current_stream(CUDA))
+        streams.append(MODULE.current_stream(DEVICE))
         return move_data_to_device(batch, device)
 
     pairs = ((sequences(i), i) for i in range(10))
-    for batch, note in Prefetch(pairs, CUDA, move):
-        assert batch.data.device == batch.sorted_indices.device == CUDA
+    for batch, note in Prefetch(pairs, DEVICE, move):
+        assert batch.data.device == batch.sorted_indices.device == DEVICE
         assert batch.batch_sizes.device.type == "cpu"
         assert batch.batch_sizes.tolist() == [2, 2, 1, 1, 1]
         assert batch.data.unique().tolist() == [float(note)]
@@ -204,58 +207,59 @@ def test_batches_that_hide_tensors_are_moved_on_the_current_stream_only():
     streams = []
 
     def move(batch, device):
-        streams.append(torch.cuda.current_stream(CUDA))
+        streams.append(MODULE.current_stream(DEVICE))
         return move_data_to_device(batch, device)
 
-    got = list(Prefetch(((Hider(full(i, True)), i) for i in range(4)), CUDA, move))
-    assert set(streams) == {torch.cuda.current_stream(CUDA)}
+    got = list(Prefetch(((Hider(full(i, True)), i) for i in range(4)), DEVICE, move))
+    assert set(streams) == {MODULE.current_stream(DEVICE)}
     assert [float(batch.get()[0]) for batch, _ in got] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_batches_that_are_on_the_device_stay_as_they_are():
-    given = [torch.full((4,), float(i), device=CUDA) for i in range(4)]
-    got = [batch for batch, _ in Prefetch(iter([(x, None) for x in given]), CUDA, move_data_to_device)]
+    given = [torch.full((4,), float(i), device=DEVICE) for i in range(4)]
+    got = [batch for batch, _ in Prefetch(iter([(x, None) for x in given]), DEVICE, move_data_to_device)]
     assert all(a is b for a, b in zip(got, given, strict=True))
 
 
+@ASYNCHRONOUS
 def test_a_step_on_one_loader_does_not_wait_for_the_copies_of_another():
-    fast = Prefetch(pinned_pairs(3), CUDA, move_data_to_device)
-    slow = Prefetch(pinned_pairs(3), CUDA, slowly(5 * LONG))
+    fast = Prefetch(pinned_pairs(3), DEVICE, move_data_to_device)
+    slow = Prefetch(pinned_pairs(3), DEVICE, slowly(5 * LONG))
     next(fast)  # its second batch is on its way, before anything slow
     next(slow)
-    torch.cuda.current_stream(CUDA).synchronize()
-    busy = torch.cuda.Event()
-    with torch.cuda.stream(slow._side._stream):
+    MODULE.current_stream(DEVICE).synchronize()
+    busy = MODULE.Event()
+    with MODULE.stream(slow._side._stream):
         busy.record()
     batch, _ = next(fast)
     assert float(batch[0]) == 1.0
     assert not busy.query()
-    torch.cuda.synchronize()
+    MODULE.synchronize()
 
 
 def test_stopping_midway_leaves_the_device_in_order():
     for _ in range(20):
-        prefetch = Prefetch(pinned_pairs(9), CUDA, slowly(SHORT))
+        prefetch = Prefetch(pinned_pairs(9), DEVICE, slowly(SHORT))
         batches = [next(prefetch)[0] for _ in range(3)]
         prefetch.close()
         assert [float(batch.mean()) for batch in batches] == [0.0, 1.0, 2.0]
 
 
 def test_a_batch_asked_for_in_inference_mode_leaves_the_next_one_trainable():
-    weight = torch.ones(SIZE, device=CUDA, requires_grad=True)
-    prefetch = Prefetch(pinned_pairs(3), CUDA, move_data_to_device)
+    weight = torch.ones(SIZE, device=DEVICE, requires_grad=True)
+    prefetch = Prefetch(pinned_pairs(3), DEVICE, move_data_to_device)
     with torch.inference_mode():
         next(prefetch)
     (next(prefetch)[0] * weight).sum().backward()
     assert float(weight.grad.amax()) == 1.0
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@NEEDS_TWO
 def test_the_device_of_the_batches_need_not_be_the_current_one():
-    other = torch.device("cuda", 1)
+    other = torch.device(KIND, 1)
     for batch, note in Prefetch(pinned_pairs(6), other, slowly(SHORT)):
-        assert torch.cuda.current_device() == 0
+        assert MODULE.current_device() == 0
         assert batch.device == other
-        with torch.cuda.device(other):
-            torch.cuda._sleep(SHORT)
+        with MODULE.device(other):
+            keep_busy(SHORT)
         assert float(batch.mean()) == note

@@ -1,0 +1,204 @@
+"""How much code there is, and how much of it a run meets: lines, modules, private names of torch, the README.
+
+A line of code is one that holds a token that is no comment and no docstring.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tempfile
+import tokenize
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from harness import HERE, child, show, table
+
+ROOT = HERE.parent
+FABRIC = ROOT / "fabric"
+APART = ("integrations", "testing")
+LOOP = """
+import json, sys, tempfile
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", devices={devices}, strategy="{strategy}")
+fabric.launch()
+model = torch.nn.Linear(4, 2)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2))
+for (x,) in loader:
+    optimizer.zero_grad()
+    fabric.backward(model(x).sum())
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    optimizer.step()
+fabric.all_reduce(torch.ones(2))
+path = fabric.broadcast(tempfile.mkdtemp()) + "/state.pt"
+state = {{"model": model, "optimizer": optimizer, "step": 4}}
+fabric.save(path, state)
+fabric.load(path, state)
+if fabric.is_global_zero:
+    print("BENCH-RESULT " + json.dumps([n for n in sys.modules if n.partition(".")[0] == "fabric"]))
+"""
+VERBS = """
+import json, sys
+import torch
+from fabric import Fabric
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+passed = set()
+def note(frame, event, argument):
+    name = frame.f_globals.get("__name__", "")
+    if event == "call" and name.startswith("fabric."):
+        passed.add(name)
+def through(call):
+    call()
+    passed.clear()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return sorted(passed)
+tree = {"a": torch.ones(3), "b": [torch.ones(2), 1.0]}
+found = {"all_reduce(tree)": through(lambda: fabric.all_reduce(tree))}
+import torchmetrics
+metric = torchmetrics.MeanMetric()
+metric.update(1.0)
+found["compute_metrics"] = through(lambda: fabric.compute_metrics(metric))
+if fabric.is_global_zero:
+    print("BENCH-RESULT " + json.dumps(found))
+"""
+
+
+def code_lines(path: Path) -> int:
+    """The lines of a file that hold code."""
+    text = path.read_text(encoding="utf-8")
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    skipped |= {tokenize.ENDMARKER, tokenize.ENCODING}
+    strings = docstrings(ast.parse(text))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped and token.start not in strings:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines)
+
+
+def docstrings(tree: ast.Module) -> set[tuple[int, int]]:
+    """Where expressions that are only a string begin."""
+    return {
+        (node.lineno, node.col_offset)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    }
+
+
+def of_modules(names: list[str]) -> int:
+    """The lines of code of these modules."""
+    paths = [ROOT / name.replace(".", "/") for name in names]
+    files = [
+        path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+        for path in paths
+    ]
+    return sum(code_lines(path) for path in files)
+
+
+def private_names() -> dict[str, set[str]]:
+    """Private names that the package does not define, and torch's private modules, with their files."""
+    own, used = set(), defaultdict(set)
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(FABRIC.rglob("*.py"))}
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node):
+                own.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+                own.add(node.value)  # slots, and marks by name
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            where = str(path.relative_to(FABRIC))
+            if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+                used[node.attr].add(where)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                for name in (node.module or "").split(".") + [alias.name for alias in node.names]:
+                    if is_private(name):
+                        used[name].add(where)
+    return dict(used)
+
+
+def is_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def is_private(name: str) -> bool:
+    return bool(re.match(r"_[A-Za-z]", name))
+
+
+def script(text: str) -> Any:
+    """What a program reports that starts its own ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "train.py")
+        path.write_text(text, encoding="utf-8")
+        return child([str(path)], PYTHONPATH=str(ROOT))
+
+
+def main() -> None:
+    files = {path: code_lines(path) for path in FABRIC.rglob("*.py")}
+    by_folder: Counter[str] = Counter()
+    for path, lines in files.items():
+        first = path.relative_to(FABRIC).parts
+        by_folder[first[0] if len(first) > 1 else "."] += lines
+    whole = sum(lines for folder, lines in by_folder.items() if folder not in APART)
+    single = script(LOOP.format(devices=1, strategy="single_device"))
+    ddp = script(LOOP.format(devices=2, strategy="ddp"))
+    passed, private = script(VERBS), private_names()
+    places = {where for found in private.values() for where in found}
+    rows = [
+        [
+            "code lines of fabric/ without integrations/ and testing/",
+            f"{whole:,}",
+            "14,500; with checkpoints 15,500",
+        ],
+        ["loaded by a run on 2 ranks (DDP)", f"{of_modules(ddp):,} in {len(ddp)} modules", "6,000 in 75"],
+        ["loaded by a run on one device", f"{of_modules(single):,} in {len(single)} modules", "4,000 in 50"],
+        *[
+            [f"modules that {name} passes", str(len(found)), limit]
+            for (name, found), limit in zip(passed.items(), "78", strict=True)
+        ],
+        ["private names of torch", f"{len(private)} in {len(places)} files", "1 file"],
+        ["README, bytes", f"{(ROOT / 'README.md').stat().st_size:,}", "10,000"],
+    ]
+    longest = sorted(files.items(), key=lambda item: -item[1])[:12]
+    show(
+        [
+            table("Thinness", ["what", "now", "goal"], rows),
+            table(
+                "By folder",
+                ["folder", "code lines"],
+                [[name, f"{lines:,}"] for name, lines in by_folder.most_common()],
+            ),
+            table(
+                "Longest files",
+                ["file", "code lines"],
+                [[str(path.relative_to(FABRIC)), str(lines)] for path, lines in longest],
+            ),
+            table(
+                "Private names",
+                ["name", "files"],
+                [[name, ", ".join(sorted(found))] for name, found in sorted(private.items())],
+            ),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

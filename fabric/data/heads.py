@@ -1,0 +1,112 @@
+"""What the ranks' streams begin with: whether they are one stream, or shares that a dataset has made."""
+
+from __future__ import annotations
+
+import pickle
+import reprlib
+from hashlib import sha256  # the quickest one here: processors have it
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from fabric.core.errors import ConfigurationError
+from fabric.core.tree import flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_COMPARED = 32
+"""Samples at a stream's beginning by which it is known."""
+_COLUMNS = 8
+"""Values of each of them that are looked at by themselves."""
+ONE_STREAM = (
+    "Where all ranks shall read one stream, seed its order alike on all of them, and sort what comes from a "
+    "set or a directory."
+)
+"""What to do about ranks that begin differently, and should not."""
+
+
+class Head(NamedTuple):
+    """The first samples of one rank's stream."""
+
+    samples: list[str]
+    """A digest of each."""
+    columns: list[list[str]]
+    """Where samples are tuples, dictionaries, ...: the digests of the first, second, ... value in each."""
+    shown: str
+    """The first one, for messages."""
+
+    @classmethod
+    def of(cls, samples: list[Any]) -> Head:
+        """The head of a stream that begins with these."""
+        rows = [[_digest(leaf) for leaf in flatten(sample)[0]] for sample in samples[:_COMPARED]]
+        columns = [list(column) for column in zip(*[row[:_COLUMNS] for row in rows], strict=False)]
+        shown = " ".join(reprlib.repr(samples[0]).split()) if samples else "nothing"
+        return cls([_digest("".join(row)) for row in rows], columns, f"{shown:.70}")
+
+
+def shares_itself(name: str, held: list[tuple[int, Head]]) -> bool:
+    """Whether a dataset has shared itself out; else all ranks read one stream.
+
+    Args:
+        name: The dataset's, for messages.
+        held: Of each rank the number of its share, and its head. Ranks of one share must read the same.
+
+    Raises:
+        ConfigurationError: Neither: the same samples in another order, or it cannot be told.
+    """
+    heads = [head for _, head in held]
+    if all([head.samples == heads[0].samples for head in heads]):
+        return False
+    parts = dict(reversed(held))
+    if any([head.samples != parts[share].samples for share, head in held]):
+        why = "ranks that must see the same data (of one pipeline, sequence or model) read different samples"
+    elif any(_overlap(list(parts.values()))):
+        why = "they hold some of the same samples, at other places"
+    elif any([_alike(columns) for columns in zip(*[head.columns for head in parts.values()], strict=False)]):
+        why = "parts of their samples are the same in the same order, and others are not"
+    else:
+        return True
+    raise ConfigurationError(
+        f"The ranks' streams of {name} are neither one stream nor shares of their own: {why}. They begin "
+        f"with\n{table(heads)}\n{ONE_STREAM} Else say what it is: setup_dataloaders(loader, "
+        "shard_iterable=False) where each rank's samples are its own share, shard_iterable=True where all "
+        "read the same samples in the same order, with noise of their own."
+    )
+
+
+def table(heads: list[Head]) -> str:
+    """One line for each rank."""
+    return "\n".join([f"  rank {rank}: {head.shown}" for rank, head in enumerate(heads)])
+
+
+def _overlap(heads: list[Head]) -> Iterator[bool]:
+    """Whether samples, each the only one of its kind in its stream, are found in several streams."""
+    owner: dict[str, int] = {}
+    for number, head in enumerate(heads):
+        for sample in head.samples:
+            if head.samples.count(sample) == 1:
+                yield owner.setdefault(sample, number) != number
+
+
+def _alike(columns: tuple[list[str], ...]) -> bool:
+    """Whether all streams have the same values at one place, and not one value only."""
+    return len(set(columns[0])) > 1 and all([column == columns[0] for column in columns])
+
+
+def _digest(value: Any) -> str:
+    """The same in every process that has an equal value."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+        digest = sha256(repr((value.dtype, value.shape)).encode())
+        # Pickle would write all that it is a view of.
+        plain: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(plain)
+        return digest.hexdigest()[:16]
+    if isinstance(value, set | frozenset):
+        text = repr(sorted([_digest(each) for each in value])).encode()
+    else:
+        try:
+            text = pickle.dumps(value)
+        except Exception:  # whatever a class of the user's raises; such values tell nothing
+            text = type(value).__qualname__.encode()
+    return sha256(text).hexdigest()[:16]

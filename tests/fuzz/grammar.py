@@ -1,0 +1,319 @@
+"""Random user programs: which models, optimizers and loops there are, and in which order things are said.
+
+A generator writes lines; `statements.py` has what may stand anywhere in a loop. Nothing here runs
+anything: what means nothing on one process (plain torch raises) is thrown away by the runner.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from layouts import CHAINS, LAYOUTS, Layout
+from program import Node, Program
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model: the text that makes it, and the calls that users write. `{m}`: the model, `{x}`: its input."""
+
+    name: str
+    make: str
+    calls: tuple[str, ...] = ("{m}({x})",)
+    partial: tuple[str, ...] = ()
+    """Calls that leave parameters out."""
+    x: str = "floats"
+    chain: bool = False
+    """Whether (rows, 4) becomes (rows, 4)."""
+    alike: bool = False
+    """Whether all ranks need one batch."""
+    buffers: bool = False
+    """Whether forwards in training change buffers."""
+    weight: int = 2
+
+
+KINDS = [
+    Kind("mlp", "mlp()", chain=True, weight=6),
+    Kind("deep", "deep()", chain=True, weight=4),
+    Kind("twice", "Twice()", chain=True),
+    Kind("tied", "Tied()", x="words"),
+    Kind("heads", "Heads()", partial=("{m}({x})['left']", "{m}({x})['right']")),
+    Kind("branch", "Branch()", partial=("{m}({x}, way='left')", "{m}({x}, 'right')"), chain=True),
+    Kind("records", "Records()", ("{m}({{'x': {x}}})", "{m}({{'x': {x}, 'scale': 0.5}}).scores"),
+         ("{m}({{'x': {x}}}).extra",)),
+    Kind("pair", "Pair()", ("{m}(({x}, {x}))", "{m}(pair=({x}, {x} + 1), gain=0.5)"),
+         ("{m}(({x}, {x}))[0]",)),
+    Kind("methods", "Methods()", ("{m}({x})", "{m}.loss({x})", "{m}.mixed({x})"), ("{m}.encode({x})",),
+         chain=True, weight=3),
+    Kind("checked", "Checked()", chain=True),
+    Kind("reentrant", "Checked(reentrant=True)", chain=True, weight=1),
+    Kind("partly", "Partly()", chain=True),
+    Kind("batched", "Batched()", chain=True, alike=True, buffers=True),
+    Kind("counting", "Counting()", chain=True, buffers=True),
+    Kind("recurrent", "Recurrent()", x="words"),
+    Kind("scaled", "Scaled()", chain=True, weight=1),
+    Kind("phases", "Phases()", chain=True, weight=1),
+    Kind("attention", "Attention()", chain=True),
+]  # fmt: skip
+
+OPTIMIZERS = [
+    "torch.optim.SGD({p}, lr=0.1)",
+    "torch.optim.SGD({p}, lr=0.05, momentum=0.9)",
+    "torch.optim.SGD({p}, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01, foreach={flag})",
+    "torch.optim.Adam({p}, lr=0.02, eps=1e-3)",
+    "torch.optim.Adam({p}, lr=0.02, eps=1e-3, amsgrad=True, foreach={flag})",
+    "torch.optim.AdamW({p}, lr=0.02, eps=1e-3)",
+    "torch.optim.AdamW({p}, lr=0.02, eps=1e-3, weight_decay=0.1, fused={flag})",
+    "torch.optim.RMSprop({p}, lr=0.01, eps=1e-3, momentum=0.5)",
+    "torch.optim.Adagrad({p}, lr=0.05, eps=1e-3)",
+]
+SCHEDULES = [
+    "torch.optim.lr_scheduler.StepLR({o}, 2, 0.5)",
+    "torch.optim.lr_scheduler.ExponentialLR({o}, 0.8)",
+    "torch.optim.lr_scheduler.LambdaLR({o}, lambda n: 1 / (1 + n))",
+    "torch.optim.lr_scheduler.OneCycleLR({o}, 0.1, 20)",
+]
+
+
+@dataclass
+class Model:
+    """A model of the program: its variable, what it is, and how it is used."""
+
+    name: str
+    kind: Kind
+    trained: bool = True
+    ready: bool = True
+    """Whether it is set up."""
+
+
+@dataclass
+class Optimizer:
+    """An optimizer: its variable, the models whose parameters it holds, and its scheduler's variable."""
+
+    name: str
+    models: list[Model]
+    schedule: str | None = None
+    whole: bool = True
+    """Whether it holds all that they have."""
+
+
+@dataclass
+class Loss:
+    """`text` computes it from `{x}`; it gives gradients to `models`."""
+
+    text: str
+    models: list[Model]
+    x: str
+    alike: bool
+
+
+@dataclass
+class Scene:
+    """What the statements of one program may name."""
+
+    rng: random.Random
+    layout: Layout
+    precision: str | None = None
+    models: list[Model] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    build: list[Node] = field(default_factory=list)
+    """The lines that make everything: a resumed run makes it anew."""
+    seeds: int = 0
+    kept: int = 0
+    clean: bool = True
+    """False: gradients may wait for their synchronisation."""
+
+    def chance(self, share: float) -> bool:
+        return self.rng.random() < share
+
+    def one_of(self, items):
+        return self.rng.choice(list(items))
+
+    def data(self, x: str, alike: bool = False) -> str:
+        """A batch: this rank's rows, or where ranks must see one batch all rows."""
+        self.seeds += 1
+        rows = f"{x}({self.seeds} + 100 * step)"
+        return rows if alike else f"share(fabric, {rows})"
+
+    def fresh(self, stem: str) -> str:
+        self.kept += 1
+        return f"{stem}{self.kept}"
+
+    @property
+    def pipeline(self) -> bool:
+        return self.layout.name.startswith("pipeline")
+
+
+def generate(seed: int, layout: str | None = None) -> Program:
+    """The program of this seed."""
+    from loaders import data_loop
+    from statements import interjection, turn
+
+    rng = random.Random(seed)
+    chosen = rng.choices(LAYOUTS, [entry.weight for entry in LAYOUTS])[0]
+    if layout is not None:
+        chosen = next(entry for entry in LAYOUTS if entry.name == layout)
+    precision = rng.choice([None] * 14 + ["64-true", "32-true", "bf16-mixed"])
+    scene = Scene(rng, chosen, precision)
+    make_models(scene)
+    make_optimizers(scene)
+    lines = list(scene.build)
+    lines += loop(scene, turn, interjection)
+    if scene.chance(0.15):
+        lines += data_loop(scene, interjection)
+    if scene.chance(0.25):
+        lines += resume(scene)
+        lines += loop(scene, turn, interjection)
+    lines += closing(scene)
+    return Program(seed, chosen.name, rng.choice(chosen.worlds), precision, tuple(lines))
+
+
+def make_models(scene: Scene) -> None:
+    """One to three models, and what stands between their making and setup."""
+    rng = scene.rng
+    named, without = scene.layout.kinds, scene.layout.without
+    kinds = [kind for kind in KINDS if (not named or kind.name in named) and kind.name not in without]
+    count = rng.choices([1, 2, 3], [6, 4, 1])[0]
+    for name in ("net", "other", "third")[:count]:
+        kind = rng.choices(kinds, [kind.weight for kind in kinds])[0]
+        model = Model(name, kind)
+        scene.build += [f"torch.manual_seed({rng.randrange(9)})", f"{name} = {kind.make}"]
+        if name != "net" and scene.chance(0.3):  # an average of weights, or a target network
+            model.kind, model.trained = scene.models[0].kind, scene.chance(0.3)
+            scene.build[-1] = f"{name} = copy.deepcopy({scene.models[0].name})"
+        if count == 1 and scene.chance(0.08):  # a copy of it that is not set up keeps the prefix of its names
+            scene.build.append(f"{name} = own_ddp(fabric, {name})")
+        if not model.trained:
+            scene.build.append(f"{name}.requires_grad_(False)")
+        elif scene.chance(0.08):
+            scene.build += [
+                (f"for p in list({name}.parameters())[:2]:", ("p.requires_grad_(False)",)),
+            ]
+        scene.models.append(model)
+
+
+def make_optimizers(scene: Scene) -> None:
+    """One to three optimizers, before or after setup in each way that setup can be written."""
+    rng = scene.rng
+    trained = [model for model in scene.models if model.trained]
+    owners = [[model] for model in trained]
+    if len(owners) > 1 and scene.chance(0.3):
+        owners = [trained]  # one for all of them
+    elif scene.chance(0.1):
+        owners = [owners[0], *owners]  # two of one model
+    for index, models in enumerate(owners):
+        scene.optimizers.append(Optimizer(("opt", "opt2", "opt3", "opt4")[index], models))
+    for model in scene.models:
+        set_up(scene, model)
+    for optimizer in scene.optimizers:
+        made = any(line_assigns(line, optimizer.name) for line in scene.build)
+        if not made:
+            scene.build.append(made_of(scene, optimizer))
+            if scene.chance(0.9):
+                scene.build.append(f"{optimizer.name} = fabric.setup_optimizers({optimizer.name})")
+        if scene.chance(0.3):
+            optimizer.schedule = scene.fresh("plan")
+            scene.build.append(f"{optimizer.schedule} = {rng.choice(SCHEDULES).format(o=optimizer.name)}")
+
+
+def set_up(scene: Scene, model: Model) -> None:
+    """`fabric.setup` of a model, with the optimizers that are its alone where chance has it."""
+    own = [o for o in scene.optimizers if o.models == [model]]
+    before = scene.chance(0.75)
+    late = not before or scene.chance(0.2)
+    if before:
+        scene.build += [made_of(scene, optimizer) for optimizer in own]
+    if not model.trained and scene.chance(0.3):
+        model.ready = False  # a teacher that nobody set up
+        return
+    if model.kind.name in CHAINS and scene.chance(0.03):  # others take long to compile
+        scene.build.append(f"{model.name} = compiled(fabric, {model.name})")
+    if late or not own:
+        verb = scene.one_of(["setup", "setup_module"])
+        scene.build.append(f"{model.name} = fabric.{verb}({model.name})")
+        if before and scene.chance(0.75):
+            scene.build += [f"{o.name} = fabric.setup_optimizers({o.name})" for o in own]
+        return
+    names = ", ".join([model.name, *(o.name for o in own)])
+    scene.build.append(f"{names} = fabric.setup({names})")
+
+
+def line_assigns(line: Node, name: str) -> bool:
+    return isinstance(line, str) and line.startswith(f"{name} = torch.optim")
+
+
+def made_of(scene: Scene, optimizer: Optimizer) -> str:
+    """An optimizer of its models' parameters: all, in groups, or those that are trained."""
+    lists = [f"{model.name}.parameters()" for model in optimizer.models]
+    held = lists[0] if len(lists) == 1 else "[" + ", ".join(f"*{text}" for text in lists) + "]"
+    form = scene.rng.random() if len(lists) == 1 else 1.0
+    if form < 0.15:
+        held = f"[{{'params': list({lists[0]})[:1], 'lr': 0.03}}, {{'params': list({lists[0]})[1:]}}]"
+    elif form < 0.25:
+        held, optimizer.whole = f"[p for p in {lists[0]} if p.requires_grad]", False
+    elif form < 0.30:
+        held, optimizer.whole = f"list({lists[0]})[1:]", False
+    flag = scene.one_of(["True", "False"])
+    # Others divide a gradient by its own size: in bfloat16 that makes steps of noise.
+    kinds = OPTIMIZERS[:3] if scene.precision == "bf16-mixed" else OPTIMIZERS
+    return f"{optimizer.name} = {scene.one_of(kinds).format(p=held, flag=flag)}"
+
+
+def losses(scene: Scene, model: Model, whole: bool = True) -> Loss:
+    """A loss that reaches `model`, perhaps through others, or with them."""
+    calls = model.kind.calls if whole else (*model.kind.calls, *model.kind.partial)
+    call = scene.one_of(calls).format(m=model.name, x="{x}")
+    x, alike, reached = model.kind.x, model.kind.alike, [model]
+    before = [m for m in scene.models if m is not model and m.kind.chain and m.kind.x == "floats"]
+    if x == "floats" and before and scene.chance(0.35):
+        inner = scene.one_of(before)
+        call = call.replace("{x}", f"{inner.name}({{x}})")
+        if scene.chance(0.4):
+            call = call.replace(f"{inner.name}({{x}})", f"{inner.name}({{x}}).detach()")
+        elif inner.trained:
+            reached.append(inner)
+        alike = alike or inner.kind.alike
+    number = ".loss(" in call or ".mixed(" in call
+    text = call if number else f"score({call})"
+    if model.kind.chain and not number and x == "floats" and ".encode(" not in call and scene.chance(0.3):
+        text = f"({call} - {{x}}).abs().mean()"
+    return Loss(text, reached, x, alike)
+
+
+def loop(scene: Scene, turn, interjection) -> list[Node]:
+    """The loop over steps: a turn of each optimizer, and other statements in between."""
+    body: list[Node] = []
+    order = list(scene.optimizers)
+    if scene.chance(0.2):
+        scene.rng.shuffle(order)
+    for optimizer in order:
+        body += turn(scene, optimizer)
+    for _ in range(scene.rng.choice([0, 0, 1, 1, 2, 3])):
+        body[(at := scene.rng.randint(0, len(body))) : at] = interjection(scene)
+    return [(f"for step in range({scene.rng.choice([2, 3, 3, 4])}):", tuple(body))]
+
+
+def resume(scene: Scene) -> list[Node]:
+    """Saved, everything made anew, and loaded; or loaded in place."""
+    path = f"folder / '{scene.fresh('saved')}.pt'"
+    named = [*(m.name for m in scene.models), *(o.name for o in scene.optimizers)]
+    named += [o.schedule for o in scene.optimizers if o.schedule]
+    state = "{" + ", ".join(f"'{name}': {name}" for name in named) + ", 'epoch': 3}"
+    lines: list[Node] = [f"fabric.save({path}, {state})"]
+    if scene.chance(0.7):
+        lines += scene.build
+    return [*lines, f"state = {state}", f"fabric.load({path}, state)", "note.same('epoch', state['epoch'])"]
+
+
+def closing(scene: Scene) -> list[Node]:
+    """What is compared at the end."""
+    lines: list[Node] = [f"note.same('{m.name}', {m.name}.state_dict())" for m in scene.models]
+    ready = [
+        o for o in scene.optimizers if f"{o.name} = fabric.setup" in text(scene.build) or not scene.pipeline
+    ]
+    return [*lines, *(f"note.optimizer('{o.name}', {o.name})" for o in ready)]
+
+
+def text(lines: list[Node]) -> str:
+    """Of simple lines."""
+    return "\n".join(line for line in lines if isinstance(line, str)).replace(", opt", "\nopt")

@@ -1,0 +1,135 @@
+"""The strategies that programs run under, and what each asks of a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`make` is the strategy's text in the program; `weight` says how often it is chosen."""
+
+    name: str
+    make: str
+    worlds: tuple[int, ...] = (2, 2, 2, 3, 4)
+    weight: int = 2
+    kinds: tuple[str, ...] = ()
+    """Models that it takes; none named: all."""
+    without: tuple[str, ...] = ()
+    """Models that mean something else on parts of a batch."""
+    devices: int | None = None
+    """What Fabric is told, where it is not the number of ranks."""
+    imports: str = ""
+    before: str = ""
+    """Functions that `make` names."""
+    extra: str = ""
+    """Further arguments of Fabric."""
+
+    @property
+    def shares_data(self) -> bool:
+        """Whether several ranks get the same rows."""
+        return self.name.startswith(("pipeline", "tensor", "context"))
+
+
+POLICY = "auto_wrap_policy={nn.Linear, nn.Embedding, Block}"
+CHAINS = ("mlp", "deep")
+
+BY_HAND = '''
+def parallelize(model, mesh):
+    """Split in blocks, as users write it for ModelParallelStrategy."""
+    for module in list(model.modules())[1:]:
+        if isinstance(module, Block):
+            fully_shard(module, mesh=mesh["data_parallel"])
+    return fully_shard(model, mesh=mesh["data_parallel"])
+'''
+TENSOR = '''
+def parallelize(model, mesh):
+    """Two layers over the ranks of a tensor parallel group, the rest by fully_shard."""
+    tensor = mesh["tensor_parallel"]
+    parallelize_module(model, tensor, {"0": ColwiseParallel(), "3": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["data_parallel"])
+'''
+MACHINES = '''
+class MachineEach(ProcessGroupEnvironment):
+    """Every rank as a machine of its own (in the pool; a script needs torchrun and machines)."""
+
+    def local_rank(self) -> int:
+        return 0
+
+    def node_rank(self) -> int:
+        return dist.get_rank()
+
+    def local_world_size(self) -> int:
+        return 1
+'''
+FULLY_SHARD = "from torch.distributed.fsdp import fully_shard"
+TENSOR_IMPORTS = (
+    FULLY_SHARD
+    + "\nfrom torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module"
+)
+
+LAYOUTS = [
+    Layout("single", "SingleDeviceStrategy()", (1,), 1),
+    Layout("ddp", "DDPStrategy()", (1, 2, 2, 3, 4), 5),
+    Layout("ddp-unused", "DDPStrategy(find_unused_parameters=True)"),
+    Layout("ddp-static", "DDPStrategy(static_graph=True)"),
+    Layout("ddp-copies", "DDPStrategy(gradient_as_bucket_view=False)", weight=1),
+    Layout("zero1", "ZeRO1Strategy()", weight=3),
+    Layout("zero2", "FSDPStrategy(sharding_strategy='SHARD_GRAD_OP')", weight=4),
+    Layout("zero2-layers", f"FSDPStrategy(sharding_strategy='SHARD_GRAD_OP', {POLICY})"),
+    Layout("fsdp", "FSDPStrategy()", (1, 2, 2, 3, 4), weight=5),
+    Layout("fsdp-layers", f"FSDPStrategy({POLICY})", weight=3),
+    Layout("fsdp-freed", f"FSDPStrategy({POLICY}, reshard_after_forward=True)", weight=1),
+    Layout("fsdp-unused", "FSDPStrategy(find_unused_parameters=True)", weight=1),
+    Layout(
+        "fsdp-checkpointed",
+        "FSDPStrategy(auto_wrap_policy={Block}, activation_checkpointing=Block)",
+        kinds=("deep", "tied", "checked"),
+        weight=1,
+    ),
+    Layout("fsdp-offload", "FSDPStrategy(cpu_offload=True)", weight=1),
+    Layout("hsdp", "FSDPStrategy(sharding_strategy='HYBRID_SHARD', device_mesh=(2, 2))", (4,), 1),
+    Layout(
+        "mesh",
+        "ModelParallelStrategy(parallelize, 'auto', 1)",
+        (2, 3),
+        1,
+        imports=FULLY_SHARD,
+        before=BY_HAND,
+    ),
+    Layout(
+        "tensor",
+        "ModelParallelStrategy(parallelize, 1, 2)",
+        (2,),
+        1,
+        ("mlp",),
+        imports=TENSOR_IMPORTS,
+        before=TENSOR,
+    ),
+    Layout(
+        "tensor-data",
+        "ModelParallelStrategy(parallelize, 2, 2)",
+        (4,),
+        1,
+        ("mlp",),
+        imports=TENSOR_IMPORTS,
+        before=TENSOR,
+    ),
+    Layout("pipeline", "PipelineStrategy(num_microbatches=2)", (2, 3), 2, CHAINS),
+    Layout("pipeline-rows", "PipelineStrategy(num_stages=2, num_microbatches=3)", (4,), 1, CHAINS),
+    Layout("context", "DDPStrategy(context_parallel=ContextParallel(2))", (2, 4), 1, ("attention",)),
+    Layout("context-fsdp", "FSDPStrategy(context_parallel=ContextParallel(2))", (2, 4), 1, ("attention",)),
+    Layout("dp", "DataParallelStrategy()", (1,), 1, without=("batched",), devices=2),
+    Layout(
+        "ddp2",
+        "DDP2Strategy()",
+        (2, 3),
+        1,
+        without=("batched",),
+        devices=2,
+        imports="from fabric.plugins.environments.process_group import ProcessGroupEnvironment",
+        before=MACHINES,
+        extra=", num_nodes=dist.get_world_size(), plugins=MachineEach()",
+    ),
+]
+BY_NAME = {layout.name: layout for layout in LAYOUTS}

@@ -1,0 +1,118 @@
+"""Mends taken back: what the fuzzer must find within minutes, else it looks in the wrong places.
+
+`python tests/fuzz --without NAME` runs programs on ranks in which that mend is undone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mend(NamedTuple):
+    """`undone` runs on each rank before a program."""
+
+    undone: str
+    layouts: tuple[str, ...] = ()
+    """The ones that it is about; none named: all."""
+
+
+DDP = ("ddp", "ddp-unused", "ddp-copies", "zero1")
+SPLIT = ("zero2", "zero2-layers", "fsdp", "fsdp-layers", "fsdp-freed")
+
+MENDS = {
+    "parts are back after each call": Mend(
+        """
+import torch
+from fabric.strategies.layouts.gathered import RootGate
+def begin(self, method=False):
+    self._meets, self._lent = method or not torch.is_grad_enabled(), False
+RootGate.begin, RootGate.end = begin, lambda self: None
+""",
+        SPLIT,
+    ),
+    "unsynchronised steps are refused": Mend(
+        """
+from fabric.strategies.layouts.local_gradients import LocalGradients
+LocalGradients.check = lambda *_: None
+""",
+        (*DDP, "pipeline-rows"),
+    ),
+    "forgotten optimizers are refused": Mend(
+        """
+from fabric.strategies.layouts.split import Split
+Split._refuse_moved = lambda *_: None
+""",
+        SPLIT,
+    ),
+    "evaluation without gradients meets": Mend(
+        """
+from fabric.strategies.layouts.gathered import RootGate
+RootGate.meet = lambda self: None
+""",
+        SPLIT,
+    ),
+    "standstills end": Mend(
+        """
+from fabric.plugins.collectives.waits import Waits
+Waits.judge = lambda *_: None
+""",
+        (*DDP, *SPLIT, "tensor"),
+    ),
+    "failed passes get a new reducer": Mend(
+        """
+import fabric.strategies.layouts.replicate as replicate
+replicate._renew = lambda replica: None
+""",
+        DDP,
+    ),
+    "an accumulation disarms the reducer": Mend(
+        """
+import contextlib
+from fabric.strategies.layouts.replicate import Replicate
+@contextlib.contextmanager
+def no_sync(self, wrapped):
+    replica = self._replica_of(wrapped)
+    with replica.no_sync() if replica is not None else contextlib.nullcontext():
+        yield
+Replicate.no_sync = no_sync
+""",
+        ("ddp", "ddp-copies", "zero1"),
+    ),
+    "own wrappers come off": Mend(
+        """
+import fabric.setup
+fabric.setup.check_module = lambda module, verb, launches: module
+""",
+        DDP,
+    ),
+    "streams that share themselves out are found": Mend(
+        """
+import fabric.data.sources
+fabric.data.sources.shares_itself = lambda name, held: False
+"""
+    ),
+    "the order does not depend on the number of loaders": Mend(
+        """
+import itertools
+import fabric.data.sharding as sharding
+count, made = itertools.count(), getattr(sharding.shard_loader, "made", sharding.shard_loader)
+def shard_loader(loader, share, seed, *rest):
+    return made(loader, share, seed + next(count), *rest)
+shard_loader.made, sharding.shard_loader = made, shard_loader
+"""
+    ),
+    "state dicts of parts are saved whole": Mend(
+        """
+from fabric.strategies.layouts import dtensors
+dtensors._full = lambda tensor, keep: tensor.detach().to_local().clone()
+""",
+        SPLIT,
+    ),
+    "hidden outputs of static graphs are refused": Mend(
+        """
+import fabric.strategies.layouts.replicate as replicate
+replicate.refuse_hidden_outputs = lambda *_: None
+""",
+        ("ddp-static",),
+    ),
+}

@@ -1,0 +1,165 @@
+"""A program as a tree of lines, and as the text of a script that stands alone."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import models
+import oracle
+from layouts import BY_NAME, Layout
+
+Node: TypeAlias = "str | tuple[str, tuple[Node, ...]]"
+"""A line, or a line that ends in a colon with those below it; with "" for that line, lines that belong
+together (try, except); with a comment, lines of which none can be left out."""
+
+HEADER = '''"""{title}
+
+Run it: python {name}.py. It prints where {world} ranks of {layout} differ from plain torch in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torchmetrics import MeanMetric
+
+from fabric import Fabric
+from fabric.core.errors import RankError
+from fabric.strategies import *
+from fabric.strategies import ContextParallel
+'''
+
+MAIN = """
+
+def make_fabric():
+    return Fabric(
+        accelerator="cpu", devices={devices}, strategy={make}, precision={precision!r}{extra}
+    )
+"""
+
+SCRIPT = """
+
+if __name__ == "__main__":
+    folder = Path(os.environ.setdefault("FUZZ_FOLDER", tempfile.mkdtemp()))
+    mine = run_on_rank(program, make_fabric, folder, PRECISION)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    torch.save(mine, folder / f"notes-{{rank}}.pt")
+    if dist.is_initialized():
+        dist.barrier()
+    if rank == 0:
+        private = Path(tempfile.mkdtemp())
+        want, plain = run_plain(program, private, {world}, PRECISION, {replicas})
+        by_rank = [torch.load(folder / f"notes-{{r}}.pt", weights_only=False) for r in range({world})]
+        print("\\n".join(differences(want, by_rank, PRECISION)) or "equal")
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Lines of `def program(fabric, note, folder)`, and under what they run."""
+
+    seed: int
+    layout: str
+    world: int
+    precision: str | None
+    lines: tuple[Node, ...]
+
+    @property
+    def place(self) -> Layout:
+        return BY_NAME[self.layout]
+
+    @property
+    def replicas(self) -> int:
+        """How many parts the joined batch has."""
+        return {
+            "pipeline": 1, "pipeline-rows": 2, "tensor": 1, "tensor-data": 2, "dp": 1,
+            "context": self.world // 2, "context-fsdp": self.world // 2,
+        }.get(self.layout, self.world)  # fmt: skip
+
+    def body(self) -> str:
+        """`def program` alone."""
+        return "def program(fabric, note, folder):\n" + "\n".join(written(self.lines, 1)) + "\n"
+
+    def main(self) -> str:
+        """The program, and how its Fabric is made: what the pool's ranks execute."""
+        devices = self.world if self.place.devices is None else self.place.devices
+        place = self.place
+        made = MAIN.format(devices=devices, make=place.make, precision=self.precision, extra=place.extra)
+        return f"{self.place.imports}\n{self.body()}\n{self.place.before}\n{made}"
+
+    def script(self, title: str = "A fuzzed program.", name: str = "failing") -> str:
+        """A file that stands alone."""
+        header = HEADER.format(title=title, name=name, world=self.world, layout=self.layout)
+        header = "\n".join([*header.splitlines(), f"PRECISION = {self.precision!r}\n"])
+        main, used = self.main(), needed(self.main())
+        support = (
+            f"\n\n# The models\n\n{used}\n\n# The oracle: tests/fuzz/oracle.py\n\n{without_imports(oracle)}"
+        )
+        end = SCRIPT.format(world=self.world, replicas=self.replicas)
+        return "\n".join([header, main, support, end])
+
+    def with_lines(self, lines: tuple[Node, ...]) -> Program:
+        return replace(self, lines=lines)
+
+
+def written(lines: tuple[Node, ...], depth: int) -> list[str]:
+    """Indented text; an empty block says `pass`."""
+    text = []
+    for node in lines:
+        head, below = (node, None) if isinstance(node, str) else node
+        if head:
+            text.append("    " * depth + head)
+        if not head or head.startswith("#"):
+            text += written(below or (), depth)
+            continue
+        if below is not None:
+            text += written(below, depth + 1) or ["    " * (depth + 1) + "pass"]
+    return text
+
+
+def needed(text: str) -> str:
+    """The text of the models that a program names, with what those name."""
+    source = inspect.getsource(models)
+    tree = ast.parse(source)
+    pieces = {}
+    for node in tree.body:
+        names = [getattr(node, "name", None)]
+        if isinstance(node, ast.AnnAssign):
+            names = [node.target.id]
+        first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+        for name in filter(None, names):
+            pieces[name] = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
+    wanted: list[str] = []
+    queue = [text]
+    while queue:
+        words = set(re.findall(r"\w+", queue.pop()))
+        new = [name for name in pieces if name in words and name not in wanted]
+        wanted += new
+        queue += [pieces[name] for name in new]
+    return "\n\n\n".join(pieces[name] for name in pieces if name in wanted)
+
+
+def without_imports(module: object) -> str:
+    """A module's text from its first statement on that imports nothing."""
+    source = inspect.getsource(module)  # type: ignore[arg-type]
+    body = ast.parse(source).body
+    first = next(node for node in body[1:] if not isinstance(node, ast.Import | ast.ImportFrom))
+    return "\n".join(source.splitlines()[first.lineno - 1 :])

@@ -1,0 +1,48 @@
+"""What the README, or torch, refuses: a pattern of the error's text, and why it is owed.
+
+An error that matches none of these is printed by itself at the end of a run: either it is owed and gets its
+line here, or fabric refuses too much.
+"""
+
+from __future__ import annotations
+
+import re
+
+OWED = [
+    (r"were never synchronised", "a step whose gradients were all made under no_backward_sync"),
+    (r"got no gradient in this backward", "DDP and a forward that leaves parameters out"),
+    (r"was frozen at fabric\.setup and requires a gradient now", "a part that is thawed after setup"),
+    (r"has no dimension \(shape \[\]\) along which it could be split", "0-dim parameters of sharded models"),
+    (r"got the gradient of .* twice in one backward", "reentrant checkpoints under DDP"),
+    (r"was called where it leaves the gradients", "loss.backward() that fabric did not arm"),
+    (r"setup took out of the model", "an optimizer that was forgotten in setup"),
+    (r"auto_wrap_policy=.* matches no module", "a policy that names classes the model has not"),
+    (r"went through \w+ without a forward of its own", "static_graph, two backwards of a forward"),
+    (r"CollectiveMismatch: Ranks made different calls", "a forward, or a verb, of some ranks alone"),
+    (r"CheckpointError", "a part that is frozen between the forward and its computing again"),
+    (r"DistributedDataParallel|a DDP of your own", "a DDP of the user's own"),
+    (r"share the same data|is a collective", "evaluation on one rank of a row"),
+    (r"no_backward_sync needs a model that is set up", "no_backward_sync of a model that is not set up"),
+    (r"static_graph=True\) cannot skip the gradient sync", "accumulation with static_graph"),
+    (r"parameter of a layer that it does not call", "a forward that reads a split layer's parameter itself"),
+    (r"a tensor that is split over ranks, beside plain", "a method that reads split parameters itself"),
+    (r"A compiled model cannot be cut into stages", "a pipeline of a compiled model"),
+    (r"has only this .* of the states", "the raw optimizer's state_dict under zero1 and in a pipeline"),
+    (r"needs the values of", "values of a pipeline's parameters on other stages"),
+    (r"with offload|cpu_offload", "optimizers made before setup under offload"),
+    (r"no_grad\S* #\d+ with different data", "ranks of one model that evaluate other batches"),
+    (r"must see the same data", "a stream that shares itself out among ranks of one model"),
+    (r"is not finite", "clip_gradients of gradients that are not finite"),
+]  # fmt: skip
+
+
+def reason(text: str) -> str | None:
+    """Why this error is owed; None: nobody has said so."""
+    return next((why for pattern, why in OWED if re.search(pattern, text)), None)
+
+
+def brief(text: str) -> str:
+    """An error without what differs from program to program."""
+    line = text.split(": ", 1)[-1].splitlines()[0]
+    line = re.sub(r"\d+", "N", line)
+    return line[:110]
