@@ -272,9 +272,9 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         """Context in which new modules are made on this device, in this precision's dtype.
 
         Args:
-            empty_init: True leaves weights uninitialised, for models that load a checkpoint right after. With
-                strategies that split models: no memory for weights until `setup`, which gives them the values
-                of a plain construction, part by part.
+            empty_init: True draws no initial values, for models that load a checkpoint: weights are NaN until
+                then. With strategies that split models: no memory for weights until `setup`, which gives them
+                the values of a plain construction, part by part.
         """
         self._require_launch("init_module()")
         return self._strategy.module_init_context(empty_init)

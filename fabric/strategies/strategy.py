@@ -202,9 +202,7 @@ class Strategy(Exchange):
         return stack
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """New modules on the root device in the dtype of the precision; `empty_init` leaves weights
-        uninitialised.
-        """
+        """New modules on the root device in the dtype of the precision; `empty_init` draws no values."""
         stack = ExitStack()
         stack.enter_context(self.root_device)
         stack.enter_context(self._precision.module_init_context())

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
@@ -27,9 +28,10 @@ _FILLS = frozenset(
 
 
 class EmptyInit(TorchFunctionMode):
-    """A context in which `torch.nn.init` functions leave their tensor as it is, for weights that are loaded.
+    """A context in which `torch.nn.init` functions draw nothing, for weights that are loaded.
 
-    `trunc_normal_`, `orthogonal_`, `sparse_`, `eye_` and `dirac_` still run. The values are arbitrary.
+    Their tensor becomes NaN (one of integers stays as it is), so that what nobody loads is seen in the first
+    loss. `trunc_normal_`, `orthogonal_`, `sparse_`, `eye_` and `dirac_` still run.
 
     Args:
         enabled: False makes it do nothing, so that a caller needs no second path.
@@ -44,7 +46,10 @@ class EmptyInit(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.enabled and (getattr(func, "__module__", None) == "torch.nn.init" or _called_from_fill()):
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if tensor.is_floating_point() or tensor.is_complex():
+                tensor.detach().fill_(torch.nan)
+            return tensor
         return func(*args, **kwargs)
 
 

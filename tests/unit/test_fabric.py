@@ -318,17 +318,19 @@ def test_where_things_are_made():
     assert torch.ones(1).device.type == "cpu"
 
 
-def test_empty_init_leaves_weights_alone(fabric, monkeypatch):
-    # A value that memory which was not written does not hold by chance.
-    monkeypatch.setattr(
-        torch.nn.Linear, "reset_parameters", lambda self: torch.nn.init.constant_(self.weight, 1.25e-7)
-    )
+def test_what_empty_init_leaves_without_values_is_seen_in_the_first_loss(fabric):
+    def build():
+        return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.BatchNorm1d(4))
+
     with fabric.init_module(empty_init=True):
-        empty = torch.nn.Linear(64, 64)
-    with fabric.init_module(empty_init=False):
-        full = torch.nn.Linear(4, 4)
-    assert full.weight.eq(1.25e-7).all()
-    assert not empty.weight.eq(1.25e-7).any(), "the initialiser was skipped"
+        model = build()
+        counts = torch.nn.init.ones_(torch.empty(2, dtype=torch.long))
+    model = fabric.setup(model)
+    assert all([p.isnan().all() for p in model.parameters()])
+    assert model(torch.ones(2, 4)).sum().isnan()
+    assert counts.dtype == torch.long
+    model.load_state_dict(build().state_dict())
+    assert model(torch.ones(2, 4)).sum().isfinite()
 
 
 def test_autocast():
