@@ -93,6 +93,6 @@ def thawed_late(name: str) -> UsageError:
     return UsageError(
         f"Parameter {name} was frozen at fabric.setup and requires a gradient now, which ranks would not "
         "average. Set the model up while all that is trained later has requires_grad=True, and freeze it "
-        'after with Fabric(strategy="ddp_find_unused_parameters_true"), or set a new copy up for the next '
-        "phase."
+        'after; with "ddp" write Fabric(strategy="ddp_find_unused_parameters_true"), pass other strategies '
+        "find_unused_parameters=True. Or set a new copy up for the next phase."
     )
