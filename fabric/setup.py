@@ -240,7 +240,6 @@ class SetupVerbs(RankFacts):
     ) -> _FabricDataLoader:
         from fabric.data.dealing import Share
         from fabric.data.sharding import own_loader, shard_loader
-        from fabric.data.together import Peers, Together
 
         seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
         seed = self._strategy.broadcast(seed)  # one order on all ranks, whatever each of them was seeded with
@@ -254,6 +253,8 @@ class SetupVerbs(RankFacts):
         moves = move_to_device and not self._strategy.traits.owns_transfer
         peers = together = None
         if self.world_size > 1:
+            from fabric.data.together import Peers, Together
+
             exchange = partial(self._strategy.all_gather_object, label="loader")
             peers = Peers(self.global_rank, self.world_size, exchange)
             together = Together(exchange, uneven) if shard or uneven else None

@@ -10,11 +10,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 
 from fabric.core.errors import ConfigurationError
 from fabric.data.dealing import Rule, Share, check_padding, check_uneven
-from fabric.data.iterables import Batched, Collate
 from fabric.data.order import SeededOrder, UserOrder, seed_worker_generator
-from fabric.data.sources import IndexSource, Source, StreamSource
+from fabric.data.sources import IndexSource, Source, samplers_of
 from fabric.data.streams import IndexStream, Sampler
-from fabric.data.workers import SeededDataset, SeedWorker
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
@@ -63,7 +61,7 @@ def shard_loader(
         if not alone and share.world > 1:
             _warn_of_repeats(loader.dataset, share.world)
         return own_loader(loader, share.rank, seed, uneven)
-    if any(_knows_its_rank(part) for part in _samplers(loader)):
+    if any(_knows_its_rank(part) for part in samplers_of(loader)):
         return own_loader(loader, share.rank, seed, uneven)
     if share.world > 1:
         _refuse_running(loader)
@@ -100,6 +98,8 @@ def _copied(loader: DataLoader[Any], rank: int, seed: int) -> tuple[DataLoader[A
     fields = copied.__dict__  # DataLoader.__setattr__ refuses to change some of these after construction
     fields["_iterator"] = None
     if loader.num_workers > 0:
+        from fabric.data.workers import SeedWorker
+
         fields["worker_init_fn"] = SeedWorker(rank, loader.worker_init_fn)
     # torch draws on the default device, and a generator of another device would be refused.
     if loader.generator is not None or torch.get_default_device().type != "cpu":
@@ -119,6 +119,8 @@ def _with_stream(
     if type(loader).__iter__ is not DataLoader.__iter__:  # what it yields need not be one for one
         return Sharded(copied, Source(copied))
     if loader.num_workers:
+        from fabric.data.workers import SeededDataset
+
         copied.__dict__["dataset"] = SeededDataset(loader.dataset)
     return Sharded(copied, source)
 
@@ -131,6 +133,9 @@ def _stream_loader(
     asks: bool = False,
     own: bool = False,
 ) -> Sharded:
+    from fabric.data.iterables import Batched, Collate
+    from fabric.data.stream_source import StreamSource
+
     copied, generator = _copied(loader, share.rank, seed)
     rule = Rule(share, loader.batch_size, loader.drop_last, uneven or "exact")
     persistent = loader.num_workers > 0 and loader.persistent_workers
@@ -153,11 +158,6 @@ def _stream(
     items = loader.sampler if batches is None else batches
     order = SeededOrder(items, seed, share.world, workers)
     return IndexStream(order, Rule(share, None, False, uneven or "pad"))
-
-
-def _samplers(loader: DataLoader[Any]) -> list[Any]:
-    batches = loader.batch_sampler
-    return [loader.sampler, batches, getattr(batches, "sampler", None)]
 
 
 def _is_opaque(loader: DataLoader[Any]) -> bool:

@@ -1,41 +1,28 @@
 """`Source`: where a loader's batches come from, and how to come back to a position in them.
 
 A source begins epochs, pairs every batch with a note, and turns the note of the last batch that the loop
-received into plain data for a checkpoint. Indices that Fabric deals out or that are in the user's own order;
-iterable datasets that Fabric deals out or that share themselves out.
+received into plain data for a checkpoint. Here: indices that Fabric deals out or that are in the user's own
+order; iterable datasets have `StreamSource`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fabric.core.errors import UsageError
-from fabric.data.dealing import check_padding
-from fabric.data.heads import ONE_STREAM, shares_itself, table
 from fabric.data.order import SeededOrder, epoch_of, tell
 from fabric.data.randomness import OwnGenerators
-from fabric.data.streams import checksum
-from fabric.data.workers import JobMaker
-from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.seed import collect_rng_states
-from fabric.utilities.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fabric.data.heads import Head
-    from fabric.data.iterables import Batched
+    import torch
+
     from fabric.data.streams import IndexStream
     from fabric.data.together import Peers
 
 _NOTHING = object()
-_FEWER = (
-    "Not all ranks get a batch in every round, and gradients are enabled: rounds in which some have none "
-    'are left out, so that all ranks take the same number of steps. Write uneven="exact" to get them, or '
-    "evaluate under torch.no_grad()."
-)
 
 
 class Source:
@@ -129,7 +116,7 @@ class Source:
         return None
 
 
-class _Drawing(Source):
+class Drawing(Source):
     """A source whose order may come from random generators of the user's own."""
 
     ahead = True
@@ -137,16 +124,26 @@ class _Drawing(Source):
     def __init__(self, loader: Any, seed: int, own: torch.Generator | None) -> None:
         super().__init__(loader)
         self.seed = seed
-        self.generators = OwnGenerators([loader, *_samplers(loader)], own)
-        self._began: list[Any] = []
+        self.generators = OwnGenerators([loader, *samplers_of(loader)], own)
+        self.began: list[Any] = []
 
-    def _begin_generators(self, saved: dict[str, Any] | None) -> None:
+    def begin_generators(self, saved: dict[str, Any] | None) -> None:
+        """Put the user's generators where they were at the position, and note where they are.
+
+        Raises:
+            UsageError: There are others now.
+        """
         if saved is not None:
-            _check("random generators of its own", len(saved["generators"]), len(self.generators))
+            check_same("random generators of its own", len(saved["generators"]), len(self.generators))
             self.generators.set_states(saved["generators"])
-        self._began = self.generators.states()
+        self.began = self.generators.states()
 
-    def _check_in_order(self) -> None:
+    def check_in_order(self) -> None:
+        """Raise if batches may come in another order than they were asked for.
+
+        Raises:
+            UsageError: They may.
+        """
         if self.loader.num_workers and not getattr(self.loader, "in_order", True):
             raise UsageError(
                 "A loader with in_order=False cannot say how far it has come: batches arrive in any order. "
@@ -154,7 +151,7 @@ class _Drawing(Source):
             )
 
 
-class IndexSource(_Drawing):
+class IndexSource(Drawing):
     """Indices that a stream gives: dealt out by Fabric, or in the user's own order and part.
 
     Args:
@@ -205,13 +202,15 @@ class IndexSource(_Drawing):
                 f"have {now} now, in another order. Use the same data, or begin an epoch: "
                 f"loader.set_epoch({epoch + 1})."
             )
-        self._begin_generators(saved)
+        self.begin_generators(saved)
         if isinstance(order, SeededOrder):
             order.seed = self.seed = saved["seed"] if saved else self.seed
         else:
             self._random = saved["random"] if saved else collect_rng_states()
             order.begin_with = saved["random"] if saved else None
         if self.loader.num_workers:
+            from fabric.data.workers import JobMaker
+
             stream.item = JobMaker(self.seed, epoch, self.rank, *self.generators.seeds())
 
     def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
@@ -229,10 +228,10 @@ class IndexSource(_Drawing):
 
     def state(self, note: Any) -> dict[str, Any]:
         """See the base."""
-        self._check_in_order()
+        self.check_in_order()
         if note is None:
-            return self._state(self.stream.start, self._began, self._random, self.stream.expected)
-        return self._state(note, self._began, self._random, self.stream.check)
+            return self._state(self.stream.start, self.began, self._random, self.stream.expected)
+        return self._state(note, self.began, self._random, self.stream.check)
 
     def fresh(self) -> dict[str, Any]:
         """See the base."""
@@ -259,161 +258,18 @@ class IndexSource(_Drawing):
             return None
 
 
-class StreamSource(_Drawing):
-    """An iterable dataset: Fabric deals out its samples, or it shares itself out.
-
-    Args:
-        loader: The copy that is iterated.
-        dataset: Its dataset.
-        seed: The base of the dataset's random streams.
-        own: The generator for workers' seeds that Fabric gave the copy.
-        uneven: As given to `setup_dataloaders`.
-    """
-
-    def __init__(
-        self, loader: Any, dataset: Batched, seed: int, own: torch.Generator | None, uneven: str | None
-    ) -> None:
-        super().__init__(loader, seed, own)
-        self.dataset = dataset
-        self.uneven = uneven
-        self.settled = not dataset.asks
-        self._open = not dataset.own
-        self._head: Head | None = None
-        self._start: dict[str, Any] = {}
-
-    @property
-    def kind(self) -> str:  # type: ignore[override]
-        """See the base."""
-        return "own stream" if self.dataset.own else "stream"
-
-    @property
-    def per_rank(self) -> bool:  # type: ignore[override]
-        """See the base."""
-        return self.dataset.own
-
-    def become(self, kind: str) -> bool:
-        """See the base: a position says who shared the samples out."""
-        if not self._open or kind not in ("stream", "own stream"):
-            return False
-        self._share(own=kind == "own stream")
-        return True
-
-    def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
-        """See the base.
-
-        Raises:
-            UsageError: The position is that of another number of workers.
-        """
-        self._begin_generators(saved)
-        if saved:
-            if self.dataset.own:
-                _check("workers", saved["num_workers"], self.loader.num_workers)
-            self.seed = saved["seed"]
-            self.dataset.salts = (self.seed, self.dataset.salts[1])
-            self.loader._iterator = None  # workers that live on would not hear of it
-        entries = saved["streams"].values() if saved else ()
-        self.replays = any([not each["ended"] and each["dataset"] is None for each in entries])
-        self._start, self._head = saved or self.fresh(), None
-        self.dataset.begin(epoch, saved)
-
-    def settle(self, batches: Iterator[Any], peers: Peers) -> bool:
-        """Find out, at the first iteration, who shares the samples out. All ranks.
-
-        Args:
-            batches: The iteration that has begun.
-            peers: The ranks.
-
-        Returns:
-            Whether the iteration must begin again, in workers that know.
-
-        Raises:
-            ConfigurationError: Ranks read neither one stream nor shares of their own.
-            UsageError: They read shares of their own, and the position is one in a stream of all.
-        """
-        first = next(batches, None)
-        self._head = None if first is None else first.batch
-        held = peers.exchange((self.dataset.dealt.share.rank, self._head))
-        if any([head is None for _, head in held]):  # a finished epoch was resumed
-            return False
-        name = type(self.dataset.dataset).__name__
-        if not shares_itself(name, held):
-            self.settled = True
-            return False
-        check_padding(self.uneven, name)
-        if self._start["streams"]:
-            raise UsageError(
-                f"The loader's position was saved where all ranks read one stream of {name}, and now each "
-                "reads other samples. Go on on as many ranks as it was saved on (one, perhaps), or leave the "
-                "position out of the state that is loaded."
-            )
-        rank_zero_warn(
-            f"The ranks' streams of {name} begin with other samples:\n{table([head for _, head in held])}\n"
-            "So it is taken to share itself out over ranks: each rank sees all that its stream gives, and "
-            f"len(loader) is that of torch. shard_iterable=False says so beforehand. {ONE_STREAM}",
-            category=PossibleUserWarning,
-        )
-        self._share(own=True)
-        self._start = {**self.fresh(), "generators": self._start["generators"]}
-        self.loader._iterator = None
-        return bool(self.loader.num_workers)
-
-    def _share(self, own: bool) -> None:
-        self.dataset.own, self.settled = own, own or not self.dataset.asks
-        # In the loop's process the stream has begun with random numbers that are alike on all ranks.
-        self.dataset.apart = own and self.loader.num_workers > 0
-
-    def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """See the base."""
-        streams = self._start["streams"]
-        turns = max(1, self.loader.num_workers) if self.dataset.own else 1
-        stops = self.uneven is None and self.dataset.rule.batch is None and torch.is_grad_enabled()
-        for arrived in batches:
-            if arrived.note is None:
-                self._head = arrived.batch or self._head
-                continue
-            number, entry, short = arrived.note
-            if short and stops and not self.dataset.own:
-                rank_zero_warn(_FEWER)
-                return
-            streams = {**streams, number: entry}
-            yield arrived.batch, (streams, (number + 1) % turns)
-
-    def state(self, note: Any) -> dict[str, Any]:
-        """See the base."""
-        self._check_in_order()
-        if note is None:
-            return self._start
-        return {**self._start, "streams": note[0], "next": note[1]}
-
-    def fresh(self) -> dict[str, Any]:
-        """See the base."""
-        workers = self.loader.num_workers if self.dataset.own else None
-        drawn = {"seed": self.seed, "generators": self.generators.states()}
-        return {"streams": {}, "next": 0, "num_workers": workers, **drawn}
-
-    def length(self) -> int:
-        """As torch's own loader says, of a dataset that shares itself out."""
-        return self.dataset.rule.count(len(self.dataset.dataset))
-
-    def agreed(self) -> dict[str, Any] | None:
-        """See the base. Where samples are whole batches, some ranks may have one less."""
-        if self.dataset.rule.batch is None and self.uneven is not None:
-            return None
-        first = self._start["streams"].get(0, {"samples": 0})
-        return {"position": first["samples"], "order": self._head and checksum(self._head.samples)}
-
-    def done(self, note: Any) -> int:
-        """See the base."""
-        streams = self._start["streams"] if note is None else note[0]
-        return sum([self.dataset.rule.count(entry["samples"]) for entry in streams.values()])
-
-
-def _samplers(loader: Any) -> list[Any]:
+def samplers_of(loader: Any) -> list[Any]:
+    """What decides the order of a loader."""
     batches = getattr(loader, "batch_sampler", None)
     return [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
 
 
-def _check(what: str, saved: Any, now: Any) -> None:
+def check_same(what: str, saved: Any, now: Any) -> None:
+    """Raise if a position was saved in a loader that was made otherwise.
+
+    Raises:
+        UsageError: It was.
+    """
     if saved != now:
         raise UsageError(
             f"The loader's position was saved with {saved} {what}, but the loader has {now}. Make the loader "
