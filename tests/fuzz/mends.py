@@ -152,6 +152,7 @@ from fabric.strategies.layouts.gathered import RootGate
 RootGate.reached = lambda self, grad: self.give_back()
 """,
         SPLIT,
+        "setStorage",
     ),
     "a static graph is watched at each parameter": Mend(
         """

@@ -37,6 +37,7 @@ OWED = [
     (r"torch\.autograd\.grad, or backward\(inputs", "torch.autograd.grad through a pipeline"),
     (r"a penalty on weights", "a term of split parameters in the loss"),
     (r"which is on stage \d+ of the pipeline", "a state dict of some stages in a file"),
+    (r"ran without the mixed precision of forward", "a method of a split model that is not marked"),
     (r"is not finite", "clip_gradients of gradients that are not finite"),
 ]  # fmt: skip
 
