@@ -68,7 +68,8 @@ def found_without(name: str, given: argparse.Namespace) -> bool:
             outcome = runner.run(program)
             count += outcome.word != INVALID
             minutes = (time.monotonic() - begin) / 60
-            if outcome.failed:
+            said = outcome.word == FOREIGN and mend.torch and mend.torch in outcome.lines[0]
+            if outcome.failed or said:
                 at = f"--one {seed}:{program.layout}"
                 print(f"{name}: {outcome.word} in program {count}, {minutes:.1f} min ({at})", flush=True)
                 return True

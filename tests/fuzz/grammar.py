@@ -35,6 +35,7 @@ class Kind:
 KINDS = [
     Kind("mlp", "mlp()", chain=True, weight=6),
     Kind("deep", "deep()", chain=True, weight=4),
+    Kind("leaky", "leaky()", chain=True),
     Kind("twice", "Twice()", chain=True),
     Kind("tied", "Tied()", x="words"),
     Kind("heads", "Heads()", partial=("{m}({x})['left']", "{m}({x})['right']")),
@@ -86,6 +87,9 @@ class Model:
     """Whether it is set up."""
 
 
+LBFGS = "torch.optim.LBFGS({p}, lr=0.5, max_iter=3, history_size=2, line_search_fn='strong_wolfe')"
+
+
 @dataclass
 class Optimizer:
     """An optimizer: its variable, the models whose parameters it holds, and its scheduler's variable."""
@@ -95,6 +99,8 @@ class Optimizer:
     schedule: str | None = None
     whole: bool = True
     """Whether it holds all that they have."""
+    closes: bool = False
+    """Whether its steps need a closure."""
 
 
 @dataclass
@@ -120,8 +126,10 @@ class Scene:
     """The lines that make everything: a resumed run makes it anew."""
     seeds: int = 0
     kept: int = 0
-    clean: bool = True
-    """False: gradients may wait for their synchronisation."""
+    by_hand: bool = False
+    """Whether all turns make gradients without `fabric.backward`."""
+    late: list[Node] = field(default_factory=list)
+    """What a loop begins with: parts are thawed."""
 
     def chance(self, share: float) -> bool:
         return self.rng.random() < share
@@ -155,6 +163,7 @@ def generate(seed: int, layout: str | None = None) -> Program:
         chosen = next(entry for entry in LAYOUTS if entry.name == layout)
     precision = rng.choice([None] * 14 + ["64-true", "32-true", "bf16-mixed"])
     scene = Scene(rng, chosen, precision)
+    scene.by_hand = not (chosen.splits or chosen.shares_data) and scene.chance(0.04)
     make_models(scene)
     make_optimizers(scene)
     lines = list(scene.build)
@@ -165,7 +174,7 @@ def generate(seed: int, layout: str | None = None) -> Program:
         lines += resume(scene)
         lines += loop(scene, turn, interjection)
     lines += closing(scene)
-    return Program(seed, chosen.name, rng.choice(chosen.worlds), precision, tuple(lines))
+    return Program(seed, chosen.name, rng.choice(chosen.worlds), scene.precision, tuple(lines))
 
 
 def make_models(scene: Scene) -> None:
@@ -177,7 +186,12 @@ def make_models(scene: Scene) -> None:
     for name in ("net", "other", "third")[:count]:
         kind = rng.choices(kinds, [kind.weight for kind in kinds])[0]
         model = Model(name, kind)
-        scene.build += [f"torch.manual_seed({rng.randrange(9)})", f"{name} = {kind.make}"]
+        made: Node = f"{name} = {kind.make}"
+        if scene.precision is not None and scene.chance(
+            0.3
+        ):  # where none is named the default dtype is not ours
+            made = ("with fabric.init_module():", (made,))
+        scene.build += [f"torch.manual_seed({rng.randrange(9)})", made]
         if name != "net" and scene.chance(0.3):  # an average of weights, or a target network
             model.kind, model.trained = scene.models[0].kind, scene.chance(0.3)
             scene.build[-1] = f"{name} = copy.deepcopy({scene.models[0].name})"
@@ -185,11 +199,21 @@ def make_models(scene: Scene) -> None:
             scene.build.append(f"{name} = own_ddp(fabric, {name})")
         if not model.trained:
             scene.build.append(f"{name}.requires_grad_(False)")
-        elif scene.chance(0.08):
-            scene.build += [
-                (f"for p in list({name}.parameters())[:2]:", ("p.requires_grad_(False)",)),
-            ]
+        else:
+            freeze_first(scene, model)
         scene.models.append(model)
+
+
+def freeze_first(scene: Scene, model: Model) -> None:
+    """Its first layer is frozen before setup, perhaps, and thawed in the loop, perhaps."""
+    first = f"for p in list({model.name}.parameters())[:2]:"
+    frozen = scene.chance(0.12 if scene.layout.splits else 0.08)
+    if frozen:
+        scene.build.append((first, ("p.requires_grad_(False)",)))
+    if (frozen or model.kind.name == "partly") and scene.chance(0.5 if scene.layout.splits else 0.05):
+        scene.late.append(("if step == 1:", ((first, ("p.requires_grad_(True)",)),)))
+        if scene.layout.splits and scene.chance(0.6):
+            scene.precision = "bf16-mixed"  # what was frozen has no gradient dtype of its own yet
 
 
 def make_optimizers(scene: Scene) -> None:
@@ -253,6 +277,9 @@ def made_of(scene: Scene, optimizer: Optimizer) -> str:
         held, optimizer.whole = f"[p for p in {lists[0]} if p.requires_grad]", False
     elif form < 0.30:
         held, optimizer.whole = f"list({lists[0]})[1:]", False
+    elif scene.precision in (None, "64-true") and scene.chance(0.01 if scene.layout.splits else 0.05):
+        optimizer.closes = True
+        return f"{optimizer.name} = {LBFGS.format(p=held)}"
     flag = scene.one_of(["True", "False"])
     # Others divide a gradient by its own size: in bfloat16 that makes steps of noise.
     kinds = OPTIMIZERS[:3] if scene.precision == "bf16-mixed" else OPTIMIZERS
@@ -282,7 +309,7 @@ def losses(scene: Scene, model: Model, whole: bool = True) -> Loss:
 
 def loop(scene: Scene, turn, interjection) -> list[Node]:
     """The loop over steps: a turn of each optimizer, and other statements in between."""
-    body: list[Node] = []
+    body: list[Node] = list(scene.late)
     order = list(scene.optimizers)
     if scene.chance(0.2):
         scene.rng.shuffle(order)

@@ -30,9 +30,14 @@ class Layout:
         """Whether several ranks get the same rows."""
         return self.name.startswith(("pipeline", "tensor", "context"))
 
+    @property
+    def splits(self) -> bool:
+        """Whether no rank has a whole model: what goes by one is refused."""
+        return self.name.startswith(("zero2", "fsdp", "hsdp", "mesh", "tensor", "pipeline", "context-fsdp"))
+
 
 POLICY = "auto_wrap_policy={nn.Linear, nn.Embedding, Block}"
-CHAINS = ("mlp", "deep")
+CHAINS = ("mlp", "deep", "leaky")
 
 BY_HAND = '''
 def parallelize(model, mesh):
@@ -84,7 +89,7 @@ LAYOUTS = [
     Layout(
         "fsdp-checkpointed",
         "FSDPStrategy(auto_wrap_policy={Block}, activation_checkpointing=Block)",
-        kinds=("deep", "tied", "checked"),
+        kinds=("deep", "tied", "checked", "leaky"),
         weight=1,
     ),
     Layout("fsdp-offload", "FSDPStrategy(cpu_offload=True)", weight=1),

@@ -36,7 +36,7 @@ def data_loop(scene: Scene, interjection) -> list[Node]:
         return look_through(scene) if scene.chance(0.8) else order_kept(scene)
     name, optimizer = scene.fresh("loader"), scene.one_of(scene.optimizers)
     models = [m for m in optimizer.models if m.kind.x == "floats" and not m.kind.alike]
-    if not models:
+    if not models or optimizer.closes:
         return look_through(scene)
     count = 12 * scene.rng.choice([1, 2, 3])
     make: list[Node] = [

@@ -14,6 +14,8 @@ class Mend(NamedTuple):
     undone: str
     layouts: tuple[str, ...] = ()
     """The ones that it is about; none named: all."""
+    torch: str = ""
+    """What torch says of it, where it is no silent error."""
 
 
 DDP = ("ddp", "ddp-unused", "ddp-copies", "zero1")
@@ -114,5 +116,64 @@ import fabric.strategies.layouts.replicate as replicate
 replicate.refuse_hidden_outputs = lambda *_: None
 """,
         ("ddp-static",),
+    ),
+    "LBFGS goes by the mean of its closures' losses": Mend(
+        """
+from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.strategy import Strategy
+ParallelStrategy.step_plan = Strategy.step_plan
+""",
+        DDP[:3],
+    ),
+    "gradients made by hand are compared": Mend(
+        """
+from fabric.strategies.layouts.local_gradients import LocalGradients
+made = getattr(LocalGradients.begin, "made", LocalGradients.begin)
+def begin(self, replica, new=False):
+    if not new:
+        made(self, replica)
+begin.made, LocalGradients.begin = made, begin
+""",
+        DDP,
+    ),
+    "recomputed blocks run to their end": Mend(
+        """
+import contextlib
+import torch.utils.checkpoint
+import fabric.strategies.layouts.fully_shard as fully_shard
+early = lambda enabled: contextlib.nullcontext()
+torch.utils.checkpoint.set_checkpoint_early_stop = fully_shard.set_checkpoint_early_stop = early
+""",
+        ("fsdp-checkpointed", "pipeline", "pipeline-rows"),
+    ),
+    "gradient penalties on split models are refused": Mend(
+        """
+from fabric.strategies.layouts.gathered import RootGate
+RootGate.reached = lambda self, grad: self.give_back()
+""",
+        SPLIT,
+        "setStorage",
+    ),
+    "a static graph is watched at each parameter": Mend(
+        """
+import weakref
+import fabric.strategies.layouts.replicate as replicate
+def init(self, layout, replica):
+    self.layout, self.replica = layout, weakref.ref(replica)
+    if replica.static_graph:
+        replica.register_forward_pre_hook(replicate._arm)
+    trained = [p for p in replica.parameters() if p.requires_grad]
+    trained[-1].register_post_accumulate_grad_hook(self)
+replicate._Watch.__init__ = init
+""",
+        ("ddp-static",),
+    ),
+    "thawed groups know their dtypes": Mend(
+        """
+import fabric.strategies.layouts.sharded as sharded
+sharded._expect_thawed = lambda root: None
+""",
+        ("zero2-layers", "fsdp-layers", "fsdp-freed", "mesh"),
+        "attempting to assign a gradient with dtype",
     ),
 }

@@ -66,6 +66,17 @@ def deep():
     return nn.Sequential(nn.Linear(4, 4), Block(), Trap(), Block(), nn.Linear(4, 4))
 
 
+class Leaky(Block):
+    """A block that ends in an operation which fills in backward what it needs: its numbers are drawn."""
+
+    def forward(self, x):
+        return nn.functional.rrelu(super().forward(x), 0.2, 0.2, training=self.training)
+
+
+def leaky():
+    return nn.Sequential(nn.Linear(4, 4), Leaky(), Trap(), nn.Linear(4, 4), nn.RReLU(0.3, 0.3))
+
+
 class Twice(nn.Module):
     """A layer that is used twice, and a parameter of the model's own."""
 

@@ -193,6 +193,22 @@ def clip_by_hand(fabric: Any, model: nn.Module, limit: float) -> None:
     nn.utils.clip_grad_norm_(model.parameters(), limit)
 
 
+def grads_by_hand(fabric: Any, model: nn.Module, loss: torch.Tensor, averaged: bool) -> None:
+    """Gradients without a backward that Fabric sees; the loop averages them itself, or forgets to."""
+    held = [p for p in model.parameters() if p.requires_grad]
+    for p, grad in zip(held, torch.autograd.grad(loss, held, allow_unused=True), strict=True):
+        p.grad = fabric.all_reduce(grad) if averaged and grad is not None else grad
+    if isinstance(fabric, Plain):
+        fabric.local |= dict.fromkeys(held, not averaged)
+
+
+def slopes(call: Any, x: torch.Tensor) -> torch.Tensor:
+    """A penalty on what outputs gain per input, row by row."""
+    x = x.clone().requires_grad_()
+    out = sum(tensor.sum() for tensor in tensors(call(x)))
+    return torch.autograd.grad(out, x, create_graph=True)[0].square().mean()
+
+
 def own_ddp(fabric: Any, model: nn.Module) -> nn.Module:
     """A forgotten DDP of the loop that this one was made from."""
     if isinstance(fabric, Plain) or fabric.world_size == 1:

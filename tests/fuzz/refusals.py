@@ -32,6 +32,12 @@ OWED = [
     (r"with offload|cpu_offload", "optimizers made before setup under offload"),
     (r"no_grad\S* #\d+ with different data", "ranks of one model that evaluate other batches"),
     (r"must see the same data", "a stream that shares itself out among ranks of one model"),
+    (r"LBFGS (joins|computes)", "LBFGS on split parameters or states"),
+    (r"create_graph=True\)? (went|cannot go) through", "a graph of gradients where none can be"),
+    (r"torch\.autograd\.grad, or backward\(inputs", "torch.autograd.grad through a pipeline"),
+    (r"a penalty on weights", "a term of split parameters in the loss"),
+    (r"which is on stage \d+ of the pipeline", "a state dict of some stages in a file"),
+    (r"ran without the mixed precision of forward", "a method of a split model that is not marked"),
     (r"is not finite", "clip_gradients of gradients that are not finite"),
 ]  # fmt: skip
 

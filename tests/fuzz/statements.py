@@ -18,8 +18,10 @@ def turn(scene: Scene, optimizer: Optimizer) -> list[Node]:
     zero_first = scene.chance(0.6)
     if zero_first:
         lines += zero(scene, optimizer)
-    form = scene.rng.random()
-    if form < 0.45:
+    form = 1.0 if scene.by_hand else scene.rng.random()
+    if scene.by_hand:
+        body = [line for m in optimizer.models for line in by_hand(scene, m)]
+    elif form < 0.45:
         body = one_backward(scene, model)
     elif form < 0.9:
         body = accumulation(scene, model)
@@ -65,7 +67,8 @@ def zero(scene: Scene, optimizer: Optimizer) -> list[Node]:
 def one_backward(scene: Scene, model: Model, factor: str = "") -> list[Node]:
     """Forward, loss, backward; perhaps with something between them."""
     # What nobody uses has zeros for a gradient there, as FSDPStrategy says.
-    loss = losses(scene, model, whole=scene.chance(0.9) or scene.layout.name == "fsdp-unused")
+    share = 0.5 if scene.layout.name == "ddp-static" else 0.9  # which takes its graph from what comes first
+    loss = losses(scene, model, whole=scene.chance(share) or scene.layout.name == "fsdp-unused")
     x, made = scene.fresh("x"), scene.fresh("loss")
     lines: list[Node] = [
         f"{x} = {scene.data(loss.x, loss.alike)}",
@@ -75,7 +78,10 @@ def one_backward(scene: Scene, model: Model, factor: str = "") -> list[Node]:
     if form < 0.08:  # a loss of two forwards
         second = loss.text.replace("{x}", f"({x} + 1)" if loss.x == "floats" else x)
         lines.append(f"{made} = {made} + {second}")
-    elif form < 0.10:
+    elif form < (0.10 if scene.layout.splits else 0.11) and loss.x == "floats":
+        call = model.kind.calls[0].format(m=model.name, x="x")
+        lines.append(f"{made} = {made} + slopes(lambda x: {call}, {x})")
+    elif 0.11 < form < 0.13:
         lines.append(f"{made} = {made} + 0.01 * sum(p.square().sum() for p in {model.name}.parameters())")
     if scene.chance(0.25):
         lines += interjection(scene)
@@ -92,12 +98,25 @@ def one_backward(scene: Scene, model: Model, factor: str = "") -> list[Node]:
         ]
     elif form < 0.13:
         lines.append(f"{made}.backward()")
+    elif form < 0.135:
+        lines.append(f"fabric.backward({made}, create_graph=True)")
     elif form < 0.18:
         cleared = tuple(f"{m.name}.zero_grad()" for m in scene.models)
         lines += caught(scene, [f"fabric.backward({made})"], "backward", cleared)
     else:
         lines.append(f"fabric.backward({made})")
     return [*lines, f"note.mean('{made}', {made})"]
+
+
+def by_hand(scene: Scene, model: Model) -> list[Node]:
+    """Gradients by torch.autograd.grad."""
+    loss, made = losses(scene, model), scene.fresh("loss")
+    averaged = scene.one_of(["True", "True", "False"])
+    return [
+        f"{made} = {loss.text.replace('{x}', scene.data(loss.x, loss.alike))}",
+        f"grads_by_hand(fabric, {model.name}, {made}, averaged={averaged})",
+        f"note.mean('{made}', {made})",
+    ]
 
 
 def accumulation(scene: Scene, model: Model) -> list[Node]:
@@ -209,29 +228,25 @@ def step(scene: Scene, optimizer: Optimizer, model: Model) -> list[Node]:
     """The step, or one that is skipped, or twice, or with a closure."""
     form = scene.rng.random()
     line = f"{optimizer.name}.step()"
+    if optimizer.closes:
+        return by_closure(scene, optimizer, model)
     if form < 0.08:
         return [("if step % 2:", (line,))]
     if form < 0.12:
         return [line, line]
-    if form < 0.15:
-        loss = losses(scene, model)
-        x = scene.data(loss.x, loss.alike)
-        closure = scene.fresh("closure")
-        return [
-            (
-                f"def {closure}():",
-                (
-                    f"{optimizer.name}.zero_grad()",
-                    f"loss = {loss.text.replace('{x}', x)}",
-                    "fabric.backward(loss)",
-                    "return loss",
-                ),
-            ),
-            f"note.mean('closure', {optimizer.name}.step({closure}))",
-        ]
+    if form < 0.15 and not scene.by_hand:
+        return by_closure(scene, optimizer, model)
     if form < 0.18:
         return []
     return [line]
+
+
+def by_closure(scene: Scene, optimizer: Optimizer, model: Model) -> list[Node]:
+    """A step that makes its gradients itself, once or often."""
+    loss, closure = losses(scene, model), scene.fresh("closure")
+    text = loss.text.replace("{x}", scene.data(loss.x, loss.alike))
+    body = (f"{optimizer.name}.zero_grad()", f"loss = {text}", "fabric.backward(loss)", "return loss")
+    return [(f"def {closure}():", body), f"note.mean('closure', {optimizer.name}.step({closure}))"]
 
 
 # what may stand anywhere
@@ -258,6 +273,7 @@ def interjection(scene: Scene) -> list[Node]:
         (1, metric),
         (1, generation),
         (1, whole_model),
+        (0.3, lone_failure),
     ]
     maker = scene.rng.choices([m for _, m in makers], [w for w, _ in makers])[0]
     return maker(scene)
@@ -390,6 +406,17 @@ def failure(scene: Scene) -> list[Node]:
     return [("", (tried, ("except OnPurpose:", ("pass",))))]
 
 
+def lone_failure(scene: Scene) -> list[Node]:
+    """Rank 1 fails before a call that the others make, and its loop goes on.
+
+    Not before a backward or a forward of a split model: what rank 1 sends next, gloo takes for an answer,
+    and ends the process where its size is another.
+    """
+    lone: Node = ("if fabric.global_rank == 1:", ("raise OnPurpose('on rank 1')",))
+    body = [*scene.one_of([verb, evaluation])(scene), "fabric.barrier()"]
+    return [("", (("try:", (lone, *body)), ("except OnPurpose:", ("pass",))))]
+
+
 def state_dict(scene: Scene) -> list[Node]:
     """States are looked at, or kept and taken back."""
     thing = scene.one_of([*scene.models, *scene.optimizers])
@@ -475,4 +502,5 @@ def new_group(scene: Scene) -> list[Node]:
 
 
 def extra_step(scene: Scene) -> list[Node]:
-    return [f"{scene.one_of(scene.optimizers).name}.step()"]
+    plain = [optimizer for optimizer in scene.optimizers if not optimizer.closes]
+    return [f"{scene.one_of(plain).name}.step()"] if plain else verb(scene)
