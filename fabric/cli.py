@@ -1,5 +1,5 @@
 """`fabric run`: starts all ranks of this machine at once and supervises them. Imports no torch: the ranks
-do.
+do. `fabric check` compares a script's first steps on one rank and on several.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
     try:
-        return _run(options)
+        return _check(options) if options.command == "check" else _run(options)
     except ConfigurationError as error:
-        print(f"fabric run: {error}", file=sys.stderr)
+        print(f"fabric {options.command}: {error}", file=sys.stderr)
         return 2
     except FabricError as error:
-        print(f"fabric run: {error}", file=sys.stderr)
+        print(f"fabric {options.command}: {error}", file=sys.stderr)
         return 1
 
 
@@ -95,10 +95,29 @@ def _parser() -> argparse.ArgumentParser:
         "--log-dir", metavar="DIR", help="also write what each rank prints to DIR/rank0.out, rank0.err, ..."
     )
     run.add_argument("--verbose", action="store_true", help="print each value and where it is from")
-    run.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, like python -m")
-    run.add_argument("script", nargs="?", help="the script")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
+    check = commands.add_parser(
+        "check",
+        help="compare a script's first steps on one rank and on several",
+        description="Run the first steps of a script on several ranks, and on one with the batches of all of "
+        "them; compare gradients. On the CPU, without dropout.",
+        usage="fabric check [options] (script.py | -m module) [arguments of the script]",
+        allow_abbrev=False,
+    )
+    check.add_argument("--devices", metavar="N", default="2", help="how many ranks to compare; default: 2")
+    check.add_argument("--steps", metavar="N", default="3", help="how many steps of optimizers; default: 3")
+    for command in (run, check):
+        command.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module, like python -m")
+        command.add_argument("script", nargs="?", help="the script")
+        command.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
     return parser
+
+
+def _check(options: argparse.Namespace) -> int:
+    from fabric.testing.check import check
+
+    numbers = {name: Setting(getattr(options, name), f"--{name}") for name in ("devices", "steps")}
+    ranks, steps = _whole(numbers["devices"], "--devices", 2), _whole(numbers["steps"], "--steps", 1)
+    return check(_command_line(options)[1:], ranks, steps)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -186,14 +205,18 @@ def _ask_torch() -> int:
 def _command_line(options: argparse.Namespace) -> list[str]:
     if options.module is not None:
         if not options.module:
-            raise ConfigurationError("-m needs the name of a module. Write fabric run -m package.train.")
+            raise ConfigurationError(
+                f"-m needs the name of a module. Write fabric {options.command} -m package.train."
+            )
         return [sys.executable, "-m", *options.module]
     if options.script is None:
-        raise ConfigurationError("There is nothing to run. Write fabric run [options] train.py [arguments].")
+        raise ConfigurationError(
+            f"There is nothing to run. Write fabric {options.command} [options] train.py [arguments]."
+        )
     if not Path(options.script).exists():
         raise ConfigurationError(
             f"The script {options.script!r} does not exist (looked in {Path.cwd()}). Write the path of a "
-            "Python file; options of fabric run stand before it, or use -m for a module."
+            f"Python file; options of fabric {options.command} stand before it, or use -m for a module."
         )
     return [sys.executable, options.script, *options.arguments]
 

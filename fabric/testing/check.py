@@ -1,0 +1,194 @@
+"""`fabric check train.py`: whether a script computes on several ranks what it computes on one, step by step.
+
+Runs the first steps of the script twice, on the CPU: on one rank, whose batches join what the ranks get, and
+on several; then compares the gradients of each step. Dropout is off in both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fabric.testing.recording import BATCHES, FOLDER, RANKS, STEPS
+
+PAGE = "fabric/data/README.md"
+TOLERANCE = 1e-3
+"""Of the largest gradient of a step: what other orders of adding up stay below."""
+
+
+class Step(NamedTuple):
+    """One step of a run, by rank."""
+
+    records: list[dict[str, Any]]
+
+    @property
+    def grads(self) -> dict[str, Any]:
+        """Gradients by name; of one that several ranks hold, the first's."""
+        return {name: grad for record in reversed(self.records) for name, grad in record["grads"].items()}
+
+    @property
+    def shares(self) -> list[dict[str, Any]]:
+        """One record of each part of the data: several ranks may hold one (of a pipeline, say)."""
+        return list({record["rank"]: record for record in reversed(self.records)}.values())
+
+    @property
+    def rows(self) -> list[int]:
+        """What stands for the samples of all ranks, in an order of their own."""
+        return sorted(row for record in self.shares for row in record["rows"])
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean of the ranks for each backward."""
+        each = zip(*[record["losses"] for record in self.shares], strict=False)
+        return [sum(values) / len(values) for values in each]
+
+
+def check(command: list[str], ranks: int, steps: int) -> int:
+    """Run a script on one rank and on several, and say whether they compute the same.
+
+    Args:
+        command: The script (or "-m" and a module) and its arguments.
+        ranks: How many are compared with one.
+        steps: How many steps of optimizers.
+
+    Returns:
+        The exit code: 0 where gradients are the same, 1 where not, else that of the run that failed.
+    """
+    runs: list[list[Step]] = []
+    for count in (ranks, 1):
+        with tempfile.TemporaryDirectory() as folder:
+            code = _run(command, Path(folder), count, steps, _sizes(runs[0]) if runs else (1, []))
+            if code:
+                return code
+            runs.append(_read(Path(folder), count))
+    several, alone = runs
+    if not alone or not several:
+        print("fabric check: no optimizer that fabric.setup gave back has made a step.", file=sys.stderr)
+        return 1
+    for number, (one, many) in enumerate(zip(alone, several, strict=False), 1):
+        name, difference = compare(one, many)
+        if name is not None:
+            print(f"step {number}: {difference}\nLikely: {reason(name, one, many)}")
+            return 1
+        losses = f"{_shown(one.losses)}, mean of ranks {_shown(many.losses)}"
+        print(f"step {number}: {len(one.grads)} gradients are the same ({difference}); losses {losses}")
+    if any([record["unshared"] for step in several for record in step.records]):
+        print(
+            "A DataLoader was iterated that fabric.setup_dataloaders has not seen: ranks share nothing of it."
+        )
+    print(f"The same on 1 and on {ranks} ranks, for {min(len(alone), len(several))} steps (dropout was off).")
+    return 0
+
+
+def compare(one: Step, many: Step) -> tuple[str | None, str]:
+    """The first parameter whose gradients differ, and how; None: none does."""
+    expected, found = one.grads, many.grads
+    missing = expected.keys() ^ found.keys()
+    if missing:
+        name = min(missing)
+        where = "one rank" if name in expected else f"{len(many.records)} ranks"
+        return name, f"{name} has a gradient on {where} only"
+    scale = max([float(grad.abs().max()) for grad in expected.values() if grad.numel()], default=0.0)
+    worst = 0.0
+    for name, grad in expected.items():
+        for rank, record in enumerate(many.records):
+            other = record["grads"].get(name)
+            if other is None or not grad.numel():
+                continue
+            off = float((grad - other).abs().max()) if grad.shape == other.shape else float("inf")
+            if not off <= TOLERANCE * scale:
+                return name, (
+                    f"the gradient of {name} differs: norm {float(grad.norm()):.6g} on one rank, "
+                    f"{float(other.norm()):.6g} on rank {rank} of {len(many.records)}"
+                )
+            worst = max(worst, off / scale if scale else 0.0)
+    return None, f"within {worst:.1g} of the largest"
+
+
+def reason(name: str, one: Step, many: Step) -> str:
+    """What most often makes such a difference."""
+    world = len(many.shares)
+    held = [record["grads"][name] for record in many.records if name in record["grads"]]
+    sizes = [len(record["rows"]) for record in many.shares]
+    ratio = _ratio(one.grads.get(name), held[0] if held else None)
+    if any([not torch.allclose(held[0], other, equal_nan=True) for other in held[1:]]):
+        return (
+            "ranks hold different gradients: a loss.backward() or gradients by hand that nothing averaged, a "
+            "no_backward_sync that covers the last backward of a step, or parameters changed on one rank."
+        )
+    if one.rows != many.rows:
+        return (
+            "the samples differ: an order or an augmentation that is random by itself on each rank (write "
+            "fabric.seed_everything(0) before the loaders), a loader that was not set up, or data read twice."
+        )
+    if ratio is not None and abs(ratio - world) < 0.01 * world:
+        return (
+            f"they are {world} times as large on one rank: the loss is a sum over the batch, and ranks "
+            f"average. Write its mean, or fabric.normalize_gradients ({PAGE})."
+        )
+    if len(set(sizes)) > 1:
+        return (
+            f"ranks had {', '.join(map(str, sizes))} samples: their means' mean is not that of all. "
+            f"Write drop_last=True, or sum the loss and call fabric.normalize_gradients ({PAGE})."
+        )
+    if shared := {kind for record in one.records for kind in record["shared"]}:
+        return (
+            f"{', '.join(sorted(shared))} normalises by the samples of its own rank. Write, on GPUs, model = "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fabric.setup, or use GroupNorm or "
+            "LayerNorm."
+        )
+    return (
+        "the loss of a sample depends on the others of its batch (negatives: fabric.all_gather(x, "
+        f"sync_grads=True)), on random numbers, or it is no mean over samples (one over tokens: {PAGE})."
+    )
+
+
+def _ratio(one: Any, many: Any) -> float | None:
+    if one is None or many is None or not float(many.norm()):
+        return None
+    ratio = float(one.norm() / many.norm())
+    return ratio if torch.allclose(one, many * ratio, rtol=1e-3, atol=1e-3 * float(one.abs().max())) else None
+
+
+def _sizes(steps: list[Step]) -> tuple[int, list[int | None]]:
+    """By how many ranks data are shared, and the samples in each loader's batches of all of them."""
+    if not steps:
+        return 1, []
+    world, sizes = steps[-1].records[0]["num_replicas"], steps[-1].records[0]["sizes"]
+    return world, [size and size * world for size in sizes]
+
+
+def _run(command: list[str], folder: Path, ranks: int, steps: int, sizes: Any) -> int:
+    """Run the script on so many ranks. The exit code; what a run says that fails is shown."""
+    own = {FOLDER: str(folder), STEPS: str(steps), RANKS: str(ranks), BATCHES: json.dumps(sizes)}
+    start = ["-m", "fabric", "run", f"--devices={ranks}"] if ranks > 1 else []
+    argv = [sys.executable, *start, "-m", "fabric.testing.recording", *command]
+    with (folder / "said").open("w+") as said:
+        code = subprocess.run(
+            argv, check=False, env={**os.environ, **own}, stdout=said, stderr=subprocess.STDOUT
+        ).returncode
+        if code:
+            said.seek(0)
+            print(said.read(), end="", file=sys.stderr)
+            own = ", with the strategy of one device: no mesh, stage or DTensor" if ranks == 1 else ""
+            print(f"fabric check: the run with devices={ranks}{own} failed (above).", file=sys.stderr)
+    return code
+
+
+def _read(folder: Path, ranks: int) -> list[Step]:
+    steps: list[Step] = []
+    while all([(folder / f"step{len(steps) + 1}-rank{rank}.pt").exists() for rank in range(ranks)]):
+        paths = [folder / f"step{len(steps) + 1}-rank{rank}.pt" for rank in range(ranks)]
+        steps.append(Step([torch.load(path, weights_only=True) for path in paths]))
+    return steps
+
+
+def _shown(losses: list[float]) -> str:
+    return ", ".join([f"{loss:.6g}" for loss in losses]) or "none"

@@ -1,0 +1,176 @@
+"""`fabric check`: the user's own script on one rank and on several, and what it says of common mistakes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from fabric.testing.check import Step, compare
+from fabric.testing.recording import digests, joined
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from fabric import Fabric
+
+strategy, how = sys.argv[1:]
+fabric = Fabric(devices=4, strategy=strategy)
+fabric.launch()
+fabric.seed_everything(1)
+norm = nn.BatchNorm1d(16) if how == "batch norm" else nn.LayerNorm(16)
+model = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
+model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+g = torch.Generator().manual_seed(fabric.global_rank if how == "other data" else 0)
+x, y = torch.randn(48, 8, generator=g), torch.randint(3, (48,), generator=g)
+loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=how == "shuffled")
+if how != "own loader":
+    loader = fabric.setup_dataloaders(loader)
+if how == "error":
+    raise ValueError("boom")
+for epoch in range(2 if how != "no step" else 0):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y, reduction="sum" if how == "sum" else "mean")
+        loss.backward()
+        if how == "by hand":
+            model.module[0].weight.grad *= 1 + fabric.global_rank
+        fabric.clip_gradients(model, optimizer, max_norm=100.0)
+        optimizer.step()
+print("the script does not come to its end", flush=True)
+"""
+
+
+@pytest.fixture
+def check(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    def run(strategy, how, *options):
+        command = [
+            sys.executable,
+            "-m",
+            "fabric",
+            "check",
+            *options,
+            str(tmp_path / "train.py"),
+            strategy,
+            how,
+        ]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.smoke
+def test_a_script_that_is_right(check):
+    done = check("ddp_spawn", "shuffled", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line[:32] for line in lines] == [
+        "step 1: 6 gradients are the same",
+        "step 2: 6 gradients are the same",
+        "The same on 1 and on 2 ranks, fo",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("zero1", 3), ("pipeline", 2)])
+def test_strategies_that_are_right(check, strategy, ranks):
+    done = check(strategy, "shuffled", "--devices", str(ranks), "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith(f"The same on 1 and on {ranks} ranks, for 1 steps (dropout was off).\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "step", "words"),
+    [
+        ("sum", 1, "they are 2 times as large on one rank: the loss is a sum"),
+        ("batch norm", 1, "BatchNorm1d normalises by the samples of its own rank"),
+        ("other data", 1, "the samples differ"),
+        ("by hand", 1, "ranks hold different gradients"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_likely_cause(check, how, step, words):
+    done = check("ddp", how, "--steps", "2")
+    assert done.returncode == 1, done.stderr
+    found, likely = done.stdout.splitlines()[-2:]
+    assert found.startswith(f"step {step}: the gradient of ")
+    assert likely.startswith(f"Likely: {words}")
+
+
+@pytest.mark.slow
+def test_a_loader_that_was_not_set_up_is_told(check):
+    done = check("ddp", "own loader", "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    assert "has not seen: ranks share nothing of it" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("error", "ValueError: boom"),
+        ("no step", "no optimizer that fabric.setup gave back has made a step"),
+    ],
+)
+def test_a_script_that_cannot_be_compared(check, how, words):
+    done = check("ddp", how)
+    assert done.returncode == 1
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--devices", "1", "x.py"], "--devices 1 (from --devices) must be a whole number, at least 2"),
+        (["--steps", "few", "x.py"], "--steps few (from --steps) must be a whole number, at least 1"),
+        ([], "There is nothing to run. Write fabric check [options] train.py"),
+    ],
+)
+def test_wrong_usage(options, words, capsys):
+    from fabric.cli import main
+
+    assert main(["check", *options]) == 2
+    assert f"fabric check: {words}" in capsys.readouterr().err
+
+
+def test_batches_of_several_ranks_are_joined():
+    data = TensorDataset(torch.arange(12))
+    (first, *_) = joined(DataLoader(data, batch_size=2), 3, None)
+    assert first[0].tolist() == [0, 1, 2, 3, 4, 5]
+    (first, *_) = joined(DataLoader(data, batch_size=4), 2, 4)
+    assert first[0].tolist() == [0, 1, 2, 3], "the script has divided it"
+    own = type("Own", (BatchSampler,), {})(range(12), 2, False)
+    both = joined(DataLoader(data, batch_sampler=own), 2, None)
+    assert [batch[0].tolist() for batch in both] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert len(both) == 3
+    assert both.batch_sampler.batch_size == 2
+
+
+def test_samples_are_known_again_in_any_order():
+    x, y = torch.randn(6, 3), torch.arange(6)
+    order = list(RandomSampler(range(6)))
+    assert sorted(digests({"x": x[order], "y": (y[order], "text")})) == sorted(
+        digests({"x": x, "y": (y, "")})
+    )
+    assert digests((x, y)) != digests((x, y + 1))
+    assert digests(["text"]) == []
+
+
+def step(*grads):
+    return Step([{"grads": grad, "rank": rank} for rank, grad in enumerate(grads)])
+
+
+def test_gradients_are_compared_on_each_rank_and_nan_is_no_agreement():
+    one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9])}
+    near = {"a": torch.tensor([1.0, 2.0001]), "b": torch.tensor([0.0])}
+    assert compare(step(one), step(near, one))[0] is None
+    assert compare(step(one), step(one, {"a": torch.tensor([1.0, 3.0])}))[0] == "a"
+    assert compare(step(one), step(one, {"a": torch.tensor([1.0, torch.nan])}))[0] == "a"
+    assert compare(step(one), step({"a": one["a"]}, {"b": one["b"]}))[0] is None, "stages hold their own"
+    assert compare(step(one), step({"a": one["a"]})) == ("b", "b has a gradient on one rank only")
