@@ -33,8 +33,9 @@ class DDPStrategy(ParallelStrategy):
         start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
         startup_timeout: How long ranks wait for each other at the start.
         context_parallel: `ContextParallel(...)`: long sequences are divided over ranks; None: they are not.
-        kwargs: Keywords of DistributedDataParallel (find_unused_parameters, static_graph, bucket_cap_mb,
-            ...).
+        kwargs: Keywords of DistributedDataParallel (find_unused_parameters, bucket_cap_mb, ...).
+            `static_graph=True` is taken and changes nothing: torch's static graphs leave gradients
+            unsynchronised, without a word, where a backward is not as the first one was.
 
     Raises:
         ConfigurationError: Unknown `start_method`.

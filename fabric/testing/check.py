@@ -177,8 +177,8 @@ def _run(command: list[str], folder: Path, ranks: int, steps: int, sizes: Any) -
         if code:
             said.seek(0)
             print(said.read(), end="", file=sys.stderr)
-            own = ", with the strategy of one device: no mesh, stage or DTensor" if ranks == 1 else ""
-            print(f"fabric check: the run with devices={ranks}{own} failed (above).", file=sys.stderr)
+            where = ", with the strategy of one device: no mesh, stage or DTensor" if ranks == 1 else ""
+            print(f"fabric check: the run with devices={ranks}{where} failed (above).", file=sys.stderr)
     return code
 
 

@@ -77,7 +77,7 @@ LAYOUTS = [
     Layout("single", "SingleDeviceStrategy()", (1,), 1),
     Layout("ddp", "DDPStrategy()", (1, 2, 2, 3, 4), 5),
     Layout("ddp-unused", "DDPStrategy(find_unused_parameters=True)"),
-    Layout("ddp-static", "DDPStrategy(static_graph=True)"),
+    Layout("ddp-static", "DDPStrategy(static_graph=True)", weight=1),
     Layout("ddp-copies", "DDPStrategy(gradient_as_bucket_view=False)", weight=1),
     Layout("zero1", "ZeRO1Strategy()", weight=3),
     Layout("zero2", "FSDPStrategy(sharding_strategy='SHARD_GRAD_OP')", weight=4),

@@ -110,13 +110,6 @@ dtensors._full = lambda tensor, keep: tensor.detach().to_local().clone()
 """,
         SPLIT,
     ),
-    "hidden outputs of static graphs are refused": Mend(
-        """
-import fabric.strategies.layouts.replicate as replicate
-replicate.refuse_hidden_outputs = lambda *_: None
-""",
-        ("ddp-static",),
-    ),
     "LBFGS goes by the mean of its closures' losses": Mend(
         """
 from fabric.strategies.parallel import ParallelStrategy
@@ -154,17 +147,12 @@ RootGate.reached = lambda self, grad: self.give_back()
         SPLIT,
         "setStorage",
     ),
-    "a static graph is watched at each parameter": Mend(
+    "torch's static graphs are left out": Mend(
         """
-import weakref
-import fabric.strategies.layouts.replicate as replicate
-def init(self, layout, replica):
-    self.layout, self.replica = layout, weakref.ref(replica)
-    if replica.static_graph:
-        replica.register_forward_pre_hook(replicate._arm)
-    trained = [p for p in replica.parameters() if p.requires_grad]
-    trained[-1].register_post_accumulate_grad_hook(self)
-replicate._Watch.__init__ = init
+import functools
+import torch.nn.parallel as parallel
+made = getattr(parallel.DistributedDataParallel, "func", parallel.DistributedDataParallel)
+parallel.DistributedDataParallel = functools.partial(made, static_graph=True)
 """,
         ("ddp-static",),
     ),

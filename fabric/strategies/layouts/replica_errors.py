@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from fabric.core.errors import UsageError
-from fabric.forward import differentiable
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -63,29 +61,6 @@ def marked_twice(replicas: list[DistributedDataParallel], error: BaseException) 
         "backward, where a layer is called or a parameter is used once more, or under "
         "find_unused_parameters. Write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
     )
-
-
-def not_static(replica: DistributedDataParallel) -> UsageError:
-    """The error for a backward that no forward has armed, where nothing else may."""
-    return UsageError(
-        f"DDPStrategy(static_graph=True): a backward went through {type(replica.module).__name__} without a "
-        "forward of its own before it (two forwards before two backwards, retain_graph, or a method other "
-        "than forward), so that its gradients would stay unsynchronised. Remove static_graph=True, or add "
-        "the losses up for one backward."
-    )
-
-
-def refuse_hidden_outputs(replica: DistributedDataParallel, args: Any, out: Any) -> None:
-    """A forward hook of replicas with a static graph: torch reduces from outputs that its pytree finds."""
-    if isinstance(out, torch.Tensor) or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return
-    found = {id(leaf) for leaf in torch.utils._pytree.tree_leaves(out)}
-    if any([id(leaf) not in found for leaf in differentiable(out)]):
-        raise UsageError(
-            f"DDPStrategy(static_graph=True): {type(replica.module).__name__} returns tensors in "
-            f"{type(out).__name__}, where torch does not find them, so that gradients would stay "
-            "unsynchronised. Return a tensor, dict, list or tuple, or remove static_graph=True."
-        )
 
 
 def thawed_late(name: str) -> UsageError:

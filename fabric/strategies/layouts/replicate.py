@@ -26,14 +26,12 @@ from fabric.strategies.layouts.agree import average_gradients, on_any_rank
 from fabric.strategies.layouts.hooked import HookedCall, broadcast_from_zero
 from fabric.strategies.layouts.local_gradients import LocalGradients, stamp
 from fabric.strategies.layouts.replica_errors import (
-    not_static,
-    refuse_hidden_outputs,
     tell_apart,
     thawed_late,
     unused_parameters,
 )
 from fabric.strategies.layouts.whole import Whole
-from fabric.utilities.backward_passes import attend_passes, here, outermost_pass
+from fabric.utilities.backward_passes import attend_passes, outermost_pass
 from fabric.utilities.compile import is_compiled
 
 if TYPE_CHECKING:
@@ -102,6 +100,8 @@ class Replicate(Whole):
         from torch.nn.parallel import DistributedDataParallel
 
         settings = {"gradient_as_bucket_view": True, **self.settings}
+        # torch's static graphs reduce nothing, without a word, where a backward is not as the first one was.
+        settings.pop("static_graph", None)
         # Buffers are kept alike by us, after training backwards, so that evaluation makes no collective.
         settings.pop(_BUFFER_KEYWORDS[0], None)
         settings[_BUFFER_KEYWORDS[1]] = False
@@ -109,17 +109,12 @@ class Replicate(Whole):
             settings["device_ids"] = [topology.device.index]
         broadcast_from_zero(list(module.buffers()))
         replica = DistributedDataParallel(module, **settings)
-        if replica.static_graph:
-            replica.register_forward_hook(refuse_hidden_outputs)
         self.adopt(replica)
         return replica
 
     def adopt(self, wrapped: Module) -> None:
         """Take in a replica that came to be by copying or unpickling a model."""
-        replica = self._replica_of(wrapped)
-        if replica is not None and replica.static_graph:
-            # A copy has a new reducer; torch takes its first backward for a later one, and reduces nothing.
-            replica._static_graph_delay_allreduce_enqueued = replica._has_rebuilt_buckets = False
+        self._replica_of(wrapped)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The user's own optimizer.
@@ -172,11 +167,6 @@ class Replicate(Whole):
         if replica is None:
             yield
             return
-        if replica.static_graph:
-            raise UsageError(
-                "DDPStrategy(static_graph=True) cannot skip the gradient sync of a backward: torch aborts "
-                "the process. Remove static_graph=True, or no_backward_sync()."
-            )
         self._local.begin(replica)
         replica.reducer._reset_state()  # armed for a pass that is not this one it would reduce
         with replica.no_sync():
@@ -216,14 +206,13 @@ class Replicate(Whole):
         """
         frozen = [(name, p) for name, ref in self._frozen if (p := ref()) is not None]
         thawed = [(name, p, stamp(p)) for name, p in frozen if p.requires_grad]
-        static = [replica for replica in self._replicas.values() if replica.static_graph]
         syncing = [
             replica
             for replica in self._replicas.values()
-            if replica.require_backward_grad_sync and not replica.static_graph and replica.reducer is not None
+            if replica.require_backward_grad_sync and replica.reducer is not None
         ]
         start = [t for t in (tensors if isinstance(tensors, Sequence) else [tensors]) if torch.is_tensor(t)]
-        local = self._local.before_pass([*syncing, *static]) if self._local.replicas else []
+        local = self._local.before_pass(syncing) if self._local.replicas else []
         # Frozen since a forward: torch's backward leaves them out, and the reducer would give them zeros.
         known = [p for replica in syncing for p in replica.__dict__["_fabric_trained"]]
         resting = [p for p in known if not p.requires_grad and p.grad is None]
@@ -232,8 +221,7 @@ class Replicate(Whole):
         try:
             run(tensors, *args, **kwargs)
         except BaseException as error:
-            broken = [replica for replica in syncing if not _is_finished(replica)]
-            for replica in [*broken, *static]:  # of static ones torch counts gradients over all passes
+            for replica in [replica for replica in syncing if not _is_finished(replica)]:
                 _renew(replica)
                 _MeetsAgain(self, replica)
             if isinstance(error, RuntimeError):
@@ -314,46 +302,26 @@ class _Reduced(NamedTuple):
 
 
 class _Watch:
-    """Notes which pass has come to a replica, by its last parameter, which passes begin with.
-
-    With a static graph by each: a pass through a method may leave out any, and nothing else tells of it.
-    """
+    """Notes which pass has come to a replica, by its last parameter, which passes begin with."""
 
     def __init__(self, layout: Replicate, replica: DistributedDataParallel) -> None:
         self.layout = layout
         self.replica = weakref.ref(replica)
-        if replica.static_graph:
-            replica.register_forward_pre_hook(_arm)
         trained = [p for p in replica.parameters() if p.requires_grad]
-        for parameter in trained if replica.static_graph else trained[-1:]:
+        for parameter in trained[-1:]:
             parameter.register_post_accumulate_grad_hook(self)
 
     def __call__(self, parameter: Tensor) -> None:
-        """A backward pass wrote a gradient of the replica.
-
-        Raises:
-            UsageError: It has a static graph, and no forward of its own before this pass.
-        """
+        """A backward pass wrote a gradient of the replica."""
         replica = self.replica()
         if replica is None:
             return
-        running = torch._C._current_graph_task_id()
-        outermost = running if here.outermost == -1 else here.outermost  # here, as a call costs more
-        again = replica.__dict__.get("_fabric_pass", -1) >= outermost
-        replica.__dict__["_fabric_pass"] = running
-        if replica.static_graph and not (replica.__dict__.pop("_fabric_armed", False) or again):
-            raise not_static(replica)
+        replica.__dict__["_fabric_pass"] = torch._C._current_graph_task_id()
         if not replica.find_unused_parameters:  # else a parameter may rest on one rank and not on another
             self.layout.reached.add(id(replica))  # as on_reached does, which would cost a call more
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
         return self
-
-
-def _arm(replica: Module, args: Any) -> None:
-    """A forward pre-hook: with gradients, DDP makes a replica with a static graph ready for one backward."""
-    if torch.is_grad_enabled():
-        replica.__dict__["_fabric_armed"] = True
 
 
 class _MeetsAgain:
@@ -381,9 +349,7 @@ class _MeetsAgain:
 def _has_reduced(replica: DistributedDataParallel, running: int) -> bool:
     """Whether the gradients of this backward pass, which runs still, are averaged already."""
     reached = replica.__dict__.get("_fabric_pass", -1) >= running  # the last parameter, which it starts with
-    return (
-        reached and replica.require_backward_grad_sync and not replica.static_graph and _is_finished(replica)
-    )
+    return reached and replica.require_backward_grad_sync and _is_finished(replica)
 
 
 def _renew(replica: Any) -> None:
@@ -399,7 +365,7 @@ def _renew(replica: Any) -> None:
     replica.__setstate__(replica.__getstate__())
     for parameter in frozen:
         parameter.requires_grad_(False)
-    replica._static_graph_delay_allreduce_enqueued = replica._has_rebuilt_buckets = False
+    replica._has_rebuilt_buckets = False
     if group is not replica.process_group:
         replica.process_group = group
         replica.reducer._update_process_group(group)
