@@ -440,6 +440,8 @@ def weights_after_two_steps(strategy: str, thaw: bool) -> list[float]:
     net = Net()
     net.body.requires_grad_(not thaw)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with torch.inference_mode():
+        model(batches(1)[0, fabric.global_rank])
     model.requires_grad_(True)
     for batch in batches(2):
         optimizer.zero_grad()

@@ -179,11 +179,11 @@ class RootGate:
     def _make_room(self) -> None:
         """What torch allots at the first gathering; made under inference_mode it would serve only there."""
         with torch.inference_mode(False), torch.no_grad():
-            for state in self.state._state_ctx.all_states:
-                parts = [part for group in state._fsdp_param_groups for part in group.fsdp_params]
-                if not all([hasattr(part, "_unsharded_param") for part in parts]):
-                    state._modules[0].unshard()
-                    state._modules[0].reshard()
+            for group in self._groups():
+                if not all([hasattr(part, "_unsharded_param") for part in group.fsdp_params]):
+                    group.unshard()
+                    group.wait_for_unshard()
+                    group.reshard()
 
     def _before(self, layer: Module, args: Any) -> None:
         if torch.compiler.is_compiling() or self.opener is not None:
