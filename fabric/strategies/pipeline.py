@@ -27,10 +27,10 @@ class PipelineStrategy(ParallelStrategy):
 
     `fabric.setup` keeps on each rank the blocks of its stage: of an `nn.Sequential` its modules, of others
     what their method `pipeline_blocks()` lists, modules of which each takes what the one before returned.
-    What is elsewhere has no memory here. `model(x)` cuts the batch into micro-batches, which follow each
-    other through the stages; the output comes to all ranks, all compute the loss, and `fabric.backward(loss)`
-    goes back from the last stage. All ranks of a pipeline must make each forward and backward, with the same
-    batch (loaders that are set up see to it). Seed all ranks alike.
+    Tensors of other stages keep their names here, and have no elements. `model(x)` cuts the batch into
+    micro-batches, which follow each other through the stages; the output comes to all ranks, all compute the
+    loss, and `fabric.backward(loss)` goes back from the last stage. All ranks of a pipeline must make each
+    forward and backward, with the same batch (loaders that are set up see to it). Seed all ranks alike.
 
     Args:
         balance: How many blocks each stage has, [2, 3, 3]; "auto": stages that cost about the same, by the

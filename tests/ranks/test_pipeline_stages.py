@@ -130,7 +130,7 @@ def balances():
         found.append(fabric.strategy.balance)
     fabric = start(balance=[3, 1])
     model = fabric.setup(deep())
-    return [*found, fabric.strategy.balance, [p.is_meta for p in model.parameters()], said.getvalue()]
+    return [*found, fabric.strategy.balance, [not p.numel() for p in model.parameters()], said.getvalue()]
 
 
 def test_the_balance_is_by_time_where_there_is_an_example(ranks):
@@ -194,7 +194,7 @@ def states(path):
         o.step()
     assert_states(fresh.state_dict(), model.state_dict())
     one, two = fresh.pipeline_blocks()[0], fresh.pipeline_blocks()[-1]
-    return [None if p.is_meta else p.tolist() for p in (one.weight, two.weight)]
+    return [None if not p.numel() else p.tolist() for p in (one.weight, two.weight)]
 
 
 def assert_states(got, expected):
@@ -246,11 +246,9 @@ def wrong_states():
     fabric = start(balance=[2, 2])
     model = fabric.setup(deep())
     state = model.state_dict()
-    with pytest.raises(RuntimeError, match=r"Missing key\(s\): 3.weight.*Unexpected key\(s\): extra"):
+    with pytest.raises(RuntimeError, match=r'(?s)Missing key\(s\).*"3.weight".*Unexpected key\(s\).*"extra"'):
         model.load_state_dict({**{k: v for k, v in state.items() if k != "3.weight"}, "extra": torch.ones(1)})
-    with pytest.raises(
-        RuntimeError, match=r"size mismatch for 0.weight: \[2, 2\] in the checkpoint, \[4, 4\]"
-    ):
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0.weight: .*\[2, 2\].*\[4, 4\]"):
         model.load_state_dict({**state, "0.weight": torch.ones(2, 2)})
     found = model.load_state_dict({"0.weight": torch.ones(4, 4)}, strict=False)
     assert found.missing_keys == [key for key in state if key != "0.weight"]
@@ -297,7 +295,7 @@ def placeholders(kind):
     wanted = nn.functional.cross_entropy(expected * 2, target) + expected.pow(2).mean() / 3
     wanted.backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert p.is_meta or torch.allclose(p.grad, q.grad, atol=1e-6)
+        assert not p.numel() or torch.allclose(p.grad, q.grad, atol=1e-6)
     if fabric.strategy.is_last_stage:
         assert torch.allclose(loss, wanted)
         assert torch.allclose(fabric.broadcast(loss.detach(), src=1), wanted)
@@ -619,7 +617,7 @@ def unfrozen():
     fabric.backward(model(X).pow(2).mean())
     plain(X).pow(2).mean().backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert p.is_meta or torch.allclose(p.grad, q.grad, atol=1e-6)
+        assert not p.numel() or torch.allclose(p.grad, q.grad, atol=1e-6)
 
 
 def test_tied_weights_that_were_frozen_at_setup(ranks):
@@ -655,7 +653,7 @@ def several_names(path):
     fabric.backward(model.loss(X))
     plain.loss(X).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert p.is_meta or torch.allclose(p.grad, q.grad, atol=1e-6)
+        assert not p.numel() or torch.allclose(p.grad, q.grad, atol=1e-6)
     optimizer = fabric.setup_optimizers(torch.optim.Adagrad(model.parameters(), lr=0.1))
     optimizer.step()
     fabric.save(path, {"model": model, "optimizer": optimizer})
@@ -778,7 +776,7 @@ def fails(stage, when, step, checkpoint):
     run()
     nn.functional.mse_loss(plain(X), X).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert p.is_meta or torch.allclose(p.grad, q.grad, atol=1e-6)
+        assert not p.numel() or torch.allclose(p.grad, q.grad, atol=1e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -97,6 +97,9 @@ class Whole:
         finally:
             del self.keeps_full
 
+    def check_saved(self, state: dict[str, Any]) -> None:
+        """Raise if rank zero, which writes, lacks something of this state. All ranks must call this."""
+
     def adopt(self, wrapped: Module) -> None:
         """Take in a wrapped module that came to be by copying or unpickling a model."""
 

@@ -1,8 +1,8 @@
 """`Pipeline`: consecutive blocks of the model on each rank of a pipeline, in rows that see different data.
 
-The mesh has the dimensions "data_parallel" and "pipeline". Each rank keeps the whole tree of modules; what
-belongs to other stages has no memory (the meta device), so that names, shapes and the numbers of an
-optimizer's parameters are the same on all ranks.
+The mesh has the dimensions "data_parallel" and "pipeline". Each rank keeps the whole tree of modules; tensors
+of other stages are emptied in place, so that names and the numbers of an optimizer's parameters are the same
+on all ranks, and nobody can come by values that are not trained here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import itertools
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -40,11 +41,10 @@ from fabric.strategies.layouts.pipeline.cut import (
     shared_parameters,
 )
 from fabric.strategies.layouts.pipeline.flow import Flow
-from fabric.strategies.layouts.pipeline.ghosts import Slots, refuse_calls
 from fabric.strategies.layouts.pipeline.link import Link
 from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
-from fabric.strategies.layouts.pipeline.states import PipelineStates, names_of, outside_of
+from fabric.strategies.layouts.pipeline.states import PipelineStates, emptied, names_of, tensors_of
 from fabric.strategies.layouts.pipeline.tied import Tied
 from fabric.strategies.layouts.pipeline.trial import warn_of_modules
 from fabric.strategies.layouts.rows import across_rows, along_row, check_rows, make_rows, row_of
@@ -178,24 +178,23 @@ class Pipeline(PipelineStates):
         shared = shared_parameters(blocks, stage_of)
         own = [block for block, stage in zip(blocks, stage_of, strict=True) if stage == self._place]
         with self.following(module):
-            slots = Slots(module, [block for _, block in blocks], stage_of, self._place)
-            self._bring(module, [block for _, block in blocks], slots, topology)
+            self._bring(module, blocks, own, topology)
         for number, ((path, block), stage) in enumerate(zip(blocks, stage_of, strict=True)):
             if all([block is not mine for _, mine in own]):
-                refuse_calls(block, f"Block {number} ({path})", stage, self._ranks[stage], self._place)
+                where = f"Block {number} ({path}) is on stage {stage} (rank {self._ranks[stage]})"
+                block.__dict__["forward"] = partial(_refuse_call, f"{where}, and this is stage {self._place}")
         self.balance = balance
-        stage_ = Stage(self._place, stages, own, starts[self._place], self.settings.checkpoint)
-        self.paths[module] = [path for path, _ in own]
+        own_stage = Stage(self._place, stages, own, starts[self._place], self.settings.checkpoint)
         self.names[module] = names_of(module, own)
-        self.outside[module] = outside_of(module, blocks)
-        self._tie(module, shared)
+        runner = Runner(own_stage, self._ranks, self.pipeline, self._lanes)
+        self._tie(module, shared, runner)
         count = self.settings.num_microbatches or 2 * stages
         if count > 1 and topology.rank == 0:
             warn_of_modules(module)
         self._flows[module] = Flow(
             next(self._numbers),
             type(module).__name__,
-            Runner(stage_, self._ranks, self.pipeline, self._lanes),
+            runner,
             count,
             self.settings.schedule,
             self.settings.output,
@@ -254,7 +253,7 @@ class Pipeline(PipelineStates):
                 flow.retain = False
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The user's own optimizer; what other stages hold has no gradients here, and is passed over.
+        """The user's own optimizer; what is on other stages has no gradients here, and is passed over.
 
         Raises:
             UsageError: It is LBFGS.
@@ -265,6 +264,8 @@ class Pipeline(PipelineStates):
                 'another optimizer, or strategy="ddp".'
             )
         self.follow(optimizer)
+        for tensor in [t for t in optimizer.state if not t.numel()]:
+            del optimizer.state[tensor]
         self.attend(optimizer)
         return optimizer
 
@@ -341,28 +342,30 @@ class Pipeline(PipelineStates):
             return parameter_costs(blocks, why), ""
         return costs, wrong
 
-    def _bring(self, module: Module, blocks: list[Module], slots: Slots, topology: Topology) -> None:
-        """Values for all blocks, one after the other; what is not this stage's goes again."""
+    def _bring(self, module: Module, blocks: Blocks, own: Blocks, topology: Topology) -> None:
+        """Values for all blocks, one after the other; those of other stages are emptied again."""
         maker = Materialiser(module, topology.device)
         if maker.resets:  # a module's own function wants it whole
             for part in reversed(list(module.modules())):
                 maker.reset(part)
             maker.fill(module, replay=True)
+        # Those without memory are replaced, so only what was there at first says which ones are the same.
+        first = [tensors_of(block) for _, block in blocks]
+        kept = {id(t) for _, block in own for t in tensors_of(block)}
         done: dict[int, Any] = {}
-        for number, block in enumerate(blocks):
+        absent: dict[int, Tensor] = {}
+        for (_, block), before in zip(blocks, first, strict=True):
             maker.fill(block, replay=topology.rank == 0)
-            _on_device([*block.parameters(), *block.buffers()], done, topology)
-            shared = slots.shared(number)
-            done.update({id(tensor): tensor for tensor in shared})
-            slots.leave(number)
-            if not shared:
-                maker.release(block)
-        for number in range(len(blocks)):
-            slots.leave(number, shared=True)
-        inside = {id(b) for block in blocks for b in block.buffers()}
-        _on_device([b for b in module.buffers() if id(b) not in inside], {}, topology)
+            now = tensors_of(block)
+            _on_device([t for t in now if id(t) not in done], topology)
+            for old, tensor in zip(before, now, strict=True):
+                if id(old) not in kept and id(tensor) not in done:
+                    absent[id(tensor)] = emptied(tensor)
+                done[id(tensor)] = tensor
+        _on_device([b for b in module.buffers() if id(b) not in done], topology)
+        self.note_absent(module, absent)
 
-    def _tie(self, module: Module, shared: list[Shared]) -> None:
+    def _tie(self, module: Module, shared: list[Shared], runner: Runner) -> None:
         made = []
         for one in shared:
             tag, (first, *rest) = next(self._tags), list(one.stages)
@@ -375,18 +378,21 @@ class Pipeline(PipelineStates):
                 (Link(self._ranks[o], group, wire, tag), Link(self._ranks[o], group, wire, tag))
                 for o in others
             ]
-            made.append(Tied(parameter, links, self._place == first))
+            made.append(Tied(parameter, links, self._place == first, runner.passing))
             parameter._fabric_answers = self._place == first  # type: ignore[attr-defined]
         self._tied[module] = made
 
 
-def _on_device(tensors: list[Any], done: dict[int, Any], topology: Topology) -> None:
-    """Bring those that are not done to the device, with rank zero's values. All ranks must call this."""
-    fresh = [tensor for tensor in tensors if id(tensor) not in done]
-    for tensor in fresh:
+def _on_device(tensors: list[Any], topology: Topology) -> None:
+    """Bring them to the device, with rank zero's values. All ranks must call this."""
+    for tensor in tensors:
         if tensor.device != topology.device:
             tensor.data = tensor.data.to(topology.device)
-    broadcast_from_zero(fresh)
+    broadcast_from_zero(tensors)
+
+
+def _refuse_call(where: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UsageError(f"{where}: it has no values here. Call the model itself, model(x), on all ranks.")
 
 
 class _After:

@@ -36,8 +36,6 @@ class Placeholder(Valueless):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Every operation on placeholders: on shapes only."""
-        if any([issubclass(kind, Valueless) and not issubclass(kind, cls) for kind in types]):
-            return NotImplemented  # a ghost is among them, and says which
         name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
             leaves, spec = flatten((args, kwargs or {}))

@@ -58,6 +58,7 @@ class Runner:
 
     def __init__(self, stage: Stage, ranks: list[int], channel: Channel, lanes: Lanes) -> None:
         self.stage, self.ranks, self.channel = stage, ranks, channel
+        self._around: int | None = None
         self.random = RandomStream(stage.index if len(ranks) > 1 else None, channel.wire.device)
         here, wire = stage.index, channel.wire
 
@@ -75,12 +76,18 @@ class Runner:
         """One pass. Afterwards, and not before, ask `finish`."""
         left = Counter([kind for kind, _ in order])
         work.at_once = at_once(order, len(work.calls))
+        self._around = torch._C._current_graph_task_id()
         for kind, index in order:
             left[kind] -= 1
             if kind == "F":
                 self._forward(index, work, more=left["F"] > 0)
             else:
                 self._backward(index, work, more=left["B"] > 0)
+        self._around = None
+
+    def passing(self) -> bool:
+        """Whether autograd is in a backward of this stage's blocks, and not in the user's around it."""
+        return self._around is not None and torch._C._current_graph_task_id() != self._around
 
     def report(self, work: Pass, place: int, tree: Any) -> Any:
         """The tree that the stage at `place` has, on all ranks; on failure a `Failed`."""
