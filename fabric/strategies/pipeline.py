@@ -46,7 +46,8 @@ class PipelineStrategy(ParallelStrategy):
             "gpipe" the last one, of "1f1b" those of the last stage), "never".
         num_stages: Stages of a pipeline; None: as many as `balance` has, or all ranks. Further ranks make
             further rows, which see different data and average their gradients.
-        output: "all", or "last": only the last stage gets the output; others get a placeholder of its shape.
+        output: "all", or "last": only the last stage gets the output, others None. On all ranks write
+            `loss = loss_fn(out, y) if out is not None else None` and `fabric.backward(loss)`.
         example_input: An input of the model, or a tuple of several, for `balance="auto"`.
         process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
         timeout: How long a rank waits for the other ranks.

@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 
-from fabric.core.errors import UsageError
+from fabric.core.errors import CollectiveMismatch, RankError, UsageError
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
 from fabric.plugins.collectives.shipping import broadcast_tree
@@ -26,22 +26,15 @@ from fabric.strategies.layouts.agree import average_gradients, copy_from_first
 from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.local_gradients import LocalGradients
 from fabric.strategies.layouts.materialise import Materialiser
-from fabric.strategies.layouts.pipeline.balance import (
-    Costs,
-    chain_differs,
-    parameter_costs,
-    partition,
-    time_costs,
-)
+from fabric.strategies.layouts.pipeline.balance import agreed_balance, costs_of
 from fabric.strategies.layouts.pipeline.cut import (
-    LISTED,
     check_enough,
     check_sum,
     find_blocks,
     shared_parameters,
 )
 from fabric.strategies.layouts.pipeline.flow import Flow
-from fabric.strategies.layouts.pipeline.link import Link
+from fabric.strategies.layouts.pipeline.link import Failed, Link
 from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
 from fabric.strategies.layouts.pipeline.states import PipelineStates, emptied, names_of, tensors_of
@@ -49,7 +42,7 @@ from fabric.strategies.layouts.pipeline.tied import Tied
 from fabric.strategies.layouts.pipeline.trial import warn_of_modules
 from fabric.strategies.layouts.rows import across_rows, along_row, check_rows, make_rows, row_of
 from fabric.utilities.compile import is_compiled
-from fabric.utilities.messages import say
+from fabric.utilities.lifeline import describe
 from fabric.utilities.steps import watch_steps
 
 if TYPE_CHECKING:
@@ -103,6 +96,8 @@ class Pipeline(PipelineStates):
     def __init__(self, settings: PipelineSettings | None = None) -> None:
         super().__init__()
         self.settings = settings or PipelineSettings()
+        if self.settings.output == "last":  # other ranks hear of what a backward comes to
+            self.traits = replace(self.traits, owns_backward=True)
         self.balance: list[int] | None = None
         """Blocks of each stage, as the last setup has put them."""
         self.across: Channel | None = None
@@ -113,7 +108,7 @@ class Pipeline(PipelineStates):
         self._tied: weakref.WeakKeyDictionary[Module, list[Tied]] = weakref.WeakKeyDictionary()
         self._waiting: set[Module] = set()
         self._local = LocalGradients(self)
-        self._due: list[Any] = []
+        self._due: dict[_After, None] | None = None
         self._lanes: Lanes = (None, None, None)
         self._tags, self._numbers = itertools.count(3), itertools.count()
 
@@ -155,6 +150,7 @@ class Pipeline(PipelineStates):
         self.mesh = make_rows(topology, stages, DIMS)
         start = topology.rank - topology.rank % stages
         self._ranks, self._place = list(range(start, start + stages)), topology.rank - start
+        self.takes_part = self.settings.output == "last" and self._place < stages - 1
         wire = self.channel.wire  # type: ignore[union-attr]
         self.pipeline = Channel(TorchCollective(group=along_row(self.mesh)), wire)
         rows = self.mesh.size(0)
@@ -171,7 +167,10 @@ class Pipeline(PipelineStates):
         """
         blocks, stages = find_blocks(module), len(self._ranks)
         check_enough(blocks, stages, type(module).__name__)
-        balance = self._choose(module, blocks, topology)
+        settings, policy = self.settings, cast("DtypePolicy", self.policy)
+        count, again = settings.num_microbatches or 2 * stages, settings.checkpoint != "never"
+        measure = partial(costs_of, module, blocks, settings.example, count, again, topology.device, policy)
+        balance = settings.balance or agreed_balance(type(module).__name__, measure, stages, self.channel)  # type: ignore[arg-type]
         check_sum(balance, blocks, type(module).__name__)
         starts = list(itertools.accumulate([0, *balance]))
         stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
@@ -188,7 +187,6 @@ class Pipeline(PipelineStates):
         self.names[module] = names_of(module, own)
         runner = Runner(own_stage, self._ranks, self.pipeline, self._lanes)
         self._tie(module, shared, runner)
-        count = self.settings.num_microbatches or 2 * stages
         if count > 1 and topology.rank == 0:
             warn_of_modules(module)
         self._flows[module] = Flow(
@@ -198,7 +196,7 @@ class Pipeline(PipelineStates):
             count,
             self.settings.schedule,
             self.settings.output,
-            self.policy,  # type: ignore[arg-type]
+            policy,
             _After(self, module),
         )
         # Its own methods may call self(x).
@@ -232,11 +230,18 @@ class Pipeline(PipelineStates):
         """Raise on all ranks if gradients that no_sync left differ between rows. All ranks."""
         self._local.check(parameters, doing)
 
-    def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, run: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass; all ranks of a pipeline together.
+
+        Args:
+            run: What does it.
+            tensor: The loss; None where there is no output.
+            args: Passed on.
+            kwargs: Passed on.
 
         Raises:
             UsageError: `create_graph=True`.
+            RankError: The last stage has failed.
         """
         if kwargs.get("create_graph"):
             raise UsageError(
@@ -247,10 +252,39 @@ class Pipeline(PipelineStates):
         for flow in flows:
             flow.retain = bool(kwargs.get("retain_graph"))
         try:
-            run(tensor, *args, **kwargs)
+            if self.settings.output == "all" or len(self._ranks) == 1:
+                run(tensor, *args, **kwargs)
+            else:
+                self._from_last(partial(run, tensor, *args, **kwargs) if tensor is not None else None)
         finally:
             for flow in flows:
                 flow.retain = False
+
+    def _from_last(self, run: Callable[[], Any] | None) -> None:
+        """A backward in which the last stage says what it comes to, and at its end how it went."""
+        due = self._due = {}
+        error: Exception | None = None
+        told: Any = None
+        try:
+            if run is not None:
+                error = _failure(run)
+            if not self.takes_part:
+                told = error and Failed(self._ranks[-1], describe(error))
+                broadcast_tree(told, self._ranks[-1], self.pipeline)
+            else:
+                while type(told := broadcast_tree(None, self._ranks[-1], self.pipeline)) is tuple:
+                    number, forward, retain = told
+                    flow = next(flow for flow in self._flows.values() if flow.number == number)
+                    error = _failure(partial(flow.go_back, forward, retain)) or error
+        finally:
+            self._due = None
+        if error is None and told is not None:
+            error = RankError(f"The backward failed on rank {told.rank}: {told.text}")
+            error.fabric_raised_by = told.rank  # type: ignore[attr-defined]
+        if error is not None:
+            raise error
+        for after in due:
+            after()
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The user's own optimizer; what is on other stages has no gradients here, and is passed over.
@@ -305,43 +339,6 @@ class Pipeline(PipelineStates):
         """The parameters of a module that this stage shares with others."""
         return self._tied.get(module, [])
 
-    def _choose(self, module: Module, blocks: Blocks, topology: Topology) -> list[int]:
-        """The balance: as given, or as rank zero finds it."""
-        settings = self.settings
-        chosen: list[int] = []
-        if settings.balance is not None:
-            return settings.balance
-        costs, wrong = Costs([], ""), ""
-        if topology.rank == 0:
-            costs, wrong = self._cost(module, blocks, topology)
-            if not wrong:
-                chosen = partition(costs.each, len(self._ranks))
-        chosen, wrong = broadcast_tree((chosen, wrong), 0, self.channel)  # type: ignore[arg-type]
-        if wrong:
-            raise UsageError(
-                f"{LISTED} of {type(module).__name__} does not list what its forward does: {wrong}. Each "
-                "block must take what the one before returned, and the last one return the output."
-            )
-        if topology.rank == 0 and len(chosen) > 1:
-            _report(chosen, costs)
-        return chosen
-
-    def _cost(self, module: Module, blocks: Blocks, topology: Topology) -> tuple[Costs, str]:
-        settings, stages = self.settings, len(self._ranks)
-        if settings.example is None:
-            return parameter_costs(blocks, "no example_input was given"), ""
-        if any([p.is_meta for p in module.parameters()]):
-            return parameter_costs(blocks, "parameters have no values yet"), ""
-        try:
-            wrong = chain_differs(module, blocks, settings.example, topology.device, self.policy)  # type: ignore[arg-type]
-            count = settings.num_microbatches or 2 * stages
-            again = settings.checkpoint != "never"
-            costs = time_costs(blocks, settings.example, count, again, topology.device, self.policy)  # type: ignore[arg-type]
-        except Exception as error:
-            why = f"it does not run on example_input: {type(error).__name__}: {str(error)[:200]}"
-            return parameter_costs(blocks, why), ""
-        return costs, wrong
-
     def _bring(self, module: Module, blocks: Blocks, own: Blocks, topology: Topology) -> None:
         """Values for all blocks, one after the other; those of other stages are emptied again."""
         maker = Materialiser(module, topology.device)
@@ -391,6 +388,17 @@ def _on_device(tensors: list[Any], topology: Topology) -> None:
     broadcast_from_zero(tensors)
 
 
+def _failure(run: Callable[[], Any]) -> Exception | None:
+    """What `run` raised, but for what all ranks raise."""
+    try:
+        run()
+    except CollectiveMismatch:
+        raise
+    except Exception as error:
+        return error
+    return None
+
+
 def _refuse_call(where: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise UsageError(f"{where}: it has no values here. Call the model itself, model(x), on all ranks.")
 
@@ -403,6 +411,9 @@ class _After:
         self._queued_in = -1
 
     def __call__(self) -> None:
+        if self._layout._due is not None:
+            self._layout._due[self] = None
+            return
         running = torch._C._current_graph_task_id()
         if running == -1:
             self._synchronise()
@@ -428,13 +439,3 @@ class _After:
         module = self._module()
         if module is not None:
             self._layout.synchronise(module)
-
-
-def _report(balance: list[int], costs: Costs) -> None:
-    ends = list(itertools.accumulate(balance))
-    sums = [sum(costs.each[end - size : end]) for size, end in zip(balance, ends, strict=True)]
-    unit = (
-        [f"{cost * 1e3:.3g} ms" for cost in sums] if costs.by == "time" else [f"{cost:,.0f}" for cost in sums]
-    )
-    why = f" ({costs.why})" if costs.why else ""
-    say(f"pipeline: balance={balance} by {costs.by}{why}; stages: {', '.join(unit)}.")

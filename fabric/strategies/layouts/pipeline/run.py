@@ -7,7 +7,6 @@ end of a pass all ranks know.
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fabric.core.errors import RankError
 from fabric.core.tree import flatten
-from fabric.strategies.layouts.pipeline.link import Failed, Form, Link
+from fabric.strategies.layouts.pipeline.link import Failed, Link
 from fabric.strategies.layouts.pipeline.orders import at_once
 from fabric.strategies.layouts.pipeline.stage import own
 from fabric.utilities.lifeline import describe
@@ -221,14 +220,3 @@ class Pass:
         self.retain = False
         self.failed: Failed | None = None
         self.error: Exception | None = None
-
-
-def form_as_tensor(form: Form) -> Tensor:
-    """A form, to be sent in place of its tree."""
-    return torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
-
-
-def form_from_tensor(tensor: Tensor) -> Form:
-    """See `form_as_tensor`."""
-    form: Form = pickle.loads(tensor.cpu().numpy().tobytes())
-    return form
