@@ -583,6 +583,31 @@ def test_clipping_by_value_where_an_optimizer_is_empty_on_a_stage(ranks):
     ranks.run(clipped_on_one_stage, world_size=2)
 
 
+def frozen_before_the_backward():
+    """A layer that is frozen while its gradients of no_backward_sync wait: its rows agree all the same."""
+    fabric = start(num_stages=2, balance=[2, 3], num_microbatches=2)
+    plain, model = plain_sequential(), plain_sequential()
+    optimizer, reference = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    model, optimizer = fabric.setup(model, optimizer)
+    x = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(3))
+    own = x[:, fabric.global_rank // 2 :: 2]
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(own[0]).pow(2).mean())
+    plain(x[0]).pow(2).mean().backward()
+    for layers in (plain, model):
+        layers[0].requires_grad_(False)
+        layers[4].requires_grad_(False)
+    fabric.backward(model(own[1]).pow(2).mean())
+    plain(x[1]).pow(2).mean().backward()
+    for one in (optimizer, reference):
+        one.step()
+    assert_alike(model.state_dict(), plain.state_dict())
+
+
+def test_layers_that_are_frozen_while_gradients_wait(ranks):
+    ranks.run(frozen_before_the_backward, world_size=4)
+
+
 def different_evaluations():
     """Later than the first calls: loops of other lengths would pair batches up wrongly."""
     fabric = start(num_microbatches=2)

@@ -319,7 +319,7 @@ class Pipeline(PipelineStates):
             return
         self._local.replicas.discard(module)
         blocks = [block for _, block in flow.runner.stage.blocks]
-        parameters = dict.fromkeys([p for block in blocks for p in block.parameters() if p.requires_grad])
+        parameters = dict.fromkeys([p for block in blocks for p in block.parameters()])
         average_gradients(list(parameters), self.across, "a pipeline with several data parallel rows")
         if module.training:
             buffers = dict.fromkeys([b for block in blocks for b in block.buffers()])

@@ -19,6 +19,7 @@ from fabric.plugins.io.portable import kept_elsewhere
 from fabric.strategies.layouts.norms import scale_
 from fabric.strategies.layouts.shares import WholeStateOnly, stand_in
 from fabric.strategies.layouts.split import Split
+from fabric.strategies.layouts.whole import Whole
 from fabric.utilities.state_keys import like
 
 if TYPE_CHECKING:
@@ -78,11 +79,7 @@ class PipelineStates(Split):
         scale_([p.grad for p in held], total, max_norm)  # type: ignore[misc]
         return total
 
-    def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clamp every gradient element to [-clip_value, clip_value]."""
-        held = [p for p in parameters if p.grad is not None]
-        if held:  # an optimizer may have nothing on this stage, and torch takes no empty list
-            torch.nn.utils.clip_grad_value_(held, clip_value)
+    clip_value = Whole.clip_value
 
     def note_absent(self, module: Module, absent: dict[int, Tensor]) -> None:
         """Note where tensors of other stages stood: by id of the emptied one, what it was like."""

@@ -49,9 +49,9 @@ class Tied:
 
     def add_up(self) -> None:
         """The sum over stages into `.grad`. All these stages must call this."""
+        total, self._own = self._own, None
         if not self.parameter.requires_grad:
             return
-        total, self._own = self._own, None
         if self.first:
             for _, arriving in self._links:
                 (other,) = arriving.take()
