@@ -146,7 +146,7 @@ def ours(form: str, size: Size, micro_batches: int, checkpoint: str = "never") -
     module, (x, y) = network(size.width), batch(size, micro_batches)
     adam = torch.optim.Adam(module.parameters())
     model, optimizer = fabric.setup(module, adam)
-    held = {name: p for name, p in model.named_parameters() if not p.is_meta}
+    held = {name: p for name, p in model.named_parameters() if p.numel()}
 
     if form == RAW:
         return Loop(lambda: fabric.backward(mse_loss(model(x), y)), held, optimizer.step, adam.state)

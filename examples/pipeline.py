@@ -86,9 +86,10 @@ def train(fabric, args):
 
     model = Model(dropout=args.dropout)  # draws other numbers where a model is cut elsewhere
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = fabric.setup(model, optimizer)  # from here on, other stages' blocks have no memory
-    held = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
-    fabric.print(f"rank 0 holds {held} of {sum(p.numel() for p in model.parameters())} parameters")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    model, optimizer = fabric.setup(model, optimizer)  # from here on, those of other stages are empty
+    held = sum(parameter.numel() for parameter in model.parameters())
+    fabric.print(f"rank 0 holds {held} of {total} parameters")
 
     # Processes of one pipeline see the same batches; several pipelines share them out.
     rows = args.batch_size // fabric.strategy.distributed_sampler_kwargs["num_replicas"]

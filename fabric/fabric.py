@@ -146,17 +146,19 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         self._launched = self._ready = True
 
     def backward(
-        self, tensor: torch.Tensor, *args: Any, model: _FabricModule | None = None, **kwargs: Any
+        self, tensor: torch.Tensor | None, *args: Any, model: _FabricModule | None = None, **kwargs: Any
     ) -> None:
         """In place of `loss.backward()`: gradients are right on every rank afterwards. All ranks.
 
         Args:
-            tensor: The loss.
+            tensor: The loss; None on ranks that `PipelineStrategy(output="last")` gives no output.
             args: Passed on to `Tensor.backward`.
             model: The model that the loss came from, for engines that need it.
             kwargs: Passed on.
         """
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) and (
+            tensor is not None or not self._strategy.layout.takes_part
+        ):
             raise ArgumentTypeError(
                 f"fabric.backward needs the loss as a tensor, but got {type(tensor).__name__}. "
                 f"Write fabric.backward(loss) without .item()."
@@ -166,7 +168,7 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         gate.passes += 1
         gate.open = True
         try:
-            if strategy.plain_backward:
+            if strategy.plain_backward and tensor is not None:
                 tensor.backward(*args, **kwargs)
                 return
             strategy.backward(tensor, None if model is None else model._forward_module, *args, **kwargs)
@@ -392,7 +394,7 @@ class Fabric(SetupVerbs, CollectiveVerbs):
 
         A metric of torchmetrics is logged by its value over all ranks, which all must log it. Where ranks see
         the same data (a pipeline's, or those that share sequences), `sync_dist` counts one value of them: the
-        last stage's, if others have placeholders. "min" and "max" are over all ranks.
+        last stage's, if others have None. "min" and "max" are over all ranks.
 
         Args:
             metrics: Numbers, one-element tensors and metrics by name.

@@ -27,10 +27,10 @@ class PipelineStrategy(ParallelStrategy):
 
     `fabric.setup` keeps on each rank the blocks of its stage: of an `nn.Sequential` its modules, of others
     what their method `pipeline_blocks()` lists, modules of which each takes what the one before returned.
-    What is elsewhere has no memory here. `model(x)` cuts the batch into micro-batches, which follow each
-    other through the stages; the output comes to all ranks, all compute the loss, and `fabric.backward(loss)`
-    goes back from the last stage. All ranks of a pipeline must make each forward and backward, with the same
-    batch (loaders that are set up see to it). Seed all ranks alike.
+    Tensors of other stages keep their names here, and have no elements. `model(x)` cuts the batch into
+    micro-batches, which follow each other through the stages; the output comes to all ranks, all compute the
+    loss, and `fabric.backward(loss)` goes back from the last stage. All ranks of a pipeline must make each
+    forward and backward, with the same batch (loaders that are set up see to it). Seed all ranks alike.
 
     Args:
         balance: How many blocks each stage has, [2, 3, 3]; "auto": stages that cost about the same, by the
@@ -46,7 +46,8 @@ class PipelineStrategy(ParallelStrategy):
             "gpipe" the last one, of "1f1b" those of the last stage), "never".
         num_stages: Stages of a pipeline; None: as many as `balance` has, or all ranks. Further ranks make
             further rows, which see different data and average their gradients.
-        output: "all", or "last": only the last stage gets the output; others get a placeholder of its shape.
+        output: "all", or "last": only the last stage gets the output, others None. On all ranks write
+            `loss = loss_fn(out, y) if out is not None else None` and `fabric.backward(loss)`.
         example_input: An input of the model, or a tuple of several, for `balance="auto"`.
         process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
         timeout: How long a rank waits for the other ranks.

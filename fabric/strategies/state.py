@@ -39,6 +39,7 @@ def gather(strategy: Any, state: dict[str, Any], filter: Filter | None) -> dict[
         )
     filter = _checked_filter(filter, state)
     plain = _whole(strategy, {key: _state_of(strategy, value) for key, value in state.items()})
+    strategy.layout.check_saved(plain)
     for key, keep in filter.items():
         entries = {name: value for name, value in plain[key].items() if keep(name, value)}
         plain[key] = like(plain[key], entries)

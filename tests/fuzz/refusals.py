@@ -26,7 +26,7 @@ OWED = [
     (r"a tensor that is split over ranks, beside plain", "a method that reads split parameters itself"),
     (r"A compiled model cannot be cut into stages", "a pipeline of a compiled model"),
     (r"has only this .* of the states", "the raw optimizer's state_dict under zero1 and in a pipeline"),
-    (r"needs the values of", "values of a pipeline's parameters on other stages"),
+    (r"would be lost: the first stage of the pipeline", "saving what one stage has of a model"),
     (r"with offload|cpu_offload", "optimizers made before setup under offload"),
     (r"no_grad\S* #\d+ with different data", "ranks of one model that evaluate other batches"),
     (r"must see the same data", "a stream that shares itself out among ranks of one model"),

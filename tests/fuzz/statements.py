@@ -73,7 +73,7 @@ def one_backward(scene: Scene, model: Model, factor: str = "") -> list[Node]:
         f"{x} = {scene.data(loss.x, loss.alike)}",
         f"{made} = {loss.text.replace('{x}', x)}{factor}",
     ]
-    form = scene.rng.random()
+    form, noted = scene.rng.random(), made
     if form < 0.08:  # a loss of two forwards
         second = loss.text.replace("{x}", f"({x} + 1)" if loss.x == "floats" else x)
         lines.append(f"{made} = {made} + {second}")
@@ -81,6 +81,8 @@ def one_backward(scene: Scene, model: Model, factor: str = "") -> list[Node]:
         call = model.kind.calls[0].format(m=model.name, x="x")
         lines.append(f"{made} = {made} + slopes(lambda x: {call}, {x})")
     elif 0.11 < form < 0.13:
+        if scene.pipeline:  # each stage adds the penalty of its own part
+            lines.append(f"{(noted := scene.fresh('loss'))} = {made}")
         lines.append(f"{made} = {made} + 0.01 * sum(p.square().sum() for p in {model.name}.parameters())")
     if scene.chance(0.25):
         lines += interjection(scene)
@@ -104,7 +106,7 @@ def one_backward(scene: Scene, model: Model, factor: str = "") -> list[Node]:
         lines += caught(scene, [f"fabric.backward({made})"], "backward", cleared)
     else:
         lines.append(f"fabric.backward({made})")
-    return [*lines, f"note.mean('{made}', {made})"]
+    return [*lines, f"note.mean('{noted}', {noted})"]
 
 
 def by_hand(scene: Scene, model: Model) -> list[Node]:

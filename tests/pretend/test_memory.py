@@ -165,7 +165,7 @@ def stages():
     return (
         found.most / BLOCK,
         found.now / BLOCK,
-        sum([p.nbytes for p in model.parameters() if not p.is_meta]) / BLOCK,
+        sum([p.nbytes for p in model.parameters() if p.numel()]) / BLOCK,
     )
 
 

@@ -30,13 +30,13 @@ def flat_scalars(values: list[tuple[str, Any]], absent: bool) -> tuple[Tensor, l
 
     Args:
         values: By name: numbers and one-element tensors.
-        absent: Whether those on the meta device are taken, as not there.
+        absent: Whether None is taken, as not there.
 
     Raises:
         ConfigurationError: A tensor of several elements.
         ArgumentTypeError: A value that is neither real number nor tensor.
     """
-    there = [not (absent and isinstance(value, torch.Tensor) and value.is_meta) for _, value in values]
+    there = [value is not None or not absent for _, value in values]
     tensors = [_scalar(name, value, here) for (name, value), here in zip(values, there, strict=True)]
     if not tensors:
         return torch.empty(0, dtype=torch.float64), there
@@ -59,7 +59,7 @@ def reduce_rows(
     """Values reduced over rows of ranks that see the same data, each row's once. All ranks must call this.
 
     Of a row counts the value of the last rank that has one: the last stage of a pipeline, where others have
-    placeholders. Minimum and maximum are those of all ranks.
+    None. Minimum and maximum are those of all ranks.
 
     Args:
         names: Of the values.
@@ -86,8 +86,8 @@ def reduce_rows(
     for name, somewhere in zip(names, has.any(1).all(0).tolist(), strict=True):
         if not somewhere:
             raise ArgumentTypeError(
-                f"log_dict: {name!r} is on the meta device on all ranks that see the same data, so it has no "
-                "value. Log it where one of them has computed it."
+                f"log_dict: {name!r} is None on all ranks that see the same data, so it has no value. Log it "
+                "where one of them has computed it."
             )
     if op in _EXTREMES:
         return fold(found.where(has, found.new_tensor(_EXTREMES[op])).flatten(0, 1), op)
@@ -98,7 +98,9 @@ def reduce_rows(
 def _scalar(name: str, value: Any, there: bool) -> Tensor:
     if isinstance(value, bool | int | float):
         return torch.tensor(float(value), dtype=torch.float64)  # torch's default dtype would round it
-    (tensor,) = to_tensors([value], torch.device("cpu"), "log_dict") if there else (value,)
+    if not there:
+        return torch.zeros((), dtype=torch.float64)
+    (tensor,) = to_tensors([value], torch.device("cpu"), "log_dict")
     if tensor.is_complex():
         raise ArgumentTypeError(f"log_dict takes real numbers, but {name!r} is complex. Log its abs().")
     if tensor.numel() != 1:
@@ -106,4 +108,4 @@ def _scalar(name: str, value: Any, there: bool) -> Tensor:
             f"log_dict(sync_dist=True) takes numbers and one-element tensors, but {name!r} has shape "
             f"{list(tensor.shape)}. Reduce it first: value.mean()"
         )
-    return tensor if there else torch.zeros((), dtype=torch.float64)
+    return tensor

@@ -123,8 +123,6 @@ def _plain_key(key: Any, name: str) -> Any:
 
 def _check_tensor(data: torch.Tensor, name: str) -> None:
     if data.is_meta and not getattr(data, "kept_elsewhere", False):
-        if hasattr(data, "cannot_be_saved"):  # its values are on another rank
-            raise data.cannot_be_saved(name)
         raise ArgumentTypeError(
             f"{name} is on the meta device and holds no values. Give it some before saving, for example with "
             f"model.to_empty(device=fabric.device) and loading."

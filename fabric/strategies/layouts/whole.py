@@ -42,6 +42,8 @@ class Whole:
     """Whether `wrap` brings modules to the device, part by part."""
     fills = False
     """Whether `wrap` gives values to parameters on the meta device."""
+    takes_part = False
+    """Whether this rank makes a backward without a loss, with the ranks that have one."""
     channel: Channel | None = None
     """All ranks, for what a layout itself sends; there once this process is in place."""
     keeps_full = True
@@ -96,6 +98,9 @@ class Whole:
             yield
         finally:
             del self.keeps_full
+
+    def check_saved(self, state: dict[str, Any]) -> None:
+        """Raise if rank zero, which writes, lacks something of this state. All ranks must call this."""
 
     def adopt(self, wrapped: Module) -> None:
         """Take in a wrapped module that came to be by copying or unpickling a model."""

@@ -10,17 +10,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from fabric.core.errors import UsageError
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
+from fabric.plugins.collectives.shipping import broadcast_tree
 from fabric.strategies.layouts.parts import CallParts
+from fabric.strategies.layouts.pipeline.cut import LISTED
 from fabric.strategies.layouts.pipeline.stage import own
 from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.dtypes import CastTo
+from fabric.utilities.init import has_meta_parameters
+from fabric.utilities.messages import say
 from fabric.utilities.random_stream import fork_rng
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.nn import Module
 
     from fabric.core.policy import DtypePolicy
+    from fabric.plugins.collectives.channel import Channel
     from fabric.strategies.layouts.pipeline.cut import Blocks
 
 _TRIES = 3
@@ -86,26 +94,77 @@ def _least_maximum(sums: list[float], stages: int) -> float:
     return high
 
 
-def parameter_costs(blocks: Blocks, why: str) -> Costs:
-    """By elements of parameters; a block without any counts as a little."""
-    return Costs(
-        [sum([p.numel() for p in block.parameters()]) + 1e-3 for _, block in blocks], "parameters", why
-    )
+def agreed_balance(
+    kind: str, measure: Callable[[], tuple[Costs, str]], stages: int, channel: Channel
+) -> list[int]:
+    """The balance that rank zero finds. All ranks must call this.
+
+    Raises:
+        UsageError: The blocks are not what the model's forward does.
+    """
+    chosen: list[int] = []
+    wrong = ""
+    if channel.collective.rank == 0:
+        costs, wrong = measure()
+        chosen = [] if wrong else partition(costs.each, stages)
+    chosen, wrong = broadcast_tree((chosen, wrong), 0, channel)
+    if wrong:
+        raise UsageError(
+            f"{LISTED} of {kind} does not list what its forward does: {wrong}. Each block must take what the "
+            "one before returned, and the last one return the output."
+        )
+    if channel.collective.rank == 0 and stages > 1:
+        _report(chosen, costs)
+    return chosen
 
 
-def time_costs(
-    blocks: Blocks, example: Any, count: int, checkpointed: bool, device: torch.device, policy: DtypePolicy
-) -> Costs:
-    """By seconds of forward and backward on copies of the blocks; random streams and models stay as they are.
+def costs_of(
+    model: Module,
+    blocks: Blocks,
+    example: Any,
+    count: int,
+    checkpointed: bool,
+    device: torch.device,
+    policy: DtypePolicy,
+) -> tuple[Costs, str]:
+    """By time where that can be measured, else by parameters; and how far forward is from the blocks.
 
     Args:
+        model: The user's.
         blocks: All blocks.
-        example: An input of the model, or a tuple of several.
+        example: An input of the model, or a tuple of several; None: there is none.
         count: Micro-batches of one step.
         checkpointed: Whether backward computes the forward again.
         device: Where to measure.
         policy: Of the precision.
     """
+    why = "no example_input was given"
+    if example is not None:
+        why = "parameters have no values yet"
+        if not has_meta_parameters(model):
+            try:
+                wrong = chain_differs(model, blocks, example, device, policy)
+                return time_costs(blocks, example, count, checkpointed, device, policy), wrong
+            except Exception as error:
+                why = f"it does not run on example_input: {type(error).__name__}: {str(error)[:200]}"
+    # A block without parameters counts as a little.
+    return Costs([sum([p.numel() for p in b.parameters()]) + 1e-3 for _, b in blocks], "parameters", why), ""
+
+
+def _report(balance: list[int], costs: Costs) -> None:
+    ends = list(itertools.accumulate(balance))
+    sums = [sum(costs.each[end - size : end]) for size, end in zip(balance, ends, strict=True)]
+    unit = (
+        [f"{cost * 1e3:.3g} ms" for cost in sums] if costs.by == "time" else [f"{cost:,.0f}" for cost in sums]
+    )
+    why = f" ({costs.why})" if costs.why else ""
+    say(f"pipeline: balance={balance} by {costs.by}{why}; stages: {', '.join(unit)}.")
+
+
+def time_costs(
+    blocks: Blocks, example: Any, count: int, checkpointed: bool, device: torch.device, policy: DtypePolicy
+) -> Costs:
+    """By seconds of forward and backward on copies of the blocks; random streams stay as they are."""
     args, _ = next(iter(CallParts(as_call(example), {}, count)))
     mixed = torch.autocast(device.type, policy.compute) if policy.autocast else nullcontext()
     each = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -11,13 +12,12 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.tree import flatten, unflatten
 from fabric.forward import differentiable
 from fabric.plugins.collectives.frames import call_of
+from fabric.plugins.collectives.shipping import broadcast_tree
 from fabric.strategies.layouts.alike import Alike
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.joined import Joined
-from fabric.strategies.layouts.pipeline.link import Failed, form_of
 from fabric.strategies.layouts.pipeline.orders import SCHEDULES, backwards, forwards
-from fabric.strategies.layouts.pipeline.placeholder import Placeholder, placeholder
-from fabric.strategies.layouts.pipeline.run import Pass, form_as_tensor, form_from_tensor
+from fabric.strategies.layouts.pipeline.run import Pass
 from fabric.strategies.layouts.pipeline.trial import try_rows
 from fabric.utilities.dtypes import CastTo
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from fabric.core.policy import DtypePolicy
     from fabric.strategies.layouts.parts import Call
-    from fabric.strategies.layouts.pipeline.link import Form
     from fabric.strategies.layouts.pipeline.run import Runner
 
     class After(Protocol):
@@ -57,7 +56,7 @@ class Flow:
         runner: This rank's stage and its links.
         count: How many micro-batches there may be.
         schedule: A key of `SCHEDULES`, for `pipeline_step`.
-        output: "all": every rank gets the output; "last": only the last stage.
+        output: "all": every rank gets the output; "last": the last stage, and others None.
         policy: Of the precision.
         after: Called when a backward has ended on all stages; told when one has not.
     """
@@ -73,8 +72,11 @@ class Flow:
         policy: DtypePolicy,
         after: After,
     ) -> None:
-        self.name, self.runner, self.count = name, runner, count
-        self.schedule, self.output, self.policy, self.after = schedule, output, policy, after
+        self.number, self.name, self.runner, self.count = number, name, runner, count
+        self.schedule, self.policy, self.after = schedule, policy, after
+        self.to_all = output == "all" or runner.stage.count == 1
+        self._alive: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
+        self._waiting: dict[int, Tensor] = {}
         self.retain = False
         """Whether the graph outlives the backward that runs: `fabric.backward(loss, retain_graph=True)`."""
         self._forwards = 0
@@ -83,8 +85,8 @@ class Flow:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output for the whole batch. All ranks of the pipeline, with the same batch."""
-        self._forwards += 1
         self._meet("forward", (args, kwargs))
+        self._forwards += 1
         parts = CallParts(args, kwargs, self.count, _INTO)
         if not self._tried and self.count > 1 and sum(parts.sizes) > 1 and len(parts) > 1:
             self._tried = True
@@ -94,16 +96,23 @@ class Flow:
         with runner.random():
             runner.run(forwards(len(work.calls)), work)
         joined = self._join(work, parts)
-        out = self._bring(work, joined)
+        told = self._report(work, joined)
         self.finish(work, "forward")
         runner.random.go_on()
-        leaves, spec = flatten(out)
+        record = Record(self, work, joined, parts, self._forwards, (args, kwargs))
+        if not self.to_all and not runner.stage.is_last:
+            self._wait(record, told.tolist())
+            return None
+        leaves, spec = flatten(told)
         if torch.is_grad_enabled():
-            record = Record(self, work, joined, parts, self._forwards, (args, kwargs))
+            self._alive[record.number] = record
             leaves = record.connect(leaves)
-        if self.output == "last" and not runner.stage.is_last:
-            leaves = [None if leaf is None else placeholder(leaf) for leaf in leaves]
-        return unflatten(leaves, spec, out)
+        return unflatten(leaves, spec, told)
+
+    def go_back(self, forward: int, retain: bool) -> None:
+        """What a backward on the last stage has come to, where the output did not."""
+        self.retain = retain
+        self._waiting[forward].backward(retain_graph=retain)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UsageError(
@@ -204,15 +213,8 @@ class Flow:
     def _meet(self, verb: str, data: Any) -> None:
         if torch.is_grad_enabled():
             self.after.arm()
-        leaves, spec = flatten(data)
-        if any([isinstance(leaf, Placeholder) for leaf in leaves]):
-            raise UsageError(
-                f"An input of {self.name} is an output that PipelineStrategy(output='last') brought to the "
-                "last stage only. Leave output='last' out where one model goes on with what another one "
-                "returns."
-            )
         # The first stage takes the input, the last one the target: of two batches nobody would notice.
-        self._alike.meet(verb, leaves, spec)
+        self._alike.meet(verb, *flatten(data))
 
     def _join(self, work: Pass, parts: CallParts) -> Joined | None:
         """The output of all micro-batches, on the last stage."""
@@ -225,19 +227,23 @@ class Flow:
             self.runner.note(error, work, "joining the outputs")
             return None
 
-    def _bring(self, work: Pass, joined: Joined | None) -> Any:
-        """The output on this rank: the values, or what they look like."""
-        runner, last = self.runner, self.runner.stage.count - 1
-        tree = None
+    def _report(self, work: Pass, joined: Joined | None) -> Any:
+        """The output; where it does not come to, the numbers of forwards that a backward can still reach."""
+        last, tree = self.runner.stage.count - 1, None
         if joined is not None:  # which must not keep it
             tree, joined.tree = joined.tree, None
-        if self.output == "all" or last == 0:
-            told = runner.report(work, last, tree)
-        else:
-            told = runner.report(work, last, None if joined is None else form_as_tensor(form_of(tree)[1]))
-            if not runner.stage.is_last and not isinstance(told, Failed):
-                told = _shapes(form_from_tensor(told))
-        return tree if joined is not None else told
+        if self.to_all:
+            return self.runner.report(work, last, tree)
+        reached = torch.is_grad_enabled() and bool(differentiable(tree))
+        told = torch.tensor([*self._alive, *[self._forwards] * reached], dtype=torch.int64)
+        told = self.runner.report(work, last, told)
+        return tree if self.runner.stage.is_last else told
+
+    def _wait(self, record: Record, reached: list[int]) -> None:
+        """Keep a forward for `go_back`, as long as the last stage can go back through it."""
+        self._waiting = {number: end for number, end in self._waiting.items() if number in reached}
+        if record.number in reached:
+            (self._waiting[record.number],) = record.connect([torch.zeros((), requires_grad=True)])
 
 
 class Record:
@@ -285,6 +291,8 @@ class Record:
             RankError: Another stage has failed.
         """
         flow, work, runner = self.flow, self._work, self.flow.runner
+        if not flow.to_all and runner.stage.is_last:
+            broadcast_tree((flow.number, self.number, flow.retain), runner.ranks[-1], runner.channel)
         runner.channel.meet(call_of(f"backward of {flow.name}", f"forward number {self.number}"))
         if work is None:
             raise UsageError(
@@ -346,16 +354,6 @@ class _Boundary(torch.autograd.Function):
         found = record.backward(grads)
         flow.after()
         return None, None, None, *found
-
-
-def _shapes(form: Form) -> Any:
-    """A tree of this form, on the meta device."""
-    meta = torch.device("meta")
-    leaves = [
-        None if leaf is None or known is None else leaf.requires_grad_(known.needs_grad)
-        for leaf, known in zip(form.room(meta, meta), form.leaves, strict=True)
-    ]
-    return unflatten(leaves, form.spec, None)
 
 
 def _detached(call: Call) -> Call:

@@ -1,8 +1,8 @@
 """`Pipeline`: consecutive blocks of the model on each rank of a pipeline, in rows that see different data.
 
-The mesh has the dimensions "data_parallel" and "pipeline". Each rank keeps the whole tree of modules; what
-belongs to other stages has no memory (the meta device), so that names, shapes and the numbers of an
-optimizer's parameters are the same on all ranks.
+The mesh has the dimensions "data_parallel" and "pipeline". Each rank keeps the whole tree of modules; tensors
+of other stages are emptied in place, so that names and the numbers of an optimizer's parameters are the same
+on all ranks, and nobody can come by values that are not trained here.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 
-from fabric.core.errors import UsageError
+from fabric.core.errors import CollectiveMismatch, RankError, UsageError
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
 from fabric.plugins.collectives.shipping import broadcast_tree
@@ -25,31 +26,23 @@ from fabric.strategies.layouts.agree import average_gradients, copy_from_first
 from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.local_gradients import LocalGradients
 from fabric.strategies.layouts.materialise import Materialiser
-from fabric.strategies.layouts.pipeline.balance import (
-    Costs,
-    chain_differs,
-    parameter_costs,
-    partition,
-    time_costs,
-)
+from fabric.strategies.layouts.pipeline.balance import agreed_balance, costs_of
 from fabric.strategies.layouts.pipeline.cut import (
-    LISTED,
     check_enough,
     check_sum,
     find_blocks,
     shared_parameters,
 )
 from fabric.strategies.layouts.pipeline.flow import Flow
-from fabric.strategies.layouts.pipeline.ghosts import Slots, refuse_calls
-from fabric.strategies.layouts.pipeline.link import Link
+from fabric.strategies.layouts.pipeline.link import Failed, Link
 from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
-from fabric.strategies.layouts.pipeline.states import PipelineStates, names_of, outside_of
+from fabric.strategies.layouts.pipeline.states import PipelineStates, emptied, names_of, tensors_of
 from fabric.strategies.layouts.pipeline.tied import Tied
 from fabric.strategies.layouts.pipeline.trial import warn_of_modules
 from fabric.strategies.layouts.rows import across_rows, along_row, check_rows, make_rows, row_of
 from fabric.utilities.compile import is_compiled
-from fabric.utilities.messages import say
+from fabric.utilities.lifeline import describe
 from fabric.utilities.steps import watch_steps
 
 if TYPE_CHECKING:
@@ -103,6 +96,8 @@ class Pipeline(PipelineStates):
     def __init__(self, settings: PipelineSettings | None = None) -> None:
         super().__init__()
         self.settings = settings or PipelineSettings()
+        if self.settings.output == "last":  # other ranks hear of what a backward comes to
+            self.traits = replace(self.traits, owns_backward=True)
         self.balance: list[int] | None = None
         """Blocks of each stage, as the last setup has put them."""
         self.across: Channel | None = None
@@ -113,7 +108,7 @@ class Pipeline(PipelineStates):
         self._tied: weakref.WeakKeyDictionary[Module, list[Tied]] = weakref.WeakKeyDictionary()
         self._waiting: set[Module] = set()
         self._local = LocalGradients(self)
-        self._due: list[Any] = []
+        self._due: dict[_After, None] | None = None
         self._lanes: Lanes = (None, None, None)
         self._tags, self._numbers = itertools.count(3), itertools.count()
 
@@ -155,6 +150,7 @@ class Pipeline(PipelineStates):
         self.mesh = make_rows(topology, stages, DIMS)
         start = topology.rank - topology.rank % stages
         self._ranks, self._place = list(range(start, start + stages)), topology.rank - start
+        self.takes_part = self.settings.output == "last" and self._place < stages - 1
         wire = self.channel.wire  # type: ignore[union-attr]
         self.pipeline = Channel(TorchCollective(group=along_row(self.mesh)), wire)
         rows = self.mesh.size(0)
@@ -171,35 +167,36 @@ class Pipeline(PipelineStates):
         """
         blocks, stages = find_blocks(module), len(self._ranks)
         check_enough(blocks, stages, type(module).__name__)
-        balance = self._choose(module, blocks, topology)
+        settings, policy = self.settings, cast("DtypePolicy", self.policy)
+        count, again = settings.num_microbatches or 2 * stages, settings.checkpoint != "never"
+        measure = partial(costs_of, module, blocks, settings.example, count, again, topology.device, policy)
+        balance = settings.balance or agreed_balance(type(module).__name__, measure, stages, self.channel)  # type: ignore[arg-type]
         check_sum(balance, blocks, type(module).__name__)
         starts = list(itertools.accumulate([0, *balance]))
         stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
         shared = shared_parameters(blocks, stage_of)
         own = [block for block, stage in zip(blocks, stage_of, strict=True) if stage == self._place]
         with self.following(module):
-            slots = Slots(module, [block for _, block in blocks], stage_of, self._place)
-            self._bring(module, [block for _, block in blocks], slots, topology)
+            self._bring(module, blocks, own, topology)
         for number, ((path, block), stage) in enumerate(zip(blocks, stage_of, strict=True)):
             if all([block is not mine for _, mine in own]):
-                refuse_calls(block, f"Block {number} ({path})", stage, self._ranks[stage], self._place)
+                where = f"Block {number} ({path}) is on stage {stage} (rank {self._ranks[stage]})"
+                block.__dict__["forward"] = partial(_refuse_call, f"{where}, and this is stage {self._place}")
         self.balance = balance
-        stage_ = Stage(self._place, stages, own, starts[self._place], self.settings.checkpoint)
-        self.paths[module] = [path for path, _ in own]
+        own_stage = Stage(self._place, stages, own, starts[self._place], self.settings.checkpoint)
         self.names[module] = names_of(module, own)
-        self.outside[module] = outside_of(module, blocks)
-        self._tie(module, shared)
-        count = self.settings.num_microbatches or 2 * stages
+        runner = Runner(own_stage, self._ranks, self.pipeline, self._lanes)
+        self._tie(module, shared, runner)
         if count > 1 and topology.rank == 0:
             warn_of_modules(module)
         self._flows[module] = Flow(
             next(self._numbers),
             type(module).__name__,
-            Runner(stage_, self._ranks, self.pipeline, self._lanes),
+            runner,
             count,
             self.settings.schedule,
             self.settings.output,
-            self.policy,  # type: ignore[arg-type]
+            policy,
             _After(self, module),
         )
         # Its own methods may call self(x).
@@ -233,11 +230,18 @@ class Pipeline(PipelineStates):
         """Raise on all ranks if gradients that no_sync left differ between rows. All ranks."""
         self._local.check(parameters, doing)
 
-    def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, run: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass; all ranks of a pipeline together.
+
+        Args:
+            run: What does it.
+            tensor: The loss; None where there is no output.
+            args: Passed on.
+            kwargs: Passed on.
 
         Raises:
             UsageError: `create_graph=True`.
+            RankError: The last stage has failed.
         """
         if kwargs.get("create_graph"):
             raise UsageError(
@@ -248,13 +252,42 @@ class Pipeline(PipelineStates):
         for flow in flows:
             flow.retain = bool(kwargs.get("retain_graph"))
         try:
-            run(tensor, *args, **kwargs)
+            if self.settings.output == "all" or len(self._ranks) == 1:
+                run(tensor, *args, **kwargs)
+            else:
+                self._from_last(partial(run, tensor, *args, **kwargs) if tensor is not None else None)
         finally:
             for flow in flows:
                 flow.retain = False
 
+    def _from_last(self, run: Callable[[], Any] | None) -> None:
+        """A backward in which the last stage says what it comes to, and at its end how it went."""
+        due = self._due = {}
+        error: Exception | None = None
+        told: Any = None
+        try:
+            if run is not None:
+                error = _failure(run)
+            if not self.takes_part:
+                told = error and Failed(self._ranks[-1], describe(error))
+                broadcast_tree(told, self._ranks[-1], self.pipeline)
+            else:
+                while type(told := broadcast_tree(None, self._ranks[-1], self.pipeline)) is tuple:
+                    number, forward, retain = told
+                    flow = next(flow for flow in self._flows.values() if flow.number == number)
+                    error = _failure(partial(flow.go_back, forward, retain)) or error
+        finally:
+            self._due = None
+        if error is None and told is not None:
+            error = RankError(f"The backward failed on rank {told.rank}: {told.text}")
+            error.fabric_raised_by = told.rank  # type: ignore[attr-defined]
+        if error is not None:
+            raise error
+        for after in due:
+            after()
+
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The user's own optimizer; what other stages hold has no gradients here, and is passed over.
+        """The user's own optimizer; what is on other stages has no gradients here, and is passed over.
 
         Raises:
             UsageError: It is LBFGS.
@@ -265,6 +298,8 @@ class Pipeline(PipelineStates):
                 'another optimizer, or strategy="ddp".'
             )
         self.follow(optimizer)
+        for tensor in [t for t in optimizer.state if not t.numel()]:
+            del optimizer.state[tensor]
         self.attend(optimizer)
         return optimizer
 
@@ -284,7 +319,7 @@ class Pipeline(PipelineStates):
             return
         self._local.replicas.discard(module)
         blocks = [block for _, block in flow.runner.stage.blocks]
-        parameters = dict.fromkeys([p for block in blocks for p in block.parameters() if p.requires_grad])
+        parameters = dict.fromkeys([p for block in blocks for p in block.parameters()])
         average_gradients(list(parameters), self.across, "a pipeline with several data parallel rows")
         if module.training:
             buffers = dict.fromkeys([b for block in blocks for b in block.buffers()])
@@ -304,65 +339,30 @@ class Pipeline(PipelineStates):
         """The parameters of a module that this stage shares with others."""
         return self._tied.get(module, [])
 
-    def _choose(self, module: Module, blocks: Blocks, topology: Topology) -> list[int]:
-        """The balance: as given, or as rank zero finds it."""
-        settings = self.settings
-        chosen: list[int] = []
-        if settings.balance is not None:
-            return settings.balance
-        costs, wrong = Costs([], ""), ""
-        if topology.rank == 0:
-            costs, wrong = self._cost(module, blocks, topology)
-            if not wrong:
-                chosen = partition(costs.each, len(self._ranks))
-        chosen, wrong = broadcast_tree((chosen, wrong), 0, self.channel)  # type: ignore[arg-type]
-        if wrong:
-            raise UsageError(
-                f"{LISTED} of {type(module).__name__} does not list what its forward does: {wrong}. Each "
-                "block must take what the one before returned, and the last one return the output."
-            )
-        if topology.rank == 0 and len(chosen) > 1:
-            _report(chosen, costs)
-        return chosen
-
-    def _cost(self, module: Module, blocks: Blocks, topology: Topology) -> tuple[Costs, str]:
-        settings, stages = self.settings, len(self._ranks)
-        if settings.example is None:
-            return parameter_costs(blocks, "no example_input was given"), ""
-        if any([p.is_meta for p in module.parameters()]):
-            return parameter_costs(blocks, "parameters have no values yet"), ""
-        try:
-            wrong = chain_differs(module, blocks, settings.example, topology.device, self.policy)  # type: ignore[arg-type]
-            count = settings.num_microbatches or 2 * stages
-            again = settings.checkpoint != "never"
-            costs = time_costs(blocks, settings.example, count, again, topology.device, self.policy)  # type: ignore[arg-type]
-        except Exception as error:
-            why = f"it does not run on example_input: {type(error).__name__}: {str(error)[:200]}"
-            return parameter_costs(blocks, why), ""
-        return costs, wrong
-
-    def _bring(self, module: Module, blocks: list[Module], slots: Slots, topology: Topology) -> None:
-        """Values for all blocks, one after the other; what is not this stage's goes again."""
+    def _bring(self, module: Module, blocks: Blocks, own: Blocks, topology: Topology) -> None:
+        """Values for all blocks, one after the other; those of other stages are emptied again."""
         maker = Materialiser(module, topology.device)
         if maker.resets:  # a module's own function wants it whole
             for part in reversed(list(module.modules())):
                 maker.reset(part)
             maker.fill(module, replay=True)
+        # Those without memory are replaced, so only what was there at first says which ones are the same.
+        first = [tensors_of(block) for _, block in blocks]
+        kept = {id(t) for _, block in own for t in tensors_of(block)}
         done: dict[int, Any] = {}
-        for number, block in enumerate(blocks):
+        absent: dict[int, Tensor] = {}
+        for (_, block), before in zip(blocks, first, strict=True):
             maker.fill(block, replay=topology.rank == 0)
-            _on_device([*block.parameters(), *block.buffers()], done, topology)
-            shared = slots.shared(number)
-            done.update({id(tensor): tensor for tensor in shared})
-            slots.leave(number)
-            if not shared:
-                maker.release(block)
-        for number in range(len(blocks)):
-            slots.leave(number, shared=True)
-        inside = {id(b) for block in blocks for b in block.buffers()}
-        _on_device([b for b in module.buffers() if id(b) not in inside], {}, topology)
+            now = tensors_of(block)
+            _on_device([t for t in now if id(t) not in done], topology)
+            for old, tensor in zip(before, now, strict=True):
+                if id(old) not in kept and id(tensor) not in done:
+                    absent[id(tensor)] = emptied(tensor)
+                done[id(tensor)] = tensor
+        _on_device([b for b in module.buffers() if id(b) not in done], topology)
+        self.note_absent(module, absent)
 
-    def _tie(self, module: Module, shared: list[Shared]) -> None:
+    def _tie(self, module: Module, shared: list[Shared], runner: Runner) -> None:
         made = []
         for one in shared:
             tag, (first, *rest) = next(self._tags), list(one.stages)
@@ -375,18 +375,32 @@ class Pipeline(PipelineStates):
                 (Link(self._ranks[o], group, wire, tag), Link(self._ranks[o], group, wire, tag))
                 for o in others
             ]
-            made.append(Tied(parameter, links, self._place == first))
+            made.append(Tied(parameter, links, self._place == first, runner.passing))
             parameter._fabric_answers = self._place == first  # type: ignore[attr-defined]
         self._tied[module] = made
 
 
-def _on_device(tensors: list[Any], done: dict[int, Any], topology: Topology) -> None:
-    """Bring those that are not done to the device, with rank zero's values. All ranks must call this."""
-    fresh = [tensor for tensor in tensors if id(tensor) not in done]
-    for tensor in fresh:
+def _on_device(tensors: list[Any], topology: Topology) -> None:
+    """Bring them to the device, with rank zero's values. All ranks must call this."""
+    for tensor in tensors:
         if tensor.device != topology.device:
             tensor.data = tensor.data.to(topology.device)
-    broadcast_from_zero(fresh)
+    broadcast_from_zero(tensors)
+
+
+def _failure(run: Callable[[], Any]) -> Exception | None:
+    """What `run` raised, but for what all ranks raise."""
+    try:
+        run()
+    except CollectiveMismatch:
+        raise
+    except Exception as error:
+        return error
+    return None
+
+
+def _refuse_call(where: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UsageError(f"{where}: it has no values here. Call the model itself, model(x), on all ranks.")
 
 
 class _After:
@@ -397,6 +411,9 @@ class _After:
         self._queued_in = -1
 
     def __call__(self) -> None:
+        if self._layout._due is not None:
+            self._layout._due[self] = None
+            return
         running = torch._C._current_graph_task_id()
         if running == -1:
             self._synchronise()
@@ -422,13 +439,3 @@ class _After:
         module = self._module()
         if module is not None:
             self._layout.synchronise(module)
-
-
-def _report(balance: list[int], costs: Costs) -> None:
-    ends = list(itertools.accumulate(balance))
-    sums = [sum(costs.each[end - size : end]) for size, end in zip(balance, ends, strict=True)]
-    unit = (
-        [f"{cost * 1e3:.3g} ms" for cost in sums] if costs.by == "time" else [f"{cost:,.0f}" for cost in sums]
-    )
-    why = f" ({costs.why})" if costs.why else ""
-    say(f"pipeline: balance={balance} by {costs.by}{why}; stages: {', '.join(unit)}.")

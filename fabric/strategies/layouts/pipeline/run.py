@@ -7,7 +7,6 @@ end of a pass all ranks know.
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fabric.core.errors import RankError
 from fabric.core.tree import flatten
-from fabric.strategies.layouts.pipeline.link import Failed, Form, Link
+from fabric.strategies.layouts.pipeline.link import Failed, Link
 from fabric.strategies.layouts.pipeline.orders import at_once
 from fabric.strategies.layouts.pipeline.stage import own
 from fabric.utilities.lifeline import describe
@@ -58,6 +57,7 @@ class Runner:
 
     def __init__(self, stage: Stage, ranks: list[int], channel: Channel, lanes: Lanes) -> None:
         self.stage, self.ranks, self.channel = stage, ranks, channel
+        self._around: int | None = None
         self.random = RandomStream(stage.index if len(ranks) > 1 else None, channel.wire.device)
         here, wire = stage.index, channel.wire
 
@@ -75,12 +75,18 @@ class Runner:
         """One pass. Afterwards, and not before, ask `finish`."""
         left = Counter([kind for kind, _ in order])
         work.at_once = at_once(order, len(work.calls))
+        self._around = torch._C._current_graph_task_id()
         for kind, index in order:
             left[kind] -= 1
             if kind == "F":
                 self._forward(index, work, more=left["F"] > 0)
             else:
                 self._backward(index, work, more=left["B"] > 0)
+        self._around = None
+
+    def passing(self) -> bool:
+        """Whether autograd is in a backward of this stage's blocks, and not in the user's around it."""
+        return self._around is not None and torch._C._current_graph_task_id() != self._around
 
     def report(self, work: Pass, place: int, tree: Any) -> Any:
         """The tree that the stage at `place` has, on all ranks; on failure a `Failed`."""
@@ -214,14 +220,3 @@ class Pass:
         self.retain = False
         self.failed: Failed | None = None
         self.error: Exception | None = None
-
-
-def form_as_tensor(form: Form) -> Tensor:
-    """A form, to be sent in place of its tree."""
-    return torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
-
-
-def form_from_tensor(tensor: Tensor) -> Form:
-    """See `form_as_tensor`."""
-    form: Form = pickle.loads(tensor.cpu().numpy().tobytes())
-    return form

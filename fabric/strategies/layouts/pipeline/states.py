@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Parameter
 
 from fabric.core.errors import UsageError
-from fabric.core.tree import map_tree
+from fabric.core.tree import iter_paths, map_tree
 from fabric.plugins.collectives.frames import call_of
+from fabric.plugins.collectives.gather import gather_objects
 from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 from fabric.plugins.collectives.shipping import broadcast_tree
 from fabric.plugins.io.portable import kept_elsewhere
 from fabric.strategies.layouts.norms import scale_
-from fabric.strategies.layouts.pipeline.ghosts import Ghost
 from fabric.strategies.layouts.shares import WholeStateOnly, stand_in
 from fabric.strategies.layouts.split import Split
+from fabric.strategies.layouts.whole import Whole
+from fabric.utilities.state_keys import like
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 
     from fabric.plugins.collectives.channel import Channel
     from fabric.strategies.layouts.pipeline.cut import Blocks
+
+    Slot = tuple[dict[str, Any], str, Any]
 
 
 class PipelineStates(Split):
@@ -39,12 +45,9 @@ class PipelineStates(Split):
 
     def __init__(self) -> None:
         super().__init__()
-        self.paths: weakref.WeakKeyDictionary[Module, list[str]] = weakref.WeakKeyDictionary()
-        """Of the blocks that this stage has."""
         self.names: weakref.WeakKeyDictionary[Module, tuple[str, ...]] = weakref.WeakKeyDictionary()
-        """Under which keys of a state dict they may stand: a module can have several names."""
-        self.outside: weakref.WeakKeyDictionary[Module, list[str]] = weakref.WeakKeyDictionary()
-        """Of the modules that are in no block: the model itself, lists of blocks."""
+        """Under which keys of a state dict this stage's blocks may stand: one can have several names."""
+        self._absent: weakref.WeakKeyDictionary[Module, list[Slot]] = weakref.WeakKeyDictionary()
         self._attended: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def clip_norm(
@@ -76,25 +79,44 @@ class PipelineStates(Split):
         scale_([p.grad for p in held], total, max_norm)  # type: ignore[misc]
         return total
 
-    def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clamp every gradient element to [-clip_value, clip_value]."""
-        held = [p for p in parameters if p.grad is not None]
-        if held:  # an optimizer may have nothing on this stage, and torch takes no empty list
-            torch.nn.utils.clip_grad_value_(held, clip_value)
+    clip_value = Whole.clip_value
+
+    def note_absent(self, module: Module, absent: dict[int, Tensor]) -> None:
+        """Note where tensors of other stages stood: by id of the emptied one, what it was like."""
+        self._absent[module] = [
+            (slots, name, absent[id(tensor)])
+            for part in module.modules()
+            for slots in (part._parameters, part._buffers)
+            for name, tensor in slots.items()
+            if id(tensor) in absent
+        ]
+
+    @contextmanager
+    def complete(self, module: Module) -> Iterator[None]:
+        """Context in which the tensors of other stages have their shapes again, on the meta device."""
+        held = [(slots, name, slots[name]) for slots, name, _ in self._absent.get(module, ())]
+        for slots, name, meta in self._absent.get(module, ()):
+            slots[name] = meta.requires_grad_(slots[name].requires_grad)
+        try:
+            yield
+        finally:
+            for slots, name, tensor in held:
+                slots[name] = tensor
 
     def module_state(self, module: Module) -> dict[str, Any]:
         """The full state dict, in host memory, in the order of the whole model. All ranks must call this."""
-        state: dict[str, Any] = module.state_dict()
-        if len(self._ranks) == 1:
-            return state
-        own = {key: _on_host(value) for key, value in state.items() if self._answers_for(module, key, value)}
-        for part in self._parts(own):
-            state.update(part)
-        return state
+        with self.complete(module):
+            return self._filled(module, module.state_dict())
 
     def whole_values(self, module: Module) -> dict[str, Tensor]:
-        """What `module_state` gives. All ranks must call this."""
-        return self.module_state(module)
+        """Parameters and buffers of the whole model, in host memory. All ranks must call this."""
+        with self.complete(module):
+            return self._filled(module, dict([*module.named_parameters(), *module.named_buffers()]))
+
+    def plain_module(self, module: Module, keep: bool, device: torch.device) -> Module | None:
+        """As `Whole`."""
+        with self.complete(module):
+            return super().plain_module(module, keep, device)
 
     def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
         """Load this stage's part of a full state dict; all of it into a model that is not set up.
@@ -102,37 +124,34 @@ class PipelineStates(Split):
         Raises:
             RuntimeError: Keys are missing or unexpected (with `strict`), or shapes differ; on all ranks.
         """
-        if module not in self.paths:  # a teacher, an average of the weights, a model before its setup
+        if module not in self._absent:  # a teacher, an average of the weights, a model before its setup
             return super().load_module_state(module, state, strict)
-        own = module.state_dict()
-        missing = [key for key in own if key not in state]
-        unexpected = [key for key in state if key not in own]
-        wrong = [
-            f"size mismatch for {key}: {list(state[key].shape)} in the checkpoint, {list(value.shape)} in "
-            "the model"
-            for key, value in own.items()
-            if isinstance(value, torch.Tensor) and key in state and state[key].shape != value.shape
-        ]
-        if strict:
-            wrong += [f"Missing key(s): {', '.join(missing)}"] * bool(missing)
-            wrong += [f"Unexpected key(s): {', '.join(unexpected)}"] * bool(unexpected)
-        if wrong:
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(module).__name__}: {'; '.join(wrong)}"
+        with self.complete(module):
+            away = {k for k, v in module.state_dict().items() if isinstance(v, torch.Tensor) and v.is_meta}
+            parts = {
+                key: value.to("meta") if key in away and isinstance(value, torch.Tensor) else value
+                for key, value in state.items()
+            }
+            return module.load_state_dict(like(state, parts), strict=strict)
+
+    def check_saved(self, state: dict[str, Any]) -> None:
+        """As `Whole`: tensors that only later stages have, as what is made from this stage's parameters does.
+
+        Raises:
+            UsageError: There are some; on all ranks.
+        """
+        here = [path for path, leaf in iter_paths(state) if isinstance(leaf, torch.Tensor) and leaf.numel()]
+        first, *others = gather_objects(here, self.pipeline, "save")
+        lost = dict.fromkeys([path for other in others for path in other if path not in first])
+        if lost:
+            more = ", ..." * (len(lost) > 3)
+            raise UsageError(
+                f"state{', state'.join([*lost][:3])}{more} would be lost: the first stage of the pipeline, "
+                "which writes, does not have it. A raw module (model.module) and what is made from its "
+                'parameters are of one stage. Write fabric.save(path, {"model": model}) with models that '
+                "fabric.setup returned (set an average of the weights up, too), take model.state_dict(), on "
+                "all ranks, or fabric.broadcast the value first."
             )
-        for path in self.paths[module]:
-            part = {key.removeprefix(f"{path}."): v for key, v in state.items() if key.startswith(f"{path}.")}
-            if part:
-                module.get_submodule(path).load_state_dict(part, strict=False)
-        for key, value in module.named_buffers():
-            if key in state and key in own and not value.is_meta:  # those that are in no block, too
-                with torch.no_grad():
-                    value.copy_(state[key])
-        for path in self.outside[module]:
-            key = f"{path}._extra_state".removeprefix(".")
-            if key in state and key in own:
-                module.get_submodule(path).set_extra_state(state[key])
-        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def attend(self, optimizer: Optimizer) -> None:
         """Let an optimizer's own `state_dict()` raise, which has one stage only. Once; sends nothing."""
@@ -141,13 +160,11 @@ class PipelineStates(Split):
             WholeStateOnly(optimizer, "this stage's part")
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """As `Split`, where nobody has set the optimizer up; it may hold what is on other stages now."""
+        """As `Split`; one that nobody has set up may hold what is on other stages now."""
         if optimizer in self._attended:
             return
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        here = [p for p in held if not isinstance(self._now(p), Ghost)]
-        self._refuse_moved(here, optimizer)
-        if len(here) < len(held):
+        super().before_step(optimizer, args, kwargs)
+        if not all([p.numel() for group in optimizer.param_groups for p in group["params"]]):
             self.attend(optimizer)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -174,13 +191,40 @@ class PipelineStates(Split):
             part = broadcast_tree(own if rank == self._ranks[self._place] else None, rank, self.pipeline)
             yield part if self.keeps_full else map_tree(_absent, part)
 
+    def _filled(self, module: Module, values: dict[str, Any]) -> dict[str, Any]:
+        """The values with those of other stages in their places."""
+        if len(self._ranks) > 1 and module in self._absent:
+            own = {
+                key: _on_host(value)
+                for key, value in values.items()
+                if (
+                    not value.is_meta
+                    if isinstance(value, torch.Tensor)
+                    else key.startswith(self.names[module])
+                )
+            }
+            for part in self._parts(own):
+                values.update(part)
+        return values
+
     def _part(self, value: Any, new: Tensor) -> Any:
         return value
 
-    def _answers_for(self, module: Module, key: str, value: Any) -> bool:
-        if isinstance(value, torch.Tensor):
-            return not value.is_meta
-        return key.startswith(self.names.get(module, ()))
+
+def tensors_of(block: Module) -> list[Tensor]:
+    """The parameters and buffers of a block, each once."""
+    return [*block.parameters(), *block.buffers()]
+
+
+def emptied(tensor: Tensor) -> Tensor:
+    """Take the elements out of a tensor, whoever holds it; gives one on the meta device like it was.
+
+    No size is left that another tensor could be broadcast with: what meets one that has values raises.
+    """
+    meta = torch.empty_like(tensor, device="meta", requires_grad=False)
+    tensor.grad = None
+    tensor.data = tensor.data.new_empty([0] * max(tensor.dim(), 1))
+    return Parameter(meta, tensor.requires_grad) if isinstance(tensor, Parameter) else meta
 
 
 def names_of(module: Module, own: Blocks) -> tuple[str, ...]:
@@ -188,12 +232,6 @@ def names_of(module: Module, own: Blocks) -> tuple[str, ...]:
     blocks = [block for _, block in own]
     named = module.named_modules(remove_duplicate=False)
     return tuple([f"{name}." for name, part in named if any([part is block for block in blocks])])
-
-
-def outside_of(module: Module, blocks: Blocks) -> list[str]:
-    """Paths of the modules that are in no block."""
-    inside = {part for _, block in blocks for part in block.modules()}
-    return [path for path, part in module.named_modules() if part not in inside]
 
 
 def _numbers_here(optimizer: Optimizer, state: dict[str, Any]) -> set[int]:
@@ -209,7 +247,7 @@ def _numbers_here(optimizer: Optimizer, state: dict[str, Any]) -> set[int]:
             f"The optimizer has {len(held)} parameters, but the state that is loaded {len(numbers)}. Make "
             "it from the same model."
         )
-    return {number for number, p in zip(numbers, held, strict=True) if not p.is_meta}
+    return {number for number, p in zip(numbers, held, strict=True) if p.numel()}
 
 
 def _absent(value: Any) -> Any:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from torch.nn import Parameter
 
@@ -23,10 +25,19 @@ class Tied:
         parameter: This stage's copy.
         links: (to, from) each of the other stages, if this one is the first of them; else the first alone.
         first: Whether it is.
+        passing: Whether gradients come from the stage's blocks now. Others (of a penalty) are the same on all
+            stages, and are not added up.
     """
 
-    def __init__(self, parameter: Parameter, links: list[tuple[Link, Link]], first: bool) -> None:
+    def __init__(
+        self,
+        parameter: Parameter,
+        links: list[tuple[Link, Link]],
+        first: bool,
+        passing: Callable[[], bool],
+    ) -> None:
         self.parameter, self._links, self.first = parameter, links, first
+        self._passing = passing
         self._own: Tensor | None = None
         self._hooked = False
 
@@ -38,9 +49,9 @@ class Tied:
 
     def add_up(self) -> None:
         """The sum over stages into `.grad`. All these stages must call this."""
+        total, self._own = self._own, None
         if not self.parameter.requires_grad:
             return
-        total, self._own = self._own, None
         if self.first:
             for _, arriving in self._links:
                 (other,) = arriving.take()
@@ -64,5 +75,7 @@ class Tied:
         self._own = None
 
     def _hold_back(self, grad: Tensor) -> Tensor:
+        if not self._passing():
+            return grad
         self._own = grad.clone() if self._own is None else self._own + grad
         return torch.zeros_like(grad)
