@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import LaunchError
 from fabric.utilities.lifeline import is_consequence
@@ -94,22 +94,30 @@ def root_cause(failures: Collection[Failure], finished: Collection[int] = ()) ->
     return replace(cause, rank=min(finished), reason=reason)
 
 
-_hooked = False
+_previous: Any = None
 
 
-def exit_with_its_code() -> None:
-    """From now on let a LaunchError that nobody catches end this process with the failed rank's code."""
-    global _hooked
-    if _hooked:
-        return
-    _hooked, previous = True, sys.excepthook
+def launch_error(line: str, trace: str, code: int) -> LaunchError:
+    """The error of a function launch: the last line of a failed job, and the rank's traceback.
 
-    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        previous(kind, error, tb)
-        if isinstance(error, LaunchError) and error.exit_code != 1:
-            raise SystemExit(error.exit_code)
+    Where nobody catches it, the traceback comes first, the line last, and the process ends with the code.
+    """
+    global _previous
+    error = LaunchError(f"{line}\n\n{trace}".rstrip())
+    error.exit_code, error.told = code, (line, trace)
+    if _previous is None:
+        _previous, sys.excepthook = sys.excepthook, _tell_once
+    return error
 
-    sys.excepthook = hook
+
+def _tell_once(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+    told = error.told if isinstance(error, LaunchError) else None
+    if told is not None:
+        sys.stderr.write(told[1])
+        error.args, error.__cause__ = told[:1], None
+    _previous(kind, error, tb)
+    if told is not None and error.exit_code != 1:  # type: ignore[attr-defined]
+        raise SystemExit(error.exit_code)  # type: ignore[attr-defined]
 
 
 def from_returncode(rank: int, returncode: int, when: float) -> Failure:

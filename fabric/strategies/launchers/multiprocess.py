@@ -27,8 +27,8 @@ from fabric.strategies.launchers.child import Ending, Task, run_rank
 from fabric.strategies.launchers.cuda_touched import cuda_line, watch_cuda
 from fabric.strategies.launchers.failure import (
     Failure,
-    exit_with_its_code,
     from_returncode,
+    launch_error,
     root_cause,
     settle_seconds,
 )
@@ -331,14 +331,8 @@ class _Ranks:
         alive = self.processes.keys() - self._over()
         text = cause.summary(alive, self.failures.values(), self.elsewhere)
         ending = self.endings.get(cause.rank)
-        if ending is not None and ending.trace:
-            text = f"{text}\n\n{ending.trace.rstrip()}"
-        elif cause.code and ending is None:
-            text = f"{text}. It said nothing to the launcher; what it printed stands above."
-        error = LaunchError(text)
-        error.exit_code = cause.code
+        error = launch_error(text, ending.trace if ending is not None else "", cause.code)
         error.__cause__ = _revive(ending)
-        exit_with_its_code()
         return error
 
     def _stop(self) -> None:
