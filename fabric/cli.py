@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,9 +16,8 @@ from fabric.core.errors import ConfigurationError, FabricError
 from fabric.plugins.environments.local import LAUNCHED, STORE_FD, listen
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs
-from fabric.strategies.launchers.supervisor import Command, Supervisor
+from fabric.strategies.launchers.supervisor import ENDS, Command, Supervisor
 from fabric.utilities.messages import say
-from fabric.utilities.signals import TOGETHER_S
 from fabric.utilities.system import require_posix
 
 if TYPE_CHECKING:
@@ -31,8 +29,6 @@ DEFAULT_PORT = 29400
 """Where rank zero of several machines listens; on one machine the kernel chooses."""
 PASS_ON_GRACE_S = 30.0
 """Seconds that ranks get to end after one has, badly, and all were sent a signal before."""
-
-_ENDS = (signal.SIGTERM, signal.SIGINT)
 
 LOG_DIR = "FABRIC_LOG_DIR"
 """As --log-dir."""
@@ -248,27 +244,18 @@ def _commands(
 
 
 def _supervise(supervisor: Supervisor, listener: socket.socket | None) -> int:
-    received: list[int] = []
-    last = float("-inf")
-
     def pass_on(number: int, _: FrameType | None) -> None:
-        nonlocal last
-        before, last = last, time.monotonic()
-        if number not in _ENDS:
-            supervisor.send(number)
-        elif not received or last - before > TOGETHER_S:  # else one request, which came twice
-            received.append(number)
-            supervisor.send(number if len(received) == 1 else signal.SIGKILL)
+        supervisor.pass_on(number)
 
     # By the last two schedulers announce an end; the ranks know what they mean.
-    numbers = (*_ENDS, signal.SIGUSR1, signal.SIGUSR2)
+    numbers = (*ENDS, signal.SIGUSR1, signal.SIGUSR2)
     heard = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
     previous = {number: signal.signal(number, pass_on) for number in heard}
     try:
         supervisor.start()
         if listener is not None:
             listener.close()  # rank zero has it now: nobody else may take connections
-        return _wait(supervisor, received)
+        return _wait(supervisor)
     finally:
         supervisor.stop()
         supervisor.close()
@@ -276,14 +263,14 @@ def _supervise(supervisor: Supervisor, listener: socket.socket | None) -> int:
             signal.signal(number, handler)
 
 
-def _wait(supervisor: Supervisor, received: list[int]) -> int:
-    failure = supervisor.wait(wake=lambda: bool(received))
-    if received:  # ranks that save take the time they need; who sent the signal can send another
+def _wait(supervisor: Supervisor) -> int:
+    failure = supervisor.wait(wake=lambda: supervisor.signalled is not None)
+    if supervisor.signalled:  # ranks that save take the time they need; who sent the signal can send another
         if supervisor.wait() is not None:
             supervisor.wait_all(PASS_ON_GRACE_S)
         failure = supervisor.first_failure()
         supervisor.stop()
-        return 0 if failure is None else 128 + received[0]
+        return 0 if failure is None else 128 + supervisor.signalled
     return 0 if failure is None else supervisor.conclude(failure)
 
 

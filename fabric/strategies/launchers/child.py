@@ -16,13 +16,12 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
-from fabric.strategies.launchers.output import flush_output, take_output
 from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable
 from fabric.utilities.garbage import forked
-from fabric.utilities.lifeline import describe, die_with_creator, die_with_parent
+from fabric.utilities.lifeline import Ending, describe, die_with_creator, die_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -43,24 +42,22 @@ class Task:
     """Whether the parent is the process that made this one (not so under forkserver)."""
     start_method: str | None
     """The parent's own choice for its children; None: the system's. Loaders here make their workers so."""
-
-
-class Ending(NamedTuple):
-    """What a rank says at its end, by plain pickle over a pipe."""
-
-    when: float
-    result: bytes | None = None
-    reason: str | None = None
-    trace: str = ""
-    error: bytes | None = None
-    code: int = 1
+    streams: tuple[int, int] | None = None
+    """Where to print, under fork; None: where the parent does."""
 
 
 def run_rank(task: Task, link: Connection) -> None:
     """Run one rank to its end and send exactly one `Ending`."""
     forked()
-    _tie(task)
-    take_output()
+    if task.direct and sys.platform == "linux":
+        die_with_parent(task.parent)
+    else:
+        die_with_creator()
+    for number, writer in enumerate(task.streams or (), 1):  # also what is not Python's
+        os.dup2(writer, number)
+        os.close(writer)
+        stream = open(number, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+        setattr(sys, ("stdout", "stderr")[number - 1], stream)
     usual = multiprocessing.get_all_start_methods()[0]
     multiprocessing.set_start_method(task.start_method or usual, force=True)  # not that of this launch
     _set_variables(task)
@@ -72,14 +69,16 @@ def run_rank(task: Task, link: Connection) -> None:
     except SystemExit as stop:
         ending = _ending_of_exit(stop.code)
     except KeyboardInterrupt:
-        ending = Ending(time.monotonic(), reason="KeyboardInterrupt", code=128 + signal.SIGINT)
+        ending = Ending(time.monotonic(), "KeyboardInterrupt", code=128 + signal.SIGINT)
     except BaseException as error:
         ending = _ending_of(error)
     if os.getpid() != owner:  # a process that the rank has forked by hand has come back to here
-        _end_fork(ending)
+        sys.stderr.write(ending.trace)
+        _flush()
+        os._exit(0 if ending.reason is None else ending.code)
     if fork and ending.reason is None:
         atexit._run_exitfuncs()  # multiprocessing would not; the other ranks hear that this one left
-    flush_output()  # the parent may end this process as soon as it knows
+    _flush()  # the parent may end this process as soon as it knows
     with contextlib.suppress(BrokenPipeError):
         link.send_bytes(pickle.dumps(tuple(ending)))
         link.close()
@@ -87,18 +86,19 @@ def run_rank(task: Task, link: Connection) -> None:
         sys.exit(ending.code)
 
 
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # none, gone, or closed
+            stream.flush()
+
+
 def _ending_of_exit(code: Any) -> Ending:
     """As Python ends: a number is the exit code, anything else is printed, and the code 1."""
+    when = time.monotonic()
     if code is None or isinstance(code, int):
-        return Ending(time.monotonic(), reason=f"exit code {code}" if code else None, code=code or 0)
+        return Ending(when, f"exit code {code}" if code else None, code=code or 0)
     print(code, file=sys.stderr)
-    return Ending(time.monotonic(), reason=f"exit code 1 ({str(code).strip().partition(chr(10))[0]})")
-
-
-def _end_fork(ending: Ending) -> NoReturn:
-    sys.stderr.write(ending.trace)
-    flush_output()
-    os._exit(0 if ending.reason is None else ending.code)
+    return Ending(when, f"exit code 1 ({str(code).strip().partition(chr(10))[0]})")
 
 
 def _call(task: Task) -> bytes | None:
@@ -128,13 +128,6 @@ def _call(task: Task) -> bytes | None:
         ) from error
 
 
-def _tie(task: Task) -> None:
-    if task.direct:
-        die_with_parent(task.parent)
-        return
-    die_with_creator()
-
-
 def _set_variables(task: Task) -> None:
     """This process is the rank's own, so its variables are: libraries read LOCAL_RANK and OMP_NUM_THREADS."""
     if task.variables is not None:
@@ -161,4 +154,4 @@ def _ending_of(error: BaseException) -> Ending:
         tb = tb.tb_next
     trace = "".join(traceback.format_exception(error.with_traceback(tb))) if tb is not None else ""
     whole = pickle.dumps(error) if can_pickle(error) else None
-    return Ending(when, reason=describe(error), trace=trace, error=whole)
+    return Ending(when, describe(error), trace, error=whole)

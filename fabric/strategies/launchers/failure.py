@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import LaunchError
 from fabric.utilities.lifeline import is_consequence
-from fabric.utilities.messages import say
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -66,13 +65,6 @@ class Failure:
         if others:
             line += f"; {_ranks(others)} failed, too"
         return f"{line}; {_ranks(followers)} stopped because of it" if followers else line
-
-    def tell(
-        self, stopped: Collection[int] = (), failures: Iterable[Failure] = (), elsewhere: bool = False
-    ) -> None:
-        """Print what the rank has not printed itself, and the summary."""
-        sys.stderr.write(self.trace)
-        say(self.summary(stopped, failures, elsewhere))
 
 
 def _ranks(ranks: Collection[int]) -> str:

@@ -24,7 +24,6 @@ from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.relay import Relay
 from fabric.strategies.launchers.supervisor import EXIT_NOTE_S, Command, Supervisor
 from fabric.utilities.lifeline import describe
-from fabric.utilities.messages import say
 from fabric.utilities.system import require_posix
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ class _Job:
             self.relay.await_end()
             self._verdict.wait(settle_seconds(self.nodes > 1))
         theirs = self.supervisor.first_failure()
-        finished = self.supervisor.ended(well=True)
+        finished = self.supervisor.finished()
         self._cause = root_cause([mine, *([theirs] if theirs else [])], finished)
         if self._cause is mine or self._cause.rank in finished or not mine.is_consequence:
             self._previous_hook(kind, error, tb)
@@ -201,10 +200,7 @@ class _Job:
             self._await_others()
 
     def _await_others(self) -> None:
-        failure = self.supervisor.wait(EXIT_NOTE_S)
-        if failure is None and (late := self.supervisor.running()):
-            say(f"rank {self.rank} has finished; waiting for rank {', '.join(map(str, late))}")
-            failure = self.supervisor.wait()
+        failure = self.supervisor.wait_noting(f"rank {self.rank} has finished; waiting for rank {{}}")
         if failure is not None:
             self._exit(self._finish(root_cause([failure], [self.rank])))
 

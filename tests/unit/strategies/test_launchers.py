@@ -2,8 +2,8 @@
 
 import functools
 import io
-import json
 import os
+import pickle
 import re
 import socket
 import subprocess
@@ -329,11 +329,10 @@ def test_variables_of_a_rank(monkeypatch):
 
 def held_back(rank, reason, seconds):
     """A rank that leaves its traceback to the supervisor, as `tie_to_parent` does, and then ends."""
-    line = json.dumps(
-        {"rank": rank, "when": time.monotonic(), "reason": reason, "trace": "[rank0]: held back\n"}
-    )
+    said = pickle.dumps((time.monotonic(), reason, "[rank0]: held back\n"))
     code = (
-        f"import os, sys, time; os.write(int(os.environ['FABRIC_REPORT_FD']), {line!r}.encode() + b'\\n'); "
+        "import os, sys, time; from multiprocessing.connection import Connection; "
+        f"Connection(int(os.environ['FABRIC_REPORT_FD']), readable=False).send_bytes({said!r}); "
         f"time.sleep({seconds}); sys.exit(1)"
     )
     return Command(rank, [sys.executable, "-c", code], dict(os.environ))
