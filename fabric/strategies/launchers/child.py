@@ -15,13 +15,14 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
 from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable
 from fabric.utilities.garbage import forked
 from fabric.utilities.lifeline import Ending, describe, die_with_creator, die_with_parent
+from fabric.utilities.signals import flush_output
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -74,22 +75,16 @@ def run_rank(task: Task, link: Connection) -> None:
         ending = _ending_of(error)
     if os.getpid() != owner:  # a process that the rank has forked by hand has come back to here
         sys.stderr.write(ending.trace)
-        _flush()
+        flush_output()
         os._exit(0 if ending.reason is None else ending.code)
     if fork and ending.reason is None:
         atexit._run_exitfuncs()  # multiprocessing would not; the other ranks hear that this one left
-    _flush()  # the parent may end this process as soon as it knows
+    flush_output()  # the parent may end this process as soon as it knows
     with contextlib.suppress(BrokenPipeError):
         link.send_bytes(pickle.dumps(tuple(ending)))
         link.close()
     if ending.reason is not None:
         sys.exit(ending.code)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # none, gone, or closed
-            stream.flush()
 
 
 def _ending_of_exit(code: Any) -> Ending:
@@ -106,17 +101,9 @@ def _call(task: Task) -> bytes | None:
         pickle.loads(task.call) if isinstance(task.call, bytes) else task.call
     )
     _share_cores(task)
-    place = task.place
-    environment.become(
-        place.local_rank,
-        place.world_size,
-        place.local_world_size,
-        place.main_address,
-        place.main_port,
-        place.node_rank,
-    )
+    environment.become(**asdict(task.place))
     result = function(*args, **kwargs)
-    if place.local_rank != 0:
+    if task.place.local_rank != 0:
         return None
     try:
         return pickle.dumps(result)

@@ -15,18 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from types import TracebackType
 
-_SETTLE_S = 10.0
-_SETTLE_ELSEWHERE_S = 2.0
-
-
-def settle_seconds(elsewhere: bool) -> float:
-    """Seconds to look for the cause when all failures seen so far read like consequences of another.
-
-    Args:
-        elsewhere: Whether the cause may be on another machine, where nothing will ever be seen of it.
-    """
-    return _SETTLE_ELSEWHERE_S if elsewhere else _SETTLE_S
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -114,14 +102,10 @@ def _tell_once(kind: type[BaseException], error: BaseException, tb: TracebackTyp
 
 def from_returncode(rank: int, returncode: int, when: float) -> Failure:
     """The failure behind a process's return code (negative: minus the signal, as subprocess has it)."""
-    if returncode < 0:
-        return Failure(rank, when, f"killed by {signal_name(-returncode)}", 128 - returncode)
-    return Failure(rank, when, f"exit code {returncode}", returncode)
-
-
-def signal_name(number: int) -> str:
-    """`SIGKILL` for 9."""
+    if returncode >= 0:
+        return Failure(rank, when, f"exit code {returncode}", returncode)
     try:
-        return signal.Signals(number).name
+        name = signal.Signals(-returncode).name
     except ValueError:
-        return f"signal {number}"
+        name = f"signal {-returncode}"
+    return Failure(rank, when, f"killed by {name}", 128 - returncode)

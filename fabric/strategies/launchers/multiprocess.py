@@ -107,14 +107,8 @@ class MultiprocessLauncher(Launcher):
         node_rank = self.environment.node_rank()
         hosts = node_rank == 0
         port = self.environment.take_port(self.num_nodes) if hosts else self.environment.main_port
-        first = Place(
-            0,
-            self.num_processes * self.num_nodes,
-            self.num_processes,
-            self.environment.main_address,
-            port,
-            node_rank,
-        )
+        count, address = self.num_processes, self.environment.main_address
+        first = Place(0, count * self.num_nodes, count, address, port, node_rank)
         try:
             return self._run(first, call, hosts)
         finally:

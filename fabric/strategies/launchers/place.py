@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of one rank, and where rank zero listens."""
+    """The place of one rank, and where rank zero listens: the arguments of `LocalEnvironment.become`."""
 
     local_rank: int
     world_size: int

@@ -16,7 +16,7 @@ from multiprocessing.connection import Pipe
 from typing import TYPE_CHECKING, Protocol
 
 from fabric.core.errors import LaunchError
-from fabric.strategies.launchers.failure import Failure, from_returncode, root_cause, settle_seconds
+from fabric.strategies.launchers.failure import Failure, from_returncode, root_cause
 from fabric.utilities.lifeline import LIFELINE_FD, PARENT_PID, REPORT_FD, Ending, die_with_parent
 from fabric.utilities.messages import say
 from fabric.utilities.signals import TOGETHER_S
@@ -37,6 +37,9 @@ EXIT_NOTE_S = 10.0
 """Seconds after the normal end of one rank until it is said which others are still waited for."""
 KILL_GRACE_S = 10.0
 """Seconds after SIGKILL in which a process has ended, unless the kernel holds it."""
+SETTLE_S, SETTLE_ELSEWHERE_S = 10.0, 2.0
+"""Seconds in which a cause is looked for behind what reads like its consequence: less if it may be on another
+machine, where nothing will ever be seen of it."""
 _POLL_S = 0.05  # only where the system cannot tell us of a process's end
 
 
@@ -138,10 +141,19 @@ class Supervisor:
             failure = self.wait()
         return failure
 
-    def first_failure(self) -> Failure | None:
-        """The cause among the failures so far; looks a moment longer where only consequences are in sight."""
-        self._until(lambda: self.stopping or not self._only_echoes(), settle_seconds(self.elsewhere))
-        return root_cause(self._failures.values(), self.finished()) if self._failures else None
+    def first_failure(self, *mine: Failure) -> Failure | None:
+        """The cause among the failures so far; looks a moment longer where only consequences are in sight.
+
+        Args:
+            mine: A failure of the calling process, where it is a rank.
+        """
+
+        def seen() -> list[Failure]:
+            return [*self._failures.values(), *mine]
+
+        seconds = SETTLE_ELSEWHERE_S if self.elsewhere else SETTLE_S
+        self._until(lambda: self.stopping or not (seen() and root_cause(seen()).is_consequence), seconds)
+        return root_cause(seen(), self.finished()) if seen() else None
 
     def finished(self) -> list[int]:
         """The ranks that have ended well, or have said so."""
@@ -193,8 +205,9 @@ class Supervisor:
     def send(self, number: int, ranks: Iterable[int] | None = None) -> None:
         """Send a signal to the ranks that still run (all, or those named)."""
         for rank in self.running() if ranks is None else ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.processes[rank].pid or 0, number)
+            if (pid := self.processes[rank].pid) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def pass_on(self, number: int) -> None:
         """Send a signal that came to this process; what ends processes once, and the next time SIGKILL."""
@@ -218,9 +231,6 @@ class Supervisor:
         for descriptor in self.lifeline or ():
             os.close(descriptor)
         self.lifeline = None
-
-    def _only_echoes(self) -> bool:
-        return bool(self._failures) and root_cause(self._failures.values()).is_consequence
 
     def _look(self) -> None:
         """Take note of what has ended since."""
