@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fabric.core.errors import ConfigurationError, FabricError
+from fabric.core.messages import say
 from fabric.plugins.environments.local import LAUNCHED, STORE_FD, listen
+from fabric.processes.system import require_posix
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.supervisor import ENDS, Command, Supervisor
-from fabric.utilities.messages import say
-from fabric.utilities.system import require_posix
 
 if TYPE_CHECKING:
     import socket

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
+from fabric.processes.garbage import forked
+from fabric.processes.lifeline import Ending, describe, die_with_creator, die_with_parent
+from fabric.processes.signals import flush_output
 from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable
-from fabric.utilities.garbage import forked
-from fabric.utilities.lifeline import Ending, describe, die_with_creator, die_with_parent
-from fabric.utilities.signals import flush_output
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

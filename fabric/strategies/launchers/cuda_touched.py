@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fabric.utilities.source import is_users, line_name
+from fabric.core.source import is_users, line_name
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import LaunchError
-from fabric.utilities.lifeline import is_consequence
+from fabric.processes.lifeline import is_consequence
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

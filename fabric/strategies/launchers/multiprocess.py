@@ -23,6 +23,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ConfigurationError, LaunchError
+from fabric.processes.garbage import forking
+from fabric.processes.signals import Handlers, die_by
+from fabric.processes.system import require_posix
 from fabric.strategies.launchers.child import Task, run_rank
 from fabric.strategies.launchers.cuda_touched import cuda_line, watch_cuda
 from fabric.strategies.launchers.failure import launch_error
@@ -32,9 +35,6 @@ from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.supervisor import Supervisor
-from fabric.utilities.garbage import forking
-from fabric.utilities.signals import Handlers, die_by
-from fabric.utilities.system import require_posix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from fabric.plugins.environments.local import LocalEnvironment
-    from fabric.utilities.lifeline import Ending
+    from fabric.processes.lifeline import Ending
 
 _PRELOAD = ["torch", "fabric.fabric"]
 """What the fork server imports once; a second launch forks from it in about 0.1 s."""

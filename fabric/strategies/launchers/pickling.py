@@ -15,8 +15,8 @@ import types
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabric.utilities.lifeline import describe
-from fabric.utilities.source import is_users, line_name
+from fabric.core.source import is_users, line_name
+from fabric.processes.lifeline import describe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

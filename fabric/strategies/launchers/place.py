@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fabric.utilities.cores import usable_cores
+from fabric.processes.cores import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from fabric.core.errors import ConfigurationError
-from fabric.utilities.messages import say
+from fabric.core.messages import say
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fabric.core.errors import LaunchError
 from fabric.plugins.environments.local import LAUNCHED, LocalEnvironment
+from fabric.processes.lifeline import describe
+from fabric.processes.signals import flush_output
+from fabric.processes.system import require_posix
 from fabric.strategies.launchers.failure import Failure, root_cause
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.relay import Relay
 from fabric.strategies.launchers.supervisor import EXIT_NOTE_S, Command, Supervisor
-from fabric.utilities.lifeline import describe
-from fabric.utilities.signals import flush_output
-from fabric.utilities.system import require_posix
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,10 +16,10 @@ from multiprocessing.connection import Pipe
 from typing import TYPE_CHECKING, Protocol
 
 from fabric.core.errors import LaunchError
+from fabric.core.messages import say
+from fabric.processes.lifeline import LIFELINE_FD, PARENT_PID, REPORT_FD, Ending, die_with_parent
+from fabric.processes.signals import TOGETHER_S
 from fabric.strategies.launchers.failure import Failure, from_returncode, root_cause
-from fabric.utilities.lifeline import LIFELINE_FD, PARENT_PID, REPORT_FD, Ending, die_with_parent
-from fabric.utilities.messages import say
-from fabric.utilities.signals import TOGETHER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

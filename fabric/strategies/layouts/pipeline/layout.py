@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import UsageError
+from fabric.core.messages import say
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
 from fabric.plugins.collectives.shipping import broadcast_tree
@@ -49,7 +50,6 @@ from fabric.strategies.layouts.pipeline.tied import Tied
 from fabric.strategies.layouts.pipeline.trial import warn_of_modules
 from fabric.strategies.layouts.rows import across_rows, along_row, check_rows, make_rows, row_of
 from fabric.utilities.compile import is_compiled
-from fabric.utilities.messages import say
 from fabric.utilities.steps import watch_steps
 
 if TYPE_CHECKING:

@@ -119,7 +119,7 @@ def is_consequence(reason: str) -> bool:
 
 def describe(error: BaseException, tb: TracebackType | None = None) -> str:
     """`ValueError: boom (train.py:31)`: type, first line of the message, and the user's line that raised."""
-    from fabric.utilities.source import is_users, line_name  # only where something has failed
+    from fabric.core.source import is_users, line_name  # only where something has failed
 
     lines = str(error).strip().splitlines() or [""]
     frames = [
