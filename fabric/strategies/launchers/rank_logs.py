@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from fabric.core.errors import ConfigurationError
@@ -61,9 +62,10 @@ class RankLogs:
 
     def close(self) -> None:
         """Wait until all is copied that the ranks have written."""
+        deadline = time.monotonic() + _DRAIN_S
         for pump in self._pumps:
             if pump.ident is not None:
-                pump.join(_DRAIN_S)
+                pump.join(max(0.0, deadline - time.monotonic()))
 
     def _file(self, rank: int, kind: str) -> BinaryIO | None:
         directory = self.directory
