@@ -22,6 +22,7 @@ from fabric.core.errors import ArgumentTypeError
 from fabric.processes.garbage import forked
 from fabric.processes.lifeline import Ending, describe, die_with_creator, die_with_parent
 from fabric.processes.signals import flush_output
+from fabric.strategies.launchers.failure import exit_reason
 from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable
 
 if TYPE_CHECKING:
@@ -68,7 +69,10 @@ def run_rank(task: Task, link: Connection) -> None:
     try:
         ending = Ending(time.monotonic(), result=_call(task))
     except SystemExit as stop:
-        ending = _ending_of_exit(stop.code)
+        code, reason = exit_reason(stop.code)
+        ending = Ending(time.monotonic(), reason if code else None, code=code)
+        if not isinstance(stop.code, int | None):
+            print(stop.code, file=sys.stderr)
     except KeyboardInterrupt:
         ending = Ending(time.monotonic(), "KeyboardInterrupt", code=128 + signal.SIGINT)
     except BaseException as error:
@@ -85,15 +89,6 @@ def run_rank(task: Task, link: Connection) -> None:
         link.close()
     if ending.reason is not None:
         sys.exit(ending.code)
-
-
-def _ending_of_exit(code: Any) -> Ending:
-    """As Python ends: a number is the exit code, anything else is printed, and the code 1."""
-    when = time.monotonic()
-    if code is None or isinstance(code, int):
-        return Ending(when, f"exit code {code}" if code else None, code=code or 0)
-    print(code, file=sys.stderr)
-    return Ending(when, f"exit code 1 ({str(code).strip().partition(chr(10))[0]})")
 
 
 def _call(task: Task) -> bytes | None:

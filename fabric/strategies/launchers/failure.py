@@ -109,3 +109,10 @@ def from_returncode(rank: int, returncode: int, when: float) -> Failure:
     except ValueError:
         name = f"signal {-returncode}"
     return Failure(rank, when, f"killed by {name}", 128 - returncode)
+
+
+def exit_reason(status: Any) -> tuple[int, str]:
+    """The code and the words for what `sys.exit` was given: a number is the code, anything else means 1."""
+    if status is None or isinstance(status, int):
+        return int(status or 0), f"exit code {int(status or 0)}"
+    return 1, f"exit code 1 ({str(status).strip().partition(chr(10))[0]})"

@@ -22,7 +22,7 @@ from fabric.plugins.environments.local import LAUNCHED, LocalEnvironment
 from fabric.processes.lifeline import describe
 from fabric.processes.signals import flush_output
 from fabric.processes.system import require_posix
-from fabric.strategies.launchers.failure import Failure, root_cause
+from fabric.strategies.launchers.failure import Failure, exit_reason, root_cause
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.relay import Relay
@@ -170,10 +170,8 @@ class _Job:
 
     def _on_sys_exit(self, status: Any = None, /) -> NoReturn:
         """In place of `sys.exit`: Python tells nobody with which code it ends."""
-        code = status if isinstance(status, int) else int(status is not None)
-        said = "" if isinstance(status, int) else f" ({str(status).strip().partition(chr(10))[0]})"
+        code, reason = exit_reason(status)
         if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
-            reason = f"exit code {code}{said}"
             self._exited = Failure(self.rank, time.monotonic(), reason, code) if code else None
         self._python_exit(status)
 
