@@ -35,6 +35,7 @@ CELLS = [
     ("cli", 1, "exit", "loader"),
     ("spawn", 0, "kill", "sleep"),
     ("spawn", 1, "raise", "backward"),
+    ("fork", 1, "raise", "collective"),
     ("fork", 0, "exit", "collective"),
     ("fork", 1, "abort", "loader"),
     ("fork", 0, "kill", "backward"),
