@@ -9,18 +9,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fabric.core.errors import ConfigurationError, FabricError
+from fabric.core.messages import say
 from fabric.plugins.environments.local import LAUNCHED, STORE_FD, listen
+from fabric.processes.system import require_posix
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs
-from fabric.strategies.launchers.supervisor import Command, Supervisor
-from fabric.utilities.messages import say
-from fabric.utilities.signals import TOGETHER_S
-from fabric.utilities.system import require_posix
+from fabric.strategies.launchers.supervisor import ENDS, Command, Supervisor
 
 if TYPE_CHECKING:
     import socket
@@ -32,20 +30,29 @@ DEFAULT_PORT = 29400
 PASS_ON_GRACE_S = 30.0
 """Seconds that ranks get to end after one has, badly, and all were sent a signal before."""
 
-_ENDS = (signal.SIGTERM, signal.SIGINT)
-
 LOG_DIR = "FABRIC_LOG_DIR"
 """As --log-dir."""
 
-_DEFAULTS = {
-    "accelerator": "auto",
-    "strategy": "auto",
-    "devices": "auto",
-    "num_nodes": "1",
-    "precision": "32-true",
+
+class Option(NamedTuple):
+    """An option of `fabric run` that takes a value."""
+
+    default: str
+    help: str
+    variable: str = ""
+    """Of a rank's place; the others are handed to the script as FABRIC_<NAME>."""
+
+
+_OPTIONS = {
+    "accelerator": Option("auto", '"cpu", "cuda", "mps", ...; default: auto'),
+    "strategy": Option("auto", '"ddp", ...; default: auto'),
+    "devices": Option("auto", 'a number, a list ("0,1") or auto; default: auto'),
+    "num_nodes": Option("1", "machines; start the same command on each; default: 1"),
+    "precision": Option("32-true", '"32-true", "bf16-mixed", ...; default: the script\'s own'),
+    "node_rank": Option("0", "which of the machines this is; default: 0", "NODE_RANK"),
+    "main_address": Option("127.0.0.1", "the machine of node rank 0", "MASTER_ADDR"),
+    "main_port": Option("0", f"its port; default: {DEFAULT_PORT}, on one machine a free one", "MASTER_PORT"),
 }
-_PLACE_DEFAULTS = {"node_rank": "0", "main_address": "127.0.0.1", "main_port": "0"}
-_PLACE_VARIABLES = {"node_rank": "NODE_RANK", "main_address": "MASTER_ADDR", "main_port": "MASTER_PORT"}
 
 
 class Setting(NamedTuple):
@@ -79,18 +86,8 @@ def _parser() -> argparse.ArgumentParser:
         usage="fabric run [options] (script.py | -m module) [arguments of the script]",
         allow_abbrev=False,
     )
-    run.add_argument("--accelerator", help='"cpu", "cuda", "mps", ...; default: auto')
-    run.add_argument("--strategy", help='"ddp", ...; default: auto')
-    run.add_argument("--devices", help='a number, a list ("0,1") or auto; default: auto')
-    run.add_argument("--num-nodes", metavar="N", help="machines; start the same command on each; default: 1")
-    run.add_argument("--node-rank", metavar="N", help="which of the machines this is; default: 0")
-    run.add_argument("--main-address", metavar="HOST", help="the machine of node rank 0")
-    run.add_argument(
-        "--main-port",
-        metavar="PORT",
-        help=f"where it listens; default: {DEFAULT_PORT}, on one machine a free one",
-    )
-    run.add_argument("--precision", help='"32-true", "bf16-mixed", ...; default: the script\'s own')
+    for name, option in _OPTIONS.items():
+        run.add_argument(f"--{name.replace('_', '-')}", help=option.help, metavar=name.split("_")[-1].upper())
     run.add_argument(
         "--log-dir", metavar="DIR", help="also write what each rank prints to DIR/rank0.out, rank0.err, ..."
     )
@@ -142,15 +139,14 @@ def effective_settings(
 ) -> dict[str, Setting]:
     """Each setting's value and its source: the command line, a variable, or the default."""
     settings = {}
-    for name, default in {**_DEFAULTS, **_PLACE_DEFAULTS}.items():
-        variable = _PLACE_VARIABLES.get(name, f"FABRIC_{name.upper()}")
-        given = options.get(name)
+    for name, option in _OPTIONS.items():
+        variable = option.variable or f"FABRIC_{name.upper()}"
+        given, inherited = options.get(name), environment.get(variable)
+        settings[name] = Setting(option.default, "default")
         if given is not None:
             settings[name] = Setting(given, "command line")
-        elif environment.get(variable):
-            settings[name] = Setting(environment[variable], variable)
-        else:
-            settings[name] = Setting(default, "default")
+        elif inherited:
+            settings[name] = Setting(inherited, variable)
     return settings
 
 
@@ -250,8 +246,8 @@ def _commands(
     # Only what was given: the script's own arguments decide the rest.
     given = {
         f"FABRIC_{name.upper()}": settings[name].value
-        for name in _DEFAULTS
-        if settings[name].source == "command line"
+        for name, option in _OPTIONS.items()
+        if not option.variable and settings[name].source == "command line"
     }
     commands = []
     for local_rank in range(first.local_world_size):
@@ -271,27 +267,18 @@ def _commands(
 
 
 def _supervise(supervisor: Supervisor, listener: socket.socket | None) -> int:
-    received: list[int] = []
-    last = float("-inf")
-
     def pass_on(number: int, _: FrameType | None) -> None:
-        nonlocal last
-        before, last = last, time.monotonic()
-        if number not in _ENDS:
-            supervisor.send(number)
-        elif not received or last - before > TOGETHER_S:  # else one request, which came twice
-            received.append(number)
-            supervisor.send(number if len(received) == 1 else signal.SIGKILL)
+        supervisor.pass_on(number)
 
     # By the last two schedulers announce an end; the ranks know what they mean.
-    numbers = (*_ENDS, signal.SIGUSR1, signal.SIGUSR2)
+    numbers = (*ENDS, signal.SIGUSR1, signal.SIGUSR2)
     heard = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
     previous = {number: signal.signal(number, pass_on) for number in heard}
     try:
         supervisor.start()
         if listener is not None:
             listener.close()  # rank zero has it now: nobody else may take connections
-        return _wait(supervisor, received)
+        return _wait(supervisor)
     finally:
         supervisor.stop()
         supervisor.close()
@@ -299,14 +286,14 @@ def _supervise(supervisor: Supervisor, listener: socket.socket | None) -> int:
             signal.signal(number, handler)
 
 
-def _wait(supervisor: Supervisor, received: list[int]) -> int:
-    failure = supervisor.wait(wake=lambda: bool(received))
-    if received:  # ranks that save take the time they need; who sent the signal can send another
+def _wait(supervisor: Supervisor) -> int:
+    failure = supervisor.wait(wake=lambda: supervisor.signalled is not None)
+    if supervisor.signalled:  # ranks that save take the time they need; who sent the signal can send another
         if supervisor.wait() is not None:
             supervisor.wait_all(PASS_ON_GRACE_S)
         failure = supervisor.first_failure()
         supervisor.stop()
-        return 0 if failure is None else 128 + received[0]
+        return 0 if failure is None else 128 + supervisor.signalled
     return 0 if failure is None else supervisor.conclude(failure)
 
 

@@ -22,6 +22,7 @@ PACKAGE = ROOT / "fabric"
 # Modules may import lower levels, and modules that stand under the same name.
 ORDER = [
     ["fabric.core"],
+    ["fabric.processes"],
     ["fabric.utilities"],
     [
         "fabric.accelerators",

@@ -178,7 +178,7 @@ class _FabricDataLoader:
     def _started(self) -> Iterator[Any]:
         if not getattr(self._dataloader, "num_workers", 0):
             return iter(self._dataloader)
-        from fabric.utilities.garbage import forking
+        from fabric.processes.garbage import forking
 
         with forking():
             return iter(self._dataloader)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from fabric.core.errors import ConfigurationError
-from fabric.utilities.garbage import forked
+from fabric.processes.garbage import forked
 from fabric.utilities.seed import derive_seed, pl_worker_init_function
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class SeedWorker:
 
     def __call__(self, worker_id: int) -> None:
         """Run in the worker process, before its first sample."""
-        from fabric.utilities.lifeline import die_with_creator  # not loaded where there are no workers
+        from fabric.processes.lifeline import die_with_creator  # not loaded where there are no workers
 
         die_with_creator()  # torch looks for the rank every 5 s only, and under forkserver never
         forked()

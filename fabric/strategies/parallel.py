@@ -18,10 +18,10 @@ from fabric.plugins.collectives.channel import Channel, wire_of
 from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.plugins.environments.local import LocalEnvironment
 from fabric.plugins.environments.rendezvous import rendezvous
+from fabric.processes.cores import share_cores
+from fabric.processes.system import allow_open_files
 from fabric.strategies.strategy import Strategy
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
-from fabric.utilities.system import allow_open_files
-from fabric.utilities.threads import share_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import IterableDataset
 
 from fabric.core.errors import ConfigurationError
-from fabric.utilities.cores import usable_cores
+from fabric.processes.cores import usable_cores
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fabric.utilities.source import is_users
+from fabric.core.source import is_users
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.utilities.signals import TOGETHER_S, Handlers
+from fabric.processes.signals import TOGETHER_S, Handlers
 
 DEADLINE = "FABRIC_DEADLINE"
 MARGIN = "FABRIC_DEADLINE_MARGIN"

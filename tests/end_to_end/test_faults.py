@@ -35,6 +35,7 @@ CELLS = [
     ("cli", 1, "exit", "loader"),
     ("spawn", 0, "kill", "sleep"),
     ("spawn", 1, "raise", "backward"),
+    ("fork", 1, "raise", "collective"),
     ("fork", 0, "exit", "collective"),
     ("fork", 1, "abort", "loader"),
     ("fork", 0, "kill", "backward"),
@@ -116,14 +117,11 @@ class Job:
             f"rank{plural} {', '.join(map(str, rest))} stopped because of it"
         )
         assert len(re.findall(line, self.err)) == 1, self.err
-        if launcher not in FUNCTIONS:
-            assert re.fullmatch(f"fabric: {line}", self.lines[-1]), self.err
-            assert self.err.count("Traceback") == (how == "raise"), self.err
-        elif how == "raise":  # the launching process raises; its message ends with the rank's traceback
-            assert self.lines[-1] == "ValueError: boom"
-            assert self.err.count("in train") == 1, self.err
-        else:
-            assert re.search(f"LaunchError: {line}", self.lines[-1]), self.err
+        function = launcher in FUNCTIONS  # the launching process raises, and shows its own traceback
+        start = "fabric.core.errors.LaunchError" if function else "fabric"
+        assert re.fullmatch(f"{start}: {line}", self.lines[-1]), self.err
+        assert self.err.count("Traceback") == (how == "raise") + function, self.err
+        assert self.err.count("ValueError: boom") == 2 * (how == "raise"), self.err
         assert not [word for word in ECHOES if word in self.err], self.err
 
 

@@ -331,24 +331,6 @@ def test_the_cell_that_initialised_cuda_is_named(in_notebook):
     in_notebook(story)
 
 
-def test_a_cell_before_fabric_is_probably_the_one(in_notebook):
-    async def story(notebook):
-        await notebook.run(DRIVER)  # In[2]
-        await notebook.run("find_driver()")
-        await notebook.run("""
-            print("no .cuda() here", torch.cuda.device_count())
-            try:
-                x = torch.ones(1, device="cuda")
-            except (NotImplementedError, RuntimeError):
-                pass
-        """)
-        cell = await notebook.run("launch(print)")
-        assert cell.error == "LaunchError"
-        assert 'probably by cell In[4], line 3 (x = torch.ones(1, device="cuda"))' in cell.trace
-
-    in_notebook(story)
-
-
 # a script on standard input
 
 

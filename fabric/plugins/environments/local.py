@@ -191,7 +191,7 @@ class LocalEnvironment(ClusterEnvironment):
         """The hosted store in the hosting process, else a connection to it (raises as the base does)."""
         from torch.distributed import PrefixStore
 
-        from fabric.utilities.lifeline import tie_to_parent
+        from fabric.processes.lifeline import tie_to_parent
 
         tie_to_parent()
         if self._store is None and rank == 0 and not self._child:

@@ -7,7 +7,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
-from fabric.utilities.system import require_posix
+from fabric.processes.system import require_posix
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -15,14 +15,15 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
-from fabric.strategies.launchers.output import flush_output, take_output
+from fabric.processes.garbage import forked
+from fabric.processes.lifeline import Ending, describe, die_with_creator, die_with_parent
+from fabric.processes.signals import flush_output
+from fabric.strategies.launchers.failure import exit_reason
 from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable
-from fabric.utilities.garbage import forked
-from fabric.utilities.lifeline import describe, die_with_creator, die_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -43,24 +44,22 @@ class Task:
     """Whether the parent is the process that made this one (not so under forkserver)."""
     start_method: str | None
     """The parent's own choice for its children; None: the system's. Loaders here make their workers so."""
-
-
-class Ending(NamedTuple):
-    """What a rank says at its end, by plain pickle over a pipe."""
-
-    when: float
-    result: bytes | None = None
-    reason: str | None = None
-    trace: str = ""
-    error: bytes | None = None
-    code: int = 1
+    streams: tuple[int, int] | None = None
+    """Where to print, under fork; None: where the parent does."""
 
 
 def run_rank(task: Task, link: Connection) -> None:
     """Run one rank to its end and send exactly one `Ending`."""
     forked()
-    _tie(task)
-    take_output()
+    if task.direct and sys.platform == "linux":
+        die_with_parent(task.parent)
+    else:
+        die_with_creator()
+    for number, writer in enumerate(task.streams or (), 1):  # also what is not Python's
+        os.dup2(writer, number)
+        os.close(writer)
+        stream = open(number, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+        setattr(sys, ("stdout", "stderr")[number - 1], stream)
     usual = multiprocessing.get_all_start_methods()[0]
     multiprocessing.set_start_method(task.start_method or usual, force=True)  # not that of this launch
     _set_variables(task)
@@ -70,13 +69,18 @@ def run_rank(task: Task, link: Connection) -> None:
     try:
         ending = Ending(time.monotonic(), result=_call(task))
     except SystemExit as stop:
-        ending = _ending_of_exit(stop.code)
+        code, reason = exit_reason(stop.code)
+        ending = Ending(time.monotonic(), reason if code else None, code=code)
+        if not isinstance(stop.code, int | None):
+            print(stop.code, file=sys.stderr)
     except KeyboardInterrupt:
-        ending = Ending(time.monotonic(), reason="KeyboardInterrupt", code=128 + signal.SIGINT)
+        ending = Ending(time.monotonic(), "KeyboardInterrupt", code=128 + signal.SIGINT)
     except BaseException as error:
         ending = _ending_of(error)
     if os.getpid() != owner:  # a process that the rank has forked by hand has come back to here
-        _end_fork(ending)
+        sys.stderr.write(ending.trace)
+        flush_output()
+        os._exit(0 if ending.reason is None else ending.code)
     if fork and ending.reason is None:
         atexit._run_exitfuncs()  # multiprocessing would not; the other ranks hear that this one left
     flush_output()  # the parent may end this process as soon as it knows
@@ -87,36 +91,14 @@ def run_rank(task: Task, link: Connection) -> None:
         sys.exit(ending.code)
 
 
-def _ending_of_exit(code: Any) -> Ending:
-    """As Python ends: a number is the exit code, anything else is printed, and the code 1."""
-    if code is None or isinstance(code, int):
-        return Ending(time.monotonic(), reason=f"exit code {code}" if code else None, code=code or 0)
-    print(code, file=sys.stderr)
-    return Ending(time.monotonic(), reason=f"exit code 1 ({str(code).strip().partition(chr(10))[0]})")
-
-
-def _end_fork(ending: Ending) -> NoReturn:
-    sys.stderr.write(ending.trace)
-    flush_output()
-    os._exit(0 if ending.reason is None else ending.code)
-
-
 def _call(task: Task) -> bytes | None:
     environment, function, args, kwargs = (
         pickle.loads(task.call) if isinstance(task.call, bytes) else task.call
     )
     _share_cores(task)
-    place = task.place
-    environment.become(
-        place.local_rank,
-        place.world_size,
-        place.local_world_size,
-        place.main_address,
-        place.main_port,
-        place.node_rank,
-    )
+    environment.become(**asdict(task.place))
     result = function(*args, **kwargs)
-    if place.local_rank != 0:
+    if task.place.local_rank != 0:
         return None
     try:
         return pickle.dumps(result)
@@ -126,13 +108,6 @@ def _call(task: Task) -> bytes | None:
             f"pickled: {explain_unpicklable(result, 'result')}. Return plain data and tensors (for a model "
             "its state_dict())."
         ) from error
-
-
-def _tie(task: Task) -> None:
-    if task.direct:
-        die_with_parent(task.parent)
-        return
-    die_with_creator()
 
 
 def _set_variables(task: Task) -> None:
@@ -161,4 +136,4 @@ def _ending_of(error: BaseException) -> Ending:
         tb = tb.tb_next
     trace = "".join(traceback.format_exception(error.with_traceback(tb))) if tb is not None else ""
     whole = pickle.dumps(error) if can_pickle(error) else None
-    return Ending(when, reason=describe(error), trace=trace, error=whole)
+    return Ending(when, describe(error), trace, error=whole)

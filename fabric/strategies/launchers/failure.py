@@ -6,27 +6,14 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import LaunchError
-from fabric.utilities.lifeline import is_consequence
-from fabric.utilities.messages import say
+from fabric.processes.lifeline import is_consequence
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from types import TracebackType
-
-_SETTLE_S = 10.0
-_SETTLE_ELSEWHERE_S = 2.0
-
-
-def settle_seconds(elsewhere: bool) -> float:
-    """Seconds to look for the cause when all failures seen so far read like consequences of another.
-
-    Args:
-        elsewhere: Whether the cause may be on another machine, where nothing will ever be seen of it.
-    """
-    return _SETTLE_ELSEWHERE_S if elsewhere else _SETTLE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +54,6 @@ class Failure:
             line += f"; {_ranks(others)} failed, too"
         return f"{line}; {_ranks(followers)} stopped because of it" if followers else line
 
-    def tell(
-        self, stopped: Collection[int] = (), failures: Iterable[Failure] = (), elsewhere: bool = False
-    ) -> None:
-        """Print what the rank has not printed itself, and the summary."""
-        sys.stderr.write(self.trace)
-        say(self.summary(stopped, failures, elsewhere))
-
 
 def _ranks(ranks: Collection[int]) -> str:
     names = ", ".join(map(str, sorted(ranks)[:16])) + (", ..." if len(ranks) > 16 else "")
@@ -94,34 +74,45 @@ def root_cause(failures: Collection[Failure], finished: Collection[int] = ()) ->
     return replace(cause, rank=min(finished), reason=reason)
 
 
-_hooked = False
+_previous: Any = None
 
 
-def exit_with_its_code() -> None:
-    """From now on let a LaunchError that nobody catches end this process with the failed rank's code."""
-    global _hooked
-    if _hooked:
-        return
-    _hooked, previous = True, sys.excepthook
+def launch_error(line: str, trace: str, code: int) -> LaunchError:
+    """The error of a function launch: the last line of a failed job, and the rank's traceback.
 
-    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        previous(kind, error, tb)
-        if isinstance(error, LaunchError) and error.exit_code != 1:
-            raise SystemExit(error.exit_code)
+    Where nobody catches it, the traceback comes first, the line last, and the process ends with the code.
+    """
+    global _previous
+    error = LaunchError(f"{line}\n\n{trace}".rstrip())
+    error.exit_code, error.told = code, (line, trace)
+    if _previous is None:
+        _previous, sys.excepthook = sys.excepthook, _tell_once
+    return error
 
-    sys.excepthook = hook
+
+def _tell_once(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+    told = error.told if isinstance(error, LaunchError) else None
+    if told is not None:
+        sys.stderr.write(told[1])
+        error.args, error.__cause__ = told[:1], None
+    _previous(kind, error, tb)
+    if told is not None and error.exit_code != 1:  # type: ignore[attr-defined]
+        raise SystemExit(error.exit_code)  # type: ignore[attr-defined]
 
 
 def from_returncode(rank: int, returncode: int, when: float) -> Failure:
     """The failure behind a process's return code (negative: minus the signal, as subprocess has it)."""
-    if returncode < 0:
-        return Failure(rank, when, f"killed by {signal_name(-returncode)}", 128 - returncode)
-    return Failure(rank, when, f"exit code {returncode}", returncode)
-
-
-def signal_name(number: int) -> str:
-    """`SIGKILL` for 9."""
+    if returncode >= 0:
+        return Failure(rank, when, f"exit code {returncode}", returncode)
     try:
-        return signal.Signals(number).name
+        name = signal.Signals(-returncode).name
     except ValueError:
-        return f"signal {number}"
+        name = f"signal {-returncode}"
+    return Failure(rank, when, f"killed by {name}", 128 - returncode)
+
+
+def exit_reason(status: Any) -> tuple[int, str]:
+    """The code and the words for what `sys.exit` was given: a number is the code, anything else means 1."""
+    if status is None or isinstance(status, int):
+        return int(status or 0), f"exit code {int(status or 0)}"
+    return 1, f"exit code 1 ({str(status).strip().partition(chr(10))[0]})"

@@ -7,15 +7,15 @@ rank itself.
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
-import time
 import warnings
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -23,30 +23,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ConfigurationError, LaunchError
-from fabric.strategies.launchers.child import Ending, Task, run_rank
+from fabric.processes.garbage import forking
+from fabric.processes.signals import Handlers, die_by
+from fabric.processes.system import require_posix
+from fabric.strategies.launchers.child import Task, run_rank
 from fabric.strategies.launchers.cuda_touched import cuda_line, watch_cuda
-from fabric.strategies.launchers.failure import (
-    Failure,
-    exit_with_its_code,
-    from_returncode,
-    root_cause,
-    settle_seconds,
-)
+from fabric.strategies.launchers.failure import launch_error
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.openmp import rest_openmp
-from fabric.strategies.launchers.output import relayed_output
 from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable, interactive_name
 from fabric.strategies.launchers.place import Place
-from fabric.strategies.launchers.supervisor import (
-    EXIT_NOTE_S,
-    KILL_GRACE_S,
-    STOP_GRACE_S,
-    process_descriptors,
-)
-from fabric.utilities.garbage import forking
-from fabric.utilities.messages import say
-from fabric.utilities.signals import TOGETHER_S, Handlers, die_by
-from fabric.utilities.system import require_posix
+from fabric.strategies.launchers.rank_logs import RankLogs
+from fabric.strategies.launchers.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +43,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from fabric.plugins.environments.local import LocalEnvironment
+    from fabric.processes.lifeline import Ending
 
 _PRELOAD = ["torch", "fabric.fabric"]
 """What the fork server imports once; a second launch forks from it in about 0.1 s."""
@@ -118,28 +107,47 @@ class MultiprocessLauncher(Launcher):
         node_rank = self.environment.node_rank()
         hosts = node_rank == 0
         port = self.environment.take_port(self.num_nodes) if hosts else self.environment.main_port
-        first = Place(
-            0,
-            self.num_processes * self.num_nodes,
-            self.num_processes,
-            self.environment.main_address,
-            port,
-            node_rank,
-        )
+        count, address = self.num_processes, self.environment.main_address
+        first = Place(0, count * self.num_nodes, count, address, port, node_rank)
         try:
-            with relayed_output(self.start_method) as begin:
-
-                def started() -> None:
-                    begin()
-                    if hosts:
-                        self._host_store()
-
-                return _Ranks(self._context(), first, call, started).run()
+            return self._run(first, call, hosts)
         finally:
             self.environment.teardown()  # the next launch gets a store of its own
 
-    def _host_store(self) -> None:
-        self.environment.host_store(timedelta(minutes=5))
+    def _run(self, first: Place, call: bytes | tuple[Any, ...], hosts: bool) -> Any:
+        if self.start_method == "fork":
+            _prepare_fork(first.threads())
+        context, elsewhere = self._context(), self.num_nodes > 1
+        ranks = [_Rank(context, first.at(local), call) for local in range(self.num_processes)]
+        ours = all([isinstance(stream, io.TextIOWrapper | None) for stream in (sys.stdout, sys.stderr)])
+        # A kernel's streams send each write of a forked process by a connection of its own: lines would mix.
+        logs = None if ours or self.start_method != "fork" else RankLogs()
+        supervisor = Supervisor(ranks, logs=logs, elsewhere=elsewhere, functions=True)
+        numbers = (signal.SIGTERM, signal.SIGUSR1)
+        heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+        handlers = Handlers(heard, lambda number, _: supervisor.pass_on(number))
+        failure = None
+        try:
+            supervisor.start()
+            if hosts:  # now: a rank forked while the store's thread takes a lock would find it taken for ever
+                self.environment.host_store(timedelta(minutes=5))
+            failure = supervisor.wait(wake=lambda: len(supervisor.endings) == len(ranks))
+            failure = failure or supervisor.wait_noting(
+                "rank {} has returned; waiting for the end of its process"
+            )
+            if failure is not None:
+                ending = supervisor.endings.get(failure.rank)
+                trace = "" if ending is None else ending.trace
+                raise launch_error(supervisor.summary(failure), trace, failure.code) from _revive(ending)
+            result = supervisor.endings[first.rank].result
+            return None if result is None else pickle.loads(result)
+        finally:
+            supervisor.stop(spare=None if failure is None else failure.rank)
+            supervisor.close()
+            deadly = failure is not None and not callable(handlers.before(signal.SIGTERM))
+            handlers.restore()
+            if supervisor.signalled is not None and deadly:
+                die_by(signal.SIGTERM)
 
     def _context(self) -> BaseContext:
         context = multiprocessing.get_context(self.start_method)
@@ -176,186 +184,45 @@ class MultiprocessLauncher(Launcher):
             ) from error
 
 
-class _Ranks:
-    """The processes of one launch, from start to end.
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """One rank to start."""
 
-    Args:
-        context: Of Python's multiprocessing, with the start method.
-        first: The place of the first rank.
-        call: What they run.
-        started: Called once all are started; threads begin there. That of the store takes locks of the C
-            library for each rank that connects, and a rank forked at that moment would find them taken for
-            ever.
-    """
+    context: BaseContext
+    place: Place
+    call: bytes | tuple[Any, ...]
 
-    def __init__(
-        self,
-        context: BaseContext,
-        first: Place,
-        call: bytes | tuple[Any, ...],
-        started: Callable[[], None],
-    ) -> None:
-        self.context, self.first, self.call, self.started = context, first, call, started
-        self.method = context.get_start_method()
-        self.processes: dict[int, BaseProcess] = {}
-        self.links: dict[int, Connection] = {}
-        self.endings: dict[int, Ending] = {}
-        self.failures: dict[int, Failure] = {}
-        self.signalled: float | None = None
-        self.elsewhere = first.world_size > first.local_world_size
+    @property
+    def rank(self) -> int:
+        return self.place.rank
 
-    def run(self) -> Any:
-        numbers = (signal.SIGTERM, signal.SIGUSR1)
-        heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-        handlers = Handlers(heard, self._pass_on)
-        try:
-            self._start()
-            self.started()
-            while self.processes.keys() - self._over() and not self.failures:
-                self._collect(1.0)  # a signal that comes just before the wait does not end it
-            self._join()
-            if not self.failures:
-                result = self.endings[self.first.rank].result
-                return pickle.loads(result) if result is not None else None
-            self._settle()
-            raise self._error()
-        finally:
-            self._stop()
-            deadly = self.failures and not callable(handlers.before(signal.SIGTERM))
-            handlers.restore()
-            if self.signalled is not None and deadly:
-                die_by(signal.SIGTERM)
-
-    def _pass_on(self, number: int, _: Any) -> None:
-        """A signal to this process: the ranks get SIGTERM once; if they know what to do, this one goes on."""
-        if number != signal.SIGTERM:
-            for process in self.processes.values():
-                if process.pid is not None and process.exitcode is None:
-                    os.kill(process.pid, number)
-            return
-        now = time.monotonic()
-        if self.signalled is None:
-            for process in self.processes.values():
-                process.terminate()
-        elif now - self.signalled > TOGETHER_S:
-            for process in self.processes.values():
-                process.kill()
-        self.signalled = now
-
-    def _start(self) -> None:
-        direct, usual = self.method != "forkserver", multiprocessing.get_start_method(allow_none=True)
+    def start(self, link: Connection, supervisor: Supervisor) -> BaseProcess:
+        direct = self.context.get_start_method() != "forkserver"
+        usual = multiprocessing.get_start_method(allow_none=True)
         variables = None if direct else dict(os.environ)
-        if self.method == "fork":
-            self._prepare_fork()
-        for local_rank in range(self.first.local_world_size):
-            place = self.first.at(local_rank)
-            reader, writer = self.context.Pipe(duplex=False)
-            task = Task(place, self.call, variables, os.getpid(), direct, usual)
-            process = self.context.Process(target=run_rank, args=(task, writer))  # type: ignore[attr-defined]
-            self.links[place.rank] = reader
-            with warnings.catch_warnings(), forking():
-                # Python 3.12 warns of any fork beside threads; what those threads hold here is taken care of.
-                warnings.filterwarnings(
-                    "ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning
-                )
-                process.start()
-            self.processes[place.rank] = process
-            writer.close()  # ours; the rank's own end closes with the rank, and later ranks do not inherit it
-
-    def _prepare_fork(self) -> None:
-        sys.stdout.flush()  # what is buffered would be printed once more by every rank
-        sys.stderr.flush()
-        if not rest_openmp() and self.first.threads() > 1:
-            _warn_threads(self.first.threads())
-
-    def _collect(self, timeout: float) -> None:
-        """Wait so many seconds until a rank says or shows that it has ended, and take note."""
-        waiting = sorted(self.processes.keys() - self._over())
-        ranks: dict[Any, int] = {self.links[rank]: rank for rank in waiting}
-        # A sentinel is a pipe, which processes that the rank has forked keep open after its end.
-        ends = process_descriptors([self.processes[rank].pid or 0 for rank in waiting])
-        own = ends or [self.processes[rank].sentinel for rank in waiting]
-        ranks.update(zip(own, waiting, strict=True))
-        ready = connection.wait(list(ranks), timeout)
-        for descriptor in ends or ():
+        streams = None if supervisor.logs is None else supervisor.logs.streams(self.rank)
+        task = Task(self.place, self.call, variables, os.getpid(), direct, usual, streams)
+        process = self.context.Process(target=run_rank, args=(task, link))  # type: ignore[attr-defined]
+        with warnings.catch_warnings(), forking():
+            # Python 3.12 warns of any fork beside threads; what those threads hold here is taken care of.
+            message = ".*multi-threaded, use of fork"
+            warnings.filterwarnings("ignore", message=message, category=DeprecationWarning)
+            process.start()
+        for descriptor in streams or ():
             os.close(descriptor)
-        for item in ready:
-            self._note(ranks[item])
+        return process  # type: ignore[no-any-return]
 
-    def _over(self) -> set[int]:
-        return self.endings.keys() | self.failures.keys()
 
-    def _note(self, rank: int) -> None:
-        """One rank has sent its ending, or has ended without."""
-        if rank in self._over():
-            return
-        link = self.links[rank]
-        try:
-            ending = Ending(*pickle.loads(link.recv_bytes())) if link.poll() else None
-        except (EOFError, OSError):
-            ending = None
-        if ending is None:  # it died before it could say anything
-            when = time.monotonic()
-            self.processes[rank].join(STOP_GRACE_S)
-            code = self.processes[rank].exitcode
-            self.failures[rank] = from_returncode(rank, code if code is not None else 1, when)
-            return
-        self.endings[rank] = ending
-        if ending.reason is not None:
-            self.failures[rank] = Failure(rank, ending.when, ending.reason, ending.code)
-
-    def _join(self) -> None:
-        """After all said they are done: their processes end (after uploads), and must not crash then."""
-        if self.failures:
-            return
-        note = time.monotonic() + EXIT_NOTE_S
-        for rank, process in self.processes.items():
-            process.join(max(0.0, note - time.monotonic()))
-            if process.is_alive():
-                say(f"rank {rank} has returned; waiting for the end of its process")
-                process.join()
-            if process.exitcode:
-                self.failures[rank] = from_returncode(rank, process.exitcode, time.monotonic())
-
-    def _settle(self) -> None:
-        """If all that failed reads like a consequence, give the cause a moment to show."""
-        deadline = time.monotonic() + settle_seconds(self.elsewhere)
-        while root_cause(self.failures.values()).is_consequence and self.processes.keys() - self._over():
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                return
-            self._collect(remaining)
-
-    def _error(self) -> LaunchError:
-        cause = root_cause(self.failures.values(), self.endings.keys() - self.failures.keys())
-        alive = self.processes.keys() - self._over()
-        text = cause.summary(alive, self.failures.values(), self.elsewhere)
-        ending = self.endings.get(cause.rank)
-        if ending is not None and ending.trace:
-            text = f"{text}\n\n{ending.trace.rstrip()}"
-        elif cause.code and ending is None:
-            text = f"{text}. It said nothing to the launcher; what it printed stands above."
-        error = LaunchError(text)
-        error.exit_code = cause.code
-        error.__cause__ = _revive(ending)
-        exit_with_its_code()
-        return error
-
-    def _stop(self) -> None:
-        for process in self.processes.values():
-            process.terminate()
-        deadline = time.monotonic() + STOP_GRACE_S
-        try:
-            for process in self.processes.values():
-                process.join(max(0.0, deadline - time.monotonic()))
-        finally:  # at once, if Ctrl-C comes again
-            for process in self.processes.values():
-                process.kill()
-            for rank, process in self.processes.items():
-                process.join(KILL_GRACE_S)
-                if not process.is_alive():  # else in the kernel's hands (a dead disk)
-                    process.close()
-                self.links[rank].close()
+def _prepare_fork(threads: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # what is buffered would be printed once more by every rank
+    if not rest_openmp() and threads > 1:
+        warnings.warn(
+            f"The OpenMP runtime of this torch cannot be paused, so forked ranks with {threads} threads may "
+            "hang once this process has computed anything. If they do, set OMP_NUM_THREADS=1 or use "
+            "forkserver.",
+            stacklevel=5,
+        )
 
 
 def _revive(ending: Ending | None) -> BaseException | None:
@@ -412,11 +279,3 @@ def _own_name(value: Any, position: int) -> str:
     if isinstance(value, FunctionType | MethodType):
         return value.__qualname__
     return f"argument {position}" if position > 0 else type(value).__name__.lower()
-
-
-def _warn_threads(threads: int) -> None:
-    warnings.warn(
-        f"The OpenMP runtime of this torch cannot be paused, so forked ranks with {threads} threads could "
-        "hang once this process has computed anything. If they do, set OMP_NUM_THREADS=1 or use forkserver.",
-        stacklevel=6,
-    )

@@ -1,4 +1,4 @@
-"""Why an object cannot be pickled: the path to the attribute that cannot, and the line that made it so.
+"""Why an object cannot be pickled: the path to the part that cannot, and where that was written.
 
 Imports no torch.
 """
@@ -6,25 +6,24 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import pickle
 import sys
 import time
 import traceback
 import types
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabric.strategies.launchers.definitions import class_line, function_line, set_line
-from fabric.utilities.lifeline import describe
-from fabric.utilities.source import is_users, line_name
+from fabric.core.source import is_users, line_name
+from fabric.processes.lifeline import describe
 
 if TYPE_CHECKING:
-    from fabric.strategies.launchers.definitions import Line
+    from collections.abc import Iterator
 
 _SEARCH_S = 10.0
 _SHOWN_STEPS = 30
-# nn.Module keeps children, parameters and buffers in these; users reach them as plain attributes.
-_TABLES = ("_modules", "_parameters", "_buffers", "__dict__")
+_TABLES = ("_modules", "_parameters", "_buffers")  # of nn.Module: users reach what is in them as attributes
 _RUNNING = {"gi_code": "generator", "cr_code": "coroutine", "ag_code": "asynchronous generator"}
 
 
@@ -35,43 +34,16 @@ class _Sink:
         return len(data)
 
 
-def can_pickle(obj: Any) -> bool:
-    """Whether `pickle.dumps(obj)` works."""
-    try:
-        pickle.Pickler(_Sink()).dump(obj)
-    except Exception:  # pickle's own errors, and whatever a user's __getstate__ or __reduce__ raises
-        return False
-    return True
+class _Pickler(pickle.Pickler):
+    def __init__(self, tensors: bool) -> None:
+        super().__init__(_Sink())
+        self.tensors = tensors
 
-
-def explain_unpicklable(obj: Any, name: str) -> str:
-    """`model.head.act: <lambda> at train.py:12`: the innermost part of `obj` that cannot be pickled.
-
-    Args:
-        obj: An object that `pickle.dumps` refuses.
-        name: What its owner calls it.
-    """
-    trail, error = _refused(obj, tensors=False)
-    if error is None:  # then it is a tensor
-        trail, error = _refused(obj, tensors=True)
-    if error is None or isinstance(error, TimeoutError):
-        return f"{name}: {_kind(obj)}"
-    steps, culprit = _path(trail)
-    path = _shorten(name, [step for _, _, step in steps])
-    if isinstance(error, RecursionError):
-        return f"{path}: nested too deeply for pickle ({len(steps)} levels)"
-    if trail[-1].obj is type(culprit):
-        return f"{path}: {_kind(culprit)}{_unknown(type(culprit))}"
-    owners = [(type(owner), attribute) for owner, attribute, _ in steps if attribute]
-    return f"{path}: {_describe(culprit, error, owners)}"
-
-
-def interactive_name(obj: Any) -> str | None:
-    """The first function or class of `__main__` that a pickle of `obj` names. None where there is none."""
-    finder = _MainFinder(_Sink())
-    with contextlib.suppress(Exception):  # what cannot be pickled at all is explained elsewhere
-        finder.dump(obj)
-    return finder.found
+    def reducer_override(self, obj: Any) -> Any:
+        # Plain tensors always pickle, and their data would take most of the time.
+        torch = None if self.tensors else sys.modules.get("torch")
+        plain = torch and type(obj) in (torch.Tensor, torch.nn.Parameter) and not obj.__dict__
+        return (int, ()) if plain else NotImplemented
 
 
 class _MainFinder(pickle.Pickler):
@@ -84,171 +56,178 @@ class _MainFinder(pickle.Pickler):
         return NotImplemented
 
 
-class _Visit:
-    """An object that pickle has begun, with the arguments and the state that stand for it."""
-
-    __slots__ = ("arguments", "made", "obj", "state")
-
-    def __init__(self, obj: Any) -> None:
-        self.obj, self.arguments, self.state = obj, (), None
-        self.made: list[Any] = []
-        """Containers that exist only for pickle: of arguments, of attributes."""
-
-    def made_for(self, container: Any) -> bool:
-        cut = type(container) is tuple and _same(container, self.arguments[1:])  # without the class
-        made = cut or any([container is one for one in self.made])
-        return made and _attribute_of(self.obj, container) in ("", "__dict__")
+def can_pickle(obj: Any) -> bool:
+    """Whether `pickle.dumps(obj)` works."""
+    return _error(obj, tensors=True) is None
 
 
-class _Walk(pickle._Pickler):
-    """Pickle itself, in Python, with a trail: after an error it ends at the object that was refused."""
+def interactive_name(obj: Any) -> str | None:
+    """The first function or class of `__main__` that a pickle of `obj` names. None where there is none."""
+    finder = _MainFinder(_Sink())
+    with contextlib.suppress(Exception):  # what cannot be pickled at all is explained elsewhere
+        finder.dump(obj)
+    return finder.found
+
+
+def explain_unpicklable(obj: Any, name: str) -> str:
+    """`model.head.act: <lambda> at train.py:12`: the innermost part of `obj` that cannot be pickled.
+
+    Args:
+        obj: An object that `pickle.dumps` refuses.
+        name: What its owner calls it.
+    """
+    search = _Search(tensors=_error(obj, tensors=False) is None)
+    try:
+        steps, owners, culprit, by_name = search.find(obj, (), ()) or ((), (), obj, False)
+    except TimeoutError:
+        return f"{name}: {_kind(obj)}"
+    except RecursionError:
+        return f"{name}: nested too deeply for pickle"
+    if len(steps) > _SHOWN_STEPS:
+        steps = (*steps[:5], " ... ", *steps[-5:])
+    path, cls = f"{name}{''.join(steps)}: ", type(culprit)
+    if by_name:
+        unknown = f", a class{_class_at(cls)} that cannot be imported by that name"
+        return f"{path}{_kind(culprit)}{'' if '<locals>' in cls.__qualname__ else unknown}"
+    return path + _describe(culprit, _error(culprit, search.tensors), owners)
+
+
+def _error(obj: Any, tensors: bool) -> Exception | None:
+    try:
+        _Pickler(tensors).dump(obj)
+    except Exception as error:  # pickle's own errors, and whatever a user's __getstate__ or __reduce__ raises
+        return error
+    return None
+
+
+class _Found(NamedTuple):
+    steps: tuple[str, ...]
+    owners: tuple[type, ...]
+    """The classes of objects on the way of which the next step is an attribute."""
+    culprit: Any
+    by_name: bool
+    """Whether its class is what pickle refuses."""
+
+
+class _Search:
+    """Depth first, into the parts that cannot be pickled, until none of something's parts is to blame."""
 
     def __init__(self, tensors: bool) -> None:
-        super().__init__(_Sink())
-        self.trail: list[_Visit] = []
         self.tensors = tensors
-        self.deadline = time.monotonic() + _SEARCH_S
+        self._deadline = time.monotonic() + _SEARCH_S
+        self._seen: dict[int, Any] = {}
 
-    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
-        if time.monotonic() > self.deadline:
+    def find(self, obj: Any, steps: tuple[str, ...], owners: tuple[type, ...]) -> _Found | None:
+        """The culprit; None if all that leads to it is being searched already."""
+        self._seen[id(obj)], cycle = obj, False
+        for step, part in _parts(obj):
+            if not self._refuses(part):
+                continue
+            if part is type(obj):
+                return _Found(steps, owners, obj, True)
+            cycle = cycle or id(part) in self._seen
+            inside = (*owners, type(obj)) if step[0] == "." else owners
+            if id(part) not in self._seen and (found := self.find(part, (*steps, step), inside)):
+                return found
+        return None if cycle else _Found(steps, owners, obj, False)
+
+    def _refuses(self, part: Any) -> bool:
+        if time.monotonic() > self._deadline:
             raise TimeoutError
-        self.trail.append(_Visit(obj))
-        super().save(obj, save_persistent_id)  # type: ignore[misc]
-        self.trail.pop()
-
-    def save_reduce(self, func: Any, args: Any, state: Any = None, *more: Any, **named: Any) -> None:
-        visit = self.trail[-1]
-        visit.arguments, visit.state = args if isinstance(args, tuple) else (), state
-        parts = [args, state]
-        if isinstance(state, tuple) and len(state) == 2 and not hasattr(visit.obj, "__setstate__"):
-            parts += state  # attributes, slots
-        if getattr(func, "__name__", "") == "__newobj_ex__":
-            parts += visit.arguments[1:]
-        visit.made = [part for part in parts if type(part) in (tuple, list, dict)]
-        super().save_reduce(func, args, state, *more, **named)  # type: ignore[misc]
-
-    def reducer_override(self, obj: Any) -> Any:
-        # Plain tensors always pickle, and their data would take most of the time.
-        return NotImplemented if self.tensors or not _is_plain_tensor(obj) else (int, ())
+        error = _error(part, self.tensors)
+        if isinstance(error, RecursionError):
+            raise error
+        return error is not None
 
 
-def _refused(obj: Any, tensors: bool) -> tuple[list[_Visit], Exception | None]:
-    """The way to what pickle refuses, and its error."""
-    walk, limit = _Walk(tensors), sys.getrecursionlimit()
-    sys.setrecursionlimit(8 * limit)  # this pickle takes several frames where the one in C takes one
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    """What pickle takes of an object, each with the way to it as it is written."""
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            yield f" (the key {key!r})", key
+            yield f"[{key!r}]", value
+    elif isinstance(obj, list | tuple | set | frozenset | deque):
+        fields = dict(enumerate(getattr(obj, "_fields", ())))
+        yield from ((f".{fields[i]}" if fields else f"[{i}]", item) for i, item in enumerate(obj))
     try:
-        walk.dump(obj)
-    except Exception as error:
-        return walk.trail, error
-    finally:
-        sys.setrecursionlimit(limit)
-    return [], None
+        function, arguments, *more = obj.__reduce_ex__(4)
+        state, arguments = more[0] if more else None, tuple(arguments)
+    except Exception:  # it refuses, or is no more than a name
+        return
+    if type(obj) in (function, *arguments[:1]):
+        yield "", type(obj)
+    whole = _attribute(obj, arguments)
+    if getattr(function, "__name__", "") == "__newobj_ex__":
+        arguments = (*arguments[1], *arguments[2].values())
+    taken: dict[str, Any] = (
+        {".__reduce__()[1]": arguments} if whole else _numbered(".__reduce__()[1]", arguments)
+    )
+    if isinstance(state, tuple) and len(state) == 2 and not hasattr(obj, "__setstate__"):
+        taken |= {"attributes": state[0], "slots": state[1]}
+    elif isinstance(state, tuple | list) and not _attribute(obj, state):
+        taken |= _numbered(".__reduce__()[2]", state)
+    else:
+        taken[".__reduce__()[2]"] = state
+    for step, part in taken.items():
+        name = _attribute(obj, part)
+        if isinstance(part, dict) and (
+            part is state or name == "__dict__" or step in ("attributes", "slots")
+        ):
+            yield from _attributes(part)
+        elif part is not type(obj):
+            yield f".{name}" if name else step, part
 
 
-def _is_plain_tensor(obj: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and type(obj) in (torch.Tensor, torch.nn.Parameter) and not obj.__dict__
+def _numbered(step: str, parts: tuple[Any, ...] | list[Any]) -> dict[str, Any]:
+    return {f"{step}[{index}]": part for index, part in enumerate(parts)}
 
 
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(one) == len(other) and all([a is b for a, b in zip(one, other, strict=True)])
-
-
-# the path
-
-
-def _path(trail: list[_Visit]) -> tuple[list[tuple[Any, str, str]], Any]:
-    """(owner, attribute or "", step as it is written) down to the culprit, and the culprit."""
-    owner, container = trail[0], None
-    steps: list[tuple[Any, str, str]] = []
-    for visit in trail[1:]:
-        if owner.made_for(visit.obj):
-            container = visit.obj
-            continue
-        if visit.obj is type(owner.obj) and container is None:
-            break  # the class itself is refused: what counts is the object of it
-        attribute, step = _step(owner, container, visit.obj)
-        in_table = steps and steps[-1][1] in _TABLES and isinstance(owner.obj, dict)
-        if in_table:  # `._modules['head']` is `.head`, `._modules['0']` is `[0]`
-            table_owner, attribute = steps.pop()[0], str(_key_of(owner.obj, visit.obj))
-            steps.append(
-                (table_owner, attribute, f"[{attribute}]" if attribute.isdigit() else f".{attribute}")
+def _attributes(table: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if name in _TABLES and isinstance(value, dict):  # `._modules['head']` is `.head`, `['0']` is `[0]`
+            yield from (
+                (f"[{key}]" if str(key).isdigit() else f".{key}", part) for key, part in value.items()
             )
         else:
-            steps.append((owner.obj, attribute, step))
-        owner, container = visit, None
-    return steps, owner.obj
+            yield f".{name}", value
 
 
-def _step(visit: _Visit, container: Any, child: Any) -> tuple[str, str]:
-    """The attribute of an object (or "") that is `child`, and how to write the way to it."""
-    owner = visit.obj
-    if type(container) is dict:
-        name = str(_key_of(container, child))
-        return name, f".{name}"
-    if container is None and isinstance(owner, dict):
-        key = _key_of(owner, child)
-        return "", f" (the key {child!r})" if key is _NO_KEY else f"[{key!r}]"
-    if isinstance(owner, list | tuple | set | frozenset | deque) and (index := _index_of(owner, child)):
-        fields = dict(enumerate(getattr(owner, "_fields", ())))
-        return "", f".{fields[int(index[1:-1])]}" if fields else index
-    if name := _attribute_of(owner, child):
-        return name, f".{name}"
-    parts = {1: visit.arguments, 2: visit.state if isinstance(visit.state, tuple | list) else ()}
-    found = [f"[{place}]{index}" for place, part in parts.items() if (index := _index_of(part, child))]
-    return "", f".__reduce__(){found[0] if found else '[0]'}"
-
-
-_NO_KEY = object()
-
-
-def _key_of(table: Any, child: Any) -> Any:
-    return next((key for key, value in table.items() if value is child), _NO_KEY)
-
-
-def _index_of(items: Any, child: Any) -> str:
-    return next((f"[{index}]" for index, value in enumerate(items) if value is child), "")
-
-
-def _attribute_of(owner: Any, child: Any) -> str:
-    """The name of what is kept outside of __dict__, such as `func` of functools.partial."""
+def _attribute(owner: Any, part: Any) -> str:
+    """The name of what is kept outside of __dict__, too, such as `func` of functools.partial."""
     kept = (types.MemberDescriptorType, types.GetSetDescriptorType)  # never properties: they run code
     names = [n for cls in type(owner).__mro__ for n, value in vars(cls).items() if isinstance(value, kept)]
     for name in (*getattr(owner, "__dict__", ()), *names):
-        try:
-            if getattr(owner, name, None) is child:
+        with contextlib.suppress(Exception):  # a descriptor that refuses
+            if part is not None and getattr(owner, name, None) is part:
                 return str(name)
-        except Exception:  # a descriptor that refuses
-            continue
     return ""
-
-
-def _shorten(name: str, steps: list[str]) -> str:
-    if len(steps) > _SHOWN_STEPS:
-        steps = [*steps[:5], " ... ", *steps[-5:]]
-    return name + "".join(steps)
 
 
 # the culprit
 
 
-def _describe(culprit: Any, error: Exception, owners: list[tuple[type, str]]) -> str:
+def _describe(culprit: Any, error: Exception | None, owners: tuple[type, ...]) -> str:
     if isinstance(culprit, types.FunctionType):
         return _describe_function(culprit)
     if isinstance(culprit, type):
         name = f"{culprit.__module__}.{culprit.__qualname__}"
-        return f"the class {name}{_at(class_line(culprit))}, which cannot be imported by that name"
+        return f"the class {name}{_class_at(culprit)}, which cannot be imported by that name"
     for attribute, kind in _RUNNING.items():
         code = getattr(culprit, attribute, None)
         if isinstance(code, types.CodeType):
             return f"the {kind} {code.co_name} at {line_name(code.co_filename, code.co_firstlineno)}"
-    hook = _hook(error)
-    raised = f", whose {hook} raises {describe(error)}" if hook else ""
-    return f"{_kind(culprit)}{raised}{_set_at(owners)}"
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
+    hooks = [frame.name for frame in frames if frame.filename != __file__]
+    raised = f", whose {hooks[0]} raises {describe(error)}" if hooks and error else ""
+    for owner in dict.fromkeys(reversed(owners)):  # the innermost of the user's
+        if where := _class_at(owner):
+            return f"{_kind(culprit)}{raised}, in a {owner.__name__} (class{where})"
+    return f"{_kind(culprit)}{raised}"
 
 
 def _describe_function(function: types.FunctionType) -> str:
-    where = _at(function_line(function))
+    code = getattr(inspect.unwrap(function), "__code__", function.__code__)
+    where = f" at {line_name(code.co_filename, code.co_firstlineno)}"
     if function.__name__ == "<lambda>":
         return f"<lambda>{where}"
     if "<locals>" in function.__qualname__:
@@ -260,38 +239,14 @@ def _describe_function(function: types.FunctionType) -> str:
 def _kind(obj: Any) -> str:
     kind = type(obj)
     if "<locals>" in kind.__qualname__:
-        return f"an object of the local class {kind.__qualname__}{_at(class_line(kind))}"
+        return f"an object of the local class {kind.__qualname__}{_class_at(kind)}"
     return f"an object of {kind.__module__}.{kind.__qualname__}"
 
 
-def _unknown(cls: type) -> str:
-    """Why pickle refuses a class: a local one cannot be imported, which its name says."""
-    if "<locals>" in cls.__qualname__:
+def _class_at(cls: type) -> str:
+    """` at train.py:3`, for a class of the user's whose source is known."""
+    try:
+        filename, lineno = inspect.getfile(cls), inspect.getsourcelines(cls)[1]
+    except (TypeError, OSError):  # built in, or (before Python 3.13) of a notebook
         return ""
-    return f", a class{_at(class_line(cls))} that cannot be imported by that name"
-
-
-def _at(line: Line | None) -> str:
-    return f" at {line_name(*line)}" if line else ""
-
-
-def _hook(error: Exception) -> str:
-    """The method of the object that raised, `__getstate__` or the like; "" if pickle itself did."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.name for frame in frames if frame.filename not in (__file__, pickle.__file__)), "")
-
-
-def _set_at(owners: list[tuple[type, str]]) -> str:
-    """`, set at train.py:14`: the innermost line of the user that sets an attribute on the path."""
-    inwards = dict.fromkeys(reversed(owners))
-    for cls, attribute in inwards:
-        line = set_line(cls, attribute)
-        if line is not None and is_users(line.filename):
-            whose = "" if attribute == owners[-1][1] else f".{attribute} "
-            return f", {whose}set at {line_name(*line)}"
-    # No method sets it: then the class of the object that has it.
-    for cls, _ in inwards:
-        line = class_line(cls)
-        if line is not None and is_users(line.filename):
-            return f", in a {cls.__name__} (class{_at(line)})"
-    return ""
+    return f" at {line_name(filename, lineno)}" if is_users(filename) else ""

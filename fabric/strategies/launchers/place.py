@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fabric.utilities.cores import usable_cores
+from fabric.processes.cores import usable_cores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of one rank, and where rank zero listens."""
+    """The place of one rank, and where rank zero listens: the arguments of `LocalEnvironment.become`."""
 
     local_rank: int
     world_size: int

@@ -7,8 +7,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from fabric.processes.signals import TOGETHER_S, Handlers, Listener, die_by
 from fabric.strategies.launchers.supervisor import STOP_GRACE_S
-from fabric.utilities.signals import TOGETHER_S, Handlers, Listener, die_by
 
 if TYPE_CHECKING:
     from fabric.strategies.launchers.supervisor import Supervisor

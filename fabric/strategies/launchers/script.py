@@ -12,20 +12,21 @@ import os
 import sys
 import threading
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fabric.core.errors import LaunchError
 from fabric.plugins.environments.local import LAUNCHED, LocalEnvironment
-from fabric.strategies.launchers.failure import Failure, root_cause, settle_seconds
+from fabric.processes.lifeline import describe
+from fabric.processes.signals import flush_output
+from fabric.processes.system import require_posix
+from fabric.strategies.launchers.failure import Failure, exit_reason, root_cause
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.relay import Relay
 from fabric.strategies.launchers.supervisor import EXIT_NOTE_S, Command, Supervisor
-from fabric.utilities.lifeline import describe
-from fabric.utilities.messages import say
-from fabric.utilities.system import require_posix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,7 +108,6 @@ class _Job:
         self.relay = Relay(self.supervisor)
         self._main_over = threading.Event()
         self._concluding, self._stderr = threading.Lock(), sys.stderr
-        self._verdict = threading.Event()
         self._cause: Failure | None = None
         self._previous_hook, self._python_exit = sys.excepthook, sys.exit
         self._exited: Failure | None = None
@@ -128,14 +128,12 @@ class _Job:
         node_rank, world_size = environment.node_rank(), self.processes * self.nodes
         environment.check_meeting_point(self.nodes)
         port = environment.host_store(_STORE_TIMEOUT, self.nodes) if node_rank == 0 else environment.main_port
-        environment.become(
-            0, world_size, self.processes, environment.main_address, port, node_rank, child=node_rank > 0
-        )
-        return Place(0, world_size, self.processes, environment.main_address, port, node_rank)
+        place = Place(0, world_size, self.processes, environment.main_address, port, node_rank)
+        environment.become(**asdict(place), child=node_rank > 0)
+        return place
 
     def _watch(self) -> None:
         failure = self.supervisor.wait()
-        self._verdict.set()
         if failure is None or self.supervisor.stopping or self._main_over.wait(MAIN_GRACE_S):
             return
         self.supervisor.tell(spare=failure.rank)
@@ -164,21 +162,16 @@ class _Job:
         mine = Failure(self.rank, when, describe(error, tb))
         if mine.is_consequence:
             self.relay.await_end()
-            self._verdict.wait(settle_seconds(self.nodes > 1))
-        theirs = self.supervisor.first_failure()
-        finished = self.supervisor.ended(well=True)
-        self._cause = root_cause([mine, *([theirs] if theirs else [])], finished)
-        if self._cause is mine or self._cause.rank in finished or not mine.is_consequence:
+        self._cause = cause = self.supervisor.first_failure(mine) or mine
+        if cause is mine or cause.rank in self.supervisor.finished() or not mine.is_consequence:
             self._previous_hook(kind, error, tb)
-        self.supervisor.tell(spare=self._cause.rank)
+        self.supervisor.tell(spare=cause.rank)
         # The rest waits for `_on_exit`: torch's own hook, around this one, holds back what is printed here.
 
     def _on_sys_exit(self, status: Any = None, /) -> NoReturn:
         """In place of `sys.exit`: Python tells nobody with which code it ends."""
-        code = status if isinstance(status, int) else int(status is not None)
-        said = "" if isinstance(status, int) else f" ({str(status).strip().partition(chr(10))[0]})"
+        code, reason = exit_reason(status)
         if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
-            reason = f"exit code {code}{said}"
             self._exited = Failure(self.rank, time.monotonic(), reason, code) if code else None
         self._python_exit(status)
 
@@ -191,8 +184,8 @@ class _Job:
         if self._cause is None and self._exited is not None:
             now, mine = time.monotonic(), self._exited.code
             if now - self._exited.when < EXIT_NOTE_S:  # else somebody has caught it
-                theirs = self.supervisor.wait(MAIN_GRACE_S)
-                self._cause = root_cause([self._exited, *([theirs] if theirs else [])])
+                self.supervisor.wait(MAIN_GRACE_S)
+                self._cause = self.supervisor.first_failure(self._exited)
         if self._cause is not None:
             code = self._finish(self._cause)
             if code != mine:
@@ -201,21 +194,18 @@ class _Job:
             self._await_others()
 
     def _await_others(self) -> None:
-        failure = self.supervisor.wait(EXIT_NOTE_S)
-        if failure is None and (late := self.supervisor.running()):
-            say(f"rank {self.rank} has finished; waiting for rank {', '.join(map(str, late))}")
-            failure = self.supervisor.wait()
+        failure = self.supervisor.wait_noting(f"rank {self.rank} has finished; waiting for rank {{}}")
         if failure is not None:
             self._exit(self._finish(root_cause([failure], [self.rank])))
 
     def _finish(self, failure: Failure) -> int:
         """Stop the ranks and print the cause last; returns the exit code."""
         self._concluding.acquire()  # for good: another thread that comes here waits for the end
-        _flush()
+        flush_output()
         return self.supervisor.conclude(failure, also=[self.rank])
 
     def _exit(self, code: int) -> None:
-        _flush()
+        flush_output()
         os._exit(code)  # the main thread may be deep in a collective: no exception reaches it
 
 
@@ -243,10 +233,7 @@ def original_command() -> tuple[list[str], str | None]:
         directory = sys.path[0] if sys.path and Path(sys.path[0]).is_dir() else None
     elif file and sys.argv[0] in argv:
         # The script may have left its directory; the other ranks start where this one did.
-        given, absolute = (
-            sys.argv[0],
-            str(Path(file).resolve() if not Path(file).is_absolute() else Path(file)),
-        )
+        given, absolute = sys.argv[0], str(Path(file).absolute())
         argv[argv.index(given)] = absolute
         if not Path(given).is_absolute() and absolute.endswith(given.removeprefix("./")):
             directory = absolute[: -len(given.removeprefix("./"))] or None
@@ -266,9 +253,3 @@ def _is_unwinding() -> bool:
     """Whether the main thread handles an exception: it may save in a `finally`, and then end by itself."""
     found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
     return (found[0] if isinstance(found, tuple) else found) is not None  # a tuple before Python 3.12
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()

@@ -1,9 +1,10 @@
-"""Starts commands as ranks, watches them, ends them all when one fails. Imports no torch."""
+"""Starts ranks, watches them, ends them all when one fails. Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import selectors
 import signal
 import subprocess
@@ -11,24 +12,277 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from multiprocessing.connection import Pipe
+from typing import TYPE_CHECKING, Protocol
 
 from fabric.core.errors import LaunchError
-from fabric.strategies.launchers.failure import Failure, from_returncode, root_cause, settle_seconds
-from fabric.utilities.lifeline import LIFELINE_FD, PARENT_PID, REPORT_FD, die_with_parent, read_reports
+from fabric.core.messages import say
+from fabric.processes.lifeline import LIFELINE_FD, PARENT_PID, REPORT_FD, Ending, die_with_parent
+from fabric.processes.signals import TOGETHER_S
+from fabric.strategies.launchers.failure import Failure, from_returncode, root_cause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
     from fabric.strategies.launchers.rank_logs import RankLogs
 
+    Process = subprocess.Popen[bytes] | BaseProcess
+
+ENDS = (signal.SIGTERM, signal.SIGINT)
 STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL for ranks that are stopped because another one failed."""
 EXIT_NOTE_S = 10.0
 """Seconds after the normal end of one rank until it is said which others are still waited for."""
 KILL_GRACE_S = 10.0
 """Seconds after SIGKILL in which a process has ended, unless the kernel holds it."""
+SETTLE_S, SETTLE_ELSEWHERE_S = 10.0, 2.0
+"""Seconds in which a cause is looked for behind what reads like its consequence: less if it may be on another
+machine, where nothing will ever be seen of it."""
 _POLL_S = 0.05  # only where the system cannot tell us of a process's end
+
+
+class Start(Protocol):
+    """How one rank comes to be."""
+
+    @property
+    def rank(self) -> int:
+        """Its global rank."""
+
+    def start(self, link: Connection, supervisor: Supervisor) -> Process:
+        """Start its process, which may say an `Ending` to the link."""
+
+
+class Supervisor:
+    """The ranks of one machine, as child processes.
+
+    Args:
+        starts: What to start.
+        own_sessions: Ranks get their own session, so that the terminal's Ctrl-C reaches only the supervisor,
+            and are tied to this process before their first instruction; for a process without other threads.
+            Otherwise they stay in the process group and tie themselves when they join the job.
+        logs: Takes what the ranks print; None: it goes where this process prints.
+        elsewhere: Whether the job has ranks on other machines.
+        functions: Whether each rank says its ending, also a good one, and leaves its traceback to the caller.
+    """
+
+    def __init__(
+        self,
+        starts: Sequence[Start],
+        own_sessions: bool = False,
+        logs: RankLogs | None = None,
+        elsewhere: bool = False,
+        functions: bool = False,
+    ) -> None:
+        self.starts = starts
+        self.own_sessions = own_sessions
+        self.elsewhere = elsewhere
+        self.logs = logs
+        self.processes: dict[int, Process] = {}
+        self.endings: dict[int, Ending] = {}
+        self.stopping = False
+        self.signalled: int | None = None
+        """The first signal passed on that ends a process."""
+        self._signalled_at = float("-inf")
+        self._functions = functions
+        self._links: dict[int, Connection] = {}
+        # The kernel would take the end of a mere thread of ours for the end of this process.
+        by_kernel = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
+        self.lifeline = None if by_kernel or functions else os.pipe()
+        self._told: set[int] = set()
+        self._lock = threading.Lock()
+        self._failures: dict[int, Failure] = {}
+
+    def start(self) -> None:
+        """Start all ranks.
+
+        Raises:
+            LaunchError: One cannot be started; those started before are stopped again.
+        """
+        try:
+            for one in self.starts:
+                self._links[one.rank], writer = Pipe(duplex=False)
+                with writer:  # ours; the rank's own end closes with the rank
+                    self.processes[one.rank] = one.start(writer, self)
+        except OSError as error:
+            self.stop()
+            raise LaunchError(f"Rank {one.rank} could not be started: {error}.") from error
+        if self.logs is not None:
+            self.logs.start()
+
+    def running(self) -> list[int]:
+        """Ranks whose process has not ended."""
+        return [rank for rank, process in self.processes.items() if _code(process) is None]
+
+    def wait(self, timeout: float | None = None, wake: Callable[[], bool] = lambda: False) -> Failure | None:
+        """Block until a rank has failed, all have ended, `stop` was called or `timeout` seconds are over.
+
+        Args:
+            timeout: Seconds; None: no limit.
+            wake: Asked after every signal and at least once per second; True ends the waiting.
+
+        Returns:
+            The failure that came first; None while nothing failed.
+        """
+        self._until(lambda: self._failures or self.stopping or wake(), timeout)
+        return None if wake() else self.first_failure()
+
+    def wait_all(self, timeout: float) -> Failure | None:
+        """Block until all have ended or `timeout` seconds are over; failures do not end the waiting."""
+        self._until(lambda: False, timeout)
+        return self.first_failure()
+
+    def wait_noting(self, what: str) -> Failure | None:
+        """As `wait`; after some time it is said for which ranks."""
+        failure = self.wait(EXIT_NOTE_S)
+        if failure is None and not self.stopping and (late := self.running()):
+            say(what.format(", ".join(map(str, late))))
+            failure = self.wait()
+        return failure
+
+    def first_failure(self, *mine: Failure) -> Failure | None:
+        """The cause among the failures so far; looks a moment longer where only consequences are in sight.
+
+        Args:
+            mine: A failure of the calling process, where it is a rank.
+        """
+
+        def seen() -> list[Failure]:
+            return [*self._failures.values(), *mine]
+
+        seconds = SETTLE_ELSEWHERE_S if self.elsewhere else SETTLE_S
+        self._until(lambda: self.stopping or not (seen() and root_cause(seen()).is_consequence), seconds)
+        return root_cause(seen(), self.finished()) if seen() else None
+
+    def finished(self) -> list[int]:
+        """The ranks that have ended well, or have said so."""
+        ended = [rank for rank, process in self.processes.items() if _code(process) == 0]
+        return sorted({*ended, *self.endings} - self._failures.keys())
+
+    def summary(self, cause: Failure, also: Iterable[int] = ()) -> str:
+        """Tell all others to end; the last line of the job.
+
+        Args:
+            cause: A failure.
+            also: Ranks that stop because of it and are not ours.
+        """
+        self.tell(spare=cause.rank)
+        return cause.summary({*also, *self._told}, self._failures.values(), self.elsewhere)
+
+    def conclude(self, cause: Failure, also: Iterable[int] = ()) -> int:
+        """Stop all ranks and print the cause, last; gives the exit code of the job."""
+        line = self.summary(cause, also)
+        self.stop(spare=cause.rank)
+        if self.logs is not None:
+            self.logs.close()  # what the ranks have printed comes before
+        sys.stderr.write(cause.trace)  # what the rank has not printed itself
+        say(line)
+        process = self.processes.get(cause.rank)
+        code = None if process is None else _code(process)
+        return code if code is not None and code > 0 else cause.code
+
+    def stop(self, spare: int | None = None) -> None:
+        """End every rank: SIGTERM, a grace, SIGKILL; the last at once if Ctrl-C comes meanwhile.
+
+        Args:
+            spare: A rank that is failing by itself and gets the grace to finish its traceback.
+        """
+        self.tell(spare)
+        try:
+            self._until(lambda: False, STOP_GRACE_S)
+        finally:
+            self.send(signal.SIGKILL)
+            self._until(lambda: False, KILL_GRACE_S)  # else in the kernel's hands (a dead disk)
+
+    def tell(self, spare: int | None = None) -> None:
+        """The first half of `stop`: SIGTERM to every rank that runs, but `spare`, without waiting."""
+        self.stopping = True
+        fresh = [rank for rank in self.running() if rank != spare and rank not in self._told]
+        self._told.update(fresh)
+        self.send(signal.SIGTERM, fresh)
+
+    def send(self, number: int, ranks: Iterable[int] | None = None) -> None:
+        """Send a signal to the ranks that still run (all, or those named)."""
+        for rank in self.running() if ranks is None else ranks:
+            if (pid := self.processes[rank].pid) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal that came to this process; what ends processes once, and the next time SIGKILL."""
+        if number not in ENDS:
+            self.send(number)
+            return
+        before, self._signalled_at = self._signalled_at, time.monotonic()
+        if self.signalled is None:
+            self.signalled = number
+            self.send(number)
+        elif self._signalled_at - before > TOGETHER_S:  # else one request, which came twice
+            self.send(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Give the pipes back, after what came through them has been taken."""
+        if self.logs is not None:
+            self.logs.close()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        for descriptor in self.lifeline or ():
+            os.close(descriptor)
+        self.lifeline = None
+
+    def _look(self) -> None:
+        """Take note of what has ended since."""
+        with self._lock:
+            if not self.stopping:
+                self._take_note()
+
+    def _take_note(self) -> None:
+        # First who has ended: what they said before then is in the pipes.
+        now, codes = time.monotonic(), {rank: _code(process) for rank, process in self.processes.items()}
+        for rank, link in list(self._links.items()):
+            if link.poll():
+                self._hear(rank, link)
+        for rank, code in codes.items():
+            silent = self._functions and code == 0 and rank not in self.endings
+            if (code or silent) and rank not in self._failures:
+                self._failures[rank] = from_returncode(rank, code or 0, now)
+
+    def _hear(self, rank: int, link: Connection) -> None:
+        """Take what a rank says at its end, or the end of its link."""
+        del self._links[rank]  # not closed: another thread may wait for it
+        with contextlib.suppress(EOFError, OSError):
+            self.endings[rank] = ending = Ending(*pickle.loads(link.recv_bytes()))
+            trace = "" if self._functions else ending.trace
+            if self.logs is not None:
+                self.logs.note(rank, trace)
+            if ending.reason is not None:
+                self._failures[rank] = Failure(rank, ending.when, ending.reason, ending.code, trace)
+
+    def _until(self, over: Callable[[], object], timeout: float | None) -> None:
+        """Block until `over()`, all ranks have ended, or so many seconds have passed."""
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        self._look()
+        while not over() and (running := self.running()) and time.monotonic() < deadline:
+            self._sleep(min(1.0, max(0.0, deadline - time.monotonic())), running)
+            self._look()
+
+    def _sleep(self, seconds: float, running: list[int]) -> None:
+        """Block until a process ends, or says something that will be noted, or so long; may return early."""
+        descriptors = _process_descriptors([self.processes[rank].pid or 0 for rank in running])
+        if descriptors is None:
+            time.sleep(min(seconds, _POLL_S))
+            return
+        waited: list[int | Connection] = list(descriptors)
+        if not self.stopping:
+            waited += [link for rank, link in self._links.copy().items() if rank in running]
+        with selectors.DefaultSelector() as selector:
+            for one in waited:
+                selector.register(one, selectors.EVENT_READ)
+            selector.select(seconds)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,232 +297,40 @@ class Command:
     stdin: bool = False
     """Whether this rank reads our standard input."""
 
-
-class Supervisor:
-    """The ranks of one machine, as child processes.
-
-    Args:
-        commands: What to start.
-        own_sessions: Ranks get their own session, so that the terminal's Ctrl-C reaches only the supervisor,
-            and are tied to this process before their first instruction; for a process without other threads.
-            Otherwise they stay in the process group and tie themselves when they join the job.
-        logs: Takes what the ranks print; None: it goes where this process prints.
-        elsewhere: Whether the job has ranks on other machines.
-    """
-
-    def __init__(
-        self,
-        commands: list[Command],
-        own_sessions: bool = False,
-        logs: RankLogs | None = None,
-        elsewhere: bool = False,
-    ) -> None:
-        self.commands = commands
-        self.own_sessions = own_sessions
-        self.elsewhere = elsewhere
-        self.logs = logs
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        self.stopping = False
-        self._reports: dict[int, tuple[int, bytes]] = {}
-        # The kernel would take the end of a mere thread of ours for the end of this process.
-        by_kernel = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
-        self._lifeline = None if by_kernel else os.pipe()
-        self._told: set[int] = set()
-        self._lock = threading.Lock()
-        self._failures: dict[int, Failure] = {}
-
-    def start(self) -> None:
-        """Start all ranks.
-
-        Raises:
-            LaunchError: A command cannot be started; those started before are stopped again.
-        """
-        try:
-            for command in self.commands:
-                self.processes[command.rank] = self._start_one(command)
-        except OSError as error:
-            self.stop()
-            raise LaunchError(f"Rank {command.rank} could not be started: {error}.") from error
-        if self.logs is not None:
-            self.logs.start()
-
-    def running(self) -> list[int]:
-        """Ranks whose process has not ended."""
-        return [rank for rank, process in self.processes.items() if process.poll() is None]
-
-    def wait(self, timeout: float | None = None, wake: Callable[[], bool] = lambda: False) -> Failure | None:
-        """Block until a rank has failed, all have ended, `stop` was called or `timeout` seconds are over.
-
-        Args:
-            timeout: Seconds; None: no limit.
-            wake: Asked after every signal and at least once per second; True ends the waiting.
-
-        Returns:
-            The failure that came first; None while nothing failed.
-        """
-        deadline = _deadline(timeout)
-        while (
-            not (self._look() or self.stopping or wake()) and self.running() and time.monotonic() < deadline
-        ):
-            self._sleep(deadline, reports=True)
-        return None if wake() else self.first_failure()
-
-    def wait_all(self, timeout: float) -> Failure | None:
-        """Block until all have ended or `timeout` seconds are over; failures do not end the waiting."""
-        deadline = _deadline(timeout)
-        while self.running() and time.monotonic() < deadline:
-            self._sleep(deadline)
-        return self.first_failure()
-
-    def first_failure(self) -> Failure | None:
-        """The cause among the failures so far; looks a moment longer where only consequences are in sight."""
-        deadline = _deadline(settle_seconds(self.elsewhere))
-        while self._look() and not self.stopping and self.running() and time.monotonic() < deadline:
-            if not root_cause(self._failures.values()).is_consequence:
-                break
-            self._sleep(deadline, reports=True)
-        return root_cause(self._failures.values(), self.ended(well=True)) if self._failures else None
-
-    def conclude(self, cause: Failure, also: Iterable[int] = ()) -> int:
-        """Stop all ranks and print the cause, last; gives the exit code of the job.
-
-        Args:
-            cause: A failure.
-            also: Ranks that stop because of it and are not ours.
-        """
-        self.stop(spare=cause.rank)
-        if self.logs is not None:
-            self.logs.close()  # what the ranks have printed comes before
-        cause.tell({*also, *self._told}, self._failures.values(), self.elsewhere)
-        process = self.processes.get(cause.rank)
-        code = process.poll() if process is not None else None
-        return code if code is not None and code > 0 else cause.code
-
-    def stop(self, spare: int | None = None, grace: float = STOP_GRACE_S) -> list[int]:
-        """End every rank: SIGTERM, `grace` seconds, SIGKILL. Returns the ranks that had to be told.
-
-        Args:
-            spare: A rank that is failing by itself and gets the grace to finish its traceback.
-            grace: Seconds between the two signals.
-        """
-        self.tell(spare)
-        deadline = _deadline(grace)
-        while self.running() and time.monotonic() < deadline:
-            self._sleep(deadline)
-        self.send(signal.SIGKILL, self.running())
-        for process in self.processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel's hands (a dead disk)
-                process.wait(KILL_GRACE_S)
-        return sorted(self._told)
-
-    def tell(self, spare: int | None = None) -> None:
-        """The first half of `stop`: SIGTERM to every rank that runs, but `spare`, without waiting."""
-        self.stopping = True
-        fresh = [rank for rank in self.running() if rank != spare and rank not in self._told]
-        self._told.update(fresh)
-        self.send(signal.SIGTERM, fresh)
-
-    def send(self, number: int, ranks: Iterable[int] | None = None) -> None:
-        """Send a signal to the ranks that still run (all, or those named)."""
-        for rank in self.processes if ranks is None else ranks:
-            with contextlib.suppress(ProcessLookupError):
-                self.processes[rank].send_signal(number)
-
-    def close(self) -> None:
-        """Give the pipes back, after what came through them has been taken."""
-        if self.logs is not None:
-            self.logs.close()
-        for descriptor, _ in self._reports.values():
-            os.close(descriptor)
-        self._reports.clear()
-        for descriptor in self._lifeline or ():
-            os.close(descriptor)
-        self._lifeline = None
-
-    def ended(self, well: bool) -> list[int]:
-        """The ranks that have ended, well (exit code 0) or not."""
-        codes = {rank: process.poll() for rank, process in self.processes.items()}
-        return [rank for rank, code in codes.items() if code is not None and (code == 0) == well]
-
-    def _start_one(self, command: Command) -> subprocess.Popen[bytes]:
-        parent = os.getpid()
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
-        self._reports[command.rank] = reader, b""
-        env = {**command.env, PARENT_PID: str(parent), REPORT_FD: str(writer)}
-        pass_fds = [*command.pass_fds, writer]
-        if self._lifeline is not None:
-            env[LIFELINE_FD] = str(self._lifeline[0])
-            pass_fds.append(self._lifeline[0])
-        tie: Callable[[], None] | None = (lambda: die_with_parent(parent)) if self._ties_early() else None
-        stdin: int | IO[bytes] | None = None if command.stdin else subprocess.DEVNULL
-        streams = (None, None) if self.logs is None else self.logs.streams(command.rank)
+    def start(self, link: Connection, supervisor: Supervisor) -> subprocess.Popen[bytes]:
+        """Start it as `supervisor` wants it."""
+        parent, lifeline, logs = os.getpid(), supervisor.lifeline, supervisor.logs
+        env = {**self.env, PARENT_PID: str(parent), REPORT_FD: str(link.fileno())}
+        pass_fds = [*self.pass_fds, link.fileno()]
+        if lifeline is not None:
+            env[LIFELINE_FD] = str(lifeline[0])
+            pass_fds.append(lifeline[0])
+        early = supervisor.own_sessions and lifeline is None
+        streams = (None, None) if logs is None else logs.streams(self.rank)
         try:
             return subprocess.Popen(
-                command.argv,
+                self.argv,
                 env=env,
-                cwd=command.cwd,
-                stdin=stdin,
+                cwd=self.cwd,
+                stdin=None if self.stdin else subprocess.DEVNULL,
                 stdout=streams[0],
                 stderr=streams[1],
                 pass_fds=pass_fds,
-                start_new_session=self.own_sessions,
-                preexec_fn=tie,  # noqa: PLW1509  only in `fabric run`, which has one thread
+                start_new_session=supervisor.own_sessions,
+                preexec_fn=(lambda: die_with_parent(parent)) if early else None,  # noqa: PLW1509  one thread
             )
         finally:
-            for descriptor in (writer, *streams):
+            for descriptor in streams:
                 if descriptor is not None:
                     os.close(descriptor)
 
-    def _ties_early(self) -> bool:
-        return self.own_sessions and self._lifeline is None
 
-    def _look(self) -> bool:
-        """Take note of what has ended since; whether anything failed."""
-        with self._lock:
-            if not self.stopping:
-                self._take_note()
-            return bool(self._failures)
-
-    def _take_note(self) -> None:
-        # First who has ended: what they said before then is in the pipes.
-        now, codes = time.monotonic(), {rank: process.poll() for rank, process in self.processes.items()}
-        for rank, (descriptor, rest) in self._reports.items():
-            reports, rest = read_reports(descriptor, rest)
-            self._reports[rank] = descriptor, rest
-            for report in reports:
-                if self.logs is not None and report["trace"]:
-                    self.logs.note(rank, report["trace"])
-                self._failures.setdefault(
-                    rank, Failure(rank, report["when"], report["reason"], trace=report["trace"])
-                )
-        for rank, code in codes.items():
-            if code and rank not in self._failures:
-                self._failures[rank] = from_returncode(rank, code, now)
-
-    def _sleep(self, deadline: float, reports: bool = False) -> None:
-        """Block until a process ends or the deadline is over; may return early.
-
-        Args:
-            deadline: Of `time.monotonic()`.
-            reports: Whether a report ends it, too; for those who read them, else it would never block again.
-        """
-        remaining = max(0.0, deadline - time.monotonic())
-        running = self.running()
-        descriptors = process_descriptors([self.processes[rank].pid for rank in running])
-        if descriptors is None:
-            time.sleep(min(remaining, _POLL_S))
-            return
-        waiting = [self._reports[rank][0] for rank in running if reports and rank not in self._failures]
-        with selectors.DefaultSelector() as selector:
-            for descriptor in (*descriptors, *waiting):
-                selector.register(descriptor, selectors.EVENT_READ)
-            selector.select(min(remaining, 1.0))
-        for descriptor in descriptors:
-            os.close(descriptor)
+def _code(process: Process) -> int | None:
+    """The exit code; None while it runs."""
+    return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
 
 
-def process_descriptors(pids: Iterable[int]) -> list[int] | None:
+def _process_descriptors(pids: list[int]) -> list[int] | None:
     """A descriptor per process that becomes readable when it ends; None where there is no such thing."""
     if not hasattr(os, "pidfd_open"):
         return None
@@ -281,7 +343,3 @@ def process_descriptors(pids: Iterable[int]) -> list[int] | None:
             os.close(descriptor)
         return None
     return descriptors
-
-
-def _deadline(seconds: float | None) -> float:
-    return float("inf") if seconds is None else time.monotonic() + seconds

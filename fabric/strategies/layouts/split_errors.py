@@ -7,7 +7,7 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import UsageError
-from fabric.utilities.source import is_users, line_name
+from fabric.core.source import is_users, line_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable

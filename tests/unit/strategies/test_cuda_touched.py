@@ -1,4 +1,4 @@
-"""The line that initialised CUDA is named: noted by torch's own queue of calls, or guessed from cells."""
+"""The line that initialised CUDA is named: noted by torch's own queue of calls."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
-from fabric.strategies.launchers import cuda_touched
-from fabric.strategies.launchers.cuda_touched import cuda_line
 
 DRIVER = """
 import gc, sys, threading, weakref
@@ -125,39 +122,3 @@ print(refusal(fabric))
 """
     assert "by job.py:" in (text := run(tmp_path, body))
     assert "(return value.cuda()  # the touch)" in text
-
-
-CELLS = [
-    (["", "x = 1", "y = torch.ones(1)\nx = net.cuda()"], "cell In[2], line 2 (x = net.cuda())"),
-    (["", "x = net.to('cuda')"], "cell In[1], line 1 (x = net.to('cuda'))"),
-    (["", 'x = torch.ones(\n    1, device="cuda:1"\n)'], "cell In[1], line 1 (x = torch.ones()"),
-    (["", "torch.cuda.synchronize()"], "cell In[1], line 1 (torch.cuda.synchronize())"),
-    (["", "with torch.no_grad():\n    model.half().cuda(0)"], "cell In[1], line 2 (model.half().cuda(0))"),
-    # What ran at once comes before what only a function does, and before the choice of a device.
-    (["", "def f():\n    net.cuda()", "net.cuda()"], "cell In[2], line 1 (net.cuda())"),
-    (["", "device = 'cuda'", "x.to(device)", "y.cuda()"], "cell In[3], line 1 (y.cuda())"),
-    (
-        ["", "device = torch.device('cuda')", "x.to(device)"],
-        "cell In[1], line 1 (device = torch.device('cuda'))",
-    ),
-    (["", "def f():\n    net.cuda()", "f()"], "cell In[1], line 2 (net.cuda())"),
-    (
-        ["", "device = 'cuda' if torch.cuda.is_available() else 'cpu'"],
-        "cell In[1], line 1 (device = 'cuda' if",
-    ),
-    # What does not parse, or does not run.
-    (["", "not python (", "await run(net.cuda())"], "cell In[2], line 1 (await run(net.cuda()))"),
-    (["", "# x.cuda()\ntext = 'x.cuda()'", "x.cuda()"], "cell In[2], line 1 (x.cuda())"),
-    (["", "x = '\\d'", "x.cuda()"], "cell In[2], line 1 (x.cuda())"),
-    # Nothing that touches it.
-    (["", "torch.cuda.is_available(), torch.cuda.device_count(), torch.cuda.manual_seed(1)"], ""),
-    (["", "fabric = Fabric(accelerator='cuda', devices=2)\nprint('cuda')"], ""),
-    ([], ""),
-]
-
-
-@pytest.mark.parametrize(("cells", "found"), CELLS)
-def test_cells_that_touch_cuda(monkeypatch, cells, found):
-    monkeypatch.setattr(cuda_touched, "executed_cells", lambda: cells)
-    line = cuda_line()
-    assert line.startswith(f"probably by {found}") if found else line == ""

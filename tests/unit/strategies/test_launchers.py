@@ -2,8 +2,8 @@
 
 import functools
 import io
-import json
 import os
+import pickle
 import re
 import socket
 import subprocess
@@ -23,6 +23,8 @@ from fabric import cli
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments import LocalEnvironment
 from fabric.plugins.environments.rendezvous import rendezvous
+from fabric.processes import system
+from fabric.processes.lifeline import describe, is_consequence
 from fabric.strategies.launchers import script
 from fabric.strategies.launchers.failure import Failure, from_returncode, root_cause
 from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
@@ -32,8 +34,6 @@ from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.script import ScriptLauncher, original_command
 from fabric.strategies.launchers.supervisor import Command, Supervisor
-from fabric.utilities import system
-from fabric.utilities.lifeline import describe, is_consequence
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:682"
 
@@ -329,11 +329,10 @@ def test_variables_of_a_rank(monkeypatch):
 
 def held_back(rank, reason, seconds):
     """A rank that leaves its traceback to the supervisor, as `tie_to_parent` does, and then ends."""
-    line = json.dumps(
-        {"rank": rank, "when": time.monotonic(), "reason": reason, "trace": "[rank0]: held back\n"}
-    )
+    said = pickle.dumps((time.monotonic(), reason, "[rank0]: held back\n"))
     code = (
-        f"import os, sys, time; os.write(int(os.environ['FABRIC_REPORT_FD']), {line!r}.encode() + b'\\n'); "
+        "import os, sys, time; from multiprocessing.connection import Connection; "
+        f"Connection(int(os.environ['FABRIC_REPORT_FD']), readable=False).send_bytes({said!r}); "
         f"time.sleep({seconds}); sys.exit(1)"
     )
     return Command(rank, [sys.executable, "-c", code], dict(os.environ))
@@ -379,7 +378,7 @@ def test_a_log_directory_that_cannot_be(tmp_path):
 
 def test_ranks_started_from_a_thread_die_with_the_process(tmp_path):
     """The kernel would take the end of the thread for the end of the process; a pipe does not."""
-    rank = "import sys; from fabric.utilities.lifeline import tie_to_parent; tie_to_parent(); print('tied'); "
+    rank = "import sys; from fabric.processes.lifeline import tie_to_parent; tie_to_parent(); print('tied'); "
     script = tmp_path / "job.py"
     script.write_text(
         "import os, sys, threading\n"
@@ -406,7 +405,7 @@ def test_ranks_started_from_a_thread_die_with_the_process(tmp_path):
 
 def test_a_forked_child_of_a_rank_does_not_report_as_the_rank():
     code = (
-        "import os, sys; from fabric.utilities.lifeline import tie_to_parent; tie_to_parent()\n"
+        "import os, sys; from fabric.processes.lifeline import tie_to_parent; tie_to_parent()\n"
         "if os.fork() == 0: raise ValueError('of the child')\n"
         "os.wait()"
     )

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric.core.errors import ConfigurationError
-from fabric.utilities.cores import usable_cores
+from fabric.processes.cores import usable_cores
 from fabric.utilities.data import (
     AttributeDict,
     has_iterable_dataset,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.messages import say
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
 from fabric.plugins.collectives.shipping import broadcast_tree
 from fabric.strategies.layouts.parts import CallParts
@@ -19,7 +20,6 @@ from fabric.strategies.layouts.pipeline.stage import own
 from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.dtypes import CastTo
 from fabric.utilities.init import has_meta_parameters
-from fabric.utilities.messages import say
 from fabric.utilities.random_stream import fork_rng
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
 from fabric.plugins.collectives.shipping import broadcast_tree
 from fabric.plugins.collectives.torch_collective import TorchCollective
+from fabric.processes.lifeline import describe
 from fabric.strategies.layouts.agree import average_gradients, copy_from_first
 from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.local_gradients import LocalGradients
@@ -42,7 +43,6 @@ from fabric.strategies.layouts.pipeline.tied import Tied
 from fabric.strategies.layouts.pipeline.trial import warn_of_modules
 from fabric.strategies.layouts.rows import across_rows, along_row, check_rows, make_rows, row_of
 from fabric.utilities.compile import is_compiled
-from fabric.utilities.lifeline import describe
 from fabric.utilities.steps import watch_steps
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from fabric.core.errors import RankError
 from fabric.core.tree import flatten
+from fabric.processes.lifeline import describe
 from fabric.strategies.layouts.pipeline.link import Failed, Link
 from fabric.strategies.layouts.pipeline.orders import at_once
 from fabric.strategies.layouts.pipeline.stage import own
-from fabric.utilities.lifeline import describe
 from fabric.utilities.random_stream import RandomStream
 
 if TYPE_CHECKING:

@@ -5,11 +5,10 @@ Used by environments and launchers. Imports no torch, does nothing on import.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import json
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import sys
@@ -17,11 +16,12 @@ import threading
 import time
 import traceback
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from fabric.core.errors import CollectiveMismatch, RankError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 PARENT_PID = "FABRIC_PARENT_PID"
@@ -29,7 +29,7 @@ PARENT_PID = "FABRIC_PARENT_PID"
 LIFELINE_FD = "FABRIC_LIFELINE_FD"
 """Set in ranks that a supervisor started: a pipe that ends when the process to die with does."""
 REPORT_FD = "FABRIC_REPORT_FD"
-"""Set in ranks that a supervisor started: a pipe for one line about the exception that ends the rank."""
+"""Set in ranks that a supervisor started: a pipe for the `Ending` of a rank that an exception ends."""
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST_TRACE = 16_000  # of a pipe's 64 KiB: nobody must read it for the rank to end
@@ -48,6 +48,20 @@ _QUOTED = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 _tied = False
 
 
+class Ending(NamedTuple):
+    """What a rank says at its end to the process that started it: a pickled tuple, by a pipe."""
+
+    when: float
+    """Of `time.monotonic()`."""
+    reason: str | None = None
+    """None: it ended well."""
+    trace: str = ""
+    """The traceback, where the rank does not print it."""
+    code: int = 1
+    result: bytes | None = None
+    error: bytes | None = None
+
+
 def tie_to_parent() -> None:
     """Keep what a rank owes its supervisor: die with it, report the exception that ends this process.
 
@@ -60,29 +74,22 @@ def tie_to_parent() -> None:
         return
     if os.getppid() == int(parent):
         _tied = True
-        die_with_parent(int(parent), os.environ.get(LIFELINE_FD, ""))
+        pipe = os.environ.get(LIFELINE_FD, "")
+        if pipe.isdigit():
+            os.set_inheritable(int(pipe), False)
+            _die_after(lambda: os.read(int(pipe), 1))  # nothing is ever written: the other end has closed
+        else:
+            die_with_parent(int(parent))
         _report_exceptions(os.environ.get(REPORT_FD, ""))
     elif not _alive(int(parent)):
         os._exit(1)  # the parent died while this process was still importing
 
 
-def die_with_parent(parent: int, pipe: str = "") -> None:
-    """Have this process killed (SIGKILL) as soon as process `parent`, its parent, ends in whatever way.
-
-    Args:
-        parent: Its process id.
-        pipe: Descriptor of a pipe of which only the parent holds the other end; "": trust the kernel, which
-            watches the parent's *thread* that started us.
-    """
-    if pipe.isdigit():
-        os.set_inheritable(int(pipe), False)
-        threading.Thread(target=_await_end, args=(int(pipe),), daemon=True, name="fabric-lifeline").start()
-    elif sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-    else:
-        threading.Thread(target=_poll_parent, args=(parent,), daemon=True, name="fabric-lifeline").start()
+def die_with_parent(parent: int) -> None:
+    """Have Linux kill this process as soon as the *thread* of process `parent` that started it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def die_with_creator() -> None:
@@ -99,13 +106,10 @@ def die_with_creator() -> None:
         if not connection.wait([sentinel], _ORPHAN_S):
             previous(kind, error, tb)
 
-    def watch() -> None:
-        # The maker's end of this pipe closes when it dies, however it dies.
-        connection.wait([sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
-
     sys.excepthook = hook
-    threading.Thread(target=watch, daemon=True, name="fabric-lifeline").start()
+    _die_after(
+        lambda: connection.wait([sentinel])
+    )  # a pipe, which closes when the maker dies, however it dies
 
 
 def is_consequence(reason: str) -> bool:
@@ -115,7 +119,7 @@ def is_consequence(reason: str) -> bool:
 
 def describe(error: BaseException, tb: TracebackType | None = None) -> str:
     """`ValueError: boom (train.py:31)`: type, first line of the message, and the user's line that raised."""
-    from fabric.utilities.source import is_users, line_name  # only where something has failed
+    from fabric.core.source import is_users, line_name  # only where something has failed
 
     lines = str(error).strip().splitlines() or [""]
     frames = [
@@ -134,7 +138,7 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> str:
 def _report_exceptions(descriptor: str) -> None:
     if not descriptor.isdigit():
         return
-    pipe, previous, owner = int(descriptor), sys.excepthook, os.getpid()
+    previous, owner = sys.excepthook, os.getpid()
 
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         if os.getpid() != owner:  # a fork of this rank, whose end is not the rank's
@@ -143,16 +147,16 @@ def _report_exceptions(descriptor: str) -> None:
         # Before anything else: the peers notice this rank's end only afterwards, so theirs have later times.
         when, reason = time.monotonic(), describe(error, tb)
         trace = _trace(error, tb) if _is_echo(error, reason) else ""
-        line = {"rank": _rank(), "when": when, "reason": reason[:1000], "trace": trace}
         try:
-            os.write(pipe, json.dumps(line).encode() + b"\n")
+            link.send_bytes(pickle.dumps(tuple(Ending(when, reason[:1000], trace))))
         except OSError:
             trace = ""
         if not trace:  # else the supervisor prints it, once it knows that nothing else came before
             previous(kind, error, tb)
 
     try:
-        os.set_inheritable(pipe, False)  # subprocesses of this rank must not keep the pipe open
+        os.set_inheritable(int(descriptor), False)  # subprocesses of this rank must not keep the pipe open
+        link = connection.Connection(int(descriptor), readable=False)
     except OSError:
         return
     sys.excepthook = report
@@ -169,15 +173,6 @@ def _trace(error: BaseException, tb: TracebackType | None) -> str:
     return "".join([f"[rank{_rank()}]: {line}\n" for line in text.splitlines()])
 
 
-def read_reports(descriptor: int, rest: bytes) -> tuple[list[dict[str, Any]], bytes]:
-    """All whole lines that wait in a non-blocking pipe, and the unfinished rest (pass it next time)."""
-    with contextlib.suppress(BlockingIOError):
-        while chunk := os.read(descriptor, 65536):
-            rest += chunk
-    *lines, rest = rest.split(b"\n")
-    return [json.loads(line) for line in lines], rest
-
-
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
@@ -192,12 +187,9 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _await_end(pipe: int) -> None:
-    os.read(pipe, 1)  # nothing is ever written: it returns when the other end has closed
-    os.kill(os.getpid(), signal.SIGKILL)
+def _die_after(wait: Callable[[], object]) -> None:
+    def watch() -> None:
+        wait()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-
-def _poll_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=watch, daemon=True, name="fabric-lifeline").start()

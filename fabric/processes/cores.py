@@ -1,4 +1,4 @@
-"""How many CPU cores this process may really use. Called to choose threads and workers. Needs no torch."""
+"""How many CPU cores this process may really use, and its share of them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,21 @@ def usable_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota()
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def share_cores(local_world_size: int) -> None:
+    """Set torch's threads to `max(1, usable cores // local ranks)`, unless the user chose a number.
+
+    OMP_NUM_THREADS is a choice (our own launchers set it to the same share), and so is a count other than
+    torch's default: all processors, all usable ones, or half of either (physical cores).
+    """
+    if local_world_size <= 1 or "OMP_NUM_THREADS" in os.environ:
+        return
+    import torch
+
+    every, usable = os.cpu_count() or 1, usable_cores()
+    if torch.get_num_threads() in {every, every // 2, usable, usable // 2}:
+        torch.set_num_threads(max(1, usable // local_world_size))
 
 
 def cgroup_quota(

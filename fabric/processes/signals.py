@@ -152,10 +152,15 @@ class Listener:
 
 def die_by(number: int) -> None:
     """End this process at once as the signal does by default, from any thread."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
+    flush_output()
     ctypes.CDLL(None).signal(number, 0)  # Python's way works in the main thread only
     os.kill(os.getpid(), number)
     time.sleep(1.0)
     os._exit(128 + number)  # only if the signal is blocked
+
+
+def flush_output() -> None:
+    """Pass on what stdout and stderr of this process still hold."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # none, gone, or closed
+            stream.flush()

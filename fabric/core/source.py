@@ -10,41 +10,21 @@ import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 
 def line_name(filename: str, lineno: int) -> str:
     """`train.py:12`, or `cell In[3], line 2` where the code was typed into IPython or a notebook."""
     try:
-        label = _shell().compile.format_code_name(filename)
+        label = sys.modules["IPython"].get_ipython().compile.format_code_name(filename)
     except Exception:  # no IPython, or one that names its cells in another way
         label = None
     return f"{label[0].lower()} {label[1]}, line {lineno}" if label else f"{Path(filename).name}:{lineno}"
-
-
-def cell_line(number: int, lineno: int) -> str:
-    """`cell In[3], line 2`."""
-    return f"cell In[{number}], line {lineno}"
 
 
 def is_users(filename: str) -> bool:
     """Whether a file is neither the standard library's nor of an installed package, ours included."""
     # The user's own site-packages, and Debian's dist-packages, lie elsewhere.
     return not filename.startswith(_foreign()) and "-packages/" not in Path(filename).as_posix()
-
-
-def executed_cells() -> list[str]:
-    """The cells of this notebook (or IPython session) as they ran: entry n is `In[n]`. [] elsewhere."""
-    try:
-        return list(map(str, _shell().user_ns["In"]))
-    except Exception:  # a shell without a history
-        return []
-
-
-def _shell() -> Any:
-    """The IPython shell of this process; None without. Never imports IPython."""
-    ipython = sys.modules.get("IPython")
-    return None if ipython is None else ipython.get_ipython()
 
 
 @cache
