@@ -143,13 +143,13 @@ class Exchange:
 
     def scatter(self, tensor: Any, src: int = 0, group: Any | None = None) -> Any:
         """This rank's part (along dim 0) of rank `src`'s tree."""
-        from fabric.plugins.collectives.shipping import scatter_tree
+        from fabric.plugins.collectives.objects import scatter_tree
 
         return scatter_tree(tensor, src, self.channel(group))
 
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
         """Rank `src`'s object on every rank."""
-        from fabric.plugins.collectives.shipping import broadcast_tree
+        from fabric.plugins.collectives.objects import broadcast_tree
 
         return broadcast_tree(obj, src, self.channel(group))
 
@@ -157,7 +157,7 @@ class Exchange:
         self, obj: Any, group: Any | None = None, *, label: str = "all_gather_object"
     ) -> list[Any]:
         """Every rank's object, in rank order; `label` names the call where ranks make different ones."""
-        from fabric.plugins.collectives.gather import gather_objects
+        from fabric.plugins.collectives.objects import gather_objects
 
         return gather_objects(obj, self.channel(group), label)
 
@@ -173,12 +173,10 @@ class Exchange:
 
     def compute_metrics(self, metrics: Any) -> Any:
         """The values of torchmetrics' metrics over the data of all ranks, each part of the data once."""
-        from fabric.metrics.sync import Rows, compute_metrics
+        from fabric.metrics.sync import compute_metrics
 
-        across, size = self.channel(self.data_group), self.row_size
-        if size == 1:
-            return compute_metrics(metrics, across)
-        return compute_metrics(metrics, self.channel(), Rows(size, across))
+        row = self.row_size
+        return compute_metrics(metrics, self.channel(self.data_group if row == 1 else None), row)
 
     def reduce_scalars(self, values: Mapping[str, Any], reduce_op: Any = "mean") -> dict[str, Any]:
         """Numbers and one-element tensors reduced over ranks, all in one tensor of float64 on the host.
@@ -194,11 +192,8 @@ class Exchange:
         size = self.row_size
         channel = self.channel(self.data_group if size == 1 else None)
         names, label = sorted(values, key=str), f"log_dict({reduce_op})"  # in whatever order a rank has them
-        try:
+        with channel.refusing("log_dict"):
             flat, there = flat_scalars([(name, values[name]) for name in names], absent=size > 1)
-        except FabricError as error:
-            channel.refuse("log_dict", error)
-            raise
         if not names:
             channel.meet(call_of(label, "nothing"))
             return {}

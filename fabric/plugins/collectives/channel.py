@@ -1,29 +1,29 @@
 """`Channel`: a group of ranks as the tree verbs see it: its collective, its guard, and what its backend can
 send.
 
-Beside it what every tree verb does first: leaves become tensors, tensors of one kind travel together.
+Beside it what every tree verb does first: leaves become tensors.
 """
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._utils import _flatten_dense_tensors as flatten_tensors
 
-from fabric.core.errors import ArgumentTypeError, FabricError, UsageError
-from fabric.plugins.collectives.frames import REFUSED, call_of
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
+from fabric.plugins.collectives.frames import REFUSED, ROOM, call_of
+from fabric.plugins.collectives.packing import all_on_host
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch import Tensor
 
     from fabric.plugins.collectives.collective import Collective
     from fabric.plugins.collectives.control import Meeting
     from fabric.plugins.collectives.frames import Call
-
-PACK_LIMIT = 1 << 20
-"""Bytes up to which a leaf is copied into a flat tensor; beyond, the copy costs more than a collective."""
 
 
 class Wire(NamedTuple):
@@ -91,6 +91,40 @@ class Channel(NamedTuple):
         guard = self.collective.guard
         return None if guard is None else guard.meet(call, payload)
 
+    def ride(
+        self, call: Call, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
+    ) -> tuple[list[Tensor] | None, Any]:
+        """As `meet`, with data that may ride: (world_size, bytes) of all ranks for each of `flats`.
+
+        None if they must be sent by themselves, with what `room()` gave: memory, asked for before the call
+        where that is known by then. A rank without it must not leave the others in the message after it.
+        """
+        fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= ROOM
+        made = None if fits else room()
+        meeting = self.meet(call, flats if fits else None) if self.world_size > 1 else None
+        if not fits or meeting is None:
+            return None, room() if fits else made
+        tables, start = [], 0
+        for flat in flats:
+            tables.append(meeting.column(start, flat.numel(), torch.uint8))
+            start += flat.numel()
+        return tables, None
+
+    @contextmanager
+    def refusing(self, verb: str) -> Iterator[None]:
+        """In the block the arguments of `verb` are looked at: an error is told to the ranks that wait in it.
+
+        Raises:
+            CollectiveMismatch: Not all ranks refuse alike; raised on all of them.
+            UsageError: This rank does not belong to the group.
+        """
+        self.world_size  # noqa: B018 - raises for ranks outside the group, before anything is sent
+        try:
+            yield
+        except FabricError as error:
+            self.refuse(verb, error)
+            raise
+
     def refuse(self, verb: str, error: FabricError) -> None:
         """Tell the ranks that wait in `verb` that this one does not accept its arguments; then raise `error`.
 
@@ -145,29 +179,16 @@ def _why_not_dense(tensor: Tensor) -> str:
     return f"is {tensor.layout}. Write tensor.to_dense()."
 
 
-def buckets(tensors: list[Tensor]) -> list[list[int]]:
-    """Positions of what travels together: tensors of a dtype and device, large ones alone, empty ones not."""
-    groups: dict[Any, list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        size = tensor.nbytes
-        if size:
-            key = position if size > PACK_LIMIT else (tensor.dtype, tensor.get_device())
-            groups.setdefault(key, []).append(position)
-    return list(groups.values())
-
-
-def join(tensors: list[Tensor]) -> Tensor:
-    """The elements of tensors of one dtype, one after the other; no copy of a single contiguous one."""
-    return tensors[0].reshape(-1) if len(tensors) == 1 else flatten_tensors(tensors)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of `tensor` as flat bytes, row-major; shares its memory where that is contiguous."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    plain = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous with any stride
-    return plain.view(torch.uint8)
-
-
-def all_on_host(tensors: list[Tensor]) -> bool:
-    """Whether every tensor is in host memory, so that it may ride in a frame."""
-    return all([t.is_cpu for t in tensors])
+def check_parts(shapes: list[list[int]], world: int, verb: str) -> None:
+    """Raise unless every leaf splits into `world` equal parts along dim 0."""
+    for shape in shapes:
+        if not shape or shape[0] % world:
+            why = (
+                "has no dim 0"
+                if not shape
+                else f"has {shape[0]} rows, which {world} ranks cannot share evenly"
+            )
+            raise ConfigurationError(
+                f"{verb} splits every leaf along dim 0 into one part per rank, but a leaf of shape {shape} "
+                f"{why}. Give it a first dimension that divides by {world}, such as [{world}, ...]."
+            )

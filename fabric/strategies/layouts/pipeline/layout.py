@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fabric.core.errors import UsageError
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
-from fabric.plugins.collectives.shipping import broadcast_tree
+from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.strategies.layouts.agree import average_gradients, copy_from_first
 from fabric.strategies.layouts.hooked import broadcast_from_zero

@@ -10,8 +10,8 @@ import torch
 from fabric.core.errors import UsageError
 from fabric.core.tree import map_tree
 from fabric.plugins.collectives.frames import call_of
+from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.plugins.collectives.ordered import from_ordered, to_ordered
-from fabric.plugins.collectives.shipping import broadcast_tree
 from fabric.plugins.io.portable import kept_elsewhere
 from fabric.strategies.layouts.norms import scale_
 from fabric.strategies.layouts.pipeline.ghosts import Ghost
