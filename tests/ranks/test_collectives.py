@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import flatten
-from fabric.plugins.collectives import packing
+from fabric.plugins.collectives import channel
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -75,7 +75,12 @@ def counted():
         return counting
 
     patched = {name: count(name, getattr(dist, name)) for name in CALLS if hasattr(dist, name)}
-    with mock.patch.multiple(dist, **patched):
+    gloo = dist.ProcessGroupGloo  # frames ask it directly
+    frames = {
+        "allgather": count("all_gather", gloo.allgather),
+        "allreduce": count("all_reduce", gloo.allreduce),
+    }
+    with mock.patch.multiple(dist, **patched), mock.patch.multiple(gloo, **frames):
         yield calls
 
 
@@ -140,7 +145,7 @@ def alike(one: Any, other: Any) -> None:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return packing.as_bytes(tensor).numpy().tobytes()
+    return channel.as_bytes(tensor).numpy().tobytes()
 
 
 def everywhere_alike(value: Any) -> None:
@@ -271,8 +276,8 @@ def test_small_data_are_one_message_and_no_barrier(ranks):
 def reduce_large_and_small():
     fabric = launched()
     rank = fabric.global_rank
-    large = torch.full((packing.PACK_LIMIT // 4 + 1,), float(rank))
-    strided = torch.full((2, packing.PACK_LIMIT // 4), float(rank)).t()
+    large = torch.full((channel.PACK_LIMIT // 4 + 1,), float(rank))
+    strided = torch.full((2, channel.PACK_LIMIT // 4), float(rank)).t()
     data = [torch.tensor(float(rank)), large, torch.full((3,), float(rank)), strided]
     with counted() as calls:
         result = fabric.all_reduce(data)

@@ -181,12 +181,12 @@ class Guard:
             # The greatest and the least of all keys, by one reduction.
             words = torch.frombuffer(self._sent, dtype=torch.int64, count=3)
             both = torch.cat([words, ~words])
-            work = dist.all_reduce(both, dist.ReduceOp.MAX, group=control, async_op=True)
+            work = control.allreduce(both, dist.ReduceOp.MAX)
             self._finish(work, call, name)
             if not torch.equal(both[:3], ~both[3:]):
                 self._disagree(control, call)
             return None
-        work = dist.all_gather(self._each, self._own, group=control, async_op=True)
+        work = control.allgather(self._each, self._own)  # what dist.all_gather does around it takes 40 us
         self._finish(work, call, name)
         # One comparison for each rank: the rest is looked at only where they differ.
         key, got = self._sent[:KEY_BYTES], self._got
@@ -210,8 +210,7 @@ class Guard:
 
     def _all_gather(self, control: Any, own: Tensor, call: Call) -> list[Tensor]:
         rows = [torch.empty_like(own) for _ in self.members]
-        # Not in one step: torch cannot report a failure of a group that is not in its table.
-        self._finish(dist.all_gather(rows, own, group=control, async_op=True), call, self.name)
+        self._finish(control.allgather(rows, own), call, self.name)
         return rows
 
     def _open(self, call: Call) -> Any:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.channel import to_tensors
+from fabric.plugins.collectives.channel import buckets, pack, to_tensors, unpack
 from fabric.plugins.collectives.frames import tree_call
 from fabric.plugins.collectives.handle import Handle
-from fabric.plugins.collectives.packing import buckets, pack, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor

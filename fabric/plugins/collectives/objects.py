@@ -8,6 +8,7 @@ from __future__ import annotations
 import copyreg
 import ctypes
 import io
+import math
 import pickle
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,17 +18,16 @@ from torch.nn import Parameter
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.channel import check_parts, to_tensors
-from fabric.plugins.collectives.frames import ROOM, call_of, draw
-from fabric.plugins.collectives.packing import (
-    Label,
+from fabric.plugins.collectives.channel import (
     all_on_host,
     buckets,
-    label_of,
+    check_parts,
     pack,
     packed_size,
+    to_tensors,
     unpack,
 )
+from fabric.plugins.collectives.frames import ROOM, call_of, draw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,43 @@ if TYPE_CHECKING:
 
 _TAIL = struct.Struct("<qqq")
 """Of a message: where the labels of its tensors begin, where their bytes do, and whether these are there."""
+
+
+class Label(NamedTuple):
+    """What a receiver must know of a tensor before its bytes arrive."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+    requires_grad: bool
+    is_parameter: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.numel() * self.dtype.itemsize
+
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def get_device(self) -> int:
+        """As of a tensor: of the host, or of the rank's own device."""
+        return -self.on_host
+
+    def dress(self, values: Tensor, device: torch.device) -> Tensor:
+        """The tensor as the sender has it, of the same elements: on the host, or on `device`."""
+        values = values.view(self.shape)
+        values = values if self.on_host else values.to(device)
+        if self.is_parameter:
+            return Parameter(values, self.requires_grad)
+        return values.requires_grad_() if self.requires_grad else values
+
+
+def label_of(tensor: Tensor) -> Label:
+    """What others must know of a tensor."""
+    grad = tensor.requires_grad and tensor.is_leaf
+    return Label(tuple(tensor.shape), tensor.dtype, tensor.is_cpu, grad, type(tensor) is Parameter)
 
 
 class _Refusal(NamedTuple):

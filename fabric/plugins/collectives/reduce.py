@@ -15,11 +15,10 @@ import torch.distributed as dist
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.registry import did_you_mean
 from fabric.core.tree import LEAF, flatten, unflatten
-from fabric.plugins.collectives.channel import to_tensors
+from fabric.plugins.collectives.channel import all_on_host, buckets, join, to_tensors
 from fabric.plugins.collectives.frames import ROOM, starts_of, tree_call
 from fabric.plugins.collectives.handle import Handle
 from fabric.plugins.collectives.ordered import from_ordered, to_ordered
-from fabric.plugins.collectives.packing import all_on_host, buckets, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -165,7 +164,7 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
 
     A loop's loss, every step. What is not plain, or not allowed, goes the general way.
     """
-    dtype, guard = tensor.dtype, channel.collective.guard
+    dtype, guard = tensor.dtype, channel.guard
     name = _PLAIN.get(op) if isinstance(op, str) else None
     if (
         name is None

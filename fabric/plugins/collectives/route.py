@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.channel import check_parts, to_tensors
+from fabric.plugins.collectives.channel import as_bytes, buckets, check_parts, pack, to_tensors, unpack
 from fabric.plugins.collectives.frames import tree_call
 from fabric.plugins.collectives.ordered import from_ordered, to_ordered
-from fabric.plugins.collectives.packing import as_bytes, buckets, pack, unpack
 from fabric.plugins.collectives.reduce import (
     engine_op,
     fold,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
-from fabric.plugins.collectives.packing import buckets, join
+from fabric.plugins.collectives.channel import buckets, join
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import UsageError
-from fabric.plugins.collectives.packing import PACK_LIMIT
+from fabric.plugins.collectives.channel import PACK_LIMIT
 
 if TYPE_CHECKING:
     from torch import Tensor
