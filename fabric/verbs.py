@@ -17,23 +17,28 @@ import torch
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import map_tree
 from fabric.facts import RankFacts
-from fabric.utilities.compile import Verb, disabled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fabric.utilities.compile import Verb
     from fabric.watch.stopping import Stopper
 
 
 def together(verb: Verb) -> Verb:
-    """`verb` after launch; run as plain Python also where a compiled function calls it."""
+    """`verb` after launch; run as plain Python also where a compiled function calls it: see `eager`."""
+    plain: Any = None
 
     @functools.wraps(verb)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal plain
         if not self._ready:
             self._require_launch(f"{verb.__name__}()")
-        run: Any = disabled(verb) if "torch._dynamo" in sys.modules else verb  # see `eager`
-        return run(self, *args, **kwargs)
+        if "torch._dynamo" not in sys.modules:
+            return verb(self, *args, **kwargs)
+        if plain is None:
+            plain = torch.compiler.disable(verb)
+        return plain(self, *args, **kwargs)
 
     return call  # type: ignore[return-value]
 

@@ -156,9 +156,9 @@ class Exchange:
 
     def gather(self, tensor: Any, dst: int = 0, group: Any | None = None) -> Any:
         """The tree with leaves of shape (world_size, *shape) on rank `dst`; None on the others."""
-        from fabric.plugins.collectives.gather import gather_to
+        from fabric.plugins.collectives.gather import gather_tree
 
-        return gather_to(tensor, dst, self.channel(group))
+        return gather_tree(tensor, self.channel(group), dst, verb=f"gather(dst={dst})")
 
     def scatter(self, tensor: Any, src: int = 0, group: Any | None = None) -> Any:
         """This rank's part (along dim 0) of rank `src`'s tree."""

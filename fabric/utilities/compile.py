@@ -21,21 +21,20 @@ def eager(verb: Verb) -> Verb:
 
     As torch.compiler.disable, which would import torch's compiler here and now (seconds) for everybody.
     """
+    disabled: Any = None
 
     @functools.wraps(verb)
     def call(*args: Any, **kwargs: Any) -> Any:
-        run = disabled(verb) if "torch._dynamo" in sys.modules else verb  # else nothing is being compiled
-        return run(*args, **kwargs)
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:  # so nothing is being compiled
+            return verb(*args, **kwargs)
+        if disabled is None:
+            import torch
+
+            disabled = torch.compiler.disable(verb)
+        return disabled(*args, **kwargs)
 
     return call  # type: ignore[return-value]
-
-
-@functools.cache
-def disabled(verb: Callable[..., Any]) -> Any:
-    """`verb` as torch.compiler.disable gives it: loads torch's compiler."""
-    import torch
-
-    return torch.compiler.disable(verb)
 
 
 def is_compiled(obj: object) -> bool:

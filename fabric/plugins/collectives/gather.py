@@ -16,51 +16,41 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.frames import Call
 
 
-def gather_tree(data: Any, channel: Channel, *, async_op: bool = False, verb: str = "all_gather") -> Any:
+def gather_tree(
+    data: Any, channel: Channel, dst: int | None = None, *, async_op: bool = False, verb: str = "all_gather"
+) -> Any:
     """Every leaf of every rank: leaves of shape (world_size, *shape), on the device where they were.
 
     Args:
         data: A tensor, number, or nesting of them; equal structure, shapes and dtypes on all ranks,
             which must all make the call.
         channel: The group.
+        dst: The only rank that gets the result, the others None; None: all get it.
         async_op: Whether to return a `Handle` while large data are on their way.
         verb: What the call is to the user.
 
     Raises:
         ArgumentTypeError: A leaf that is no tensor and no number.
+        ConfigurationError: `dst` is not in the group; on all ranks.
         CollectiveMismatch: Ranks made different calls; raised on all of them.
         UsageError: This rank does not belong to the group.
     """
     leaves, spec = flatten(data)
-    with channel.refusing("all_gather"):
-        tensors = to_tensors(leaves, channel.wire.device, "all_gather")
-    works, finish = start_gather(tensors, tree_call(verb, spec, tensors), channel)
+    with channel.refusing("all_gather" if dst is None else verb):
+        tensors = to_tensors(leaves, channel.wire.device, verb.partition("(")[0])
+        if dst is not None:
+            channel.collective.place_of(dst)
+    works, finish = start_gather(tensors, tree_call(verb, spec, tensors), channel, dst)
+    takes = dst is None or channel.collective.rank == dst
 
     def build() -> Any:
-        return unflatten(finish(), spec, data)
+        return unflatten(finish(), spec, data) if takes else None
 
     if async_op:
         return Handle(verb, works, build)
     for work in works:
         work.wait()
     return build()
-
-
-def gather_to(data: Any, dst: int, channel: Channel) -> Any:
-    """As `gather_tree`, on rank `dst` only; None on the others.
-
-    Raises:
-        ConfigurationError: `dst` is not in the group; on all ranks.
-    """
-    leaves, spec = flatten(data)
-    with channel.refusing(f"gather(dst={dst})"):
-        tensors = to_tensors(leaves, channel.wire.device, "gather")
-        channel.collective.place_of(dst)
-    call = tree_call(f"gather(dst={dst})", spec, tensors)
-    works, finish = start_gather(tensors, call, channel, dst)
-    for work in works:
-        work.wait()
-    return unflatten(finish(), spec, data) if channel.collective.rank == dst else None
 
 
 def start_gather(tensors: list[Tensor], call: Call, channel: Channel, dst: int | None = None) -> Any:

@@ -30,6 +30,8 @@ from fabric.plugins.collectives.channel import (
 from fabric.plugins.collectives.frames import ROOM, call_of, draw
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from fabric.plugins.collectives.channel import Channel
@@ -163,10 +165,14 @@ class Arrived:
         loader.tensors = tensors
         return loader.load()
 
+    def dressed(self, row: Tensor, device: torch.device) -> list[Tensor]:
+        """The tensors out of flat bytes."""
+        columns = unpack(row[None], self.labels)
+        return [o.dress(c.clone(), device) for o, c in zip(self.labels, columns, strict=True)]
+
     def whole(self, device: torch.device) -> Any:
         """The object, whose tensors came along."""
-        columns = unpack(self.data[None], self.labels)
-        return self.load([o.dress(c.clone(), device) for o, c in zip(self.labels, columns, strict=True)])
+        return self.load(self.dressed(self.data, device))
 
 
 class _Loader(pickle.Unpickler):
@@ -203,8 +209,8 @@ def gather_dumped(call: Call, dumped: Dumped, channel: Channel) -> list[Any]:
         places = [[i for i, o in enumerate(one.labels) if o.on_host == on_host] for one in came]
         labels = [[one.labels[i] for i in some] for one, some in zip(came, places, strict=True)]
         sizes = [packed_size(some) for some in labels]
-        mine = [t for t, o in zip(dumped.tensors, dumped.labels, strict=True) if o.on_host == on_host]
         device = torch.device("cpu") if on_host else here
+        mine = [t.to(device) for t in dumped.tensors if t.is_cpu == on_host]
         raw = pack(mine).view(-1) if mine else torch.empty(0, dtype=torch.uint8, device=device)
         rows = _gather_padded(raw, max(sizes), channel)
         for rank, size in enumerate(sizes):
@@ -278,18 +284,8 @@ def broadcast_tree(data: Any, src: int, channel: Channel) -> Any:
         came = _told(None, verb, src, channel)
         if came.inline:
             return _accepted(came.whole(here))
-        tensors: list[Any] = [
-            torch.empty(o.shape, dtype=o.dtype) if not o.nbytes else None for o in came.labels
-        ]
-        for bucket in buckets(came.labels, mixed=True):
-            labels = [came.labels[i] for i in bucket]
-            size, device = packed_size(labels), torch.device("cpu") if labels[0].on_host else here
-            raw = channel.wire.ready(torch.empty(size, dtype=torch.uint8, device=device))
-            channel.collective.broadcast(raw, src)
-            for i, column in zip(bucket, unpack(raw[None].to(device), labels), strict=True):
-                tensors[i] = column.clone() if len(bucket) > 1 else column
-        dressed = [label.dress(t, here) for label, t in zip(came.labels, tensors, strict=True)]
-        return _accepted(came.load(dressed))
+        tensors = _receive(came, channel, lambda raw, _: channel.collective.broadcast(raw, src))
+        return _accepted(came.load(tensors))
     try:
         dumped = Dumped(data, verb, f"rank {src}'s object")
     except ArgumentTypeError as error:
@@ -340,26 +336,37 @@ def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
             message = Dumped((shell, spec), verb).message(
                 [pack(tensors, world)] if small else tensors, labels
             )
-        except FabricError as error:
-            _told(Dumped(_Refusal(error), verb).message(), verb, src, channel)
+        except Exception as error:
+            known = error if isinstance(error, FabricError) else ArgumentTypeError(str(error))
+            _told(Dumped(_Refusal(known), verb).message(), verb, src, channel)
             raise
     came = _told(message, verb, src, channel)
     shell, spec = _accepted(came.load([]))
-    mine: list[Any] = [torch.empty(o.shape, dtype=o.dtype) for o in came.labels]
     if came.inline and came.labels:
         row = came.data.view(world, -1)[channel.collective.rank_in_group]
-        mine = [column.clone() for column in unpack(row[None], came.labels)]
-    for bucket in buckets(came.labels, mixed=True) if not came.inline else []:
+        mine = came.dressed(row, here)
+    else:
+
+        def take(raw: Tensor, bucket: list[int]) -> None:
+            rows = list(pack([tensors[i] for i in bucket], world)) if tensors else []
+            channel.collective.scatter(raw, [channel.wire.ready(row) for row in rows], src)
+
+        mine = _receive(came, channel, take)
+    return unflatten(mine, spec, shell)
+
+
+def _receive(came: Arrived, channel: Channel, take: Callable[[Tensor, list[int]], Any]) -> list[Tensor]:
+    """The tensors of a message, in buckets as `take` brings them into flat memory."""
+    here = channel.wire.device
+    tensors: list[Any] = [None if o.nbytes else torch.empty(o.shape, dtype=o.dtype) for o in came.labels]
+    for bucket in buckets(came.labels, mixed=True):
         labels = [came.labels[i] for i in bucket]
         device = torch.device("cpu") if labels[0].on_host else here
-        got = channel.wire.ready(torch.empty(packed_size(labels), dtype=torch.uint8, device=device))
-        rows = (
-            [channel.wire.ready(row) for row in pack([tensors[i] for i in bucket], world)] if tensors else []
-        )
-        channel.collective.scatter(got, rows, src)
-        for i, column in zip(bucket, unpack(got[None].to(device), labels), strict=True):
-            mine[i] = column.clone() if len(bucket) > 1 else column
-    return unflatten([o.dress(t, here) for o, t in zip(came.labels, mine, strict=True)], spec, shell)
+        raw = channel.wire.ready(torch.empty(packed_size(labels), dtype=torch.uint8, device=device))
+        take(raw, bucket)
+        for i, column in zip(bucket, unpack(raw[None].to(device), labels), strict=True):
+            tensors[i] = column.clone() if len(bucket) > 1 else column
+    return [label.dress(t, here) for label, t in zip(came.labels, tensors, strict=True)]
 
 
 def _told(message: Tensor | None, verb: str, src: int, channel: Channel) -> Arrived:
