@@ -40,7 +40,7 @@ def main() -> None:
 
 def far() -> dict[str, Any]:
     """The cost at a large world by calculation: gloo passes messages around a ring."""
-    # full: world - 1 steps, each a frame. light: 2 (world - 1) steps of a reduction of 56 bytes.
+    # full: world - 1 steps, each a frame. light: 2 (world - 1) steps of a reduction of 48 bytes.
     full = (FAR - 1) * (HOP + FRAME / BYTES_PER_US)
     light = 2 * (FAR - 1) * HOP
     rows = [

@@ -7,6 +7,8 @@ who called what, and where.
 
 from __future__ import annotations
 
+import functools
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +17,30 @@ import torch
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import map_tree
 from fabric.facts import RankFacts
-from fabric.utilities.compile import eager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fabric.utilities.compile import Verb
     from fabric.watch.stopping import Stopper
+
+
+def together(verb: Verb) -> Verb:
+    """`verb` after launch; run as plain Python also where a compiled function calls it: see `eager`."""
+    plain: Any = None
+
+    @functools.wraps(verb)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal plain
+        if not self._ready:
+            self._require_launch(f"{verb.__name__}()")
+        if "torch._dynamo" not in sys.modules:
+            return verb(self, *args, **kwargs)
+        if plain is None:
+            plain = torch.compiler.disable(verb)
+        return plain(self, *args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class CollectiveVerbs(RankFacts):
@@ -33,13 +53,12 @@ class CollectiveVerbs(RankFacts):
 
     _stopper: Stopper | None
 
-    @eager
+    @together
     def barrier(self, name: str | None = None) -> None:
         """Wait until every rank is here. All ranks, with the same name."""
-        self._require_launch("barrier()")
         self._strategy.barrier(name)
 
-    @eager
+    @together
     def should_stop(self) -> bool:
         """Whether to save and end now: True on all ranks at the same step. All ranks, once per step.
 
@@ -51,7 +70,6 @@ class CollectiveVerbs(RankFacts):
         Raises:
             ConfigurationError: The deadline cannot be read.
         """
-        self._require_launch("should_stop()")
         if self._stopper is None:
             from fabric.watch.stopping import Stopper
 
@@ -61,18 +79,17 @@ class CollectiveVerbs(RankFacts):
                 self._strategy.refuse("should_stop", error)
         return any(self._strategy.all_gather_object(self._stopper.asked(), label="should_stop"))
 
-    @eager
+    @together
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
         """Rank `src`'s object on every rank. All ranks of the group. Tensors travel as tensors, never
         pickled.
         """
-        self._require_launch("broadcast()")
         self._check_rank("broadcast", "src", src, group)
         if group is None:
             return self._strategy.broadcast(obj, src)
         return self._strategy.broadcast(obj, src, group=group)
 
-    @eager
+    @together
     def all_gather(
         self,
         data: Any,
@@ -98,7 +115,6 @@ class CollectiveVerbs(RankFacts):
             CollectiveMismatch: A ValueError: structure, dtypes or (with "error") shapes differ; on all ranks.
             ConfigurationError: Unknown `uneven`; "cat" of numbers; `async_op` with `sync_grads` or `uneven`.
         """
-        self._require_launch("all_gather()")
         if async_op and (sync_grads or uneven != "error"):
             text = "all_gather(async_op=True) takes neither sync_grads=True nor uneven=."
             self._strategy.refuse("all_gather", ConfigurationError(text), group)
@@ -109,7 +125,7 @@ class CollectiveVerbs(RankFacts):
             return strategy.all_gather(data, group, sync_grads)
         return strategy.all_gather(data, group, sync_grads, uneven=uneven)
 
-    @eager
+    @together
     def all_reduce(
         self,
         data: Any,
@@ -136,7 +152,6 @@ class CollectiveVerbs(RankFacts):
             CollectiveMismatch: Ranks made different calls; on all ranks.
             ConfigurationError: `async_op` with `sync_grads`.
         """
-        self._require_launch("all_reduce()")
         if sync_grads:
             if async_op:
                 text = "all_reduce takes async_op=True or sync_grads=True, not both."
@@ -148,7 +163,7 @@ class CollectiveVerbs(RankFacts):
             return self._strategy.all_reduce(data, group, reduce_op, async_op=True)
         return self._strategy.all_reduce(data, group, reduce_op)
 
-    @eager
+    @together
     def reduce_scatter(
         self, data: Any, reduce_op: Any = "mean", group: Any | None = None, *, sync_grads: bool = False
     ) -> Any:
@@ -165,10 +180,9 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: A first dimension that does not divide by the number of ranks.
             CollectiveMismatch: Ranks made different calls; on all ranks.
         """
-        self._require_launch("reduce_scatter()")
         return self._strategy.reduce_scatter(data, reduce_op, group, sync_grads=sync_grads)
 
-    @eager
+    @together
     def all_to_all(self, data: Any, group: Any | None = None, *, sync_grads: bool = False) -> Any:
         """Part i of each leaf (along dim 0) to rank i, and part r from rank r. All ranks of the group.
 
@@ -181,56 +195,49 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: A first dimension that does not divide by the number of ranks.
             CollectiveMismatch: Ranks made different calls; on all ranks.
         """
-        self._require_launch("all_to_all()")
         return self._strategy.all_to_all(data, group, sync_grads=sync_grads)
 
-    @eager
+    @together
     def gather(self, data: Any, dst: int = 0, group: Any | None = None) -> Any:
         """As `all_gather`, on rank `dst` only; None on the others. All ranks of the group."""
-        self._require_launch("gather()")
         self._check_rank("gather", "dst", dst, group)
         return self._strategy.gather(data, dst, group)
 
-    @eager
+    @together
     def scatter(self, data: Any, src: int = 0, group: Any | None = None) -> Any:
         """This rank's part of rank `src`'s data: (n / world_size, ...) of each (n, ...). All ranks of the
         group.
 
         What the other ranks pass is ignored. Raises, on all ranks, as `reduce_scatter`.
         """
-        self._require_launch("scatter()")
         self._check_rank("scatter", "src", src, group)
         return self._strategy.scatter(data, src, group)
 
-    @eager
+    @together
     def all_gather_object(self, obj: Any, group: Any | None = None) -> list[Any]:
         """Every rank's object, pickled on its way, in rank order. All ranks of the group."""
-        self._require_launch("all_gather_object()")
         return self._strategy.all_gather_object(obj, group)
 
-    @eager
+    @together
     def any(self, flag: Any) -> bool:
         """Whether the flag is true on any rank. All ranks."""
-        self._require_launch("any()")
         return self._strategy.reduce_boolean_decision(self._checked_flag("any", flag), all=False)
 
-    @eager
+    @together
     def all(self, flag: Any) -> bool:
         """Whether the flag is true on all ranks. All ranks."""
-        self._require_launch("all()")
         return self._strategy.reduce_boolean_decision(self._checked_flag("all", flag), all=True)
 
-    @eager
+    @together
     def agree(self, value: Any) -> Any:
         """The value, which all ranks must hold alike. All ranks.
 
         Raises:
             CollectiveMismatch: They do not; the message is a table of what each holds. Raised on all ranks.
         """
-        self._require_launch("agree()")
         return self._strategy.agree(value)
 
-    @eager
+    @together
     def compute_metrics(self, metrics: Any) -> Any:
         """The values that one process would compute which saw the data of all ranks. All ranks.
 
@@ -247,7 +254,6 @@ class CollectiveVerbs(RankFacts):
             CollectiveMismatch: Ranks hold different metrics, or states of different shapes; on all ranks.
             UsageError: A metric is synchronised already, or a MetricCollection guessed wrong compute groups.
         """
-        self._require_launch("compute_metrics()")
         return self._strategy.compute_metrics(metrics)
 
     @contextmanager

@@ -48,7 +48,8 @@ ORDER = [
     ["fabric.facts", "fabric.launching"],
     ["fabric.setup", "fabric.verbs"],
     ["fabric.fabric"],
-    ["fabric.cli", "fabric.testing"],
+    ["fabric.testing"],
+    ["fabric.cli"],
     ["fabric.__main__"],
 ]
 LEVELS = {name: level for level, names in enumerate(ORDER) for name in names}

@@ -44,9 +44,6 @@ class RankError(FabricError, RuntimeError):
 class CollectiveMismatch(FabricError, RuntimeError, ValueError):
     """Ranks made different calls where all must make the same; every rank gets this, with one table."""
 
-    late = False
-    """Whether this rank only came late to a call that the others had given up by then."""
-
 
 class MissingExtraError(FabricError, ImportError):
     """An optional package is needed and not installed."""

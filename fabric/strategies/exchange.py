@@ -36,6 +36,8 @@ class Exchange:
     def __init__(self) -> None:
         self.collective: Collective = SingleDeviceCollective()
         self.wire = Exchange.make_wire(self)
+        self._channel: Channel | None = None
+        self._seen: tuple[Channel, Channel, int] | None = None
 
     @property
     def root_device(self) -> torch.device:
@@ -66,7 +68,24 @@ class Exchange:
 
     def channel(self, group: Any | None = None) -> Channel:
         """What the tree verbs of a group run on."""
+        known = self._channel
+        if group is not None:
+            return self.make_channel(group)
+        if known is None or known.collective is not self.collective or known.wire is not self.wire:
+            known = self._channel = self.make_channel(None)
+        return known
+
+    def make_channel(self, group: Any | None) -> Channel:
+        """The channel of a group; asked once for all ranks."""
         return Channel(self.group_collective(group), self.wire)
+
+    def _parts(self) -> tuple[Channel, int]:
+        """The ranks that hold the data, and how many of them, one after the other, see the same part."""
+        everybody = self.channel()
+        if self._seen is None or self._seen[0] is not everybody:
+            row = self.row_size
+            self._seen = everybody, self.channel(self.data_group) if row == 1 else everybody, row
+        return self._seen[1:]
 
     def meet(self, verb: str, what: str = "") -> None:
         """Wait until all ranks make the same call; the first thing that a verb of several messages does."""
@@ -137,19 +156,19 @@ class Exchange:
 
     def gather(self, tensor: Any, dst: int = 0, group: Any | None = None) -> Any:
         """The tree with leaves of shape (world_size, *shape) on rank `dst`; None on the others."""
-        from fabric.plugins.collectives.gather import gather_to
+        from fabric.plugins.collectives.gather import gather_tree
 
-        return gather_to(tensor, dst, self.channel(group))
+        return gather_tree(tensor, self.channel(group), dst, verb=f"gather(dst={dst})")
 
     def scatter(self, tensor: Any, src: int = 0, group: Any | None = None) -> Any:
         """This rank's part (along dim 0) of rank `src`'s tree."""
-        from fabric.plugins.collectives.shipping import scatter_tree
+        from fabric.plugins.collectives.objects import scatter_tree
 
         return scatter_tree(tensor, src, self.channel(group))
 
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
         """Rank `src`'s object on every rank."""
-        from fabric.plugins.collectives.shipping import broadcast_tree
+        from fabric.plugins.collectives.objects import broadcast_tree
 
         return broadcast_tree(obj, src, self.channel(group))
 
@@ -157,7 +176,7 @@ class Exchange:
         self, obj: Any, group: Any | None = None, *, label: str = "all_gather_object"
     ) -> list[Any]:
         """Every rank's object, in rank order; `label` names the call where ranks make different ones."""
-        from fabric.plugins.collectives.gather import gather_objects
+        from fabric.plugins.collectives.objects import gather_objects
 
         return gather_objects(obj, self.channel(group), label)
 
@@ -173,12 +192,9 @@ class Exchange:
 
     def compute_metrics(self, metrics: Any) -> Any:
         """The values of torchmetrics' metrics over the data of all ranks, each part of the data once."""
-        from fabric.metrics.sync import Rows, compute_metrics
+        from fabric.metrics.sync import compute_metrics
 
-        across, size = self.channel(self.data_group), self.row_size
-        if size == 1:
-            return compute_metrics(metrics, across)
-        return compute_metrics(metrics, self.channel(), Rows(size, across))
+        return compute_metrics(metrics, *self._parts())
 
     def reduce_scalars(self, values: Mapping[str, Any], reduce_op: Any = "mean") -> dict[str, Any]:
         """Numbers and one-element tensors reduced over ranks, all in one tensor of float64 on the host.
@@ -191,14 +207,10 @@ class Exchange:
         """
         from fabric.plugins.collectives.scalars import flat_scalars, reduce_rows, reduce_scalars
 
-        size = self.row_size
-        channel = self.channel(self.data_group if size == 1 else None)
+        channel, size = self._parts()
         names, label = sorted(values, key=str), f"log_dict({reduce_op})"  # in whatever order a rank has them
-        try:
+        with channel.refusing("log_dict"):
             flat, there = flat_scalars([(name, values[name]) for name in names], absent=size > 1)
-        except FabricError as error:
-            channel.refuse("log_dict", error)
-            raise
         if not names:
             channel.meet(call_of(label, "nothing"))
             return {}

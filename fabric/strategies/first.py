@@ -140,13 +140,8 @@ class Turn:
         return next((failure for failure in failures if failure is not None), None)
 
     def _told_by(self, source: int, error: BaseException | None) -> BaseException | None:
-        while True:
-            try:
-                told: BaseException | None = self._strategy.broadcast(_portable(error, source), source)
-                return told
-            except CollectiveMismatch as mismatch:
-                if not mismatch.late:  # else that was a call of the block, which the others have given up
-                    raise
+        told: BaseException | None = self._strategy.broadcast(_portable(error, source), source)
+        return told
 
 
 def _beat(store: Any, key: str, over: threading.Event, pause: float) -> None:

@@ -212,8 +212,8 @@ class ParallelStrategy(Strategy):
         """The collective of a user's process group; None: of all ranks."""
         return self.collective if group is None or group is dist.group.WORLD else TorchCollective(group=group)
 
-    def channel(self, group: Any | None = None) -> Channel:
-        """What the tree verbs of a group run on: a user's may have other backends than that of all ranks."""
+    def make_channel(self, group: Any | None) -> Channel:
+        """The channel of a group: a user's may have other backends than that of all ranks."""
         collective = self.group_collective(group)
         if collective is self.collective or collective.world_size < 1:  # whose call is refused
             return Channel(collective, self.wire)

@@ -19,10 +19,9 @@ from zlib import crc32
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-import fabric
-import fabric.fabric
 from fabric.core.tree import flatten
 from fabric.data.loader import _FabricDataLoader
+from fabric.fabric import Fabric
 from fabric.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class Recorder:
             os._exit(0)
 
 
-class RecordedFabric(fabric.fabric.Fabric):
+class RecordedFabric(Fabric):
     """The user's `Fabric`, on the CPU and on as many ranks as the check says."""
 
     def __init__(self, **given: Any) -> None:
@@ -194,7 +193,8 @@ def _note_loaders() -> None:
 
 def main() -> None:
     """Run the script that the command line names, as `python script.py` or `python -m module` would."""
-    fabric.Fabric = fabric.fabric.Fabric = RecordedFabric  # type: ignore[misc]
+    for name in ("fabric", "fabric.fabric"):  # where scripts take it from
+        vars(sys.modules[name])["Fabric"] = RecordedFabric
     _note_loaders()
     random.seed(0)
     torch.manual_seed(0)

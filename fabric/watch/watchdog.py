@@ -206,7 +206,7 @@ class Watchdog:
         with suppress(Exception):  # the store went with the rank that kept it
             self._waits.hear()
         if self._waits.broken is not None:
-            raise CollectiveMismatch(self._waits.text_of(self._waits.broken)) from error
+            raise CollectiveMismatch(self._waits.broken) from error
         try:
             more = f"Where the ranks are:\n{as_table(self._asked())}"
         except StoreSilent as silent:
@@ -257,7 +257,6 @@ class Watchdog:
         self._stands = stands._replace(looks=stands.looks + 1)
         if stands.stamp:
             self._waits.judge(self._board)
-            self._waits.hear(self._board)
             self._end()
         elif stands.looks >= _LOOKS and time.monotonic() - still.since >= _STILL_S:
             begun = self._waits.begun(self._thread)
@@ -271,9 +270,9 @@ class Watchdog:
         if verdict is None:
             return
         self._stands = stands = self._stands._replace(heard=self._stands.heard or now)
-        if now - stands.heard < _END_S and self._waits.can_raise(verdict):
+        if now - stands.heard < _END_S and self._waits.can_raise:
             return
-        error = CollectiveMismatch(self._waits.text_of(verdict))
+        error = CollectiveMismatch(verdict)
         try:
             sys.excepthook(type(error), error, None)
             sys.stdout.flush()

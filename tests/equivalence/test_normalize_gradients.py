@@ -266,7 +266,9 @@ def messages():
 
     kinds = ("all_", "broadcast", "barrier", "reduce", "gather", "scatter", "send", "recv", "isend", "irecv")
     names = [n for n in dir(dist) if n.startswith(kinds) and callable(getattr(dist, n)) and "_op" not in n]
-    with mock.patch.multiple(dist, **{name: counting(name, getattr(dist, name)) for name in names}):
+    patched = {name: counting(name, getattr(dist, name)) for name in names}
+    frames = {"allgather": counting("all_gather", dist.ProcessGroupGloo.allgather)}
+    with mock.patch.multiple(dist, **patched), mock.patch.multiple(dist.ProcessGroupGloo, **frames):
         yield calls
 
 

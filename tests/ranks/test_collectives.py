@@ -75,7 +75,12 @@ def counted():
         return counting
 
     patched = {name: count(name, getattr(dist, name)) for name in CALLS if hasattr(dist, name)}
-    with mock.patch.multiple(dist, **patched):
+    gloo = dist.ProcessGroupGloo  # frames ask it directly
+    frames = {
+        "allgather": count("all_gather", gloo.allgather),
+        "allreduce": count("all_reduce", gloo.allreduce),
+    }
+    with mock.patch.multiple(dist, **patched), mock.patch.multiple(gloo, **frames):
         yield calls
 
 

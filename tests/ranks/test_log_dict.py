@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from test_collectives import counted
 from torchmetrics import MeanMetric
 
 from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError
 from fabric.loggers.logger import Logger
 from fabric.utilities.rank_zero import rank_zero_only
-
-CALLS = [
-    name
-    for name in (
-        "all_gather",
-        "all_reduce",
-        "all_gather_into_tensor",
-        "all_gather_single",
-        "barrier",
-        "broadcast",
-    )
-    if hasattr(dist, name)
-]
 
 
 class Kept(Logger):
@@ -51,22 +36,6 @@ def launched(*loggers: Logger) -> Fabric:
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", loggers=list(loggers))
     fabric.launch()
     return fabric
-
-
-@contextmanager
-def counted():
-    """How often each function of torch.distributed is called."""
-    calls: Counter[str] = Counter()
-
-    def count(name, function):
-        def counting(*args, **kwargs):
-            calls[name] += 1
-            return function(*args, **kwargs)
-
-        return counting
-
-    with mock.patch.multiple(dist, **{name: count(name, getattr(dist, name)) for name in CALLS}):
-        yield calls
 
 
 def logged(metrics, **settings):

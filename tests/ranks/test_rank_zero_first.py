@@ -355,28 +355,25 @@ def collective_in_the_block(folder, group_of):
     except CollectiveMismatch as raised:
         caught = raised
     waited = time.monotonic() - started
-    fabric.barrier()
-    total = fabric.all_reduce(1.0, reduce_op="sum").item()
-    of_group = None
-    if group_of and fabric.global_rank in group_of:
-        of_group = fabric.all_reduce(1.0, group, reduce_op="sum").item()
-    return str(caught), order.entered, waited, total, of_group
+    try:
+        total = fabric.all_reduce(1.0, reduce_op="sum").item()
+    except CollectiveMismatch as raised:
+        total = str(raised)
+    return str(caught), order.entered, waited, total
 
 
 @pytest.mark.parametrize("group_of", [None, [0, 1]])
 def test_a_collective_in_the_block_of_rank_zero_is_named_at_once(ranks, tmp_path, group_of):
     """The others wait outside until the block is over, so it could never end."""
     results = ranks.run(collective_in_the_block, str(tmp_path), group_of, world_size=3)
-    for text, entered, waited, total, _ in results:
+    for text, entered, waited, total in results:
         assert text == results[0][0]
         assert "all_reduce(mean)" in text
         assert "waiting until rank 0 leaves the block" in text
         assert "test_rank_zero_first.py:" in text
         assert entered == ["0"]
         assert waited < 20, "not the half hour that collectives wait"
-        assert total == 3.0
-    if group_of:
-        assert [of_group for *_, of_group in results] == [2.0, 2.0, None]
+        assert total == (text if group_of else 3.0), "ranks that met in one call go on"
 
 
 def late_for_the_turn(folder):

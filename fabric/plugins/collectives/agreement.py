@@ -10,7 +10,7 @@ import torch
 
 from fabric.core.errors import CollectiveMismatch
 from fabric.core.tree import flatten, is_node
-from fabric.plugins.collectives.gather import gather_objects
+from fabric.plugins.collectives.objects import gather_objects
 
 if TYPE_CHECKING:
     from fabric.plugins.collectives.channel import Channel

@@ -1,29 +1,36 @@
 """`Channel`: a group of ranks as the tree verbs see it: its collective, its guard, and what its backend can
 send.
 
-Beside it what every tree verb does first: leaves become tensors, tensors of one kind travel together.
+Beside it what every tree verb does first: leaves become tensors, tensors travel together in one.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import weakref
+from contextlib import contextmanager
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._utils import _flatten_dense_tensors as flatten_tensors
 
-from fabric.core.errors import ArgumentTypeError, FabricError, UsageError
-from fabric.plugins.collectives.frames import REFUSED, call_of
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
+from fabric.plugins.collectives.frames import REFUSED, ROOM, call_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
     from torch import Tensor
 
     from fabric.plugins.collectives.collective import Collective
-    from fabric.plugins.collectives.control import Meeting
+    from fabric.plugins.collectives.control import Guard, Meeting
     from fabric.plugins.collectives.frames import Call
+
 
 PACK_LIMIT = 1 << 20
 """Bytes up to which a leaf is copied into a flat tensor; beyond, the copy costs more than a collective."""
+_ALIGN = 16
+"""Bytes of the largest element: any dtype can be read from where a part begins."""
 
 
 class Wire(NamedTuple):
@@ -57,13 +64,23 @@ def wire_of(device: torch.device, backends: str) -> Wire:
     return Wire(device, tuple([kind for kind in ("cpu", via.type) if kind in types]), via)
 
 
-class Channel(NamedTuple):
+class Channel:
     """A group of ranks: all of them must make each call on it, in one order."""
 
-    collective: Collective
-    wire: Wire
+    def __init__(self, collective: Collective, wire: Wire) -> None:
+        self.collective, self.wire = collective, wire
+        self._guard: Callable[[], Guard | None] = lambda: None
 
     @property
+    def guard(self) -> Guard | None:
+        """Where the ranks meet before each call; None: nowhere."""
+        guard = self._guard()
+        if guard is None:
+            guard = self.collective.guard
+            self._guard = self._guard if guard is None else weakref.ref(guard)  # it ends with its group
+        return guard
+
+    @cached_property
     def world_size(self) -> int:
         """How many ranks the group has.
 
@@ -88,8 +105,42 @@ class Channel(NamedTuple):
             CollectiveMismatch: Ranks make different calls; raised on all of them.
             RankError: A rank went away, or did not come in time.
         """
-        guard = self.collective.guard
+        guard = self.guard
         return None if guard is None else guard.meet(call, payload)
+
+    def ride(
+        self, call: Call, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
+    ) -> tuple[list[Tensor] | None, Any]:
+        """As `meet`, with data that may ride: (world_size, bytes) of all ranks for each of `flats`.
+
+        None if they must be sent by themselves, with what `room()` gave: memory, asked for before the call
+        where that is known by then. A rank without it must not leave the others in the message after it.
+        """
+        fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= ROOM
+        made = None if fits else room()
+        meeting = self.meet(call, flats if fits else None) if self.world_size > 1 else None
+        if not fits or meeting is None:
+            return None, room() if fits else made
+        tables, start = [], 0
+        for flat in flats:
+            tables.append(meeting.column(start, flat.numel(), torch.uint8))
+            start += flat.numel()
+        return tables, None
+
+    @contextmanager
+    def refusing(self, verb: str) -> Iterator[None]:
+        """In the block the arguments of `verb` are looked at: an error is told to the ranks that wait in it.
+
+        Raises:
+            CollectiveMismatch: Not all ranks refuse alike; raised on all of them.
+            UsageError: This rank does not belong to the group.
+        """
+        self.world_size  # noqa: B018 - raises for ranks outside the group, before anything is sent
+        try:
+            yield
+        except FabricError as error:
+            self.refuse(verb, error)
+            raise
 
     def refuse(self, verb: str, error: FabricError) -> None:
         """Tell the ranks that wait in `verb` that this one does not accept its arguments; then raise `error`.
@@ -145,13 +196,33 @@ def _why_not_dense(tensor: Tensor) -> str:
     return f"is {tensor.layout}. Write tensor.to_dense()."
 
 
-def buckets(tensors: list[Tensor]) -> list[list[int]]:
-    """Positions of what travels together: tensors of a dtype and device, large ones alone, empty ones not."""
+def check_parts(shapes: list[list[int]], world: int, verb: str) -> None:
+    """Raise unless every leaf splits into `world` equal parts along dim 0."""
+    for shape in shapes:
+        if not shape or shape[0] % world:
+            why = (
+                "has no dim 0"
+                if not shape
+                else f"has {shape[0]} rows, which {world} ranks cannot share evenly"
+            )
+            raise ConfigurationError(
+                f"{verb} splits every leaf along dim 0 into one part per rank, but a leaf of shape {shape} "
+                f"{why}. Give it a first dimension that divides by {world}, such as [{world}, ...]."
+            )
+
+
+def buckets(like: Sequence[Any], mixed: bool = False) -> list[list[int]]:
+    """Positions of what travels together: of a dtype (or `mixed`) and device; large ones alone, none empty.
+
+    Args:
+        like: Tensors or labels.
+        mixed: Whether tensors of several dtypes travel together: as bytes.
+    """
     groups: dict[Any, list[int]] = {}
-    for position, tensor in enumerate(tensors):
-        size = tensor.nbytes
+    for position, one in enumerate(like):
+        size = one.nbytes
         if size:
-            key = position if size > PACK_LIMIT else (tensor.dtype, tensor.get_device())
+            key = position if size > PACK_LIMIT else (mixed or one.dtype, one.get_device())
             groups.setdefault(key, []).append(position)
     return list(groups.values())
 
@@ -166,6 +237,55 @@ def as_bytes(tensor: Tensor) -> Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     plain = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous with any stride
     return plain.view(torch.uint8)
+
+
+def pack(tensors: list[Tensor], parts: int = 1) -> Tensor:
+    """(parts, bytes): each tensor split along dim 0; those of one device, of one dtype side by side."""
+    rows = []
+    for places in _by_dtype(tensors).values():
+        group = [tensors[i].detach() for i in places]
+        if parts == 1:
+            flat = join(group)
+        else:
+            cut = [t.resolve_conj().resolve_neg().reshape(parts, t.numel() // parts) for t in group]
+            flat = torch.cat(cut, dim=1) if len(cut) > 1 else cut[0]
+        rows.append(as_bytes(flat).view(parts, -1))
+    if len(rows) < 2:
+        return rows[0] if rows else torch.empty(parts, 0, dtype=torch.uint8)
+    return torch.cat([torch.nn.functional.pad(row, (0, -row.shape[1] % _ALIGN)) for row in rows], dim=1)
+
+
+def packed_size(like: Sequence[Any]) -> int:
+    """Bytes of what `pack` makes of such tensors."""
+    sizes = [sum([like[i].nbytes for i in places]) for places in _by_dtype(like).values()]
+    return sizes[0] if len(sizes) == 1 else sum([size + -size % _ALIGN for size in sizes])
+
+
+def unpack(rows: Tensor, like: Sequence[Any], parts: int = 1) -> list[Tensor]:
+    """For each tensor (rows, numel / parts) elements out of what `pack` made on several ranks. No copies.
+
+    Args:
+        rows: (rows, bytes).
+        like: The tensors that were packed, or their labels.
+        parts: As for `pack`.
+    """
+    found: list[Any] = [None] * len(like)
+    start = 0
+    for dtype, places in _by_dtype(like).items():
+        widths = [like[i].numel() // parts for i in places]
+        end = start + sum(widths) * dtype.itemsize
+        columns = rows[:, start:end].view(dtype).split(widths, dim=1)
+        for i, column in zip(places, columns, strict=True):
+            found[i] = column
+        start = end + -end % _ALIGN
+    return found
+
+
+def _by_dtype(like: Sequence[Any]) -> dict[torch.dtype, list[int]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for place, one in enumerate(like):
+        groups.setdefault(one.dtype, []).append(place)
+    return groups
 
 
 def all_on_host(tensors: list[Tensor]) -> bool:

@@ -1,7 +1,8 @@
 """`Guard`: the ranks of a group meet on a control group of their own before each collective.
 
 They exchange one frame each (frames.py). If the frames differ, all ranks raise the same error and the group
-stays usable. On the host small data ride in the frame, and need no collective of their own.
+stays usable. On the host small data ride in the frame, and need no collective of their own. Ranks that never
+meet (waits.py) raise the same error, too, and from then on at every call of the job.
 """
 
 from __future__ import annotations
@@ -13,21 +14,18 @@ import time
 import weakref
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.plugins.collectives import frames
-from fabric.plugins.collectives.arrival import Arrival
 from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, Said, starts_of
 from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.waits import PATIENCE, Here, Waits, Whereabouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from fabric.plugins.collectives.frames import Call
@@ -36,7 +34,6 @@ MODES = ("full", "light", "off")
 FULL_UP_TO = 64
 """Ranks up to which `full` exchanges whole frames; larger groups compare digests, as `light` does."""
 _PATIENCE = timedelta(seconds=PATIENCE)
-_POISON = b"\xff" * 16
 
 _guards: weakref.WeakKeyDictionary[Any, Guard | None] = weakref.WeakKeyDictionary()
 _waits: weakref.WeakKeyDictionary[Any, Waits] = weakref.WeakKeyDictionary()
@@ -104,6 +101,42 @@ class Meeting(NamedTuple):
         return self.rows[place, HEADER.size : HEADER.size + size].clone()
 
 
+class Arrival:
+    """The first call of a group, through the store: there is no control group to meet on yet."""
+
+    def __init__(self, store: Any, name: str, attempt: int, members: list[int]) -> None:
+        self._store, self._prefix = store, f"{name}/{attempt}"
+        self._keys = [f"{self._prefix}/{rank}" for rank in members]
+
+    def tell(self, rank: int, text: str) -> None:
+        """Say that this rank is here."""
+        self._store.set(f"{self._prefix}/{rank}", text)
+        self._store.add(self._prefix, 1)  # all look at this one: N keys at each look would be N times N
+
+    def came(self) -> set[int]:
+        """The members that are here."""
+        return {int(key.rpartition("/")[2]) for key in self._store.get_all(self._keys)}
+
+    def told(self) -> list[str]:
+        """What every member said."""
+        return [text.decode() for text in self._store.get_all(self._keys).values()]
+
+    def is_completed(self) -> bool:
+        """Whether all members are here."""
+        with suppress(StoreSilent):  # the time for the call runs out
+            return self._store.add(self._prefix, 0) >= len(self._keys)  # type: ignore[no-any-return]
+        return False
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until all members are here; raises RuntimeError when `timeout` has passed."""
+        end, pause = time.monotonic() + timeout.total_seconds(), 0.0005
+        while not self.is_completed():
+            if time.monotonic() > end:
+                raise RuntimeError("not all ranks are here")
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.02)
+
+
 class Guard:
     """Meets the other ranks of one process group before each collective. Made by `guard_of`."""
 
@@ -113,23 +146,12 @@ class Guard:
         self.mode = mode
         self._group = weakref.ref(group)
         self._waits = waits_of_world()
-        self._waits.guards[self.name] = self
         self._counts = self._waits.counts
         self.timeout = timeout_of(group)
         self._control: Any = None
         self.whole = mode == "full" and len(self.members) <= FULL_UP_TO
         """Whether whole frames are exchanged, in which data ride."""
-        self.assistants: dict[str, Callable[[list[str], bool], None]] = {}
-        """By verb: called with what ranks in it said, and whether this one is in another call and helps."""
-        self._left: list[Any] = []  # operations that a verdict ended, and their memory
         self._make_buffers()
-
-    def __del__(self) -> None:
-        # Its destructor would wait for calls that a verdict ended and whose other ranks may never come.
-        left_over = getattr(self, "_left", [])  # none, if __init__ failed
-        for left in [left for left in left_over if not left[0].is_completed()]:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._control))
 
     @property
     def count(self) -> int:
@@ -139,7 +161,7 @@ class Guard:
     def meet(self, call: Call, payload: list[Tensor] | None = None) -> Meeting | None:
         """Wait until all ranks make this call; see `Channel.meet`."""
         if self._waits.broken is not None:
-            raise self._ended([self._waits.broken])
+            raise CollectiveMismatch(self._waits.broken)
         control = self._control or self._open(call)
         if control is None:
             return None
@@ -153,40 +175,28 @@ class Guard:
                 at = (HEADER.size + start) // data.itemsize
                 slots[at : at + data.numel()].copy_(data)
         counts, name = self._counts, self.name
-        while True:
-            count = counts[name] = counts.get(name, 0) + 1  # last: nothing can fail between it and the frame
-            HEADER.pack_into(self._sent, 0, count, call.digest, size, 0)
-            if not self.whole:
-                if self._compare(control, call):
-                    return None
-                continue
-            work = dist.all_gather(self._each, self._own, group=control, async_op=True)
+        count = counts[name] = counts.get(name, 0) + 1  # last: nothing can fail between it and the frame
+        HEADER.pack_into(self._sent, 0, count, call.digest, size)
+        if not self.whole:
+            # The greatest and the least of all keys, by one reduction.
+            words = torch.frombuffer(self._sent, dtype=torch.int64, count=3)
+            both = torch.cat([words, ~words])
+            work = control.allreduce(both, dist.ReduceOp.MAX)
             self._finish(work, call, name)
-            # One comparison for each rank: the rest is looked at only where they differ.
-            key, got = self._sent[:KEY_BYTES], self._got
-            done = True
-            for at in range(0, len(got), FRAME_BYTES):
-                if got[at : at + KEY_BYTES] != key:
-                    verdicts = [HEADER.unpack_from(got, i)[3] for i in range(0, len(got), FRAME_BYTES)]
-                    done = self._disagree(control, call, verdicts)
-                    break
-            if done:
-                return Meeting(size, self._rows, self._views)
+            if not torch.equal(both[:3], ~both[3:]):
+                self._disagree(control, call)
+            return None
+        work = control.allgather(self._each, self._own)  # what dist.all_gather does around it takes 40 us
+        self._finish(work, call, name)
+        # One comparison for each rank: the rest is looked at only where they differ.
+        key, got = self._sent[:KEY_BYTES], self._got
+        for at in range(0, len(got), FRAME_BYTES):
+            if got[at : at + KEY_BYTES] != key:
+                self._disagree(control, call)
+        return Meeting(size, self._rows, self._views)
 
-    def _compare(self, control: Any, call: Call) -> bool:
-        """Light: the greatest and the least of all keys, by one reduction; whether the call goes on."""
-        words = torch.frombuffer(self._sent, dtype=torch.int64, count=5)
-        both = torch.cat([words[:3], ~words[:3], words[-1:]])
-        self._finish(dist.all_reduce(both, dist.ReduceOp.MAX, group=control, async_op=True), call, self.name)
-        return torch.equal(both[:3], ~both[3:6]) or self._disagree(control, call, [int(both[-1])])
-
-    def _disagree(self, control: Any, call: Call, verdicts: list[int]) -> bool:
-        """All ranks see that the keys differ: say what each was about to do, and assist, or raise on all.
-
-        Gives whether this rank's call goes on; else it is made again.
-        """
-        if any(verdicts):  # a poisoned frame came before this rank looked at the verdict
-            raise self._ended([verdict - 1 for verdict in verdicts if verdict])
+    def _disagree(self, control: Any, call: Call) -> NoReturn:
+        """All ranks see that the keys differ: say what each was about to do, and raise on all."""
         text = frames.to_text(self._row(call))
         sizes = [int(size) for size in self._all_gather(control, torch.tensor([len(text)]), call)]
         own = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -196,34 +206,12 @@ class Guard:
             frames.from_text(rank, bytes(row[:size].tolist()))
             for rank, row, size in zip(self.members, rows, sizes, strict=True)
         ]
-        goes_on = self._help(said, call)
-        if goes_on is None:
-            raise CollectiveMismatch(frames.mismatch_text(said))
-        return goes_on
-
-    def _help(self, said: list[Said], call: Call) -> bool | None:
-        """Take part in what other ranks need for their call; None: nobody can help, on any rank."""
-        verbs = [row.verb.rpartition(" #")[0] for row in said]
-        asked = min([verb for verb in verbs if verb in self.assistants], default=None)
-        if asked is None:
-            return None
-        hints = [row.what for row, verb in zip(said, verbs, strict=True) if verb == asked]
-        self.assistants[asked](hints, call.verb != asked)
-        return call.verb == asked
+        raise CollectiveMismatch(frames.mismatch_text(said))
 
     def _all_gather(self, control: Any, own: Tensor, call: Call) -> list[Tensor]:
         rows = [torch.empty_like(own) for _ in self.members]
-        # Not in one step: torch cannot report a failure of a group that is not in its table.
-        self._finish(dist.all_gather(rows, own, group=control, async_op=True), call, self.name)
+        self._finish(control.allgather(rows, own), call, self.name)
         return rows
-
-    def _ended(self, numbers: list[int]) -> CollectiveMismatch:
-        """The error for a call that verdicts ended, after this rank has come to all that they ended."""
-        if self._waits.broken is None:
-            self._excuse_all(sorted(set(numbers)))
-        error = CollectiveMismatch(self._waits.text_of(max(numbers)))
-        error.late = not self._waits.is_judged(max(numbers))
-        return error
 
     def _open(self, call: Call) -> Any:
         """The control group, made by the first call of the group, when all its ranks are there; None: off.
@@ -237,9 +225,6 @@ class Guard:
         arrival.tell(self._waits.rank, self.mode)
         self._finish(arrival, call, name)
         modes = arrival.told()
-        ended = [int(mode[1:]) for mode in modes if mode.startswith("!")]
-        if ended:
-            raise self._ended(ended)
         if len(set(modes)) > 1 or self.mode not in MODES:
             table = ", ".join([f"{mode} on rank {r}" for r, mode in zip(self.members, modes, strict=True)])
             raise ConfigurationError(
@@ -266,7 +251,7 @@ class Guard:
             with suppress(RuntimeError):  # the store's host may be who has ended
                 self._waits.hear()
             if self._waits.broken is not None:
-                raise self._ended([self._waits.broken]) from error
+                raise CollectiveMismatch(self._waits.broken) from error
             if self._waits.here is None:
                 self._waits.here = Here(self._row(call).verb, frames.user_place(), time.monotonic())
             raise RankError(self._failure(call, error, work)) from error
@@ -278,8 +263,11 @@ class Guard:
             self._waits.here = None
 
     def _leave(self, work: Any) -> None:
-        """Give up waiting for an operation that is still on its way."""
-        self._left.append((work, self._sent, self._got))
+        """Give up waiting for an operation that is still on its way, and needs its memory and its group for
+        good: the group's destructor would wait for ranks that may never come.
+        """
+        left = (work, self._sent, self._got, self._control)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
         self._make_buffers()
 
     def _wait_long(self, work: Any, call: Call, name: str) -> None:
@@ -291,16 +279,13 @@ class Guard:
         waits.here = Here(row.verb, row.where, start - PATIENCE)
         try:
             while not _is_done(work, seconds):
-                number = None
                 with suppress(StoreSilent):  # what the ranks wait for may come, all the same
                     stamp = stamp or waits.post(name, self._counts[name], self.members, row)
-                    number = waits.verdict_on(stamp)
-                    if number is None:
-                        waits.judge()
-                if number is not None:
+                    waits.judge()
+                if waits.broken is not None:
                     if not isinstance(work, Arrival):
                         self._leave(work)
-                    raise self._ended([number])  # or what the store raises: the call is over in any case
+                    raise CollectiveMismatch(waits.broken)
                 with suppress(StoreSilent):
                     if isinstance(work, Arrival) and waits.have_left(set(self.members) - work.came()):
                         limit = 0.0
@@ -312,40 +297,9 @@ class Guard:
                 with suppress(StoreSilent):
                     waits.withdraw(stamp)
 
-    def _excuse_all(self, numbers: list[int]) -> None:
-        """Come to the calls of verdicts that this rank never makes, whichever way it learnt of them."""
-        for number in numbers:
-            for wait in self._waits.missed(number):
-                self._excuse(wait.group, wait.turn, number)
-
-    def _excuse(self, name: str, count: int, number: int) -> None:
-        """Come to a call that this rank never makes, with a poisoned frame: its group stays usable."""
-        waits = self._waits
-        # One for each turn: a rank that was late for an earlier verdict, too, owes several.
-        for turn in range(waits.counts.get(name, 0) + 1, count + 1):
-            waits.counts[name] = turn
-            if name.startswith("open "):
-                Arrival(waits.store, name, turn, []).tell(waits.rank, f"!{number}")
-            else:
-                waits.guards[name]._poison(turn, number)
-
-    def _poison(self, count: int, number: int) -> None:
-        control = self._control
-        HEADER.pack_into(self._sent, 0, count, _POISON, 0, number + 1)
-        if self.whole:
-            work = dist.all_gather(self._each, self._own, group=control, async_op=True)
-            self._leave(work)
-        else:
-            words = torch.frombuffer(self._sent, dtype=torch.int64, count=5)
-            both = torch.cat([words[:3], ~words[:3], words[-1:]])
-            work = dist.all_reduce(both, dist.ReduceOp.MAX, group=control, async_op=True)
-            self._left.append((work, both))
-            self._make_buffers()
-
     @torch.inference_mode(False)
     def _make_buffers(self) -> None:
         """Memory for frames; made in evaluation it must serve outside of it, too."""
-        self._left = [left for left in self._left if not left[0].is_completed()]
         self._sent = bytearray(FRAME_BYTES)
         self._own = torch.frombuffer(self._sent, dtype=torch.uint8)
         self._slots: dict[torch.dtype, Tensor] = {}

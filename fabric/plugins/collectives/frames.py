@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 FRAME_BYTES = 8192
 """Size of every frame, whatever it says: ranks that disagree still exchange equal sizes."""
-HEADER = struct.Struct("<q16sqq8x")
-"""How many calls the group made, digest of this call, bytes of data (that ride if there is room), verdict.
+HEADER = struct.Struct("<q16sq")
+"""How many calls the group made, digest of this call, bytes of data (that ride if there is room).
 
 A multiple of 16 bytes, so that data of every dtype may lie behind it.
 """

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fabric.core.errors import ConfigurationError, FabricError
+from fabric.core.errors import ConfigurationError
 from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import to_tensors
-from fabric.plugins.collectives.gather import gather_tree, gather_uneven
-from fabric.plugins.collectives.operations import torch_op
-from fabric.plugins.collectives.reduce import fold, op_name, reduce_tree, reducible, wire_dtype
+from fabric.plugins.collectives.gather import gather_tree
+from fabric.plugins.collectives.objects import gather_uneven
+from fabric.plugins.collectives.reduce import fold, op_name, reduce_tree, reducible, torch_op, wire_dtype
 from fabric.plugins.collectives.route import all_to_all_tree, reduce_scatter_tree
 
 if TYPE_CHECKING:
@@ -80,16 +80,7 @@ def all_gather_with_grads(data: Any, channel: Channel, *, verb: str = "all_gathe
 
 def all_reduce_with_grads(data: Any, op: Any, channel: Channel) -> Any:
     """A new tree, as `reduce_tree` gives it, through which gradients flow back to every rank's part."""
-    leaves, spec = flatten(data)
-    try:
-        op = torch_op("sum" if op is None else op)
-        tensors = reducible(leaves, op, channel, "all_reduce")
-        name = op_name(op)
-        if name not in _ALONG_RANKS and name not in ("sum", "mean"):
-            raise ConfigurationError(f"all_reduce({name}, sync_grads=True): {name} has no gradient.")
-    except FabricError as error:
-        channel.refuse("all_reduce", error)
-        raise
+    tensors, spec, op, name = _differentiable(data, op, channel, "all_reduce")
     label = f"all_reduce({name}, sync_grads=True)"
     if name in _ALONG_RANKS:  # as one process would compute it from everybody's data, ties included
         gathered = flatten(all_gather_with_grads(unflatten(tensors, spec), channel, verb=label))[0]
@@ -108,16 +99,7 @@ def all_reduce_with_grads(data: Any, op: Any, channel: Channel) -> Any:
 
 def reduce_scatter_with_grads(data: Any, op: Any, channel: Channel) -> Any:
     """`reduce_scatter_tree` through which gradients flow back to every rank's part."""
-    leaves, spec = flatten(data)
-    try:
-        op = torch_op("sum" if op is None else op)
-        tensors = reducible(leaves, op, channel, "reduce_scatter")
-        name = op_name(op)
-        if name not in _ALONG_RANKS and name not in ("sum", "mean"):
-            raise ConfigurationError(f"reduce_scatter({name}, sync_grads=True): {name} has no gradient.")
-    except FabricError as error:
-        channel.refuse("reduce_scatter", error)
-        raise
+    tensors, spec, op, name = _differentiable(data, op, channel, "reduce_scatter")
     world, label = channel.world_size, f"reduce_scatter({name}, sync_grads=True)"
     if name in _ALONG_RANKS:
         tree = unflatten(tensors, spec)
@@ -188,11 +170,19 @@ def _along_ranks(table: Tensor, op: Any) -> Tensor:
     return fold(table.to(wire_dtype(table.dtype, op), copy=True), op).to(table.dtype)
 
 
-def _tensors(data: Any, channel: Channel, verb: str) -> tuple[list[Tensor], Any]:
-    channel.world_size  # noqa: B018 - raises for ranks outside the group, before anything is sent
+def _differentiable(data: Any, op: Any, channel: Channel, verb: str) -> tuple[list[Tensor], Any, Any, str]:
+    """The leaves, their tree, and an operation that has a gradient, with its name."""
     leaves, spec = flatten(data)
-    try:
+    with channel.refusing(verb):
+        op = torch_op("sum" if op is None else op)
+        name = op_name(op)
+        tensors = reducible(leaves, op, channel, verb)
+        if name not in _ALONG_RANKS and name not in ("sum", "mean"):
+            raise ConfigurationError(f"{verb}({name}, sync_grads=True): {name} has no gradient.")
+    return tensors, spec, op, name
+
+
+def _tensors(data: Any, channel: Channel, verb: str) -> tuple[list[Tensor], Any]:
+    leaves, spec = flatten(data)
+    with channel.refusing(verb):
         return to_tensors(leaves, channel.wire.device, verb), spec
-    except FabricError as error:
-        channel.refuse(verb, error)
-        raise

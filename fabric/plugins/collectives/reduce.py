@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fabric.core.errors import ArgumentTypeError, FabricError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.registry import did_you_mean
 from fabric.core.tree import LEAF, flatten, unflatten
 from fabric.plugins.collectives.channel import all_on_host, buckets, join, to_tensors
 from fabric.plugins.collectives.frames import ROOM, starts_of, tree_call
 from fabric.plugins.collectives.handle import Handle
-from fabric.plugins.collectives.operations import torch_op
 from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 
 if TYPE_CHECKING:
@@ -26,7 +26,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fabric.plugins.collectives.channel import Channel
-    from fabric.plugins.collectives.control import Meeting
+
+_OPS = {
+    "sum": "SUM",
+    "mean": "AVG",
+    "avg": "AVG",
+    "min": "MIN",
+    "max": "MAX",
+    "product": "PRODUCT",
+    "prod": "PRODUCT",
+    "band": "BAND",
+    "bor": "BOR",
+    "bxor": "BXOR",
+}
+"""What users write, and torch's name of it."""
 
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 """Dtypes that backends do not reduce, and those in which they are reduced with the same result."""
@@ -36,6 +49,30 @@ _REDUCIBLE = {
     torch.float32,
     torch.float64, torch.complex64, torch.complex128, *_WIDER,
 }  # fmt: skip
+
+
+def torch_op(op: Any) -> Any:
+    """torch's ReduceOp for a name ("mean", "SUM", ...) or a ReduceOp.
+
+    Raises:
+        ConfigurationError: The name means no reduction.
+        ArgumentTypeError: Neither a name nor a ReduceOp.
+    """
+    if not isinstance(op, str):
+        if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
+            return op
+        raise ArgumentTypeError(
+            f"reduce_op={op!r} is a {type(op).__name__}. Write a name such as 'mean', or "
+            "torch.distributed.ReduceOp.SUM."
+        )
+    name = _OPS.get(op.lower())
+    if name is None:
+        raise ConfigurationError(
+            f"reduce_op={op!r} is not a reduction.{did_you_mean(op, _OPS)} Write one of 'mean', 'sum', "
+            "'min', 'max', 'product'."
+        )
+    return getattr(dist.ReduceOp, name)
+
 
 _Op = dist.ReduceOp
 _STEPS: dict[Any, Callable[[Tensor, Tensor], Any]] = {
@@ -80,15 +117,12 @@ def reduce_tree(
     if type(data) is torch.Tensor and not async_op and label is None and _reduce_small(data, op, channel):
         return data
     leaves, spec = flatten(data)
-    try:
+    with channel.refusing("all_reduce"):
         op = torch_op("sum" if op is None else op)
         tensors = reducible(leaves, op, channel, "all_reduce")
         for tensor in tensors:
             if not tensor.is_contiguous():
                 _check_layout(tensor, op)
-    except FabricError as error:
-        channel.refuse("all_reduce", error)
-        raise
     result = unflatten(tensors, spec, data)
     label = label or f"all_reduce({op_name(op)})"
     works: list[Any] = []
@@ -96,21 +130,19 @@ def reduce_tree(
     if world > 1:
         with _writable(tensors):
             parcels = [_Parcel([tensors[i] for i in bucket], op, channel) for bucket in buckets(tensors)]
-            payload = _payload(parcels, tensors, op)
+            may = foldable(op) and all_on_host(tensors)
+            payload = [parcel.sent.reshape(-1) for parcel in parcels] if may else []
             starts, size = starts_of(payload)
             rides = bool(payload) and size <= ROOM
             if not rides:  # copies before the frame: a rank without the memory must not leave others after it
-                _part_ways(parcels)
-            notes = [] if rides else _nan_notes(parcels, op)
-            meeting = channel.meet(tree_call(label, spec, tensors), payload if rides else notes)
+                _make_ready(parcels, op)
+            meeting = channel.meet(tree_call(label, spec, tensors), payload if rides else None)
             if rides and meeting is not None:
                 for parcel, start, flat in zip(parcels, starts, payload, strict=True):
                     parcel.deliver(fold(meeting.each(start, flat.numel(), flat.dtype), op))
             else:
                 if rides:
-                    _part_ways(parcels)
-                if op in (_Op.MIN, _Op.MAX):
-                    _keep_nan(parcels, op, meeting if notes else None)
+                    _make_ready(parcels, op)
                 start_reduce = channel.collective.start_all_reduce
                 works = [start_reduce(parcel.sent, engine_op(op)) for parcel in parcels]
     if works and not async_op:
@@ -132,7 +164,7 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
 
     A loop's loss, every step. What is not plain, or not allowed, goes the general way.
     """
-    dtype, guard = tensor.dtype, channel.collective.guard
+    dtype, guard = tensor.dtype, channel.guard
     name = _PLAIN.get(op) if isinstance(op, str) else None
     if (
         name is None
@@ -257,44 +289,19 @@ class _Parcel:
                 tensor.copy_(value)
 
 
-def _part_ways(parcels: list[_Parcel]) -> None:
-    """A copy for each parcel that shares memory with one before it: a tensor may stand in a tree twice."""
+def _make_ready(parcels: list[_Parcel], op: Any) -> None:
+    """What the engine may reduce in place: engines lose NaN in a minimum, so floats go as integers; and a
+    tensor may stand in a tree twice.
+    """
     taken = set()
     for parcel in parcels:
+        if op in (_Op.MIN, _Op.MAX) and parcel.sent.is_floating_point():
+            parcel.ordered = parcel.sent.dtype
+            parcel.sent = to_ordered(parcel.sent, largest=op == _Op.MAX)
         memory = parcel.sent.untyped_storage().data_ptr()
         if memory in taken:
             parcel.sent = parcel.sent.clone()
         taken.add(memory)
-
-
-def _nan_notes(parcels: list[_Parcel], op: Any) -> list[Tensor]:
-    """For the frame: which parcels have a NaN that the engine might lose; nothing where it cannot."""
-    if op not in (_Op.MIN, _Op.MAX) or not any([_is_looked_at(parcel.sent) for parcel in parcels]):
-        return []
-    has_nan = [_is_looked_at(p.sent) and bool(p.sent.amax().isnan()) for p in parcels]
-    return [torch.tensor(has_nan, dtype=torch.uint8)]
-
-
-def _is_looked_at(values: Tensor) -> bool:
-    """Whether a NaN is looked for: among floats of the host. The host would have to wait for a device."""
-    return values.is_cpu and values.is_floating_point()
-
-
-def _keep_nan(parcels: list[_Parcel], op: Any, meeting: Meeting | None) -> None:
-    """Turn floats into integers of the same order where any rank has a NaN (or nobody can tell)."""
-    noted = fold(meeting.each(0, len(parcels), torch.uint8), _Op.MAX).tolist() if meeting else None
-    for place, parcel in enumerate(parcels):
-        known = noted is not None and _is_looked_at(parcel.sent)
-        if parcel.sent.is_floating_point() and (not known or noted[place]):  # type: ignore[index]
-            parcel.ordered = parcel.sent.dtype
-            parcel.sent = to_ordered(parcel.sent, largest=op == _Op.MAX)
-
-
-def _payload(parcels: list[_Parcel], tensors: list[Tensor], op: Any) -> list[Tensor]:
-    """What may ride in the frame; nothing where data are on a device, or not to be reduced here."""
-    if not all_on_host(tensors) or not foldable(op):
-        return []
-    return [parcel.sent if parcel.sent.dim() == 1 else parcel.sent.reshape(-1) for parcel in parcels]
 
 
 def _arrive(work: Any, parcel: _Parcel, op: Any, world: int) -> None:

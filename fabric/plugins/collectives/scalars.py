@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.plugins.collectives.channel import to_tensors
 from fabric.plugins.collectives.gather import gather_tree
-from fabric.plugins.collectives.operations import torch_op
-from fabric.plugins.collectives.reduce import fold, reduce_tree
+from fabric.plugins.collectives.reduce import fold, reduce_tree, torch_op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,11 +73,8 @@ def reduce_rows(
         ArgumentTypeError: No rank of a row has a value; on all ranks.
         ConfigurationError: Unknown `op`.
     """
-    try:
+    with channel.refusing("log_dict"):
         op = torch_op(op)
-    except FabricError as error:
-        channel.refuse("log_dict", error)
-        raise
     sent = torch.stack([flat, torch.tensor(there, dtype=torch.float64)])
     table = gather_tree({", ".join(map(str, names)): sent}, channel, verb=label)
     held = next(iter(table.values())).unflatten(0, (-1, size))  # (rows, ranks of a row, 2, names)

@@ -3,33 +3,31 @@ them.
 
 Within one group frames meet and a mismatch shows. Rank 0 in a call of the group (0, 1) and rank 1 in a call
 of the world never meet: each waits for the other. A rank that has waited a while posts where it stands. Who
-waits on a circle can never go on, and stays there; so whoever sees the circle first writes a verdict, the
-ranks on it all raise, and send a poisoned frame for every call of the circle that they never came to, so that
-counts agree again. Costs nothing until a call has waited for `PATIENCE`.
+waits on a circle can never go on, and stays there; so whoever sees the circle first writes a verdict, which
+all ranks that wait raise, now and at each later call. Costs nothing until a call has waited for `PATIENCE`.
 
 A rank that stands still in torch's own collectives (a backward, the forward of a sharded model) makes no call
 of ours; its watchdog posts for it which of them it has begun and waits for. If a rank that has not begun one
 of these waits in a call that the first has not come to, they came in different orders, and neither goes on.
-Nor do ranks whose collectives of one number are of different kinds. Nobody can send for another then: if
-nobody is on the way, all ranks that can raise do, and from then on at each call.
+Nor do ranks whose collectives of one number are of different kinds. That is judged if nobody is on the way.
 """
 
 from __future__ import annotations
 
 import json
+import pickle
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from fabric.plugins.collectives.frames import Said, mismatch_text
 from fabric.plugins.collectives.job_store import JobStore
-from fabric.plugins.collectives.recorder import collectives_of, latest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from datetime import timedelta
-
-    from fabric.plugins.collectives.recorder import Begun
 
 PATIENCE = 1.0
 """Seconds that a call waits before its rank looks where the others are."""
@@ -72,6 +70,15 @@ class Wait(NamedTuple):
             return Said(self.rank, self.verb, self.what, self.where)
         ranks = f"ranks {', '.join(map(str, self.members))}"
         return Said(self.rank, f"{self.verb} of {ranks}", self.what, self.where)
+
+
+class Begun(NamedTuple):
+    """Collectives by the name of their group, each counted from 1; without sends and receives."""
+
+    last: dict[str, int]
+    """The last one that this process has begun, of each group that it is in; 0: none."""
+    pending: dict[str, list[tuple[int, str]]]
+    """Number and kind ("gloo:all_reduce") of those that the thread has begun and that are not done."""
 
 
 class Here(NamedTuple):
@@ -122,17 +129,16 @@ class Waits:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.counts: dict[str, int] = {}
         """How many calls of each group this rank has come to."""
-        self.guards: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        """This rank's guards, by the name of their group."""
         self.here: Here | None = None
         """What this rank waits in, once it has waited for `PATIENCE`."""
         self.explain: Callable[[], Whereabouts] | None = None
         """Asks all ranks where they are; a watchdog's."""
-        self.broken: int | None = None
-        """The number of a verdict after which no call of the job can be right any more."""
+        self.broken: str | None = None
+        """The error of all ranks, once some wait for each other: no call of the job can be right any more."""
+        self.can_raise = False
+        """Whether a rank of those waits in a call of a guard, which raises."""
         self._stamp = 0
         self._lock = threading.Lock()  # the watchdog posts, too
-        self._verdicts: dict[int, dict[int, Wait]] = {}
         self._recorded = latest()
         self._judged = 0  # how many posts of all ranks there were when this rank looked last
         self.store.set(f"at/{rank}", "")
@@ -178,19 +184,11 @@ class Waits:
         """Whether any of these ranks has left."""
         return bool(self.store.add("left", 0)) and any([self.store.check([f"left/{rank}"]) for rank in ranks])
 
-    def verdict_on(self, stamp: int) -> int | None:
-        """The number of the verdict that ends the wait `stamp` of this rank; None: it may go on waiting."""
-        self.hear()
-        if self.broken is not None:
-            return self.broken
-        for number, verdict in self._verdicts.items():
-            if self.rank in verdict and verdict[self.rank].stamp == stamp:
-                return number
-        return None
-
     def judge(self, store: JobStore | None = None) -> None:
-        """Write a verdict if this rank is stuck, unless another rank has just written one."""
+        """Say so if this rank can never go on, unless another rank has just said it: see `broken`."""
         store = store or self.store
+        if self.hear(store):
+            return
         posts = store.add("posts", 0)
         if posts == self._judged:  # who was not stuck then is not stuck now
             return
@@ -205,56 +203,58 @@ class Waits:
         if any([again.get(rank) != waits[rank] for rank in held]):
             return
         text = json.dumps([waits[rank] for rank in sorted(held)])
-        store.compare_set(f"verdict/{len(self._verdicts)}", "", text)
+        store.compare_set("verdict", "", text)
+        self.hear(store)
 
     def read(self, store: JobStore | None = None) -> dict[int, Wait]:
-        """Where each waiting rank stands, without those whose wait a verdict has ended."""
-        store = store or self.store
-        over = {(wait.rank, wait.stamp) for verdict in self._verdicts.values() for wait in verdict.values()}
-        texts = store.get_all([f"at/{rank}" for rank in range(self.world_size)]).values()
+        """Where each waiting rank stands."""
+        texts = (store or self.store).get_all([f"at/{rank}" for rank in range(self.world_size)]).values()
         waits = [Wait(*json.loads(text)) for text in texts if text]
-        return {wait.rank: wait for wait in waits if (wait.rank, wait.stamp) not in over}
+        return {wait.rank: wait for wait in waits}
 
-    def missed(self, number: int) -> list[Wait]:
-        """The waits of a verdict in calls that this rank should have come to, and has not."""
-        self.hear()
-        calls = {(wait.group, wait.turn): wait for wait in self._verdicts[number].values()}
-        return [
-            wait
-            for (group, turn), wait in calls.items()
-            if self.rank in wait.members and self.counts.get(group, 0) < turn
-        ]
-
-    def is_judged(self, number: int) -> bool:
-        """Whether a verdict ended a wait of this rank."""
-        self._learn(number)
-        return self.rank in self._verdicts[number]
-
-    def text_of(self, number: int) -> str:
-        """The error of a verdict, the same on all ranks."""
-        self._learn(number)
-        rows = [wait.row() for wait in self._verdicts[number].values()]
-        why = "They wait in different groups for each other, and none of them can go on."
-        if number == self.broken:
-            why = (
-                "They wait for each other, and none of them can go on: what one has begun the other has not "
-                "come to. No further call of this job can be right."
-            )
-        return f"{mismatch_text(rows)}\n{why}"
-
-    def can_raise(self, number: int) -> bool:
-        """Whether a rank of a verdict waits in a call of a guard, which raises."""
-        return any([wait.turn for wait in self._verdicts[number].values()])
-
-    def _learn(self, number: int) -> None:
-        if number not in self._verdicts:  # else no question to a store that may have gone meanwhile
-            self.hear()
-
-    def hear(self, store: JobStore | None = None) -> None:
-        """Read the verdicts that have been written meanwhile."""
+    def hear(self, store: JobStore | None = None) -> bool:
+        """Whether ranks wait for each other and can never go on, as one of them has written: `broken`."""
         store = store or self.store
-        while store.check([f"verdict/{(number := len(self._verdicts))}"]):
-            waits = [Wait(*fields) for fields in json.loads(store.get(f"verdict/{number}"))]
-            self._verdicts[number] = {wait.rank: wait for wait in waits}
-            if not all([wait.turn for wait in waits]):
-                self.broken = number
+        if self.broken is None and store.check(["verdict"]):
+            waits = [Wait(*fields) for fields in json.loads(store.get("verdict"))]
+            self.can_raise = any([wait.turn for wait in waits])
+            self.broken = (
+                f"{mismatch_text([wait.row() for wait in waits])}\nThey wait in different groups for each "
+                "other, and none of them can go on: what one has begun the other has not come to. No further "
+                "call of this job can be right."
+            )
+        return self.broken is not None
+
+
+def latest() -> int:
+    """The number of the last record: those of groups that come from now on have greater ones."""
+    return max([entry["record_id"] for entry in _entries()], default=-1)
+
+
+def collectives_of(thread: int, after: int) -> Begun:
+    """What this process has begun, and what one of its threads (or autograd for it) waits for, if it waits.
+
+    Args:
+        thread: Its identifier, as `threading.get_ident()` gives it.
+        after: The last record of former groups, or of the process that this one was forked from: groups of
+            later ones have the same names.
+    """
+    others = {str(one.ident) for one in threading.enumerate()} - {str(thread)}
+    begun = Begun(dict.fromkeys(dist.distributed_c10d._world.pg_names.values(), 0), {})
+    for entry in _entries():
+        name, number = entry["process_group"][0], entry["collective_seq_id"]
+        if entry["is_p2p"] or entry["record_id"] <= after:
+            continue
+        if name not in begun.last:  # of a group that was destroyed
+            continue
+        begun.last[name] = max(number, begun.last[name])
+        if not entry["retired"] and str(entry["thread_id"]) not in others:
+            begun.pending.setdefault(name, []).append((number, entry["profiling_name"]))
+    return begun
+
+
+def _entries() -> list[dict[str, Any]]:
+    try:
+        return pickle.loads(torch._C._distributed_c10d._dump_fr_trace(True, False, False)).get("entries", [])  # type: ignore[attr-defined, no-any-return]
+    except (AttributeError, RuntimeError):  # a torch without it
+        return []

@@ -16,8 +16,7 @@ import torch
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
 from fabric.core.tree import map_tree
 from fabric.plugins.collectives.frames import call_of
-from fabric.plugins.collectives.gather import gather_objects
-from fabric.plugins.collectives.shipping import broadcast_tree
+from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
 from fabric.strategies.layouts.replicate import Replicate
 from fabric.strategies.layouts.shares import Share, Step, WholeStateOnly, divide, send, stand_in
 

@@ -13,7 +13,7 @@ import torch
 from fabric.core.errors import UsageError
 from fabric.core.messages import say
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
-from fabric.plugins.collectives.shipping import broadcast_tree
+from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.cut import LISTED
 from fabric.strategies.layouts.pipeline.stage import own

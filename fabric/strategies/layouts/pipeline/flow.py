@@ -12,7 +12,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.tree import flatten, unflatten
 from fabric.forward import differentiable
 from fabric.plugins.collectives.frames import call_of
-from fabric.plugins.collectives.shipping import broadcast_tree
+from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.strategies.layouts.alike import Alike
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.joined import Joined

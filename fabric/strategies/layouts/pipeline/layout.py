@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fabric.core.errors import CollectiveMismatch, RankError, UsageError
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
-from fabric.plugins.collectives.shipping import broadcast_tree
+from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.processes.lifeline import describe
 from fabric.strategies.layouts.agree import average_gradients, copy_from_first

@@ -12,9 +12,8 @@ from torch.nn import Parameter
 from fabric.core.errors import UsageError
 from fabric.core.tree import iter_paths, map_tree
 from fabric.plugins.collectives.frames import call_of
-from fabric.plugins.collectives.gather import gather_objects
+from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
 from fabric.plugins.collectives.ordered import from_ordered, to_ordered
-from fabric.plugins.collectives.shipping import broadcast_tree
 from fabric.plugins.io.portable import kept_elsewhere
 from fabric.strategies.layouts.norms import scale_
 from fabric.strategies.layouts.shares import WholeStateOnly, stand_in

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.plugins.collectives import TorchCollective
-from fabric.plugins.collectives.operations import torch_op
+from fabric.plugins.collectives.reduce import torch_op
 from fabric.testing import rank_info
 
 

@@ -1,0 +1,405 @@
+"""Any object across ranks: it is pickled once, and the tensors in it travel beside the pickle as bytes.
+
+Small objects ride in the frame, tensors and all.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import ctypes
+import io
+import math
+import pickle
+import struct
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError
+from fabric.core.tree import flatten, unflatten
+from fabric.plugins.collectives.channel import (
+    all_on_host,
+    buckets,
+    check_parts,
+    pack,
+    packed_size,
+    to_tensors,
+    unpack,
+)
+from fabric.plugins.collectives.frames import ROOM, call_of, draw
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from fabric.plugins.collectives.channel import Channel
+    from fabric.plugins.collectives.control import Meeting
+    from fabric.plugins.collectives.frames import Call
+
+_TAIL = struct.Struct("<qqq")
+"""Of a message: where the labels of its tensors begin, where their bytes do, and whether these are there."""
+
+
+class Label(NamedTuple):
+    """What a receiver must know of a tensor before its bytes arrive."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_host: bool
+    requires_grad: bool
+    is_parameter: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.numel() * self.dtype.itemsize
+
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    def get_device(self) -> int:
+        """As of a tensor: of the host, or of the rank's own device."""
+        return -self.on_host
+
+    def dress(self, values: Tensor, device: torch.device) -> Tensor:
+        """The tensor as the sender has it, of the same elements: on the host, or on `device`."""
+        values = values.view(self.shape)
+        values = values if self.on_host else values.to(device)
+        if self.is_parameter:
+            return Parameter(values, self.requires_grad)
+        return values.requires_grad_() if self.requires_grad else values
+
+
+def label_of(tensor: Tensor) -> Label:
+    """What others must know of a tensor."""
+    grad = tensor.requires_grad and tensor.is_leaf
+    return Label(tuple(tensor.shape), tensor.dtype, tensor.is_cpu, grad, type(tensor) is Parameter)
+
+
+class _Refusal(NamedTuple):
+    """What `src` sends in place of its object."""
+
+    error: FabricError
+
+
+class Dumped:
+    """An object on its way: its pickle, and its tensors, which are set aside wherever they are.
+
+    Args:
+        obj: Any object that pickles.
+        verb: The call, for the error.
+        whose: What the error calls the object.
+
+    Raises:
+        ArgumentTypeError: It does not pickle.
+    """
+
+    def __init__(self, obj: Any, verb: str, whose: str = "") -> None:
+        self.tensors: list[Tensor] = []
+        self._file = io.BytesIO()
+        pickler = pickle.Pickler(self._file, pickle.HIGHEST_PROTOCOL)
+        aside: Any = self._aside  # pickle asks it for these types only: the rest is pickled in C
+        pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: aside, Parameter: aside}
+        try:
+            pickler.dump(obj)
+        except Exception as error:
+            whose = whose or f"a {type(obj).__name__}"
+            raise ArgumentTypeError(
+                f"{verb}: {whose} cannot be pickled ({type(error).__name__}: {error}). Pass "
+                "plain data, tensors, or objects of classes defined at the top level of a module."
+            ) from error
+        self.labels = [label_of(tensor) for tensor in self.tensors]
+
+    def _aside(self, tensor: Tensor) -> Any:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+            return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        self.tensors.append(tensor)
+        return _arrived, (len(self.tensors) - 1,)
+
+    def message(self, data: list[Tensor] | None = None, labels: list[Label] | None = None) -> Tensor:
+        """As flat bytes: the pickle, labels, and `data` (all tensors), packed, if they are small.
+
+        Args:
+            data: What travels, where it is not the object's own tensors.
+            labels: Those of what a rank gets of it.
+        """
+        file, data = self._file, self.tensors if data is None else data
+        middle = file.tell()
+        pickle.dump(self.labels if labels is None else labels, file)
+        file.write(b"\0" * (-file.tell() % 16))
+        end = file.tell()
+        inline = all_on_host(data) and end + packed_size(data) + _TAIL.size <= ROOM
+        if inline and data:
+            file.write(to_bytes(pack(data)))
+        file.write(_TAIL.pack(middle, end, inline))
+        return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def _arrived(place: int) -> Any:
+    raise pickle.UnpicklingError(f"tensor {place} of a message is in no pickle")  # `_Loader` replaces it
+
+
+class Arrived:
+    """An object that came as a message.
+
+    Args:
+        message: Flat bytes on the host.
+    """
+
+    def __init__(self, message: Tensor) -> None:
+        self._file = io.BytesIO(to_bytes(message))
+        self._file.seek(-_TAIL.size, io.SEEK_END)
+        middle, end, self.inline = _TAIL.unpack(self._file.read())
+        self._file.seek(middle)
+        self.labels: list[Label] = pickle.load(self._file)
+        self.data = message[end : -_TAIL.size]
+        """The tensors, if they are there."""
+
+    def load(self, tensors: list[Tensor]) -> Any:
+        """The object, around its tensors."""
+        self._file.seek(0)
+        loader = _Loader(self._file)
+        loader.tensors = tensors
+        return loader.load()
+
+    def dressed(self, row: Tensor, device: torch.device) -> list[Tensor]:
+        """The tensors out of flat bytes."""
+        columns = unpack(row[None], self.labels)
+        return [o.dress(c.clone(), device) for o, c in zip(self.labels, columns, strict=True)]
+
+    def whole(self, device: torch.device) -> Any:
+        """The object, whose tensors came along."""
+        return self.load(self.dressed(self.data, device))
+
+
+class _Loader(pickle.Unpickler):
+    """Builds an object around tensors that have arrived."""
+
+    tensors: list[Tensor]
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name in the pickle stands for."""
+        if (module, name) == (__name__, _arrived.__name__):
+            return self.tensors.__getitem__
+        return super().find_class(module, name)
+
+
+def gather_objects(obj: Any, channel: Channel, verb: str = "all_gather_object") -> list[Any]:
+    """Every rank's object, in rank order. All ranks of the group.
+
+    Raises:
+        ArgumentTypeError: The object does not pickle.
+    """
+    with channel.refusing(verb):
+        dumped = Dumped(obj, verb)
+    return gather_dumped(call_of(verb), dumped, channel)
+
+
+def gather_dumped(call: Call, dumped: Dumped, channel: Channel) -> list[Any]:
+    """Every rank's object: in one message if all are small; else tensors follow, in one for each device."""
+    here = channel.wire.device
+    came = [Arrived(message) for message in gather_bytes(call, dumped.message(), channel)]
+    if all([one.inline for one in came]):
+        return [one.whole(here) for one in came]
+    tensors: list[list[Any]] = [[None] * len(one.labels) for one in came]
+    for on_host in (True, False):
+        places = [[i for i, o in enumerate(one.labels) if o.on_host == on_host] for one in came]
+        labels = [[one.labels[i] for i in some] for one, some in zip(came, places, strict=True)]
+        sizes = [packed_size(some) for some in labels]
+        device = torch.device("cpu") if on_host else here
+        mine = [t.to(device) for t in dumped.tensors if t.is_cpu == on_host]
+        raw = pack(mine).view(-1) if mine else torch.empty(0, dtype=torch.uint8, device=device)
+        rows = _gather_padded(raw, max(sizes), channel)
+        for rank, size in enumerate(sizes):
+            columns = unpack(rows[rank : rank + 1, :size].to(device), labels[rank])
+            for i, label, column in zip(places[rank], labels[rank], columns, strict=True):
+                tensors[rank][i] = label.dress(column.clone(), here)
+    return [one.load(some) for one, some in zip(came, tensors, strict=True)]
+
+
+def gather_uneven(
+    tensors: list[Tensor], spec: Any, how: str, channel: Channel, sync_grads: bool = False
+) -> list[list[Tensor]]:
+    """For each tensor a list of what every rank has in its place; for "cat" shapes differ in dim 0 only."""
+    verb = f"all_gather(uneven={how!r}{', sync_grads=True' if sync_grads else ''})"
+    with channel.refusing(verb):
+        call = call_of(verb, draw(spec, [_kind(tensor, how) for tensor in tensors]))
+        dumped = Dumped([tensor.detach().as_subclass(torch.Tensor) for tensor in tensors], verb)
+    came = gather_dumped(call, dumped, channel)
+    return [[parts[i] for parts in came] for i in range(len(tensors))]
+
+
+def gather_bytes(call: Call, raw: Tensor, channel: Channel) -> list[Tensor]:
+    """Every rank's flat bytes (on the host), of any length: one message if all are small, else two."""
+    if channel.world_size == 1:
+        return [raw]
+    sizes, meeting = _sizes(call, raw, channel)
+    if meeting is not None and max(sizes) <= ROOM:
+        return [meeting.data(place, size) for place, size in enumerate(sizes)]
+    rows = _gather_padded(raw, max(sizes), channel).cpu()
+    return [row[:size].clone() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _sizes(call: Call, raw: Tensor, channel: Channel) -> tuple[list[int], Meeting | None]:
+    """How many bytes every rank has, and the frames that told it, with those bytes that fit into them."""
+    meeting = channel.meet(call, [raw])
+    if meeting is not None:
+        return meeting.sizes(), meeting
+    sizes = _gather_padded(torch.tensor([raw.numel(), 0]).view(torch.uint8), 16, channel)
+    return sizes.cpu().view(torch.int64)[:, 0].tolist(), None
+
+
+def _gather_padded(raw: Tensor, length: int, channel: Channel) -> Tensor:
+    """(world_size, length): every rank's flat bytes, filled up; each row is aligned for every dtype."""
+    length += -length % 16
+    if raw.numel() < length:
+        raw = torch.cat([raw, raw.new_zeros(length - raw.numel())])
+    sent = channel.wire.ready(raw)
+    out = sent.new_empty(channel.world_size * length)
+    if length:
+        channel.collective.all_gather_flat(out, sent)
+    return out.view(channel.world_size, length)
+
+
+def broadcast_tree(data: Any, src: int, channel: Channel) -> Any:
+    """`src`'s `data` on every rank, in one message for small objects. All ranks of the group.
+
+    Args:
+        data: Any object that pickles; what ranks other than `src` pass is ignored. Tensors anywhere in it
+            keep dtype, shape, `requires_grad` and identity; those of a device arrive on the receiver's own.
+        src: Global rank that sends.
+        channel: The group.
+
+    Raises:
+        ArgumentTypeError: `src`'s object does not pickle; raised on every rank.
+        CollectiveMismatch: Ranks made different calls; raised on all of them.
+    """
+    if channel.world_size == 1:
+        return data
+    verb, here = f"broadcast(src={src})", channel.wire.device
+    if channel.collective.rank != src:
+        came = _told(None, verb, src, channel)
+        if came.inline:
+            return _accepted(came.whole(here))
+        tensors = _receive(came, channel, lambda raw, _: channel.collective.broadcast(raw, src))
+        return _accepted(came.load(tensors))
+    try:
+        dumped = Dumped(data, verb, f"rank {src}'s object")
+    except ArgumentTypeError as error:
+        _told(Dumped(_Refusal(error), verb).message(), verb, src, channel)
+        raise
+    message = dumped.message()
+    _told(message, verb, src, channel)
+    if not _TAIL.unpack(to_bytes(message[-_TAIL.size :]))[2]:
+        # Receivers know one device of their own besides the host, so all others' leave from one device, too.
+        sent = [t if t.is_cpu else t.to(here) for t in dumped.tensors]
+        for bucket in buckets(dumped.labels, mixed=True):
+            raw = channel.wire.ready(pack([sent[i] for i in bucket]).view(-1))
+            channel.collective.broadcast(raw, src)
+    return data
+
+
+def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
+    """This rank's part of `src`'s tree, whose leaves are split along dim 0 into one part per rank of the
+    group.
+
+    Args:
+        data: A tensor, or nesting of them; what ranks other than `src` pass is ignored.
+        src: Global rank that sends.
+        channel: The group.
+
+    Returns:
+        The tree with leaves of shape (n / world_size, ...) for leaves of (n, ...).
+
+    Raises:
+        ConfigurationError: The first dimension of a leaf does not divide by the number of ranks; on all
+            ranks.
+        ArgumentTypeError: A leaf that is no tensor, or structure that does not pickle; on all ranks.
+        CollectiveMismatch: Ranks made different calls; raised on all of them.
+    """
+    world, here, verb = channel.world_size, channel.wire.device, f"scatter(src={src})"
+    tensors: list[Tensor] = []
+    message = None
+    if channel.collective.rank == src or world == 1:
+        try:
+            leaves, spec = flatten(data)
+            tensors = [t.detach() for t in to_tensors(leaves, here, verb)]
+            check_parts([list(t.shape) for t in tensors], world, verb)
+            if world == 1:
+                return unflatten([t.clone() for t in tensors], spec, data)
+            labels = [label_of(t)._replace(shape=(t.shape[0] // world, *t.shape[1:])) for t in tensors]
+            shell = unflatten([None] * len(tensors), spec, data)
+            small = all_on_host(tensors) and sum([t.nbytes for t in tensors]) <= ROOM
+            message = Dumped((shell, spec), verb).message(
+                [pack(tensors, world)] if small else tensors, labels
+            )
+        except Exception as error:
+            known = error if isinstance(error, FabricError) else ArgumentTypeError(str(error))
+            _told(Dumped(_Refusal(known), verb).message(), verb, src, channel)
+            raise
+    came = _told(message, verb, src, channel)
+    shell, spec = _accepted(came.load([]))
+    if came.inline and came.labels:
+        row = came.data.view(world, -1)[channel.collective.rank_in_group]
+        mine = came.dressed(row, here)
+    else:
+
+        def take(raw: Tensor, bucket: list[int]) -> None:
+            rows = list(pack([tensors[i] for i in bucket], world)) if tensors else []
+            channel.collective.scatter(raw, [channel.wire.ready(row) for row in rows], src)
+
+        mine = _receive(came, channel, take)
+    return unflatten(mine, spec, shell)
+
+
+def _receive(came: Arrived, channel: Channel, take: Callable[[Tensor, list[int]], Any]) -> list[Tensor]:
+    """The tensors of a message, in buckets as `take` brings them into flat memory."""
+    here = channel.wire.device
+    tensors: list[Any] = [None if o.nbytes else torch.empty(o.shape, dtype=o.dtype) for o in came.labels]
+    for bucket in buckets(came.labels, mixed=True):
+        labels = [came.labels[i] for i in bucket]
+        device = torch.device("cpu") if labels[0].on_host else here
+        raw = channel.wire.ready(torch.empty(packed_size(labels), dtype=torch.uint8, device=device))
+        take(raw, bucket)
+        for i, column in zip(bucket, unpack(raw[None].to(device), labels), strict=True):
+            tensors[i] = column.clone() if len(bucket) > 1 else column
+    return [label.dress(t, here) for label, t in zip(came.labels, tensors, strict=True)]
+
+
+def _told(message: Tensor | None, verb: str, src: int, channel: Channel) -> Arrived:
+    """`src`'s message (None on the others) on every rank: in the frame, or after it where it does not fit."""
+    own = torch.empty(0, dtype=torch.uint8) if message is None else message
+    place = channel.collective.place_of(src)
+    sizes, meeting = _sizes(call_of(verb), own, channel)
+    if meeting is not None and sizes[place] <= ROOM:
+        return Arrived(meeting.data(place, sizes[place]))
+    raw = channel.wire.ready(own if message is not None else torch.empty(sizes[place], dtype=torch.uint8))
+    channel.collective.broadcast(raw, src)
+    return Arrived(raw.cpu())
+
+
+def _accepted(obj: Any) -> Any:
+    if isinstance(obj, _Refusal):
+        raise obj.error
+    return obj
+
+
+def to_bytes(raw: Tensor) -> bytes:
+    """The content of a contiguous tensor of bytes on the host."""
+    return ctypes.string_at(raw.data_ptr(), raw.numel()) if raw.numel() else b""
+
+
+def _kind(tensor: Tensor, how: str) -> str:
+    """What must be equal on all ranks."""
+    dtype, place = str(tensor.dtype).removeprefix("torch."), tensor.device.type
+    if how == "list":
+        return f"{dtype} on {place}"
+    if not tensor.dim():
+        raise ConfigurationError(
+            "all_gather(uneven='cat') concatenates along dim 0, but a leaf is a number or a tensor of shape "
+            "[]. Write data.reshape(1), or uneven='error' or 'list'."
+        )
+    return f"{dtype}{['*', *tensor.shape[1:]]} on {place}".replace("'", "")
