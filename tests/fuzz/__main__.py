@@ -7,6 +7,7 @@ python tests/fuzz --without all    (which programs find each mend of mends.py th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections import Counter
@@ -30,7 +31,8 @@ def main() -> int:
     layout = given.one.partition(":")[2] or None if given.one else given.layout
     tally, errors, failed = Counter(), Counter(), 0
     end, hangs = time.monotonic() + 60 * given.minutes, set()
-    with Runner() as runner:
+    # Ctrl-C ends a long run early, with its summary.
+    with Runner() as runner, contextlib.suppress(KeyboardInterrupt):
         while time.monotonic() < end and sum(tally.values()) < given.count:
             seed = next(seeds, None)
             if seed is None:
