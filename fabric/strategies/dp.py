@@ -120,4 +120,4 @@ class DataParallelStrategy(ParallelStrategy):
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return Exchange.__getstate__(self)

@@ -39,6 +39,9 @@ class Exchange:
         self._channel: Channel | None = None
         self._seen: tuple[Channel, Channel, int] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_channel": None, "_seen": None}  # of this process
+
     @property
     def root_device(self) -> torch.device:
         """The device of this process."""

@@ -316,7 +316,7 @@ class ParallelStrategy(Strategy):
     def __getstate__(self) -> dict[str, Any]:
         # A group belongs to its process; a spawned rank joins anew.
         own = {"_made_group": False, "_watchdog": None, "collective": TorchCollective()}
-        return {**self.__dict__, **own}
+        return {**super().__getstate__(), **own}
 
 
 def _with_host(backend: str, device: torch.device) -> str:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fabric import Fabric
 from fabric.plugins.environments.local import listen
 from fabric.strategies import DDPStrategy
-from fabric.strategies.launchers import multiprocess
+from fabric.strategies.launchers import supervisor
 from fabric.testing import rank_info
 
 
@@ -58,12 +58,12 @@ def sends_for_a_while(fabric, path):
 
 
 def upload(path):
-    grace, multiprocess.STOP_GRACE_S = multiprocess.STOP_GRACE_S, 0.2
-    note, multiprocess.EXIT_NOTE_S = multiprocess.EXIT_NOTE_S, 0.3
+    grace, supervisor.STOP_GRACE_S = supervisor.STOP_GRACE_S, 0.2
+    note, supervisor.EXIT_NOTE_S = supervisor.EXIT_NOTE_S, 0.3
     try:
         return launched(sends_for_a_while, path)
     finally:
-        multiprocess.STOP_GRACE_S, multiprocess.EXIT_NOTE_S = grace, note
+        supervisor.STOP_GRACE_S, supervisor.EXIT_NOTE_S = grace, note
 
 
 def test_what_threads_of_a_rank_send_after_its_function_arrives(ranks, tmp_path):

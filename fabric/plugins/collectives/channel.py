@@ -71,6 +71,9 @@ class Channel:
         self.collective, self.wire = collective, wire
         self._guard: Callable[[], Guard | None] = lambda: None
 
+    def __reduce__(self) -> Any:
+        return Channel, (self.collective, self.wire)
+
     @property
     def guard(self) -> Guard | None:
         """Where the ranks meet before each call; None: nowhere."""
