@@ -103,6 +103,8 @@ class RecordedFabric(Fabric):
             )
         callbacks = given.get("callbacks") or []
         listed = callbacks if isinstance(callbacks, list) else [callbacks]
+        if isinstance(given.get("precision"), str | int) and "16" in str(given["precision"]):
+            given["precision"] = "32-true"  # in which differences are crisp
         given |= {"accelerator": "cpu", "devices": ranks, "num_nodes": 1, "callbacks": [*listed, RECORDER]}
         super().__init__(**given)
 
@@ -163,7 +165,8 @@ def joined(loader: Any, times: int, size: int | None) -> Any:
         size = size or loader.batch_size * times  # a script may divide a batch by the ranks itself
         made.__dict__["batch_size"] = size
     if type(batches) is BatchSampler:
-        made.__dict__["batch_sampler"] = BatchSampler(batches.sampler, size or 1, batches.drop_last)
+        size = size or batches.batch_size * times
+        made.__dict__["batch_sampler"] = BatchSampler(batches.sampler, size, batches.drop_last)
     elif batches is not None:
         made.__dict__["batch_sampler"] = Joined(batches, times)
     return made

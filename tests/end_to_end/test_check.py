@@ -145,6 +145,8 @@ def test_batches_of_several_ranks_are_joined():
     assert first[0].tolist() == [0, 1, 2, 3, 4, 5]
     (first, *_) = joined(DataLoader(data, batch_size=4), 2, 4)
     assert first[0].tolist() == [0, 1, 2, 3], "the script has divided it"
+    (first, *_) = joined(DataLoader(data, batch_sampler=BatchSampler(range(12), 2, True)), 3, None)
+    assert first[0].tolist() == [0, 1, 2, 3, 4, 5]
     own = type("Own", (BatchSampler,), {})(range(12), 2, False)
     both = joined(DataLoader(data, batch_sampler=own), 2, None)
     assert [batch[0].tolist() for batch in both] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -164,6 +166,15 @@ def test_samples_are_known_again_in_any_order():
 
 def step(*grads):
     return Step([{"grads": grad, "rank": rank} for rank, grad in enumerate(grads)])
+
+
+def test_a_small_model_beside_a_large_one_is_looked_at_by_itself():
+    one = {"model 0: a": torch.tensor([1e6]), "model 1: a": torch.tensor([2e-3])}
+    assert compare(step(one), step(one))[0] is None
+    assert compare(step(one), step({**one, "model 1: a": torch.tensor([1e-3])}))[0] == "model 1: a"
+    one = {"a.weight": torch.tensor([1.0]), "a.bias": torch.tensor([1e-3])}
+    assert compare(step(one), step({**one, "a.bias": torch.tensor([2e-3])}))[0] == "a.bias"
+    assert compare(step(one), step({**one, "a.bias": torch.tensor([1e-3 + 1e-7])}))[0] is None
 
 
 def test_gradients_are_compared_on_each_rank_and_nan_is_no_agreement():

@@ -234,7 +234,8 @@ def make_optimizers(scene: Scene) -> None:
         made = any(line_assigns(line, optimizer.name) for line in scene.build)
         if not made:
             scene.build.append(made_of(scene, optimizer))
-            if scene.chance(0.9):
+            # Forgotten, an optimizer with a closure goes by this rank's loss (fabric/README.md).
+            if scene.chance(0.9) or optimizer.closes:
                 scene.build.append(f"{optimizer.name} = fabric.setup_optimizers({optimizer.name})")
         if scene.chance(0.3):
             optimizer.schedule = scene.fresh("plan")
@@ -256,7 +257,7 @@ def set_up(scene: Scene, model: Model) -> None:
     if late or not own:
         verb = scene.one_of(["setup", "setup_module"])
         scene.build.append(f"{model.name} = fabric.{verb}({model.name})")
-        if before and scene.chance(0.75):
+        if before and (scene.chance(0.75) or any(o.closes for o in own)):
             scene.build += [f"{o.name} = fabric.setup_optimizers({o.name})" for o in own]
         return
     names = ", ".join([model.name, *(o.name for o in own)])
