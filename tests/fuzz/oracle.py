@@ -409,10 +409,11 @@ class Plain:
         pass
 
 
-def explodes(notes: list[Note]) -> bool:
+def explodes(notes: list[Note], precision: str | None) -> bool:
     """Whether numbers got so large that rounding is all that is left of them."""
+    limit = {"bf16-mixed": 1e2, "32-true": 1e5}.get(precision or "", 1e8)
     found = [tensor for note in notes for tensor in tensors(note.value) if tensor.numel()]
-    return any([tensor.abs().nan_to_num(0.0, 0.0).max() > 1e4 for tensor in found])
+    return any([tensor.abs().nan_to_num(0.0, 0.0).max() > limit for tensor in found])
 
 
 def in_autocast(method: Any, *args: Any, **kwargs: Any) -> Any:

@@ -177,7 +177,7 @@ class Runner:
                     )
             except Exception as error:
                 return Outcome(INVALID, (described(error),), text=traceback.format_exc())
-            if oracle.explodes(want):
+            if oracle.explodes(want, program.precision):
                 return Outcome(INVALID, ("numbers explode",))
             owed = tuple(dict.fromkeys(plain.owed))
             return self._on_ranks(program, folder / "ranks", want, owed, patience)

@@ -503,5 +503,7 @@ def new_group(scene: Scene) -> list[Node]:
 
 
 def extra_step(scene: Scene) -> list[Node]:
-    plain = [optimizer for optimizer in scene.optimizers if not optimizer.closes]
+    # Fused, a step between a forward and its backward changes weights without torch's seeing it.
+    fused = any("fused=True" in str(line) for line in scene.build)
+    plain = [] if fused else [optimizer for optimizer in scene.optimizers if not optimizer.closes]
     return [f"{scene.one_of(plain).name}.step()"] if plain else verb(scene)
