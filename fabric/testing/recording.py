@@ -79,9 +79,7 @@ class Recorder:
         share = strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         record |= {"unshared": self.unshared, "sizes": self.sizes, "shared": sorted(self.shared), **share}
         rank = strategy.global_rank if strategy.world_size > 1 else 0
-        path = self.folder / f"step{self.count}-rank{rank}.pt"
-        torch.save(record, path.with_suffix(".part"))
-        path.with_suffix(".part").rename(path)
+        torch.save(record, self.folder / f"step{self.count}-rank{rank}.pt")
         self.losses, self.rows = [], []
         if self.count == self.steps:
             strategy.barrier("fabric check")
@@ -111,7 +109,7 @@ class RecordedFabric(Fabric):
     def backward(self, tensor: Any, *args: Any, **kwargs: Any) -> None:
         """As the base; the loss is written down."""
         super().backward(tensor, *args, **kwargs)
-        if tensor.numel() == 1:
+        if tensor is not None and tensor.numel() == 1:  # None: the loss is on another stage
             RECORDER.losses.append(float(tensor.detach()))
 
     def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:
