@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch.nn import DataParallel, Module, SyncBatchNorm
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.torch_internals import BatchNorm
 from fabric.utilities.compile import is_compiled, recompile
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
@@ -66,7 +66,7 @@ def warn_of_batch_norm(module: Module, device: torch.device) -> None:
     found = [
         f"{path} ({type(part).__name__})"
         for path, part in module.named_modules()
-        if isinstance(part, _BatchNorm) and not isinstance(part, SyncBatchNorm) and part.training
+        if isinstance(part, BatchNorm) and not isinstance(part, SyncBatchNorm) and part.training
     ]
     if found:
         fix = "use another norm"

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from fabric.core.torch_internals import backward_pass
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -57,13 +59,13 @@ def outermost_pass() -> int:
 
     torch counts passes up, so that those inside of it have higher numbers, and those before it lower ones.
     """
-    return torch._C._current_graph_task_id() if here.outermost == -1 else here.outermost
+    return backward_pass() if here.outermost == -1 else here.outermost
 
 
 def _telling(backward: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(backward)
     def tell(*args: Any, **kwargs: Any) -> None:
-        around = torch._C._current_graph_task_id()
+        around = backward_pass()
         if around == -1:
             run = backward
             for attendant in list(_attendants.values()):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import backward_pass
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +102,7 @@ def sequence_positions(length: int, device: torch.device | None = None) -> Tenso
         UsageError: This rank's part has another length.
     """
     part = _here.part
-    if part is None and torch._C._current_graph_task_id() != -1:  # a forward is computed again, for backward
+    if part is None and backward_pass() != -1:  # a forward is computed again, for backward
         part = last_part()
         part = None if part is None or length == part.length else part
     if part is None:

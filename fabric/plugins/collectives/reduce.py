@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.registry import did_you_mean
+from fabric.core.torch_internals import foreach_copy_
 from fabric.core.tree import LEAF, flatten, unflatten
 from fabric.plugins.collectives.channel import all_on_host, buckets, join, to_tensors
 from fabric.plugins.collectives.frames import ROOM, starts_of, tree_call
@@ -283,7 +284,7 @@ class _Parcel:
         parts = flat.to(first.device, first.dtype).split([t.numel() for t in self.tensors])
         values = [v if t.dim() == 1 else v.view(t.shape) for v, t in zip(parts, self.tensors, strict=True)]
         try:
-            torch._foreach_copy_(self.tensors, values)
+            foreach_copy_(self.tensors, values)
         except RuntimeError:  # conjugate and negative views
             for tensor, value in zip(self.tensors, values, strict=True):
                 tensor.copy_(value)

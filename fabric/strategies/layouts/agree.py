@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import foreach_copy_
 from fabric.plugins.collectives.channel import buckets, join
 
 if TYPE_CHECKING:
@@ -63,6 +64,4 @@ def _each_bucket(tensors: list[Tensor], channel: Channel, exchange: Any) -> None
             exchange(sent)
             if sent.data_ptr() != alike[0].data_ptr():
                 parts = sent.split([t.numel() for t in alike])
-                torch._foreach_copy_(
-                    alike, [part.view(t.shape) for part, t in zip(parts, alike, strict=True)]
-                )
+                foreach_copy_(alike, [part.view(t.shape) for part, t in zip(parts, alike, strict=True)])

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.torch_internals import BatchNorm
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.blocks import choose_blocks
@@ -276,7 +276,7 @@ class FullyShard(Sharded):
         # Gathered in half precision, summed in single; autocast around the forward decides the rest, as on
         # one rank. Batch norm takes no half parameters for inputs in single precision: its group stays as it
         # is.
-        normed = block is not None and any([isinstance(part, _BatchNorm) for part in _own_modules(block)])
+        normed = block is not None and any([isinstance(part, BatchNorm) for part in _own_modules(block)])
         half = None if normed else policy.compute
         return MixedPrecisionPolicy(half, policy.reduce, cast_forward_inputs=False)
 

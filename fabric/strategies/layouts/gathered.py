@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import backward_pass
 from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
 from fabric.plugins.collectives.frames import ALONE, call_of
@@ -66,7 +67,7 @@ class RootGate:
             UsageError: `torch.func.functional_call` or the like has put other tensors in the place of parts.
         """
         context = self.state._state_ctx
-        if torch._C._current_graph_task_id() != -1:  # computed again, for the backward that runs
+        if backward_pass() != -1:  # computed again, for the backward that runs
             self.give_back()
             return
         self._meets = method or not torch.is_grad_enabled()
@@ -96,7 +97,7 @@ class RootGate:
     def end(self) -> None:
         """It has ended: the model has its parts again. What a backward will need stays gathered beside."""
         self._meets = False
-        if torch._C._current_graph_task_id() != -1:
+        if backward_pass() != -1:
             return
         lends = torch.is_grad_enabled()
         for group in self._groups():

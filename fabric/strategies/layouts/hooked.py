@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fabric.core.torch_internals import foreach_copy_
 from fabric.forward import anchor, differentiable
 
 if TYPE_CHECKING:
@@ -74,4 +75,4 @@ def broadcast_from_zero(tensors: list[Tensor]) -> None:
             flat = torch.cat([b.reshape(-1) for b in bucket])
             dist.broadcast(flat, 0)
             parts = flat.split([b.numel() for b in bucket])
-            torch._foreach_copy_(bucket, [part.view(b.shape) for part, b in zip(parts, bucket, strict=True)])
+            foreach_copy_(bucket, [part.view(b.shape) for part, b in zip(parts, bucket, strict=True)])

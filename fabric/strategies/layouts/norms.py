@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.torch_internals import foreach_mul_, foreach_norm
 from fabric.plugins.collectives.frames import user_place
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _text(norm_type: float, value: float) -> str:
 
 def norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
     """The norm of each tensor."""
-    found = torch._foreach_norm(tensors, norm_type, dtype=dtype) if tensors else ()
+    found = foreach_norm(tensors, norm_type, dtype=dtype) if tensors else ()
     return list(found)
 
 
@@ -85,7 +86,7 @@ def scale_(tensors: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale tensors whose total norm is `norm` to one of at most `max_norm`, in place."""
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for (dtype, device, _), group in alike(tensors).items():
-        torch._foreach_mul_(group, scale.to(device, dtype))
+        foreach_mul_(group, scale.to(device, dtype))
 
 
 def alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device, torch.layout], list[Tensor]]:

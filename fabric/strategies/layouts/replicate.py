@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import backward_pass, call_after_backward
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import average_gradients, on_any_rank
@@ -276,7 +277,7 @@ class Replicate(Whole):
             if (known is None or known.within != running) and _has_reduced(replica, running):
                 self._reduced[replica] = _Reduced(running, [stamp(p) for p in replica.parameters()])
                 end = partial(self._average_rest, replica)
-                torch.autograd.Variable._execution_engine.queue_callback(end)
+                call_after_backward(end)
 
     def _average_rest(self, replica: DistributedDataParallel) -> None:
         """At the end of a pass: average gradients that have grown after their reduction, on any rank.
@@ -316,7 +317,7 @@ class _Watch:
         replica = self.replica()
         if replica is None:
             return
-        replica.__dict__["_fabric_pass"] = torch._C._current_graph_task_id()
+        replica.__dict__["_fabric_pass"] = backward_pass()
         if not replica.find_unused_parameters:  # else a parameter may rest on one rank and not on another
             self.layout.reached.add(id(replica))  # as on_reached does, which would cost a call more
 

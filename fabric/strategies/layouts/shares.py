@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import foreach_copy_
 from fabric.plugins.collectives.channel import PACK_LIMIT
 
 if TYPE_CHECKING:
@@ -216,4 +217,4 @@ def _end(work: Any, flat: Tensor, parts: list[Tensor]) -> None:
     work.wait()
     if parts:
         pieces = flat.split([t.numel() for t in parts])
-        torch._foreach_copy_(parts, [piece.view(t.shape) for piece, t in zip(pieces, parts, strict=True)])
+        foreach_copy_(parts, [piece.view(t.shape) for piece, t in zip(pieces, parts, strict=True)])

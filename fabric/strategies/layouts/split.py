@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import backward_pass, call_after_backward
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.whole import Whole
@@ -191,10 +192,10 @@ class Split(Whole):
         if not module.training:
             return
         self._reached.add(id(module))
-        running = torch._C._current_graph_task_id()
+        running = backward_pass()
         if self._queued_in != running:
             self._queued_in = running
-            torch.autograd.Variable._execution_engine.queue_callback(self._send_buffers)
+            call_after_backward(self._send_buffers)
 
     def _send_buffers(self) -> None:
         reached = [m for m in self.models() if id(m) in self._reached]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.torch_internals import foreach_div_
 from fabric.core.traits import Traits
 from fabric.strategies.layouts.plain import is_plain, plain_copy
 from fabric.utilities.init import EmptyInit
@@ -179,7 +180,7 @@ class Whole:
         with torch.no_grad():
             own = [grad.to_local() if hasattr(grad, "device_mesh") else grad for grad in grads.values()]
             for group in alike(own).values():
-                torch._foreach_div_(group, divisor)
+                foreach_div_(group, divisor)
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """Context around the construction of modules; `empty_init` leaves weights without values."""

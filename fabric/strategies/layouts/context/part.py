@@ -10,10 +10,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.torch_internals import BatchNorm, backward_pass
 from fabric.core.tree import flatten
 from fabric.plugins.collectives.channel import Channel
 from fabric.plugins.collectives.torch_collective import TorchCollective
@@ -181,7 +179,7 @@ class _Entrance:
         self._alike = alike
 
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._alike is not None and torch._C._current_graph_task_id() == -1:
+        if self._alike is not None and backward_pass() == -1:
             self._alike.meet("forward", *flatten((args, kwargs)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Entrance:
@@ -192,7 +190,7 @@ class _Entrance:
 
 
 def _check_modules(module: Module, name: str) -> None:
-    normed = [path for path, inner in module.named_modules() if isinstance(inner, _BatchNorm)]
+    normed = [path for path, inner in module.named_modules() if isinstance(inner, BatchNorm)]
     if normed:
         raise UsageError(
             f"{name} has batch norm ({', '.join(normed[:3])}), which would normalise each rank's part of a "

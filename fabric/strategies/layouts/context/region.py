@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import backward_pass
 from fabric.strategies.layouts.context.attention import Attention
 from fabric.strategies.layouts.context.call import DividedCall
 from fabric.strategies.layouts.context.exchange import Exchange
@@ -144,7 +145,7 @@ class Region:
             _stack.entries.append(_Entry(module, None, wanted=torch.is_grad_enabled()))
             return
         channel = self.row.channel
-        if torch._C._current_graph_task_id() == -1 or _stack.trying or channel is None or not self._last:
+        if backward_pass() == -1 or _stack.trying or channel is None or not self._last:
             return
         self._went_back = True
         part, given = self._last[-1], [leaf for leaf in (*args, *kwargs.values()) if _is_tensor(leaf)]
@@ -173,7 +174,7 @@ class Region:
 
     def _note(self, part: Part | None) -> None:
         """A forward begins through which a backward may go."""
-        if torch._C._current_graph_task_id() != -1:  # or computes again: what is inside belongs to it
+        if backward_pass() != -1:  # or computes again: what is inside belongs to it
             self._last, self._went_back = [part], True
         elif torch.is_grad_enabled():
             if self._went_back:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import CollectiveMismatch, RankError, UsageError
+from fabric.core.torch_internals import backward_pass, call_after_backward
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
 from fabric.plugins.collectives.objects import broadcast_tree
@@ -414,12 +415,12 @@ class _After:
         if self._layout._due is not None:
             self._layout._due[self] = None
             return
-        running = torch._C._current_graph_task_id()
+        running = backward_pass()
         if running == -1:
             self._synchronise()
         elif running != self._queued_in:
             self._queued_in = running
-            torch.autograd.Variable._execution_engine.queue_callback(self._synchronise)
+            call_after_backward(self._synchronise)
 
     def arm(self) -> None:
         """Before a forward through which gradients may flow."""

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from fabric.core.errors import RankError
+from fabric.core.torch_internals import backward_pass
 from fabric.core.tree import flatten
 from fabric.processes.lifeline import describe
 from fabric.strategies.layouts.pipeline.link import Failed, Link
@@ -75,7 +76,7 @@ class Runner:
         """One pass. Afterwards, and not before, ask `finish`."""
         left = Counter([kind for kind, _ in order])
         work.at_once = at_once(order, len(work.calls))
-        self._around = torch._C._current_graph_task_id()
+        self._around = backward_pass()
         for kind, index in order:
             left[kind] -= 1
             if kind == "F":
@@ -86,7 +87,7 @@ class Runner:
 
     def passing(self) -> bool:
         """Whether autograd is in a backward of this stage's blocks, and not in the user's around it."""
-        return self._around is not None and torch._C._current_graph_task_id() != self._around
+        return self._around is not None and backward_pass() != self._around
 
     def report(self, work: Pass, place: int, tree: Any) -> Any:
         """The tree that the stage at `place` has, on all ranks; on failure a `Failed`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import BatchNorm
 from fabric.core.tree import flatten, map_tree
 from fabric.strategies.layouts.pipeline.joined import Joined
 from fabric.strategies.layouts.pipeline.link import Failed
@@ -28,7 +28,7 @@ _TRIAL = "a trial with one row and with two"
 def warn_of_modules(module: Module) -> None:
     """Of what is computed from a whole batch, or once for each, in training."""
     _warn(
-        [(name, m) for name, m in module.named_modules() if isinstance(m, _BatchNorm)],
+        [(name, m) for name, m in module.named_modules() if isinstance(m, BatchNorm)],
         "batch norm in training normalises each micro-batch by itself, which is not what one big batch "
         "gives. Use another norm, or num_microbatches=1.",
     )
