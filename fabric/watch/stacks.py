@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
-_OPS = f"{os.sep}torch{os.sep}_ops.py"
+_DISPATCH = (f"{os.sep}torch{os.sep}_ops.py", f"{os.sep}torch{os.sep}_library{os.sep}")
+"""Between a functional collective and its wait; in a backward several frames of both."""
 _AROUND = ("wrapper", "call")  # what torch and we put around each verb
 _IDLE = 0.02
 """A thread that waits uses less than this share of a core."""
@@ -83,8 +84,8 @@ class StillWatch:
 
 def _waiting_in(frame: FrameType) -> str | None:
     """What a thread's innermost frame waits in, if that may be for other ranks."""
-    if frame.f_code.co_filename.endswith(_OPS) and frame.f_back is not None:
-        frame = frame.f_back  # as functional collectives are waited for
+    while frame.f_back is not None and any([part in frame.f_code.co_filename for part in _DISPATCH]):
+        frame = frame.f_back
     if frame.f_code.co_name == "_engine_run_backward":
         return "backward"
     name = frame.f_code.co_filename

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, LaunchError
@@ -35,11 +35,19 @@ def parallelize(model, mesh):
     )
 
 
+def parallelize_columns(model, mesh):
+    """Ranks meet in its backward, too."""
+    return parallelize_module(
+        model, mesh["tensor_parallel"], {"": ColwiseParallel(output_layouts=Replicate())}
+    )
+
+
 STRATEGIES = {
     "ddp": DDPStrategy,
     "zero1": ZeRO1Strategy,
     "fsdp": FSDPStrategy,
     "tensor": partial(ModelParallelStrategy, parallelize, 1, 2),
+    "columns": partial(ModelParallelStrategy, parallelize_columns, 1, 2),
     "hsdp": partial(FSDPStrategy, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)),
 }
 
@@ -85,7 +93,7 @@ def train(fabric, path, elsewhere, lives_on=False):
 
 
 def step(fabric, model, optimizer, path):
-    fabric.backward(model(torch.ones(1, 4)).sum())
+    fabric.backward(model(torch.ones(1, 4, requires_grad=True)).sum())
     optimizer.step()
 
 
@@ -110,12 +118,17 @@ def evaluate(fabric, model, optimizer, path):
         model(torch.ones(1, 4))
 
 
+def evaluate_late(fabric, model, optimizer, path):
+    model(torch.ones(1, 4, requires_grad=True))
+    evaluate(fabric, model, optimizer, path)
+
+
 def raw_gather(fabric, model, optimizer, path):
     dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1))
 
 
 JOBS = [("ddp", save), ("zero1", all_gather, True), ("fsdp", barrier), ("ddp", raw_gather)]
-ALONE = [("tensor", evaluate), ("hsdp", evaluate)]
+ALONE = [("tensor", evaluate), ("hsdp", evaluate), ("columns", evaluate_late)]
 
 
 def ends(ranks, jobs, path):
