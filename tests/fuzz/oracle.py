@@ -216,6 +216,14 @@ def own_ddp(fabric: Any, model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Any:
+    """In evaluation, and back."""
+    model.eval()
+    yield
+    model.train()
+
+
 def compiled(fabric: Any, model: nn.Module) -> nn.Module:
     """A compiled model computes the same."""
     return model if isinstance(fabric, Plain) else torch.compile(model, backend="eager")
@@ -416,6 +424,13 @@ def explodes(notes: list[Note], precision: str | None) -> bool:
     return any([tensor.abs().nan_to_num(0.0, 0.0).max() > limit for tensor in found])
 
 
+def roughly(program: Any, folder: Path, want: list[Note], world_size: int, replicas: int | None) -> bool:
+    """Whether mixed precision gives what single precision does: else rounding decides, and all may differ."""
+    finer, _ = run_plain(program, folder, world_size, "32-true", replicas)
+    pairs = zip(want, finer, strict=True)
+    return not any([unlike(a.value, b.value, a.name, "bf16-mixed") for a, b in pairs])
+
+
 def in_autocast(method: Any, *args: Any, **kwargs: Any) -> Any:
     """A call as a mixed precision computes it; outputs in the default dtype."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -503,7 +518,7 @@ TOLERANCES = {
     None: (1e-7, 1e-10),
     "64-true": (1e-5, 1e-6),
     "32-true": (1e-3, 1e-5),
-    "bf16-mixed": (5e-2, 2e-2),
+    "bf16-mixed": (1e-1, 2e-2),  # FSDP computes norms and losses in it, too; what is missing is more
 }
 
 

@@ -322,7 +322,7 @@ def evaluation_by_rank(scene: Scene) -> list[Node]:
     lines = [("with torch.no_grad():", tuple(lines))]
     ways = scene.rng.random()
     if ways < 0.6 or model.kind.buffers:  # in training each rank would count its own forwards
-        lines = [f"{model.name}.eval()", *lines, f"{model.name}.train()"]
+        lines = [(f"with evaluating({model.name}):", tuple(lines))]  # one statement: nothing comes in between
     elif ways < 0.75 and form >= 0.5:
         lines = [("if fabric.is_global_zero:", (f"{model.name}.eval()", ("with torch.no_grad():", (look,)),
                                                 f"{model.name}.train()"))]  # fmt: skip
