@@ -5,21 +5,12 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fabric.plugins.precision.double import DoublePrecision
-    from fabric.plugins.precision.fsdp import FSDPPrecision
-    from fabric.plugins.precision.half import HalfPrecision
-    from fabric.plugins.precision.mixed import MixedPrecision
-    from fabric.plugins.precision.precision import Precision
-    from fabric.plugins.precision.select import PRECISION_REGISTRY
-
-__all__ = [
-    "PRECISION_REGISTRY",
-    "DoublePrecision",
-    "FSDPPrecision",
-    "HalfPrecision",
-    "MixedPrecision",
-    "Precision",
-]
+    from fabric.plugins.precision.double import DoublePrecision as DoublePrecision
+    from fabric.plugins.precision.fsdp import FSDPPrecision as FSDPPrecision
+    from fabric.plugins.precision.half import HalfPrecision as HalfPrecision
+    from fabric.plugins.precision.mixed import MixedPrecision as MixedPrecision
+    from fabric.plugins.precision.precision import Precision as Precision
+    from fabric.plugins.precision.select import PRECISION_REGISTRY as PRECISION_REGISTRY
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
