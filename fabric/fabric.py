@@ -68,15 +68,8 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         loggers: Logger | list[Logger] | None = None,
     ) -> None:
         plan = resolve(Request(accelerator, strategy, devices, num_nodes, precision, plugins), Machine.look())
-        self._strategy = plan.strategy
-        self._strategy.bind(
-            plan.accelerator,
-            plan.devices,
-            plan.num_nodes,
-            plan.precision,
-            plan.environment,
-            plan.checkpoint_io,
-        )
+        self._strategy: Strategy = plan.strategy
+        self._strategy.bind(plan)
         self._accelerator = plan.accelerator
         self._callbacks = _as_list(callbacks)
         self._loggers = _as_list(loggers)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def lazy_exports(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package whose public names load on first use; its `__all__` is set.
+    """The `__getattr__` and `__dir__` of a package whose public names load on first use. Sets its `__all__`.
 
     Args:
         package: The package's `__name__`.
