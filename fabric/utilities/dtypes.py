@@ -35,11 +35,12 @@ class CastTo:
                 return tree
             return tree.to(dtype)
         leaves, spec = flatten(tree)
-        cast = [self(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype is not dtype]
+        cast = {id(leaf): self(leaf) for leaf in others}
         # A container that needs no cast is not rebuilt: a forward may write into a cache that it was given.
-        if all([new is old for new, old in zip(cast, leaves, strict=True)]):
+        if all([cast[id(leaf)] is leaf for leaf in others]):
             return tree
-        return unflatten(cast, spec, tree)
+        return unflatten([cast.get(id(leaf), leaf) for leaf in leaves], spec, tree)
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
