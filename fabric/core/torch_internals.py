@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COUNTED_STEP",
+    "MODULE_TABLES",
     "STEPPED",
     "BatchNorm",
     "backward_pass",
@@ -46,6 +47,17 @@ COUNTED_STEP, STEPPED = "_wrapped_by_lr_sched", "_opt_called"
 """What a learning rate scheduler puts on its optimizer's `step`, and on the optimizer once that was called:
 without it the scheduler warns when it is stepped.
 """
+
+MODULE_TABLES = (
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""What an `nn.Module` holds beside its children: a wrapper that shares these is its module to torch."""
 
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether the backward pass that runs now comes to a node of the graph. Raises RuntimeError for a node whose

@@ -212,10 +212,6 @@ class Strategy(Exchange):
         """The optimizer that steps. All ranks must call this."""
         return self.layout.setup_optimizer(optimizer)
 
-    def check_added(self, parameters: list[Tensor]) -> None:
-        """Raise if parameters that an optimizer takes in after setup would not be synchronised."""
-        self.layout.check_added(parameters)
-
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
     ) -> tuple[Module, list[Optimizer], Any | None]:

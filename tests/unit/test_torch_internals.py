@@ -90,3 +90,8 @@ def test_schedulers_hear_of_steps_that_the_scaler_skips() -> None:
     assert hasattr(optimizer.step, internals.COUNTED_STEP)
     setattr(optimizer, internals.STEPPED, True)
     scheduler.step()
+
+
+def test_modules_hold_their_tables_under_these_names() -> None:
+    """`register_buffer`, `functional_call` and state dict hooks on a set-up model are the user's module's."""
+    assert {*internals.MODULE_TABLES} <= {*vars(torch.nn.Module())}
