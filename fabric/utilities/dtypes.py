@@ -35,12 +35,12 @@ class CastTo:
                 return tree
             return tree.to(dtype)
         leaves, spec = flatten(tree)
-        others = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype is not dtype]
-        cast = {id(leaf): self(leaf) for leaf in others}
+        others = [isinstance(leaf, torch.Tensor) and leaf.dtype is not dtype for leaf in leaves]
+        cast = [self(leaf) if other else leaf for leaf, other in zip(leaves, others, strict=True)]
         # A container that needs no cast is not rebuilt: a forward may write into a cache that it was given.
-        if all([cast[id(leaf)] is leaf for leaf in others]):
+        if all([new is old for new, old in zip(cast, leaves, strict=True)]):
             return tree
-        return unflatten([cast.get(id(leaf), leaf) for leaf in leaves], spec, tree)
+        return unflatten(cast, spec, tree)
 
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
