@@ -53,8 +53,8 @@ _FACTS: dict[str, Callable[[Module, Any], Any]] = {"device": _device_of, "dtype"
 class _FabricModule(Module):
     """The user's module behind a forward plan. Attributes, methods and names are the user's module's own.
 
-    The wrapper and the user's module share the dictionaries of `MODULE_TABLES`: what torch reads or writes on the
-    wrapper directly (`register_buffer`, `functional_call`, state dict hooks) happens to the user's module.
+    The wrapper and the user's module share the dictionaries of `MODULE_TABLES`: what torch reads or writes on
+    the wrapper directly (`register_buffer`, `functional_call`, hooks of state dicts) is the user's module's.
 
     Args:
         forward_module: What forwards go through (the user's module, or DDP around it, compiled or not).
