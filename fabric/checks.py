@@ -100,11 +100,19 @@ def check_optimizers(optimizers: tuple[Any, ...], verb: str) -> None:
 
 
 def check_owned(optimizers: tuple[Optimizer, ...], modules: list[Module], verb: str) -> None:
-    """Raise if an optimizer holds parameters of no module that is set up: they would not be synchronised."""
-    owned = {id(p) for module in modules for p in module.parameters()}
+    """Raise if an optimizer holds parameters of no module that is set up: they would not be synchronised.
+
+    `modules`: those that are likely to hold them first; the others are not looked at.
+    """
     for optimizer in optimizers:
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        foreign = [tuple(p.shape) for p in held if id(p) not in owned]
+        wanted = {id(p): p for p in held}
+        for module in modules:
+            if not wanted:
+                break
+            for parameter in module.parameters():
+                wanted.pop(id(parameter), None)
+        foreign = [tuple(p.shape) for p in wanted.values()]
         if foreign:
             raise ConfigurationError(
                 f"{verb}: {len(foreign)} of {len(held)} parameters of {type(optimizer).__name__} (shapes "

@@ -5,6 +5,8 @@ A verb marked "all ranks" must be called by every rank, in the same order.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import weakref
 from contextlib import nullcontext
@@ -12,19 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checks import check_forward_module, check_optimizer, is_metric, item_count
+from fabric.checks import check_forward_module, check_optimizer, item_count
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
-from fabric.launching import check_function, do_nothing, launching
 from fabric.resolve import Machine, Request, resolve
 from fabric.setup import SetupVerbs
-from fabric.utilities.apply_func import convert_tensors_to_scalars
 from fabric.utilities.compile import eager
 from fabric.utilities.seed import seed_everything, seed_rank
 from fabric.verbs import CollectiveVerbs
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from torch.nn import Module
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from fabric.loggers.logger import Logger
     from fabric.strategies.strategy import Strategy
     from fabric.wrappers import _FabricModule
+
+
+def _do_nothing(*_: Any) -> None:
+    """The function of `fabric.launch()` where none is given."""
 
 
 class Fabric(SetupVerbs, CollectiveVerbs):
@@ -68,15 +72,8 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         loggers: Logger | list[Logger] | None = None,
     ) -> None:
         plan = resolve(Request(accelerator, strategy, devices, num_nodes, precision, plugins), Machine.look())
-        self._strategy = plan.strategy
-        self._strategy.bind(
-            plan.accelerator,
-            plan.devices,
-            plan.num_nodes,
-            plan.precision,
-            plan.environment,
-            plan.checkpoint_io,
-        )
+        self._strategy: Strategy = plan.strategy
+        self._strategy.bind(plan)
         self._accelerator = plan.accelerator
         self._callbacks = _as_list(callbacks)
         self._loggers = _as_list(loggers)
@@ -91,7 +88,7 @@ class Fabric(SetupVerbs, CollectiveVerbs):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "run" in cls.__dict__:
-            cls.run = launching(cls.__dict__["run"])  # type: ignore[method-assign]
+            cls.run = _launching(cls.__dict__["run"])  # type: ignore[method-assign]
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned rank sets its models up itself; those of this process stay here.
@@ -111,7 +108,7 @@ class Fabric(SetupVerbs, CollectiveVerbs):
             f"fabric.launch()."
         )
 
-    def launch(self, function: Callable[..., Any] = do_nothing, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any] = _do_nothing, *args: Any, **kwargs: Any) -> Any:
         """Start the other ranks and give them the same work. All later calls of it do nothing but call
         `function`.
 
@@ -128,17 +125,17 @@ class Fabric(SetupVerbs, CollectiveVerbs):
             ArgumentTypeError: `function` cannot be called with a Fabric.
             LaunchError: A process could not be started, or failed.
         """
-        check_function(function)
+        _check_function(function)
         launcher = None if self._launched else self._strategy.launcher
         if launcher is None:
             return self._run_in_rank(function, *args, **kwargs)
-        if launcher.start_method != "popen" and function is do_nothing:
+        if launcher.start_method != "popen" and function is _do_nothing:
             return launcher.launch(None)
         return launcher.launch(self._run_in_rank, function, *args, **kwargs)
 
     def _run_in_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._enter_rank()
-        return None if function is do_nothing else function(self, *args, **kwargs)
+        return None if function is _do_nothing else function(self, *args, **kwargs)
 
     def _enter_rank(self) -> None:
         if not self._launched:
@@ -370,53 +367,48 @@ class Fabric(SetupVerbs, CollectiveVerbs):
             )
         self._strategy.load_checkpoint(path, obj, strict, weights_only)
 
-    def log(
-        self,
-        name: str,
-        value: Any,
-        step: int | None = None,
-        *,
-        sync_dist: bool = False,
-        reduce_fx: str = "mean",
-    ) -> None:
-        """One value to every logger. See `log_dict`."""
-        self.log_dict({name: value}, step, sync_dist=sync_dist, reduce_fx=reduce_fx)
-
-    def log_dict(
-        self,
-        metrics: Mapping[str, Any],
-        step: int | None = None,
-        *,
-        sync_dist: bool = False,
-        reduce_fx: str = "mean",
-    ) -> None:
-        """Values by name to every logger; one-element tensors become numbers.
-
-        A metric of torchmetrics is logged by its value over all ranks, which all must log it. Where ranks see
-        the same data (a pipeline's, or those that share sequences), `sync_dist` counts one value of them: the
-        last stage's, if others have None. "min" and "max" are over all ranks.
-
-        Args:
-            metrics: Numbers, one-element tensors and metrics by name.
-            step: Of the training; None: the logger counts.
-            sync_dist: Whether values are reduced over ranks first, by one collective of all ranks.
-            reduce_fx: "mean", "sum", "min", "max" or "product".
-
-        Raises:
-            CollectiveMismatch: With `sync_dist`: names differ between ranks; on all ranks.
-            ConfigurationError: A tensor of several elements; unknown `reduce_fx`.
-        """
-        computed = {name: value for name, value in metrics.items() if is_metric(value)}
-        if sync_dist:
-            self._require_launch("log_dict(sync_dist=True)")
-            plain = {name: value for name, value in metrics.items() if name not in computed}
-            metrics = {**metrics, **self._strategy.reduce_scalars(plain, reduce_fx)}
-        if computed:
-            metrics = {**metrics, **self.compute_metrics(dict(sorted(computed.items())))}
-        values = convert_tensors_to_scalars(metrics)
-        for logger in self._loggers:
-            logger.log_metrics(metrics=values, step=step)
-
 
 def _as_list(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _launching(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A subclass's `run` that launches if `launch()` was not called, inside the strategy's module context."""
+
+    @functools.wraps(run)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._launched:
+            return self.launch(_call_run, *args, **kwargs)
+        if type(self).run is not wrapper:  # called by super().run(), inside the outermost one
+            return run(self, *args, **kwargs)
+        with self.strategy.module_sharded_context():
+            return run(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _call_run(fabric: Any, *args: Any, **kwargs: Any) -> Any:
+    return fabric.run(*args, **kwargs)
+
+
+def _check_function(function: Any) -> None:
+    """Raise unless `function` can be called with a Fabric.
+
+    Raises:
+        ArgumentTypeError: Not callable, or without a parameter for it.
+    """
+    if not callable(function):
+        raise ArgumentTypeError(
+            f"fabric.launch(function) needs a function, but got {function!r}. Write fabric.launch(train), "
+            "not fabric.launch(train()): launch calls it, on every rank."
+        )
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # builtins without a signature
+        return
+    if not [p for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]:
+        name = getattr(function, "__name__", repr(function))
+        raise ArgumentTypeError(
+            f"fabric.launch calls {name}(fabric, ...), but {name} takes no argument. Write def "
+            f"{name}(fabric)."
+        )

@@ -17,6 +17,7 @@ from fabric.plugins.environments.detect import find_environment
 from fabric.plugins.io.checkpoint_io import CheckpointIO
 from fabric.plugins.precision.precision import Precision
 from fabric.plugins.precision.select import make_precision
+from fabric.strategies.plan import Plan
 from fabric.strategies.registry import STRATEGY_REGISTRY
 from fabric.strategies.strategy import Strategy
 
@@ -68,19 +69,6 @@ class Machine:
             reason=found.why,
             forced=found.forced,
         )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything decided."""
-
-    strategy: Strategy
-    accelerator: Accelerator
-    devices: list[torch.device]
-    num_nodes: int
-    precision: Precision
-    environment: ClusterEnvironment
-    checkpoint_io: CheckpointIO | None
 
 
 def resolve(request: Request, machine: Machine) -> Plan:

@@ -59,7 +59,7 @@ class SetupVerbs(RankFacts):
         check_optimizers(optimizers, "fabric.setup")
         module = check_module(module, "fabric.setup", self._strategy.traits.needs_launch)
         if optimizers:
-            check_owned(optimizers, [*self._modules, unwrap(module)], "fabric.setup")
+            check_owned(optimizers, [unwrap(module), *self._modules], "fabric.setup")
         wrapped, stepped, scheduler = self._wrap(
             module, list(optimizers), scheduler, move_to_device, _reapply_compile
         )

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.checks import is_metric
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import map_tree
 from fabric.facts import RankFacts
+from fabric.utilities.apply_func import convert_tensors_to_scalars
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from fabric.utilities.compile import Verb
     from fabric.watch.stopping import Stopper
@@ -44,7 +46,7 @@ def together(verb: Verb) -> Verb:
 
 
 class CollectiveVerbs(RankFacts):
-    """barrier, should_stop, broadcast, gathers, reductions and decisions.
+    """barrier, should_stop, broadcast, gathers, reductions, decisions and logs.
 
     `data` is a tensor, a number, or any nesting of dict, list, tuple, namedtuple and dataclass. Tensors may
     lie on any device, and results lie where they were. `group` is a process group of torch.distributed; None:
@@ -255,6 +257,53 @@ class CollectiveVerbs(RankFacts):
             UsageError: A metric is synchronised already, or a MetricCollection guessed wrong compute groups.
         """
         return self._strategy.compute_metrics(metrics)
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        step: int | None = None,
+        *,
+        sync_dist: bool = False,
+        reduce_fx: str = "mean",
+    ) -> None:
+        """One value to every logger. See `log_dict`."""
+        self.log_dict({name: value}, step, sync_dist=sync_dist, reduce_fx=reduce_fx)
+
+    def log_dict(
+        self,
+        metrics: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        sync_dist: bool = False,
+        reduce_fx: str = "mean",
+    ) -> None:
+        """Values by name to every logger; one-element tensors become numbers.
+
+        A metric of torchmetrics is logged by its value over all ranks, which all must log it. Where ranks see
+        the same data (a pipeline's, or those that share sequences), `sync_dist` counts one value of them: the
+        last stage's, if others have None. "min" and "max" are over all ranks.
+
+        Args:
+            metrics: Numbers, one-element tensors and metrics by name.
+            step: Of the training; None: the logger counts.
+            sync_dist: Whether values are reduced over ranks first, by one collective of all ranks.
+            reduce_fx: "mean", "sum", "min", "max" or "product".
+
+        Raises:
+            CollectiveMismatch: With `sync_dist`: names differ between ranks; on all ranks.
+            ConfigurationError: A tensor of several elements; unknown `reduce_fx`.
+        """
+        computed = {name: value for name, value in metrics.items() if is_metric(value)}
+        if sync_dist:
+            self._require_launch("log_dict(sync_dist=True)")
+            plain = {name: value for name, value in metrics.items() if name not in computed}
+            metrics = {**metrics, **self._strategy.reduce_scalars(plain, reduce_fx)}
+        if computed:
+            metrics = {**metrics, **self.compute_metrics(dict(sorted(computed.items())))}
+        values = convert_tensors_to_scalars(metrics)
+        for logger in self._loggers:
+            logger.log_metrics(metrics=values, step=step)
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:

@@ -16,6 +16,7 @@ import torch
 from torch.nn import Module
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.torch_internals import MODULE_TABLES
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.utilities.compile import is_compiled
@@ -30,15 +31,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _COMPILED = "_orig_mod."
-_SHARED = (
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 def _device_of(module: Module, strategy: Any) -> torch.device:
@@ -61,8 +53,8 @@ _FACTS: dict[str, Callable[[Module, Any], Any]] = {"device": _device_of, "dtype"
 class _FabricModule(Module):
     """The user's module behind a forward plan. Attributes, methods and names are the user's module's own.
 
-    The wrapper and the user's module share the dictionaries of `_SHARED`: what torch reads or writes on the
-    wrapper directly (`register_buffer`, `functional_call`, state dict hooks) happens to the user's module.
+    The wrapper and the user's module share the dictionaries of `MODULE_TABLES`: what torch reads or writes on
+    the wrapper directly (`register_buffer`, `functional_call`, hooks of state dicts) is the user's module's.
 
     Args:
         forward_module: What forwards go through (the user's module, or DDP around it, compiled or not).
@@ -80,7 +72,7 @@ class _FabricModule(Module):
         own["_fabric_joined"] = forward_module._orig_mod if is_compiled(forward_module) else forward_module
         own["_fabric_marked"] = set(getattr(original, "_fabric_forward_methods", ()))
         own["forward"] = strategy.forward_plan(forward_module)
-        own.update({name: original.__dict__[name] for name in _SHARED if name in original.__dict__})
+        own.update({name: original.__dict__[name] for name in MODULE_TABLES if name in original.__dict__})
         own["training"] = original.training
         # Not registered as a child: it is inside forward_module already.
         own["_fabric_original"] = original
@@ -333,7 +325,7 @@ class _FabricOptimizer:
         given = param_group["params"]
         params = [given] if hasattr(given, "requires_grad") else list(given)
         plain = [p[1] if isinstance(p, tuple) else p for p in params]
-        self.__dict__["_fabric_strategy"].check_added(plain)
+        self.__dict__["_fabric_strategy"].layout.check_added(plain)
         self.optimizer.add_param_group({**param_group, "params": params})
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,22 +5,13 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fabric.accelerators.accelerator import Accelerator
-    from fabric.accelerators.cpu import CPUAccelerator
-    from fabric.accelerators.cuda import CUDAAccelerator, find_usable_cuda_devices
-    from fabric.accelerators.mps import MPSAccelerator
-    from fabric.accelerators.registry import ACCELERATOR_REGISTRY
-    from fabric.accelerators.usable import find_usable_devices
-
-__all__ = [
-    "ACCELERATOR_REGISTRY",
-    "Accelerator",
-    "CPUAccelerator",
-    "CUDAAccelerator",
-    "MPSAccelerator",
-    "find_usable_cuda_devices",
-    "find_usable_devices",
-]
+    from fabric.accelerators.accelerator import Accelerator as Accelerator
+    from fabric.accelerators.cpu import CPUAccelerator as CPUAccelerator
+    from fabric.accelerators.cuda import CUDAAccelerator as CUDAAccelerator
+    from fabric.accelerators.cuda import find_usable_cuda_devices as find_usable_cuda_devices
+    from fabric.accelerators.mps import MPSAccelerator as MPSAccelerator
+    from fabric.accelerators.registry import ACCELERATOR_REGISTRY as ACCELERATOR_REGISTRY
+    from fabric.accelerators.usable import find_usable_devices as find_usable_devices
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

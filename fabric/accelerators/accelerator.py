@@ -73,4 +73,5 @@ class Accelerator(ABC):
     @classmethod
     def register_accelerators(cls, accelerator_registry: Registry) -> None:
         """Add this class to a registry, under its name."""
-        accelerator_registry.register(cls.name(), cls, description=cls.__name__)
+        about = (cls.__doc__ or cls.__name__).partition("\n")[0]
+        accelerator_registry.register(cls.name(), cls, description=about)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from fabric.accelerators.accelerator import Accelerator
 from fabric.accelerators.devices import check_device_type, parse_cpu_devices
-
-if TYPE_CHECKING:
-    from fabric.core.registry import Registry
 
 
 class CPUAccelerator(Accelerator):
@@ -52,12 +47,7 @@ class CPUAccelerator(Accelerator):
         """Always."""
         return True
 
-    @staticmethod
-    def name() -> str:
+    @classmethod
+    def name(cls) -> str:
         """`"cpu"`."""
         return "cpu"
-
-    @classmethod
-    def register_accelerators(cls, accelerator_registry: Registry) -> None:
-        """Add "cpu"."""
-        accelerator_registry.register("cpu", cls, description="host memory, gloo between ranks")

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import torch
 
 from fabric.accelerators.generic import TorchAccelerator
 from fabric.accelerators.usable import find_usable
-
-if TYPE_CHECKING:
-    from fabric.core.registry import Registry
 
 
 class CUDAAccelerator(TorchAccelerator):
@@ -36,11 +32,6 @@ class CUDAAccelerator(TorchAccelerator):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hint = "" if visible is None else f" and CUDA_VISIBLE_DEVICES, which is {visible!r}"
         return fact, f"check the driver with nvidia-smi{hint}"
-
-    @classmethod
-    def register_accelerators(cls, accelerator_registry: Registry) -> None:
-        """Add "cuda"."""
-        accelerator_registry.register("cuda", cls, description="CUDA devices, NCCL between ranks")
 
     @classmethod
     def _note(cls) -> str:

@@ -5,12 +5,16 @@ All questions go to `torch.<device type>` when asked, so importing this touches 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.accelerators.accelerator import Accelerator
-from fabric.accelerators.devices import check_device_type, parse_gpu_devices
+from fabric.accelerators.devices import ALL, check_device_type, read_devices
+from fabric.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class TorchAccelerator(Accelerator):
@@ -27,14 +31,16 @@ class TorchAccelerator(Accelerator):
         return "accelerator" if current is None else current.type
 
     def setup_device(self, device: torch.device) -> None:
-        """Make `device` the current one. A device without an index leaves the current one as it is.
+        """Make `device` the current one, where there may be several. One without an index leaves the current
+        one as it is.
 
         Raises:
             ConfigurationError: `device` is of another kind.
         """
         check_device_type(device, self.name())
-        if device.index is not None:
-            self._module().set_device(device.index)
+        set_device = getattr(self._module(), "set_device", None)
+        if set_device is not None and device.index is not None:
+            set_device(device.index)
 
     def teardown(self) -> None:
         """Give cached memory back to the driver, for other processes to use."""
@@ -50,7 +56,7 @@ class TorchAccelerator(Accelerator):
             ArgumentTypeError: A float, a bool, or a list that holds anything but integers.
             ConfigurationError: No devices, devices that this machine does not have, or one of them twice.
         """
-        return parse_gpu_devices(devices, range(cls.auto_device_count()), cls._kind(), cls._note())
+        return parse_gpu_devices(devices, range(cls.auto_device_count()), cls.name().upper(), cls._note())
 
     @classmethod
     def get_parallel_devices(cls, devices: list[int]) -> list[torch.device]:
@@ -87,9 +93,79 @@ class TorchAccelerator(Accelerator):
         return getattr(torch, cls.name(), None)
 
     @classmethod
-    def _kind(cls) -> str:
-        return cls.name().upper()
-
-    @classmethod
     def _note(cls) -> str:
         return ""
+
+
+def parse_gpu_devices(
+    devices: object, available: Sequence[int], kind: str = "CUDA", note: str = ""
+) -> list[int]:
+    """The device indices behind `devices`, in the user's order.
+
+    Args:
+        devices: What the user wrote: "auto", a count, -1 for all, a list of indices, or these as a string.
+        available: Indices of the devices of this machine.
+        kind: What error messages call the devices.
+        note: A sentence for errors on why fewer devices may be visible than the machine has.
+
+    Raises:
+        ArgumentTypeError: A float, a bool, another type, or a list that holds anything but integers.
+        ConfigurationError: No devices, devices that do not exist, one of them twice, or an unreadable string.
+    """
+    here = _inventory(available, kind) + (f" {note}" if note else "")
+    advice = f"{here} {_gpu_remedy(available)}".strip()
+    wanted = read_devices(devices, advice)
+    if wanted is None or wanted in (0, []):
+        raise ConfigurationError(
+            f"devices={devices!r} asks for no {kind} device at all. To run without one, write "
+            f'accelerator="cpu" (with devices=1 or devices="auto"). {here}'
+        )
+    if wanted == ALL:
+        if not available:
+            raise ConfigurationError(f"devices={devices!r} asks for every {kind} device. {here}")
+        return list(available)
+    if isinstance(wanted, int):
+        if wanted < 0:
+            raise ConfigurationError(
+                f"devices={devices!r} is a negative count; only -1, for all, has a meaning. {advice}"
+            )
+        if wanted > len(available):
+            raise ConfigurationError(f"devices={devices!r} asks for more devices than there are. {advice}")
+        return list(available[:wanted])
+    _check_indices(wanted, devices, available, here, advice)
+    return wanted
+
+
+def _check_indices(
+    indices: list[int], devices: object, available: Sequence[int], here: str, advice: str
+) -> None:
+    missing = sorted({index for index in indices if index not in available})
+    if missing:
+        raise ConfigurationError(
+            f"devices={devices!r} names {_join(missing)}, which this machine does not have. {advice}"
+        )
+    twice = sorted({index for index in indices if indices.count(index) > 1})
+    if twice:
+        raise ConfigurationError(
+            f"devices={devices!r} names {_join(twice)} more than once; each process needs a device of its "
+            f"own. {here} Write devices={list(dict.fromkeys(indices))}."
+        )
+
+
+def _inventory(available: Sequence[int], kind: str) -> str:
+    if not available:
+        return f'This machine has no {kind} device; write accelerator="cpu" or "auto".'
+    plural = "s" if len(available) > 1 else ""
+    return f"This machine has {len(available)} {kind} device{plural}: {_join(available)}."
+
+
+def _gpu_remedy(available: Sequence[int]) -> str:
+    if not available:
+        return ""
+    count = len(available)
+    many = f"a count from 1 to {count}" if count > 1 else "devices=1"
+    return f'Write {many}, a list such as devices={list(available[:2])}, or devices="auto" for all.'
+
+
+def _join(indices: Sequence[int]) -> str:
+    return ", ".join(map(str, indices))

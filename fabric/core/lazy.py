@@ -1,4 +1,7 @@
-"""Lazy names for a package's `__init__` (PEP 562), called once per import of a package. Imports no torch."""
+"""Lazy names for a package's `__init__` (PEP 562), called once per import of a package. Imports no torch.
+
+An `__init__` names each export twice: for type checkers (`import X as X`), and in the table of its home.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ if TYPE_CHECKING:
 def lazy_exports(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and `__dir__` of a package whose public names load on first use.
+    """The `__getattr__` and `__dir__` of a package whose public names load on first use. Sets its `__all__`.
 
     Args:
         package: The package's `__name__`.
         homes: Each public name with the module that defines it.
     """
+    vars(sys.modules[package])["__all__"] = list(homes)
 
     def load(name: str) -> Any:
         home = homes.get(name)

@@ -1,4 +1,6 @@
-"""What a strategy asks of its callers, as a value: `Fabric` and `resolve` never ask for a class."""
+"""What a strategy asks of its callers, as a value: `Fabric` and `resolve` never ask for a class. And what a
+user's class replaces of its base, which is looked at once, at setup.
+"""
 
 from dataclasses import dataclass
 
@@ -15,21 +17,20 @@ class Traits:
     """Module and optimizers must be set up in one call."""
     owns_backward: bool = False
     """`loss.backward()` is wrong: only `fabric.backward(loss)` gives right gradients."""
-    owns_step: bool = False
-    """The engine steps the optimizer itself."""
     owns_transfer: bool = False
     """The engine moves modules and batches to the device itself."""
     data_parallel: bool = False
     """Each rank sees its own part of the data."""
     one_process_per_node: bool = False
     """A rank is a machine, and holds all of its devices; else each device has a rank of its own."""
-    checkpoint: str = "full"
-    """What `save` writes: "full" (one file) or "sharded" (one file per rank)."""
     accelerators: tuple[str, ...] = ()
     """Names of the accelerators that this strategy runs on."""
     precisions: tuple[str, ...] = ()
     """Precision names that this strategy can apply."""
     precisions_why: str = ""
     """What it is about the others."""
-    start_methods: tuple[str, ...] = ()
-    """How its processes may be started: "popen", "spawn", "fork", "forkserver"."""
+
+
+def overridden(kind: type, base: type, *names: str) -> bool:
+    """Whether class `kind` replaces any of the methods `names` of `base`."""
+    return any([getattr(kind, name) is not getattr(base, name) for name in names])

@@ -5,34 +5,23 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.plugins.io.checkpoint_io import CheckpointIO
-    from fabric.plugins.io.torch_io import TorchCheckpointIO
-    from fabric.plugins.precision.double import DoublePrecision
-    from fabric.plugins.precision.fsdp import FSDPPrecision
-    from fabric.plugins.precision.half import HalfPrecision
-    from fabric.plugins.precision.mixed import MixedPrecision
-    from fabric.plugins.precision.precision import Precision
-
-__all__ = [
-    "CheckpointIO",
-    "ClusterEnvironment",
-    "DoublePrecision",
-    "FSDPPrecision",
-    "HalfPrecision",
-    "MixedPrecision",
-    "Precision",
-    "TorchCheckpointIO",
-]
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment as ClusterEnvironment
+    from fabric.plugins.io.checkpoint_io import CheckpointIO as CheckpointIO
+    from fabric.plugins.io.torch_io import TorchCheckpointIO as TorchCheckpointIO
+    from fabric.plugins.precision.fsdp import FSDPPrecision as FSDPPrecision
+    from fabric.plugins.precision.mixed import MixedPrecision as MixedPrecision
+    from fabric.plugins.precision.precision import Precision as Precision
+    from fabric.plugins.precision.true import DoublePrecision as DoublePrecision
+    from fabric.plugins.precision.true import HalfPrecision as HalfPrecision
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "CheckpointIO": "fabric.plugins.io.checkpoint_io",
         "ClusterEnvironment": "fabric.plugins.environments.cluster_environment",
-        "DoublePrecision": "fabric.plugins.precision.double",
+        "DoublePrecision": "fabric.plugins.precision.true",
         "FSDPPrecision": "fabric.plugins.precision.fsdp",
-        "HalfPrecision": "fabric.plugins.precision.half",
+        "HalfPrecision": "fabric.plugins.precision.true",
         "MixedPrecision": "fabric.plugins.precision.mixed",
         "Precision": "fabric.plugins.precision.precision",
         "TorchCheckpointIO": "fabric.plugins.io.torch_io",

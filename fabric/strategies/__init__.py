@@ -5,33 +5,18 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fabric.strategies.ddp import DDPStrategy
-    from fabric.strategies.ddp2 import DDP2Strategy
-    from fabric.strategies.dp import DataParallelStrategy
-    from fabric.strategies.fsdp import FSDPStrategy
-    from fabric.strategies.layouts.context.part import ContextParallel
-    from fabric.strategies.model_parallel import ModelParallelStrategy
-    from fabric.strategies.parallel import ParallelStrategy
-    from fabric.strategies.pipeline import PipelineStrategy
-    from fabric.strategies.registry import STRATEGY_REGISTRY
-    from fabric.strategies.single_device import SingleDeviceStrategy
-    from fabric.strategies.strategy import Strategy
-    from fabric.strategies.zero1 import ZeRO1Strategy
-
-__all__ = [
-    "STRATEGY_REGISTRY",
-    "ContextParallel",
-    "DDP2Strategy",
-    "DDPStrategy",
-    "DataParallelStrategy",
-    "FSDPStrategy",
-    "ModelParallelStrategy",
-    "ParallelStrategy",
-    "PipelineStrategy",
-    "SingleDeviceStrategy",
-    "Strategy",
-    "ZeRO1Strategy",
-]
+    from fabric.strategies.ddp import DDPStrategy as DDPStrategy
+    from fabric.strategies.ddp2 import DDP2Strategy as DDP2Strategy
+    from fabric.strategies.dp import DataParallelStrategy as DataParallelStrategy
+    from fabric.strategies.fsdp import FSDPStrategy as FSDPStrategy
+    from fabric.strategies.layouts.context.part import ContextParallel as ContextParallel
+    from fabric.strategies.model_parallel import ModelParallelStrategy as ModelParallelStrategy
+    from fabric.strategies.parallel import ParallelStrategy as ParallelStrategy
+    from fabric.strategies.pipeline import PipelineStrategy as PipelineStrategy
+    from fabric.strategies.registry import STRATEGY_REGISTRY as STRATEGY_REGISTRY
+    from fabric.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
+    from fabric.strategies.strategy import Strategy as Strategy
+    from fabric.strategies.zero1 import ZeRO1Strategy as ZeRO1Strategy
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

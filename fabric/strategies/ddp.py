@@ -5,9 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from fabric.core.errors import ConfigurationError
 from fabric.strategies.layouts.replicate import Replicate
-from fabric.strategies.parallel import START_METHODS, ParallelStrategy, checked_part
+from fabric.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +40,8 @@ class DDPStrategy(ParallelStrategy):
         ConfigurationError: Unknown `start_method`.
     """
 
+    _layout: type[Replicate] = Replicate
+
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -57,13 +58,5 @@ class DDPStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
-        if start_method not in START_METHODS:
-            raise ConfigurationError(
-                f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
-            )
-        self.layout = Replicate(kwargs)
-        self.context_parallel = checked_part(context_parallel)
-        self._backend = process_group_backend
-        self.process_group_timeout = timeout or timedelta(seconds=1800)
-        self.startup_timeout = startup_timeout
-        self.start_method = start_method
+        self._set_processes(process_group_backend, timeout, startup_timeout, start_method, context_parallel)
+        self.layout = self._layout(kwargs)

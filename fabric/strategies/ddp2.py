@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
+    from fabric.strategies.plan import Plan
 
 
 class DDP2Strategy(DDPStrategy):
@@ -51,6 +52,7 @@ class DDP2Strategy(DDPStrategy):
     """
 
     layout: ReplicatedSplitBatch
+    _layout = ReplicatedSplitBatch
 
     def __init__(
         self,
@@ -84,18 +86,10 @@ class DDP2Strategy(DDPStrategy):
             process_group_backend,
             timeout,
             startup_timeout=startup_timeout,
+            **kwargs,
         )
-        self.layout = ReplicatedSplitBatch(kwargs)
 
-    def bind(
-        self,
-        accelerator: Accelerator,
-        devices: list[torch.device],
-        num_nodes: int,
-        precision: Precision,
-        environment: ClusterEnvironment,
-        checkpoint_io: CheckpointIO | None,
-    ) -> None:
+    def bind(self, plan: Plan) -> None:
         """Complete the composition; called once, by `Fabric`."""
-        self.layout.devices = devices
-        super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)
+        self.layout.devices = plan.devices
+        super().bind(plan)

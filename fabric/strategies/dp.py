@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.launchers.launcher import Launcher
+    from fabric.strategies.plan import Plan
 
 
 class DataParallelStrategy(ParallelStrategy):
@@ -73,30 +74,23 @@ class DataParallelStrategy(ParallelStrategy):
         """None: this process sees all data."""
         return None
 
-    def bind(
-        self,
-        accelerator: Accelerator,
-        devices: list[torch.device],
-        num_nodes: int,
-        precision: Precision,
-        environment: ClusterEnvironment,
-        checkpoint_io: CheckpointIO | None,
-    ) -> None:
+    def bind(self, plan: Plan) -> None:
         """Complete the composition; called once, by `Fabric`.
 
         Raises:
             ConfigurationError: Several machines, or several processes that were started.
         """
+        environment, num_nodes = plan.environment, plan.num_nodes
         started = environment.world_size() if environment.creates_processes_externally else 1
         if num_nodes > 1 or started > 1:
             what = f"num_nodes={num_nodes} asks for more" if num_nodes > 1 else f"{started} were started"
             raise ConfigurationError(
-                f'strategy="dp" is one process that holds all devices={len(devices)}, but {what}. Start one '
-                f'process with num_nodes=1, or write strategy="ddp" (a process for each device) or "ddp2" '
-                f"(one for each machine)."
+                f'strategy="dp" is one process that holds all devices={len(plan.devices)}, but {what}. Start '
+                'one process with num_nodes=1, or write strategy="ddp" (a process for each device) or '
+                '"ddp2" (one for each machine).'
             )
-        self.layout.devices = devices
-        super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)
+        self.layout.devices = plan.devices
+        super().bind(plan)
 
     def group_collective(self, group: Any | None) -> Collective:
         """That of one rank, whatever the group."""

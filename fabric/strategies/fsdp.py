@@ -12,7 +12,7 @@ from fabric.core.policy import POLICIES
 from fabric.strategies.fsdp_keywords import check_mesh, check_ranks, sharding, translate
 from fabric.strategies.layouts.blocks import check_policy
 from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings, offload_error
-from fabric.strategies.parallel import START_METHODS, ParallelStrategy, checked_part
+from fabric.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.layouts.context.part import ContextParallel
+    from fabric.strategies.plan import Plan
 
 
 class FSDPStrategy(ParallelStrategy):
@@ -101,7 +102,7 @@ class FSDPStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
-        _check_flags(start_method, state_dict_type, find_unused_parameters)
+        _check_flags(state_dict_type, find_unused_parameters)
         check_policy(auto_wrap_policy, "auto_wrap_policy")
         check_mesh(device_mesh, sharding(sharding_strategy))
         own = {
@@ -116,13 +117,9 @@ class FSDPStrategy(ParallelStrategy):
             **own,
         )
         self.layout: FullyShard = FullyShard(settings)
-        self.context_parallel = checked_part(context_parallel)
         self.state_dict_type = state_dict_type
         self._sharding = getattr(sharding_strategy, "name", sharding_strategy)
-        self._backend = process_group_backend
-        self.process_group_timeout = timeout or timedelta(seconds=1800)
-        self.startup_timeout = startup_timeout
-        self.start_method = start_method
+        self._set_processes(process_group_backend, timeout, startup_timeout, start_method, context_parallel)
 
     @property
     def traits(self) -> Traits:
@@ -133,22 +130,14 @@ class FSDPStrategy(ParallelStrategy):
         why = "torch's loss scaling does not reach gradients in host memory (cpu_offload)"
         return replace(self.layout.traits, precisions=unscaled, precisions_why=why)
 
-    def bind(
-        self,
-        accelerator: Accelerator,
-        devices: list[torch.device],
-        num_nodes: int,
-        precision: Precision,
-        environment: ClusterEnvironment,
-        checkpoint_io: CheckpointIO | None,
-    ) -> None:
+    def bind(self, plan: Plan) -> None:
         """Complete the composition; called once, by `Fabric`.
 
         Raises:
             ConfigurationError: Sizes of a mesh that do not multiply to the number of ranks.
         """
-        check_ranks(self.layout.settings.mesh, len(devices), num_nodes)
-        super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)
+        check_ranks(self.layout.settings.mesh, len(plan.devices), plan.num_nodes)
+        super().bind(plan)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
@@ -183,11 +172,7 @@ class FSDPStrategy(ParallelStrategy):
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
 
-def _check_flags(start_method: Any, state_dict_type: Any, find_unused_parameters: Any) -> None:
-    if start_method not in START_METHODS:
-        raise ConfigurationError(
-            f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
-        )
+def _check_flags(state_dict_type: Any, find_unused_parameters: Any) -> None:
     if state_dict_type not in ("full", "sharded"):
         raise ConfigurationError(f"state_dict_type={state_dict_type!r} is neither 'full' nor 'sharded'.")
     if not isinstance(find_unused_parameters, bool):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.errors import ArgumentTypeError
 from fabric.strategies.layouts.mesh import Mesh
-from fabric.strategies.parallel import START_METHODS, ParallelStrategy
+from fabric.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
+    from fabric.strategies.plan import Plan
 
 
 class ModelParallelStrategy(ParallelStrategy):
@@ -73,30 +74,15 @@ class ModelParallelStrategy(ParallelStrategy):
             raise ArgumentTypeError(
                 f"parallelize_fn must be a function (model, device_mesh) -> model, but is {parallelize_fn!r}."
             )
-        if start_method not in START_METHODS:
-            raise ConfigurationError(
-                f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
-            )
         self.layout: Mesh = Mesh(parallelize_fn, data_parallel_size, tensor_parallel_size)
         self.save_distributed_checkpoint = save_distributed_checkpoint
-        self._backend = process_group_backend
-        self.process_group_timeout = timeout or timedelta(seconds=1800)
-        self.startup_timeout = startup_timeout
-        self.start_method = start_method
+        self._set_processes(process_group_backend, timeout, startup_timeout, start_method)
 
-    def bind(
-        self,
-        accelerator: Accelerator,
-        devices: list[torch.device],
-        num_nodes: int,
-        precision: Precision,
-        environment: ClusterEnvironment,
-        checkpoint_io: CheckpointIO | None,
-    ) -> None:
+    def bind(self, plan: Plan) -> None:
         """Complete the composition; called once, by `Fabric`.
 
         Raises:
             ConfigurationError: Sizes that do not multiply to the number of ranks.
         """
-        self.layout.sizes(len(devices), num_nodes)
-        super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)
+        self.layout.sizes(len(plan.devices), plan.num_nodes)
+        super().bind(plan)

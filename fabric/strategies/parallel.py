@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.launchers.launcher import Launcher
     from fabric.strategies.layouts.context.part import ContextParallel
+    from fabric.strategies.plan import Plan
     from fabric.watch.watchdog import Watchdog
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -74,6 +75,38 @@ class ParallelStrategy(Strategy):
         self._launcher: Launcher | None = None
         self._made_group = False
         self._watchdog: Watchdog | None = None
+
+    def _set_processes(
+        self,
+        backend: str | None,
+        timeout: timedelta | None,
+        startup_timeout: timedelta,
+        start_method: str,
+        context_parallel: Any = None,
+    ) -> None:
+        """Take the keywords that recipes share: how ranks start, meet, and divide sequences.
+
+        Raises:
+            ConfigurationError: Unknown `start_method`.
+            ArgumentTypeError: `context_parallel` is no `ContextParallel`.
+        """
+        if start_method not in START_METHODS:
+            raise ConfigurationError(
+                f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
+            )
+        if context_parallel is not None:
+            from fabric.strategies.layouts.context.part import ContextParallel
+
+            if not isinstance(context_parallel, ContextParallel):
+                raise ArgumentTypeError(
+                    f"context_parallel={context_parallel!r} must be a ContextParallel. Write "
+                    "ContextParallel(2) for two ranks that share a sequence."
+                )
+        self._backend = backend
+        self.process_group_timeout = timeout or timedelta(seconds=1800)
+        self.startup_timeout = startup_timeout
+        self.start_method = start_method
+        self.context_parallel = context_parallel
 
     @property
     def num_nodes(self) -> int:
@@ -126,23 +159,15 @@ class ParallelStrategy(Strategy):
         """What starts the other processes; None where something else started them."""
         return self._launcher
 
-    def bind(
-        self,
-        accelerator: Accelerator,
-        devices: list[torch.device],
-        num_nodes: int,
-        precision: Precision,
-        environment: ClusterEnvironment,
-        checkpoint_io: CheckpointIO | None,
-    ) -> None:
+    def bind(self, plan: Plan) -> None:
         """Complete the composition; called once, by `Fabric`."""
         if self.context_parallel is not None:
-            self.context_parallel.size_of(len(devices) * num_nodes)
-        super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)
-        self.parallel_devices = devices
-        self.cluster_environment = environment
-        self._num_nodes = num_nodes
-        self._launcher = self._make_launcher(environment)
+            self.context_parallel.size_of(len(plan.devices) * plan.num_nodes)
+        super().bind(plan)
+        self.parallel_devices = plan.devices
+        self.cluster_environment = plan.environment
+        self._num_nodes = plan.num_nodes
+        self._launcher = self._make_launcher(plan.environment)
         self._take_place()
 
     def setup_environment(self) -> None:
@@ -323,21 +348,3 @@ def _with_host(backend: str, device: torch.device) -> str:
     """The backend with gloo for what is on the host, where it sends from the device alone."""
     capable = dist.Backend.backend_capability.get(backend.lower(), ["cpu"])
     return backend if ":" in backend or "cpu" in capable else f"cpu:gloo,{device.type}:{backend}"
-
-
-def checked_part(given: Any) -> ContextParallel | None:
-    """What a strategy was given as `context_parallel=`.
-
-    Raises:
-        ArgumentTypeError: It is no `ContextParallel`.
-    """
-    if given is None:
-        return None
-    from fabric.strategies.layouts.context.part import ContextParallel
-
-    if not isinstance(given, ContextParallel):
-        raise ArgumentTypeError(
-            f"context_parallel={given!r} must be a ContextParallel. Write ContextParallel(2) for "
-            "two ranks that share a sequence."
-        )
-    return given

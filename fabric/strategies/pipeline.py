@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
+    from fabric.strategies.plan import Plan
 
 
 class PipelineStrategy(ParallelStrategy):
@@ -134,22 +135,14 @@ class PipelineStrategy(ParallelStrategy):
         stage, count = self.layout.stage
         return stage == count - 1
 
-    def bind(
-        self,
-        accelerator: Accelerator,
-        devices: list[torch.device],
-        num_nodes: int,
-        precision: Precision,
-        environment: ClusterEnvironment,
-        checkpoint_io: CheckpointIO | None,
-    ) -> None:
+    def bind(self, plan: Plan) -> None:
         """Complete the composition; called once, by `Fabric`.
 
         Raises:
             ConfigurationError: Ranks that cannot be divided into pipelines.
         """
-        self.layout.stages_of(len(devices) * num_nodes)
-        super().bind(accelerator, devices, num_nodes, precision, environment, checkpoint_io)
+        self.layout.stages_of(len(plan.devices) * plan.num_nodes)
+        super().bind(plan)
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -1,32 +1,129 @@
-"""Composition of forward plans: the only place that knows which plan a precision plugin gets."""
+"""Forward plans: what runs between `model(x)` and the user's `forward`. Composed once, at setup.
+
+A plan is the module's own `__call__` where nothing is added, else an object with `__call__` (never a closure,
+so that deepcopy, pickle and torch.compile work). Each stage adds one frame; the identity is not built. Loaded
+only where a precision adds something.
+"""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from fabric.forward import AutocastForward, CastForward, PluginForward
-from fabric.plugins.precision.precision import Precision
+import torch
+
+from fabric.core.traits import overridden
+from fabric.plugins.precision.mixed import MixedPrecision
+from fabric.plugins.precision.precision import CONVERSIONS, Precision
+from fabric.plugins.precision.true import TruePrecision
+from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_Tensor, _FLOAT = torch.Tensor, torch.float32
+
 
 def precision_plan(precision: Precision, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call` with the precision around it; `call` itself where the precision adds nothing."""
-    conversions = ("forward_context", "convert_input", "convert_output")
     kind = type(precision)
-    if not overridden(kind, Precision, *conversions):
+    if not overridden(kind, Precision, *CONVERSIONS):
         return call
-    from fabric.plugins.precision.mixed import MixedPrecision
-    from fabric.plugins.precision.true import TruePrecision
-
-    if isinstance(precision, MixedPrecision) and not overridden(kind, MixedPrecision, *conversions):
+    if isinstance(precision, MixedPrecision) and not overridden(kind, MixedPrecision, *CONVERSIONS):
         return AutocastForward(call, precision.device, precision.dtype, precision.output_dtype)
-    if isinstance(precision, TruePrecision) and not overridden(kind, TruePrecision, *conversions):
+    if isinstance(precision, TruePrecision) and not overridden(kind, TruePrecision, *CONVERSIONS):
         return CastForward(call, precision.dtype, precision.output_dtype)
     return PluginForward(call, precision)
 
 
-def overridden(kind: type, base: type, *names: str) -> bool:
-    """Whether class `kind` replaces any of the methods `names` of `base`."""
-    return any([getattr(kind, name) is not getattr(base, name) for name in names])
+class AutocastForward:
+    """The plan of "16-mixed" and "bf16-mixed": autocast around the call, float outputs in `output`."""
+
+    __slots__ = ("_cast_input", "_cast_output", "call", "device_type", "dtype", "output")
+
+    def __init__(
+        self, call: Callable[..., Any], device_type: str, dtype: torch.dtype, output: torch.dtype | None
+    ) -> None:
+        self.call = call
+        self.device_type = device_type
+        self.dtype = dtype
+        self.output = output
+        self._cast_input = CastTo(torch.float32)
+        self._cast_output = CastTo(output)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the call; `output` None means "as computed"."""
+        # One plain float32 tensor is the common case, and costs no frame.
+        if kwargs or len(args) != 1 or type(args[0]) is not _Tensor or args[0].dtype is not torch.float32:
+            args, kwargs = self._cast_input.arguments(args, kwargs)
+        if torch.compiler.is_compiling():
+            with torch.autocast(self.device_type, self.dtype):
+                out = self.call(*args, **kwargs)
+        else:
+            # What `with torch.autocast` does, at a third of its cost: all that it checks is known since
+            # setup.
+            kind = self.device_type
+            enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            cached = torch.is_autocast_cache_enabled()
+            torch.set_autocast_enabled(kind, True)
+            torch.set_autocast_dtype(kind, self.dtype)
+            torch.set_autocast_cache_enabled(True)
+            torch.autocast_increment_nesting()
+            try:
+                out = self.call(*args, **kwargs)
+            finally:
+                if torch.autocast_decrement_nesting() == 0:
+                    torch.clear_autocast_cache()
+                torch.set_autocast_enabled(kind, enabled)
+                torch.set_autocast_dtype(kind, dtype)
+                torch.set_autocast_cache_enabled(cached)
+        if self.output is None:
+            return out
+        if type(out) is _Tensor and out.is_floating_point():
+            return out.float() if self.output is _FLOAT else out.to(self.output)
+        return self._cast_output(out)
+
+
+class CastForward:
+    """The plan of "64-true", "16-true", "bf16-true": inputs in `dtype`, which is the default inside."""
+
+    __slots__ = ("_cast_input", "_cast_output", "call", "dtype")
+
+    def __init__(self, call: Callable[..., Any], dtype: torch.dtype, output: torch.dtype | None) -> None:
+        self.call = call
+        self.dtype = dtype
+        self._cast_input = CastTo(dtype)
+        self._cast_output = CastTo(output)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the call with `dtype` as torch's default dtype, restored whatever happens."""
+        args, kwargs = self._cast_input.arguments(args, kwargs)
+        previous = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            out = self.call(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(previous)
+        return self._cast_output(out)
+
+
+class PluginForward:
+    """The plan for a precision plugin with its own `convert_input`, `convert_output` or `forward_context`."""
+
+    __slots__ = ("call", "precision")
+
+    def __init__(self, call: Callable[..., Any], precision: Any) -> None:
+        self.call = call
+        self.precision = precision
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the call between the plugin's own conversions."""
+        precision = self.precision
+        args, kwargs = precision.convert_input((args, kwargs))
+        with precision.forward_context():
+            out = self.call(*args, **kwargs)
+        return precision.convert_output(out)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PluginForward:
+        # A copied model shares the plugin: what it holds (a loss scale) is of the job, not of a model.
+        return PluginForward(deepcopy(self.call, memo), self.precision)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, FabricError
 from fabric.core.topology import Topology
+from fabric.core.traits import overridden
 from fabric.forward import BackwardGate, GuardedForward
-from fabric.plugins.precision.precision import Precision
+from fabric.plugins.precision.precision import CONVERSIONS, Precision
 from fabric.strategies import state as states
 from fabric.strategies.exchange import Exchange
 from fabric.strategies.layouts.whole import Whole
-from fabric.strategies.plans import overridden, precision_plan
 from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.state_keys import clean_keys, fit_keys
 from fabric.wrappers import unwrap
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from fabric.accelerators.accelerator import Accelerator
     from fabric.core.traits import Traits
     from fabric.core.types import Filter, Optimizable, PathLike
-    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.strategies.launchers.launcher import Launcher
+    from fabric.strategies.plan import Plan
 
 
 class Strategy(Exchange):
@@ -63,9 +63,8 @@ class Strategy(Exchange):
         self._bound = False
         self._accelerator = accelerator
         self._checkpoint_io = checkpoint_io
-        self._precision = precision or Precision()
         self.gate = BackwardGate()
-        self.plain_backward = self._precise_backward = False  # decided by bind
+        self.precision = precision or Precision()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         # Models and optimizers refer to their strategy; a copy of a model shares it.
@@ -149,15 +148,7 @@ class Strategy(Exchange):
         """`num_replicas` and `rank` by which loaders are sharded; None where all ranks see all data."""
         return None
 
-    def bind(
-        self,
-        accelerator: Accelerator,
-        devices: list[torch.device],
-        num_nodes: int,
-        precision: Precision,
-        environment: ClusterEnvironment,
-        checkpoint_io: CheckpointIO | None,
-    ) -> None:
+    def bind(self, plan: Plan) -> None:
         """Complete the composition; called once, by `Fabric`. Parts given to the constructor are already
         in place.
         """
@@ -167,11 +158,11 @@ class Strategy(Exchange):
                 "holds. Make a new one for each Fabric."
             )
         self._bound = True
-        self._accelerator = accelerator
-        self.precision = precision
-        if checkpoint_io is not None:
-            self._checkpoint_io = checkpoint_io
-        self.topology = Topology(device=devices[0])
+        self._accelerator = plan.accelerator
+        self.precision = plan.precision
+        if plan.checkpoint_io is not None:
+            self._checkpoint_io = plan.checkpoint_io
+        self.topology = Topology(device=plan.devices[0])
         self.wire = Exchange.make_wire(self)  # a group's backend is asked when the group stands
 
     def setup_environment(self) -> None:
@@ -221,10 +212,6 @@ class Strategy(Exchange):
         """The optimizer that steps. All ranks must call this."""
         return self.layout.setup_optimizer(optimizer)
 
-    def check_added(self, parameters: list[Tensor]) -> None:
-        """Raise if parameters that an optimizer takes in after setup would not be synchronised."""
-        self.layout.check_added(parameters)
-
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
     ) -> tuple[Module, list[Optimizer], Any | None]:
@@ -252,15 +239,19 @@ class Strategy(Exchange):
 
     def forward_plan(self, module: Module, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """What `model(x)` runs: the wrapped module's own call with only the stages that add something."""
-        plan = precision_plan(self._precision, call or self.layout.forward_plan(module))
-        return GuardedForward(plan, self.gate) if self._needs_gate() else plan
+        plan = call or self.layout.forward_plan(module)
+        if overridden(type(self._precision), Precision, *CONVERSIONS):
+            from fabric.strategies.plans import precision_plan
+
+            plan = precision_plan(self._precision, plan)
+        return self._guarded(plan)
 
     def method_plan(self, module: Module, method: Callable[..., Any], marked: bool) -> Callable[..., Any]:
         """What another method of the user's module runs; a marked one gets the precision of forward too."""
         synced = self.layout.method_plan(module, method, marked)
         if marked:
             return self.forward_plan(module, synced)
-        return GuardedForward(synced, self.gate) if self._needs_gate() else synced
+        return self._guarded(synced)
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
         """What `optimizer.step(closure)` runs; None means the optimizer's own step."""
@@ -354,15 +345,13 @@ class Strategy(Exchange):
     def _decide_backward(self) -> None:
         """Whether `fabric.backward` is just `loss.backward()`: nobody adds anything to it."""
         self._precise_backward = self._precision.needs_backward
-        self.plain_backward = not (
-            self._precise_backward
-            or overridden(type(self), Strategy, "backward")
-            or overridden(type(self.layout), Whole, "backward")
-        )
+        self._changed_backward = self._precise_backward or overridden(type(self), Strategy, "backward")
+        self.plain_backward = not (self._changed_backward or overridden(type(self.layout), Whole, "backward"))
 
-    def _needs_gate(self) -> bool:
-        changed = overridden(type(self), Strategy, "backward") or self._precision.needs_backward
-        return self.traits.owns_backward or changed
+    def _guarded(self, plan: Callable[..., Any]) -> Callable[..., Any]:
+        """The plan, whose outputs refuse a plain `loss.backward()` where that would be wrong."""
+        needed = self._changed_backward or self.traits.owns_backward
+        return GuardedForward(plan, self.gate) if needed else plan
 
     def save_checkpoint(
         self,

@@ -35,7 +35,8 @@ class CastTo:
                 return tree
             return tree.to(dtype)
         leaves, spec = flatten(tree)
-        cast = [self(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        others = [isinstance(leaf, torch.Tensor) and leaf.dtype is not dtype for leaf in leaves]
+        cast = [self(leaf) if other else leaf for leaf, other in zip(leaves, others, strict=True)]
         # A container that needs no cast is not rebuilt: a forward may write into a cache that it was given.
         if all([new is old for new, old in zip(cast, leaves, strict=True)]):
             return tree

@@ -208,6 +208,13 @@ def test_a_callback_that_is_no_method_is_named():
         fabric.call("not_a_method")
 
 
+def test_setup_looks_at_its_own_model_not_at_all_before_it(fabric, monkeypatch):
+    earlier, later = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    fabric.setup(earlier, torch.optim.SGD(earlier.parameters()))
+    monkeypatch.setattr(earlier, "parameters", None)
+    fabric.setup(later, torch.optim.SGD(later.parameters()))
+
+
 def test_setup_tells_the_callbacks():
     seen = []
 

@@ -14,16 +14,10 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.core.errors import UsageError
-from fabric.forward import (
-    AutocastForward,
-    BackwardGate,
-    CastForward,
-    GuardedForward,
-    PluginForward,
-    differentiable,
-)
+from fabric.core.traits import overridden
+from fabric.forward import BackwardGate, GuardedForward, differentiable
 from fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from fabric.strategies.plans import overridden, precision_plan
+from fabric.strategies.plans import AutocastForward, CastForward, PluginForward, precision_plan
 from fabric.utilities.dtypes import CastTo
 
 X = torch.ones(2, 4)

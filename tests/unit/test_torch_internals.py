@@ -52,3 +52,46 @@ def test_operations_on_lists_are_those_of_their_names() -> None:
     assert [t.tolist() for t in lists] == [[1.5, 2.0], [1.0]]
     internals.foreach_copy_(lists, [torch.zeros(2), torch.ones(1)])
     assert [t.tolist() for t in lists] == [[0.0, 0.0], [1.0]]
+
+
+def test_nodes_that_the_pass_that_runs_comes_to() -> None:
+    """A plain `loss.backward()` past `fabric.backward` is refused, `torch.autograd.grad` is not."""
+    seen: list[bool] = []
+    used, other = (torch.ones(1, requires_grad=True) for _ in range(2))
+    edges = [torch.autograd.graph.get_gradient_edge(weight) for weight in (used, other)]
+    out = used * 2 + other
+    out.register_hook(lambda grad: seen.extend([internals.will_run(edge.node) for edge in edges]))
+    out.sum().backward(inputs=[used])
+    assert seen == [True, False]
+
+
+def test_views_that_a_custom_function_passed_on() -> None:
+    """Hooks of outputs hang on what a backward comes to, whatever is changed in place afterwards."""
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    base = torch.ones(4, requires_grad=True) * 2
+    assert internals.is_custom_function_input(Same.apply(base))
+    assert not internals.is_custom_function_input(base[:2])
+
+
+def test_schedulers_hear_of_steps_that_the_scaler_skips() -> None:
+    """Under 16-mixed the first steps may be skipped: the scheduler would warn (an error here)."""
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    assert not hasattr(optimizer.step, internals.COUNTED_STEP)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert hasattr(optimizer.step, internals.COUNTED_STEP)
+    setattr(optimizer, internals.STEPPED, True)
+    scheduler.step()
+
+
+def test_modules_hold_their_tables_under_these_names() -> None:
+    """`register_buffer`, `functional_call` and state dict hooks on a set-up model are the user's module's."""
+    assert {*internals.MODULE_TABLES} <= {*vars(torch.nn.Module())}

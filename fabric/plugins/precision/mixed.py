@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.plugins.precision.precision import Precision
+from fabric.core.torch_internals import COUNTED_STEP, STEPPED
+from fabric.core.traits import overridden
+from fabric.plugins.precision.precision import PASSES, Precision
 from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:
@@ -71,18 +73,12 @@ class MixedPrecision(Precision):
     @property
     def needs_backward(self) -> bool:
         """True with a scaler, or where a subclass changes the backward pass."""
-        kind = type(self)
-        return (
-            self.scaler is not None
-            or kind.backward is not MixedPrecision.backward
-            or kind.pre_backward is not Precision.pre_backward
-            or kind.post_backward is not Precision.post_backward
-        )
+        return self.scaler is not None or overridden(type(self), MixedPrecision, *PASSES)
 
     @property
     def needs_step(self) -> bool:
         """True with a scaler, or where a subclass changes the step."""
-        return self.scaler is not None or type(self).optimizer_step is not MixedPrecision.optimizer_step
+        return self.scaler is not None or overridden(type(self), MixedPrecision, "optimizer_step")
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast on the device; also what `fabric.autocast()` gives."""
@@ -126,9 +122,9 @@ class MixedPrecision(Precision):
         kwargs.pop("closure", None)
         self._unscaled_at.pop(id(optimizer), None)
         self._update_due = True
-        if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        if hasattr(optimizer.step, COUNTED_STEP):
             # A scheduler asks whether its optimizer was stepped first; a step that the scaler skips counts.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+            setattr(optimizer, STEPPED, True)
         return self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.policy import POLICIES, DtypePolicy
+from fabric.core.traits import overridden
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +18,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.core.types import Optimizable
+
+CONVERSIONS = ("forward_context", "convert_input", "convert_output")
+"""Methods that add something to a forward."""
+
+PASSES = ("pre_backward", "backward", "post_backward")
+"""Methods that add something to a backward pass."""
 
 
 class Precision:
@@ -39,17 +46,12 @@ class Precision:
     @property
     def needs_backward(self) -> bool:
         """Whether this plugin takes part in the backward pass: a plain `loss.backward()` would be wrong."""
-        kind = type(self)
-        return (
-            kind.backward is not Precision.backward
-            or kind.pre_backward is not Precision.pre_backward
-            or kind.post_backward is not Precision.post_backward
-        )
+        return overridden(type(self), Precision, *PASSES)
 
     @property
     def needs_step(self) -> bool:
         """Whether this plugin takes part in the optimizer step."""
-        return type(self).optimizer_step is not Precision.optimizer_step
+        return overridden(type(self), Precision, "optimizer_step")
 
     def convert_module(self, module: Module) -> Module:
         """The module in the dtypes of this precision, changed in place; called once, by `fabric.setup`."""

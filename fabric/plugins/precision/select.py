@@ -16,10 +16,10 @@ PRECISION_REGISTRY = Registry("precision", "fabric.precisions")
 """Precision plugins by name; a factory with a parameter `device` gets the accelerator's device type."""
 
 _HOME = "fabric.plugins.precision."
-PRECISION_REGISTRY.register("64-true", f"{_HOME}double:DoublePrecision", "all float64")
+PRECISION_REGISTRY.register("64-true", f"{_HOME}true:DoublePrecision", "all float64")
 PRECISION_REGISTRY.register("32-true", f"{_HOME}precision:Precision", "as the model is")
 for _name in ("16-true", "bf16-true"):
-    PRECISION_REGISTRY.register(_name, f"{_HOME}half:HalfPrecision", "all half", precision=_name)
+    PRECISION_REGISTRY.register(_name, f"{_HOME}true:HalfPrecision", "all half", precision=_name)
 for _name in ("16-mixed", "bf16-mixed"):
     PRECISION_REGISTRY.register(_name, f"{_HOME}mixed:MixedPrecision", "autocast", precision=_name)
 

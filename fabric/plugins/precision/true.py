@@ -1,17 +1,21 @@
-"""The common body of "64-true", "16-true" and "bf16-true": the module itself is cast."""
+"""The plugins behind "64-true", "16-true" and "bf16-true": the module itself is cast."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
+from fabric.core.errors import ConfigurationError
 from fabric.plugins.precision.precision import DefaultDtype, Precision
 from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    import torch
     from torch.nn import Module
+
+_HALVES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
 class TruePrecision(Precision):
@@ -51,3 +55,34 @@ class TruePrecision(Precision):
     def convert_output(self, data: Any) -> Any:
         """Floating-point tensors in `output_dtype`."""
         return CastTo(self.output_dtype)(data)
+
+
+class DoublePrecision(TruePrecision):
+    """Everything in float64; see `TruePrecision` for `output_dtype`."""
+
+    precision = "64-true"
+
+    def __init__(self, *, output_dtype: torch.dtype | None = None) -> None:
+        super().__init__(torch.float64, output_dtype)
+
+
+class HalfPrecision(TruePrecision):
+    """Everything in float16 or bfloat16, no loss scaling; see `TruePrecision` for `output_dtype`.
+
+    Raises:
+        ConfigurationError: `precision` is neither "16-true" nor "bf16-true".
+    """
+
+    def __init__(
+        self,
+        precision: Literal["bf16-true", "16-true"] = "16-true",
+        *,
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
+        if precision not in _HALVES:
+            raise ConfigurationError(
+                f"HalfPrecision(precision={precision!r}) is not one of {', '.join(map(repr, _HALVES))}. "
+                f"Write Fabric(precision={precision!r}) to get the plugin that fits."
+            )
+        super().__init__(_HALVES[precision], output_dtype)
+        self.precision = precision

@@ -68,7 +68,6 @@ class ReplicatedSplitBatch(Replicate):
     traits = Traits(
         needs_launch=True,
         data_parallel=True,
-        start_methods=("popen",),
         one_process_per_node=True,
         accelerators=ACCELERATORS,
     )

@@ -77,9 +77,7 @@ class FullyShard(Sharded):
     """
 
     moves = True
-    traits = Traits(
-        needs_launch=True, data_parallel=True, start_methods=("popen", "spawn", "fork", "forkserver")
-    )
+    traits = Traits(needs_launch=True, data_parallel=True)
 
     def __init__(self, settings: ShardSettings | None = None) -> None:
         super().__init__()

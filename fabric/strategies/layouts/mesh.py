@@ -55,7 +55,6 @@ class Mesh(Sharded):
         data_parallel=True,
         precisions=("64-true", "32-true", "bf16-true", "16-true", "bf16-mixed"),
         precisions_why="torch's loss scaling does not take parameters that are split beside whole ones",
-        start_methods=("popen", "spawn", "fork", "forkserver"),
     )
 
     def __init__(

@@ -58,9 +58,7 @@ class Replicate(Whole):
         settings: Keywords of `torch.nn.parallel.DistributedDataParallel`; they win over our defaults.
     """
 
-    traits = Traits(
-        needs_launch=True, data_parallel=True, start_methods=("popen", "spawn", "fork", "forkserver")
-    )
+    traits = Traits(needs_launch=True, data_parallel=True)
 
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         self.settings = dict(settings or {})

@@ -91,7 +91,6 @@ class Pipeline(PipelineStates):
         data_parallel=True,
         precisions=("64-true", "32-true", "bf16-true", "16-true", "bf16-mixed"),
         precisions_why="torch's loss scaling would skip a step on one stage and not on another",
-        start_methods=("popen", "spawn", "fork", "forkserver"),
     )
 
     def __init__(self, settings: PipelineSettings | None = None) -> None:
