@@ -6,22 +6,27 @@ What is imported only where it is used (FSDP2, DDP, dispatch modes) is a functio
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # what all batch norms are, SyncBatchNorm too
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "BatchNorm",
+    "accumulates",
     "backward_pass",
     "call_after_backward",
     "foreach_copy_",
     "foreach_div_",
     "foreach_mul_",
     "foreach_norm",
+    "groups_inside",
+    "packs_saved_tensors",
+    "ungathered",
 ]
 
 foreach_copy_ = torch._foreach_copy_
@@ -36,3 +41,46 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 def call_after_backward(call: Callable[[], Any]) -> None:
     """At the end of the backward pass that runs now; an error of `call` is the pass's."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def groups_inside(module: Any) -> list[Any]:
+    """torch's states of what `fully_shard` was called on inside of a module (not of itself), each once."""
+    states = {
+        id(state := inner._get_fsdp_state()): state
+        for inner in module.modules()
+        if inner is not module and hasattr(inner, "_get_fsdp_state")
+    }
+    return [state for state in states.values() if not any([held is module for held in state._modules])]
+
+
+@contextmanager
+def ungathered(states: list[Any]) -> Iterator[torch.dtype | None]:
+    """Context in which calls of such groups gather nothing, free nothing, and are not noted.
+
+    Gives the dtype in which parameters compute; None: their own.
+
+    torch takes them for calls of a backward, and their parameters to be there.
+    """
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    held = [(state, "_training_state") for state in states] + [(group, "_sharded_state") for group in groups]
+    before = [getattr(holder, name) for holder, name in held]
+    for (holder, name), value in zip(held, before, strict=True):
+        setattr(
+            holder, name, type(value).PRE_BACKWARD if name == "_training_state" else type(value).UNSHARDED
+        )
+    try:
+        yield states[0]._mp_policy.param_dtype if states else None
+    finally:
+        for (holder, name), value in zip(held, before, strict=True):
+            setattr(holder, name, value)
+
+
+def packs_saved_tensors() -> bool:
+    """Whether hooks on saved tensors are on, as of activations that are computed again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def accumulates() -> bool:
+    """Whether the backward pass that runs now adds to all `.grad` it comes to: not so in autograd.grad."""
+    valid: bool = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+    return valid
