@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +32,8 @@ if TYPE_CHECKING:
 
 _EACH = (3, 5)
 """Positions in each piece of a sequence, in the first trial and in the second; two belong to a rank."""
+_AT_ONCE = 8
+"""Parameters that have made-up values at one time: a function asks for some of theirs several times."""
 _WHY = (
     "Something in it looks along the sequence otherwise than by F.scaled_dot_product_attention or "
     "nn.MultiheadAttention: positions that are counted inside (write fabric.utilities.sequence_positions("
@@ -105,7 +106,7 @@ class Trial(TorchFunctionMode):
         self.device, self._dtype = device, dtype
         self._parameters = [p for p in module.parameters() if p.is_floating_point() and p.numel()]
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
-        self._value = lru_cache(maxsize=8)(self._make)
+        self._values: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """`func` of these values."""
@@ -126,9 +127,15 @@ class Trial(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)([self._swapped(entry) for entry in value])
         number = self._numbers.get(id(value))
-        return value if number is None else self._value(number)
+        if number is None:
+            return value
+        if number not in self._values:
+            if len(self._values) == _AT_ONCE:
+                del self._values[next(iter(self._values))]
+            self._values[number] = self._made(number)
+        return self._values[number]
 
-    def _make(self, number: int) -> Tensor:
+    def _made(self, number: int) -> Tensor:
         own = self._parameters[number]
         size = own.shape[-1] ** -0.5 if own.dim() > 1 else 0.2
         if not hasattr(own, "device_mesh"):
