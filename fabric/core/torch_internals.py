@@ -6,26 +6,31 @@ What is imported only where it is used (FSDP2, DDP, dispatch modes) is a functio
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # what all batch norms are, SyncBatchNorm too
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "COUNTED_STEP",
     "MODULE_TABLES",
     "STEPPED",
     "BatchNorm",
+    "accumulates",
     "backward_pass",
     "call_after_backward",
     "foreach_copy_",
     "foreach_div_",
     "foreach_mul_",
     "foreach_norm",
+    "groups_inside",
     "is_custom_function_input",
+    "packs_saved_tensors",
+    "ungathered",
     "will_run",
 ]
 
@@ -69,3 +74,46 @@ def is_custom_function_input(tensor: torch.Tensor) -> bool:
     """Whether a view is an input that a custom autograd function passed on: its base is none of its own."""
     kinds = torch._C._autograd.CreationMeta
     return bool(torch._C._autograd._get_creation_meta(tensor) == kinds.IN_CUSTOM_FUNCTION)
+
+
+def groups_inside(module: Any) -> list[Any]:
+    """torch's states of what `fully_shard` was called on inside of a module (not of itself), each once."""
+    states = {
+        id(state := inner._get_fsdp_state()): state
+        for inner in module.modules()
+        if inner is not module and hasattr(inner, "_get_fsdp_state")
+    }
+    return [state for state in states.values() if not any([held is module for held in state._modules])]
+
+
+@contextmanager
+def ungathered(states: list[Any]) -> Iterator[torch.dtype | None]:
+    """Context in which calls of such groups gather nothing, free nothing, and are not noted.
+
+    Gives the dtype in which parameters compute; None: their own.
+
+    torch takes them for calls of a backward, and their parameters to be there.
+    """
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    held = [(state, "_training_state") for state in states] + [(group, "_sharded_state") for group in groups]
+    before = [getattr(holder, name) for holder, name in held]
+    for (holder, name), value in zip(held, before, strict=True):
+        setattr(
+            holder, name, type(value).PRE_BACKWARD if name == "_training_state" else type(value).UNSHARDED
+        )
+    try:
+        yield states[0]._mp_policy.param_dtype if states else None
+    finally:
+        for (holder, name), value in zip(held, before, strict=True):
+            setattr(holder, name, value)
+
+
+def packs_saved_tensors() -> bool:
+    """Whether hooks on saved tensors are on, as of activations that are computed again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def accumulates() -> bool:
+    """Whether the backward pass that runs now adds to all `.grad` it comes to: not so in autograd.grad."""
+    valid: bool = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+    return valid

@@ -59,17 +59,31 @@ def test_trees_and_failures_arrive_in_order(ranks):
         ranks.run(exchange, ahead, world_size=2)
 
 
-def test_small_trees_are_one_message_and_large_ones_are_not():
-    form = links.form_of({"a": torch.ones(3, dtype=torch.bool), "b": None, "c": torch.ones(2)})[1]
-    pack = links.pack_of(form)
-    assert pack.starts == [32, 48, 48]
-    assert pack.total == 64
-    piece = torch.zeros(pack.total, dtype=torch.uint8)
-    a, b, c = pack.views(piece)
-    a.fill_(True)
-    c.fill_(1.5)
-    assert b is None
-    assert piece[32:35].tolist() == [1, 1, 1]
-    assert piece[48:56].view(torch.float32).tolist() == [1.5, 1.5]
-    assert links.pack_of(links.form_of(torch.ones(1 << 16))[1]) is None
-    assert links.pack_of(None) is None
+def messages():
+    """How many rank 0 sends for the second of two trees of one form."""
+    counts, wire = [], Wire(torch.device("cpu"), ("cpu",), torch.device("cpu"))
+    pair = {"a": torch.ones(3, dtype=torch.bool), "b": None, "c": torch.ones(2)}
+    link = Link(1 - dist.get_rank(), dist.group.WORLD, wire, 5)
+    for tree in (pair, (torch.ones(1 << 16), torch.ones(3)), [], {}):
+        for _ in range(2):
+            if dist.get_rank():
+                got = link.take()
+                continue
+            link.send(tree)
+            count = len(link._sent[-1])
+        if dist.get_rank():
+            assert all(
+                [
+                    torch.equal(a, b)
+                    for a, b in zip(flatten(got)[0], flatten(tree)[0], strict=True)
+                    if b is not None
+                ]
+            )
+        else:
+            counts.append(count)
+    link.flush()
+    return counts
+
+
+def test_small_trees_are_one_message_and_large_ones_are_not(ranks):
+    assert ranks.run(messages, world_size=2)[0] == [1, 3, 1, 1]

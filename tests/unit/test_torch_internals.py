@@ -95,3 +95,53 @@ def test_schedulers_hear_of_steps_that_the_scaler_skips() -> None:
 def test_modules_hold_their_tables_under_these_names() -> None:
     """`register_buffer`, `functional_call` and state dict hooks on a set-up model are the user's module's."""
     assert {*internals.MODULE_TABLES} <= {*vars(torch.nn.Module())}
+
+
+def test_hooks_on_saved_tensors_are_seen() -> None:
+    """ContextParallel would keep what activations that are computed again must not keep, or the other way."""
+    assert not internals.packs_saved_tensors()
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+        assert internals.packs_saved_tensors()
+
+
+def test_passes_that_accumulate_are_told_from_those_that_do_not() -> None:
+    """`torch.autograd.grad` through a pipeline would add to `.grad` of its stages' parameters."""
+    seen: list[bool] = []
+    weight = torch.ones(1, requires_grad=True)
+    for run in (torch.autograd.backward, lambda loss: torch.autograd.grad(loss, [weight])):
+        middle = weight * 2
+        middle.register_hook(lambda grad: seen.append(internals.accumulates()))
+        run((middle * 3).sum())
+    assert seen == [True, False]
+
+
+def _groups(path: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(path, 1), rank=0, world_size=1
+    )
+    mesh = init_device_mesh("cpu", (1,))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    states = internals.groups_inside(model)
+    assert len(states) == 2
+    assert internals.groups_inside(model[0]) == []
+    called: list[object] = []
+    model[0].forward = lambda x: called.append(type(model[0].weight.data).__name__) or x  # type: ignore[assignment]
+    with internals.ungathered(states) as dtype:
+        model[0](torch.ones(1, 2))
+    model[0](torch.ones(1, 2))
+    assert dtype is torch.bfloat16
+    assert called == ["DTensor", "Tensor"]
+
+
+def test_groups_are_called_without_gathering(tmp_path: Path) -> None:
+    """Trials of ContextParallel under FSDP: one row of ranks would send what the others do not take."""
+    torch.multiprocessing.spawn(_run_groups, (str(tmp_path / "store"),))
+
+
+def _run_groups(rank: int, path: str) -> None:
+    _groups(path)

@@ -203,7 +203,7 @@ class RootGate:
         return out
 
     def _enter(self, state: Any, module: Module, args: Any) -> None:
-        """A group is called. torch takes calls in PRE_BACKWARD for ones of a backward, as stand-ins are."""
+        """A group is called. torch takes calls in PRE_BACKWARD for ones of a backward, as trials are."""
         if torch.compiler.is_compiling() or state._training_state.name == "PRE_BACKWARD":
             return
         if not self.running and self.state._state_ctx.iter_forward_root is None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fabric.strategies.layouts.context.exchange import Exchange
 
-_HEADS = inspect.signature(F.multi_head_attention_forward)
+HEADS = inspect.signature(F.multi_head_attention_forward)
 
 
 class Attention(TorchFunctionMode):
@@ -28,20 +28,16 @@ class Attention(TorchFunctionMode):
 
     Args:
         exchange: The ranks, and who has which part.
-        still: Whether nothing is dropped out.
         may_go_back: Whether gradients were wanted where the innermost module began.
     """
 
-    def __init__(
-        self, exchange: Exchange, still: bool = False, may_go_back: Callable[[], bool] | None = None
-    ) -> None:
+    def __init__(self, exchange: Exchange, may_go_back: Callable[[], bool] | None = None) -> None:
         super().__init__()
         self._may_go_back = may_go_back
-        own: dict[Any, Callable[..., Any]] = {
-            F.scaled_dot_product_attention: partial(_attend, exchange, still),
-            F.multi_head_attention_forward: partial(_attend_in_heads, exchange, still),
+        self._own: dict[Any, Callable[..., Any]] = {
+            F.scaled_dot_product_attention: partial(_attend, exchange),
+            F.multi_head_attention_forward: partial(_attend_in_heads, exchange),
         }
-        self._own = {**own, **_STILL} if still else own
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What stands in for `func`, or itself."""
@@ -58,52 +54,8 @@ class Attention(TorchFunctionMode):
         return own(*args, **(kwargs or {}))
 
 
-class Still(TorchFunctionMode):
-    """While this is entered, nothing is dropped out."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What stands in for `func`, or itself."""
-        own = _ALL_STILL.get(func, func)
-        return own(*args, **(kwargs or {}))
-
-
-def _undropped(input: Tensor, *_: Any, **__: Any) -> Tensor:
-    return input
-
-
-def _attend_still(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, **kwargs: Any
-) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, **kwargs)
-
-
-def _attend_in_heads_still(*args: Any, **kwargs: Any) -> Any:
-    given = _HEADS.bind(*args, **kwargs).arguments
-    return F.multi_head_attention_forward(**{**given, "dropout_p": 0.0})
-
-
-_STILL: dict[Any, Callable[..., Any]] = dict.fromkeys(
-    [
-        F.dropout,
-        F.dropout1d,
-        F.dropout2d,
-        F.dropout3d,
-        F.alpha_dropout,
-        F.feature_alpha_dropout,
-        torch.dropout,
-    ],
-    _undropped,
-)
-_ALL_STILL = {
-    **_STILL,
-    F.scaled_dot_product_attention: _attend_still,
-    F.multi_head_attention_forward: _attend_in_heads_still,
-}
-
-
 def _attend(
     exchange: Exchange,
-    still: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -113,7 +65,7 @@ def _attend(
     **kwargs: Any,
 ) -> Tensor:
     """`F.scaled_dot_product_attention` of this rank's queries (..., size, E) with the keys of all ranks."""
-    part, drop = exchange.part, 0.0 if still else dropout_p
+    part = exchange.part
     query, key, value = [_in_autocast(tensor) for tensor in (query, key, value)]
     _check_lengths("scaled_dot_product_attention", exchange, query, (key, value), -2)
     own = [key, value]
@@ -122,21 +74,21 @@ def _attend(
     with kept.context():
         if not is_causal or attn_mask is not None:  # both together torch refuses, in its own words
             mask = _own_rows(attn_mask, exchange)
-            return F.scaled_dot_product_attention(query, key, value, mask, drop, is_causal, **kwargs)
+            return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **kwargs)
         outputs, first = [], 0
         for start, end in part.own:
             rows = query.narrow(-2, first, end - start)
             seen = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
             make = partial(_causal, end - start, end, query)
             with kept.making(make(), make) as mask:
-                outputs.append(F.scaled_dot_product_attention(rows, *seen, mask, drop, **kwargs))
+                outputs.append(F.scaled_dot_product_attention(rows, *seen, mask, dropout_p, **kwargs))
             first += end - start
     return torch.cat(outputs, -2)
 
 
-def _attend_in_heads(exchange: Exchange, still: bool, *args: Any, **kwargs: Any) -> Any:
+def _attend_in_heads(exchange: Exchange, *args: Any, **kwargs: Any) -> Any:
     """`F.multi_head_attention_forward` of queries (size, N, E); keys are projected on each rank, for all."""
-    given = _HEADS.bind(*args, **kwargs)
+    given = HEADS.bind(*args, **kwargs)
     given.apply_defaults()
     own = given.arguments
     query, key, value = own["query"], own["key"], own["value"]
@@ -153,8 +105,6 @@ def _attend_in_heads(exchange: Exchange, still: bool, *args: Any, **kwargs: Any)
     padding = own["key_padding_mask"]
     if padding is not None and padding.shape[-1] == exchange.part.size:
         own["key_padding_mask"] = exchange.see([padding], -1)[0]
-    if still:
-        own["dropout_p"] = 0.0
     return F.multi_head_attention_forward(*given.args, **given.kwargs)
 
 

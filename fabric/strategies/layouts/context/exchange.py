@@ -7,16 +7,21 @@ gradients, is the sum over parts, and leaves what is alike on all ranks as it is
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from fabric.plugins.collectives.channel import Channel
     from fabric.utilities.sequence import Part
+
+    Passage = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Exchange:
@@ -32,30 +37,22 @@ class Exchange:
 
     def divide(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor that all ranks have whole."""
-        if not _flows(whole):
-            return self.part.take(whole, dim)
-        divided: Tensor = _Divide.apply(self, dim, whole)  # type: ignore[no-untyped-call]
+        (divided,) = _passed([whole], partial(self._take, dim=dim), partial(self._average, dim=dim))
         return divided
 
     def share(self, alike: Tensor) -> Tensor:
         """A tensor that is alike on all ranks, for use in what is divided: only its gradient changes."""
-        if not _flows(alike):
-            return alike
-        shared: Tensor = _Share.apply(self, alike)  # type: ignore[no-untyped-call]
+        (shared,) = _passed([alike], _views, self._mean)
         return shared
 
     def join(self, own: Tensor, dim: int) -> Tensor:
         """The whole of what each rank has its part of, on all ranks, which go on alike."""
-        if not _flows(own):
-            return self.gather([own], dim)[0]
-        joined: Tensor = _Join.apply(self, dim, own)  # type: ignore[no-untyped-call]
+        (joined,) = _passed([own], partial(self.gather, dim=dim), partial(self._multiply, dim=dim))
         return joined
 
     def see(self, own: list[Tensor], dim: int) -> list[Tensor]:
         """The whole of tensors, of which each rank makes a use of its own: gradients are summed."""
-        if not any([_flows(tensor) for tensor in own]):
-            return self.gather(own, dim)
-        return list(_See.apply(self, dim, *own))  # type: ignore[no-untyped-call]
+        return _passed(own, partial(self.gather, dim=dim), partial(self.sum_parts, dim=dim))
 
     def gather(self, own: list[Tensor], dim: int) -> list[Tensor]:
         """The whole of tensors, without gradients. Those of one dtype travel together."""
@@ -96,11 +93,21 @@ class Exchange:
                 begin += _numel(shape)
         return [made[i] for i in range(len(whole))]
 
-    def mean(self, alike: Tensor) -> Tensor:
-        """The mean over ranks, as a new tensor."""
-        ready = self.channel.wire.ready(alike.clone(memory_format=torch.contiguous_format))
-        self.channel.collective.all_reduce(ready)
-        return ready.to(alike.device).div_(self.part.count)
+    def _mean(self, alike: list[Tensor]) -> list[Tensor]:
+        """The means over ranks, as new tensors."""
+        ready = [self.channel.wire.ready(t.clone(memory_format=torch.contiguous_format)) for t in alike]
+        for tensor in ready:
+            self.channel.collective.all_reduce(tensor)
+        return [r.to(t.device).div_(self.part.count) for r, t in zip(ready, alike, strict=True)]
+
+    def _take(self, whole: list[Tensor], dim: int) -> list[Tensor]:
+        return [self.part.take(tensor, dim) for tensor in whole]
+
+    def _average(self, own: list[Tensor], dim: int) -> list[Tensor]:
+        return [tensor.div_(self.part.count) for tensor in self.gather(own, dim)]
+
+    def _multiply(self, whole: list[Tensor], dim: int) -> list[Tensor]:
+        return [tensor.mul_(self.part.count) for tensor in self._take(whole, dim)]
 
     def _in_order(self, parts: list[Tensor], dim: int) -> Tensor:
         """Every rank's part, which has the sequence first, as one tensor that has it in `dim`."""
@@ -112,63 +119,32 @@ class Exchange:
         return torch.cat([piece.movedim(0, dim) for _, piece in pieces], dim)
 
 
-class _Divide(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, dim: int, whole: Tensor) -> Tensor:
-        ctx.exchange, ctx.dim = exchange, dim
-        return exchange.part.take(whole, dim)
+class _Passing(torch.autograd.Function):
+    """`there` of as many tensors; `back` of their gradients."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (whole,) = ctx.exchange.gather([grad], ctx.dim)
-        return None, None, whole.div_(ctx.exchange.part.count)
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, alike: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return alike.view_as(alike)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, ctx.exchange.mean(grad)
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, dim: int, own: Tensor) -> Tensor:
-        ctx.exchange, ctx.dim = exchange, dim
-        return exchange.gather([own], dim)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        part = ctx.exchange.part
-        return None, None, part.take(grad, ctx.dim).mul_(part.count)
-
-
-class _See(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, dim: int, *own: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.dim = exchange, dim
-        return tuple(exchange.gather(list(own), dim))
+    def forward(ctx: Any, there: Passage, back: Passage, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.back = back
+        return tuple(there(list(tensors)))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
-        summed = ctx.exchange.sum_parts([grads[i] for i in wanted], ctx.dim)
         found: list[Any] = [None] * len(grads)
-        for i, grad in zip(wanted, summed, strict=True):
+        for i, grad in zip(wanted, ctx.back([grads[i] for i in wanted]), strict=True):
             found[i] = grad
         return None, None, *found
 
 
-def _flows(tensor: Tensor) -> bool:
-    return tensor.requires_grad and torch.is_grad_enabled()
+def _passed(tensors: list[Tensor], there: Passage, back: Passage) -> list[Tensor]:
+    if not (torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])):
+        return there(tensors)
+    return list(_Passing.apply(there, back, *tensors))  # type: ignore[no-untyped-call]
+
+
+def _views(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.view_as(tensor) for tensor in tensors]
 
 
 def _alike(tensors: list[Tensor]) -> list[list[int]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import packs_saved_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,8 +41,7 @@ class KeptParts:
 
     def context(self) -> AbstractContextManager[Any]:
         """Around attention. Does nothing where activations are computed again, which keeps nothing at all."""
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-        if not torch.is_grad_enabled() or top is None or top(True) is not None:
+        if not torch.is_grad_enabled() or packs_saved_tensors():
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 

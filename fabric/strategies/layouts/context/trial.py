@@ -1,25 +1,26 @@
-"""Whether a module gives on parts of a sequence what it gives on the whole: tried once, on few positions."""
+"""Whether a module gives on parts of a sequence what it gives on the whole: tried on few positions."""
 
 from __future__ import annotations
 
-import math
-import warnings
-from contextlib import ExitStack, contextmanager
+import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import FabricError, UsageError
-from fabric.core.tree import flatten
-from fabric.strategies.layouts.context.attention import Attention, Still
+from fabric.core.torch_internals import groups_inside, ungathered
+from fabric.core.tree import flatten, map_tree
+from fabric.strategies.layouts.context.attention import HEADS, Attention
 from fabric.strategies.layouts.context.call import noise
 from fabric.strategies.layouts.context.exchange import Exchange
-from fabric.strategies.layouts.stand_ins import groups_inside, stand_ins
-from fabric.utilities.random_stream import fork_rng
+from fabric.strategies.layouts.trial import difference, untouched
 from fabric.utilities.sequence import Part, enter_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.nn import Module
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.channel import Channel
     from fabric.strategies.layouts.context.call import DividedCall
 
+    Result = tuple[Any, dict[str, Any]]
+
 _EACH = (3, 5)
 """Positions in each piece of a sequence, in the first trial and in the second; two belong to a rank."""
+_AT_ONCE = 8
+"""Parameters that have made-up values at one time: a function asks for some of theirs several times."""
 _WHY = (
     "Something in it looks along the sequence otherwise than by F.scaled_dot_product_attention or "
     "nn.MultiheadAttention: positions that are counted inside (write fabric.utilities.sequence_positions("
@@ -41,7 +46,7 @@ _WHY = (
 def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, number: int) -> None:
     """Compare a forward of the whole with one of parts, dropping nothing out. Leaves no trace. All ranks.
 
-    Parameters and inputs are changed a little for it: what is zero at first would hide things.
+    Parameters and inputs are other ones: what is zero at first would hide things.
 
     Args:
         module: What is tried.
@@ -55,15 +60,14 @@ def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, n
     """
     count = channel.world_size
     short = min(call.length, 2 * count * _EACH[number % len(_EACH)])
-    kept = _Kept(module)
-    split = groups_inside(module)  # gathering them needs ranks that may try nothing now
-    with torch.no_grad(), _untouched(kept, call), _stirred(module, split), stand_ins(split):
+    states = groups_inside(module)  # gathering them needs ranks that may try nothing now
+    with torch.no_grad(), _uncompiled(), ungathered(states) as dtype:
+        mode = Trial(module, channel.wire.device, dtype)
         tries = [call.some(short, stir=True), call.some(short), call.some(call.length)]
-        whole, small = _first_that_runs(module, tries, kept)
-        seen = kept.restore()
+        (whole, kept), small = _first_that_runs(module, tries, mode)
         exchange = Exchange(channel, Part(small.length, place, count))
         try:
-            parts = _run_parts(module, small, exchange)
+            parts, kept_by_parts = _run(module, small, mode, exchange)
         except FabricError:
             raise
         except Exception as error:
@@ -74,8 +78,8 @@ def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, n
                 "dimension, write ContextParallel(seq_dims={'name': dim}). Tensors that the module makes "
                 "for the whole sequence must come as arguments, or be made for sequence_positions(length)."
             ) from error
-        wrong = _difference(flatten(whole)[0], flatten(parts)[0], numbers=True)
-        wrong = wrong or _kept_otherwise(seen, kept.restore())
+        wrong = difference(flatten(whole)[0], flatten(parts)[0], numbers=True)
+        wrong = wrong or _kept_otherwise(kept, kept_by_parts)
     told = torch.tensor([float(bool(wrong))], device=channel.wire.via)
     channel.collective.all_reduce(told)
     if wrong or told.item():
@@ -85,153 +89,129 @@ def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, n
         )
 
 
-class _Kept:
-    """What the modules in a module keep: buffers, and attributes of their own."""
+class Trial(TorchFunctionMode):
+    """While this is entered, functions get made-up values in the place of parameters, and drop nothing out.
 
-    def __init__(self, module: Module) -> None:
-        self._modules = dict(module.named_modules())
-        self._slots = [(m._buffers, n, b) for m in self._modules.values() for n, b in m._buffers.items()]
-        self._values = [(b, b._version, b.clone()) for _, _, b in self._slots if b is not None]
-        self._attributes = {path: _attributes(m) for path, m in self._modules.items()}
+    They are the same on all ranks, near to the parameter's own where it is whole, and there are a few at a
+    time.
 
-    def restore(self) -> dict[str, Any]:
-        """Make them as they were; gives what they were, of buffers that are saved and attributes that are
-        new.
-        """
-        found: dict[str, Any] = {}
-        for path, module in self._modules.items():
-            before = self._attributes[path]
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    found[f"{path}.{name}".strip(".")] = buffer.clone()
-            for name, value in _attributes(module).items():
-                if name not in before or value is not before[name]:
-                    found[f"{path}.{name}".strip(".")] = value
-                    del module.__dict__[name]
-            module.__dict__.update(before)
-        for held, name, buffer in self._slots:
-            held[name] = buffer
-        for buffer, version, value in self._values:
-            if buffer._version != version:
-                buffer.data.copy_(value)
-        return found
+    Args:
+        module: Whose parameters are meant.
+        device: Where values are wanted for parameters that are split (by FSDP2).
+        dtype: Of those values; None: the parameter's.
+    """
+
+    def __init__(self, module: Module, device: torch.device, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.device, self._dtype = device, dtype
+        self._parameters = [p for p in module.parameters() if p.is_floating_point() and p.numel()]
+        self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
+        self._values: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """`func` of these values."""
+        args = self._swapped(args)
+        kwargs = {name: self._swapped(value) for name, value in (kwargs or {}).items()}
+        if func in _DROPPING:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (
+                args[:4],
+                {**dict(zip(_AFTER_MASK, args[4:], strict=False)), **kwargs, "dropout_p": 0.0},
+            )
+        elif func is F.multi_head_attention_forward:
+            args, kwargs = (), {**HEADS.bind(*args, **kwargs).arguments, "dropout_p": 0.0}
+        return func(*args, **kwargs)
+
+    def _swapped(self, value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)([self._swapped(entry) for entry in value])
+        number = self._numbers.get(id(value))
+        if number is None:
+            return value
+        if number not in self._values:
+            if len(self._values) == _AT_ONCE:
+                del self._values[next(iter(self._values))]
+            self._values[number] = self._made(number)
+        return self._values[number]
+
+    def _made(self, number: int) -> Tensor:
+        own = self._parameters[number]
+        size = own.shape[-1] ** -0.5 if own.dim() > 1 else 0.2
+        if not hasattr(own, "device_mesh"):
+            return own.detach() + 0.5 * size * noise(own, number)
+        random = noise(torch.empty(own.shape, dtype=self._dtype or own.dtype, device=self.device), number)
+        return size * random if own.dim() > 1 else 1 + size * random  # what scales or shifts
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Context in which compiled modules run as they are written: modes may not be traced."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+_AFTER_MASK = ("dropout_p", "is_causal")
+_DROPPING = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+}
+
+
+def _first_that_runs(module: Module, tries: list[DividedCall], mode: Trial) -> tuple[Result, DividedCall]:
+    """What the whole comes to, of the first of these calls that the module takes."""
+    for small in tries[:-1]:
+        try:
+            return _run(module, small, mode), small
+        except Exception:  # perhaps it takes this length, or such numbers, only
+            continue
+    return _run(module, tries[-1], mode), tries[-1]
+
+
+def _run(module: Module, call: DividedCall, mode: Trial, exchange: Exchange | None = None) -> Result:
+    """The whole output, and what modules keep of the call: in parts, if there is an exchange."""
+    modules = dict(module.named_modules())
+    before = {path: _attributes(inner) for path, inner in modules.items()}
+    args, kwargs = call.whole if exchange is None else call.divided(exchange)
+    part = enter_part(None if exchange is None else exchange.part)
+    try:
+        with untouched(list(modules.values()), mode.device):
+            if exchange is None:
+                with mode:
+                    output = module.forward(*args, **kwargs)
+            else:
+                with Attention(exchange), mode:
+                    output = module.forward(*args, **kwargs)
+                output = call.join(output, exchange)
+            kept = {
+                f"{path}.{name}".strip("."): map_tree(_copied, value)
+                for path, inner in modules.items()
+                for name, value in _attributes(inner).items()
+                if name in inner._buffers or name not in before[path] or value is not before[path][name]
+            }
+            return output, kept
+    finally:
+        enter_part(part)
 
 
 def _attributes(module: Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    """Attributes of its own, and buffers that are saved."""
+    found = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    saved = module._buffers.keys() - module._non_persistent_buffers_set
+    return {**found, **{name: module._buffers[name] for name in saved}}
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _kept_otherwise(whole: dict[str, Any], parts: dict[str, Any]) -> str:
     """Which of what modules keep is of a part only; "" where nothing is."""
     for name in sorted(whole.keys() | parts.keys()):
         differs = name not in whole or name not in parts
-        if differs or _difference(flatten(whole[name])[0], flatten(parts[name])[0]):
+        if differs or difference(flatten(whole[name])[0], flatten(parts[name])[0]):
             return f"it keeps {name}, which is that of a part only: return it, or compute it outside"
     return ""
-
-
-def _first_that_runs(module: Module, tries: list[DividedCall], kept: _Kept) -> tuple[Any, DividedCall]:
-    """The output of the whole, of the first of these calls that the module takes."""
-    for small in tries[:-1]:
-        try:
-            return _run_whole(module, small), small
-        except Exception:  # perhaps it takes this length, or such numbers, only
-            kept.restore()
-    return _run_whole(module, tries[-1]), tries[-1]
-
-
-@contextmanager
-def _stirred(module: Module, split: list[Any]) -> Iterator[None]:
-    """Context in which parameters have other values, on all ranks alike, but for those of `split` groups."""
-    inside = {id(p) for state in split for part in state._modules for p in part.parameters()}
-    floats = [p for p in module.parameters() if id(p) not in inside and p.is_floating_point() and p.numel()]
-    values = [p.detach().clone() for p in floats]
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # or the forward would use the casts of these values
-    for number, tensor in enumerate(floats):
-        size = 0.5 * tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.1
-        tensor.data.add_(noise(tensor, number).mul_(size))
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)
-        for tensor, value in zip(floats, values, strict=True):
-            tensor.data.copy_(value)
-
-
-def _run_whole(module: Module, call: DividedCall) -> Any:
-    args, kwargs = call.whole
-    before = enter_part(None)
-    try:
-        with Still():
-            return module.forward(*args, **kwargs)
-    finally:
-        enter_part(before)
-
-
-def _run_parts(module: Module, call: DividedCall, exchange: Exchange) -> Any:
-    args, kwargs = call.divided(exchange)
-    before = enter_part(exchange.part)
-    try:
-        with Attention(exchange, still=True):
-            return call.join(module.forward(*args, **kwargs), exchange)
-    finally:
-        enter_part(before)
-
-
-@contextmanager
-def _untouched(kept: _Kept, call: DividedCall) -> Iterator[None]:
-    """Context that leaves random generators and what modules keep as they were."""
-    devices = {leaf.device for leaf in call.leaves if isinstance(leaf, torch.Tensor)}
-    with ExitStack() as forks, warnings.catch_warnings():
-        for device in devices or {torch.device("cpu")}:
-            forks.enter_context(fork_rng(device))
-        warnings.simplefilter("ignore")  # of what is meant for training, and is not so here
-        try:
-            yield
-        finally:
-            kept.restore()
-
-
-def _difference(whole: list[Any], parts: list[Any], numbers: bool = False) -> str:
-    """How two outputs differ; "" where they do not. `numbers`: those that are no tensors count, too."""
-    if len(whole) != len(parts):
-        return f"{len(parts)} outputs in place of {len(whole)}"
-    for one, other in zip(whole, parts, strict=True):
-        if isinstance(one, torch.Tensor) != isinstance(other, torch.Tensor):
-            return f"{type(other).__name__} in place of {type(one).__name__}"
-        if not isinstance(one, torch.Tensor):
-            if numbers and isinstance(one, int | float) and not _same_number(one, other):
-                return f"{other} in place of {one}"
-            continue
-        if one.shape != other.shape:
-            return f"shape {list(other.shape)} in place of {list(one.shape)}"
-        off, limit = _distance(one, other), _limit(one)
-        if not off <= limit:
-            return f"they differ by {off:.1e} of their size, where rounding makes {limit:.0e} at most"
-    return ""
-
-
-def _same_number(one: float, other: Any) -> bool:
-    return isinstance(other, int | float) and (one == other or math.isclose(one, other, rel_tol=1e-4))
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    if one.dtype is torch.bool or not (one.is_floating_point() or one.is_complex()):
-        return float((one != other).any())
-    finite = torch.isfinite(one)
-    if not torch.equal(finite, torch.isfinite(other)):
-        return float("inf")
-    one, other = one[finite].double(), other[finite].double()
-    size = one.norm()
-    return float((one - other).norm() / size) if size else float((one - other).norm())
-
-
-def _limit(tensor: Tensor) -> float:
-    if tensor.dtype is torch.float64:
-        return 1e-9
-    reduced = torch.is_autocast_enabled(tensor.device.type) or tensor.itemsize < 4
-    if reduced:
-        return 1.5e-2
-    coarse = tensor.device.type != "cpu" and torch.get_float32_matmul_precision() != "highest"
-    return 2e-3 if coarse or (tensor.is_cuda and torch.backends.cuda.matmul.allow_tf32) else 2e-5

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.torch_internals import accumulates
 from fabric.core.tree import flatten, unflatten
 from fabric.forward import differentiable
 from fabric.plugins.collectives.frames import call_of
@@ -23,26 +24,14 @@ from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Protocol
 
     from torch import Tensor
+    from torch.nn import Module
 
     from fabric.core.policy import DtypePolicy
     from fabric.strategies.layouts.parts import Call
     from fabric.strategies.layouts.pipeline.run import Runner
-
-    class After(Protocol):
-        """What a layout has to do after a backward."""
-
-        def __call__(self) -> None:
-            """It has ended."""
-
-        def forget(self) -> None:
-            """It has failed."""
-
-        def arm(self) -> None:
-            """A forward begins through which it may go."""
-
+    from fabric.strategies.layouts.pipeline.tied import Tied
 
 _INTO = "micro-batches"
 
@@ -52,35 +41,40 @@ class Flow:
 
     Args:
         number: Of the model among those set up.
-        name: Of the model, for messages.
+        module: The model.
         runner: This rank's stage and its links.
+        tied: The parameters that this stage shares with others.
         count: How many micro-batches there may be.
         schedule: A key of `SCHEDULES`, for `pipeline_step`.
         output: "all": every rank gets the output; "last": the last stage, and others None.
         policy: Of the precision.
-        after: Called when a backward has ended on all stages; told when one has not.
+        after: Called with this when a backward has ended on all stages.
     """
 
     def __init__(
         self,
         number: int,
-        name: str,
+        module: Module,
         runner: Runner,
+        tied: list[Tied],
         count: int,
         schedule: str,
         output: str,
         policy: DtypePolicy,
-        after: After,
+        after: Callable[[Flow], None],
     ) -> None:
-        self.number, self.name, self.runner, self.count = number, name, runner, count
+        self.number, self.runner, self.tied, self.count = number, runner, tied, count
+        self.module, self.name = weakref.ref(module), type(module).__name__
         self.schedule, self.policy, self.after = schedule, policy, after
+        self.synchronised_in = -1
+        """The last backward pass at whose end ranks synchronise, or have."""
         self.to_all = output == "all" or runner.stage.count == 1
         self._alive: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
         self._waiting: dict[int, Tensor] = {}
         self.retain = False
         """Whether the graph outlives the backward that runs: `fabric.backward(loss, retain_graph=True)`."""
         self._forwards = 0
-        self._alike = Alike(runner.channel, number, name)
+        self._alike = Alike(runner.channel, number, self.name)
         self._tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +192,7 @@ class Flow:
         self.finish(work, "pipeline_step")
         runner.random.go_on()
         if torch.is_grad_enabled():
-            self.after()
+            self.after(self)
         result: Tensor = total
         return result
 
@@ -207,12 +201,14 @@ class Flow:
         try:
             self.runner.finish(work, f"{doing} of {self.name}")
         except BaseException:
-            self.after.forget()
+            for tied in self.tied:
+                tied.forget()  # it must not come into the next backward
             raise
 
     def _meet(self, verb: str, data: Any) -> None:
         if torch.is_grad_enabled():
-            self.after.arm()
+            for tied in self.tied:
+                tied.arm()
         # The first stage takes the input, the last one the target: of two batches nobody would notice.
         self._alike.meet(verb, *flatten(data))
 
@@ -345,14 +341,14 @@ class _Boundary(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         record: Record = ctx.record
         flow = record.flow
-        if not torch.autograd.Variable._execution_engine.is_checkpoint_valid():
+        if not accumulates():
             raise UsageError(
                 f"torch.autograd.grad, or backward(inputs=...), went through {flow.name}, whose stages would "
                 "accumulate into .grad of all parameters. Write fabric.backward(loss): inputs that require a "
                 "gradient have it in .grad afterwards."
             )
         found = record.backward(grads)
-        flow.after()
+        flow.after(flow)
         return None, None, None, *found
 
 

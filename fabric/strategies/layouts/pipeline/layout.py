@@ -105,10 +105,9 @@ class Pipeline(PipelineStates):
         self._ranks: list[int] = [0]
         self._place = 0
         self._flows: weakref.WeakKeyDictionary[Module, Flow] = weakref.WeakKeyDictionary()
-        self._tied: weakref.WeakKeyDictionary[Module, list[Tied]] = weakref.WeakKeyDictionary()
         self._waiting: set[Module] = set()
         self._local = LocalGradients(self)
-        self._due: dict[_After, None] | None = None
+        self._due: dict[Flow, None] | None = None
         self._lanes: Lanes = (None, None, None)
         self._tags, self._numbers = itertools.count(3), itertools.count()
 
@@ -186,18 +185,18 @@ class Pipeline(PipelineStates):
         own_stage = Stage(self._place, stages, own, starts[self._place], self.settings.checkpoint)
         self.names[module] = names_of(module, own)
         runner = Runner(own_stage, self._ranks, self.pipeline, self._lanes)
-        self._tie(module, shared, runner)
         if count > 1 and topology.rank == 0:
             warn_of_modules(module)
         self._flows[module] = Flow(
             next(self._numbers),
-            type(module).__name__,
+            module,
             runner,
+            self._tie(module, shared, runner),
             count,
-            self.settings.schedule,
-            self.settings.output,
+            settings.schedule,
+            settings.output,
             policy,
-            _After(self, module),
+            self._after,
         )
         # Its own methods may call self(x).
         module.__dict__["forward"] = self._flows[module]
@@ -283,8 +282,8 @@ class Pipeline(PipelineStates):
             error.fabric_raised_by = told.rank  # type: ignore[attr-defined]
         if error is not None:
             raise error
-        for after in due:
-            after()
+        for flow in due:
+            self._synchronise(flow)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The user's own optimizer; what is on other stages has no gradients here, and is passed over.
@@ -306,16 +305,26 @@ class Pipeline(PipelineStates):
     def teardown(self) -> None:
         """Let go of the groups; models cannot run after this."""
         self._flows.clear()
-        self._tied.clear()
         self.across, self._lanes = None, (None, None, None)
         super().teardown()
 
-    def synchronise(self, module: Module) -> None:
-        """At the end of a backward: what several ranks hold of the module agrees again."""
-        flow = self._flows[module]
-        for tied in self.tied_of(module):
+    def _after(self, flow: Flow) -> None:
+        """A backward has ended on all stages of a model: synchronise, once, where autograd's pass ends."""
+        running = backward_pass()
+        if self._due is not None:
+            self._due[flow] = None
+        elif running == -1:
+            self._synchronise(flow)
+        elif running != flow.synchronised_in:
+            flow.synchronised_in = running
+            call_after_backward(partial(self._synchronise, flow))
+
+    def _synchronise(self, flow: Flow) -> None:
+        """What several ranks hold of a model agrees again."""
+        for tied in flow.tied:
             tied.add_up()
-        if self.across is None or module in self._waiting:
+        module = flow.module()
+        if module is None or self.across is None or module in self._waiting:
             return
         self._local.replicas.discard(module)
         blocks = [block for _, block in flow.runner.stage.blocks]
@@ -334,10 +343,6 @@ class Pipeline(PipelineStates):
             groups = [dist.new_group(list(range(row * stages, (row + 1) * stages))) for row in range(rows)]
             made.append(groups[topology.rank // stages])
         return own, made[0], made[1]
-
-    def tied_of(self, module: Module) -> list[Tied]:
-        """The parameters of a module that this stage shares with others."""
-        return self._tied.get(module, [])
 
     def _bring(self, module: Module, blocks: Blocks, own: Blocks, topology: Topology) -> None:
         """Values for all blocks, one after the other; those of other stages are emptied again."""
@@ -362,7 +367,7 @@ class Pipeline(PipelineStates):
         _on_device([b for b in module.buffers() if id(b) not in done], topology)
         self.note_absent(module, absent)
 
-    def _tie(self, module: Module, shared: list[Shared], runner: Runner) -> None:
+    def _tie(self, module: Module, shared: list[Shared], runner: Runner) -> list[Tied]:
         made = []
         for one in shared:
             tag, (first, *rest) = next(self._tags), list(one.stages)
@@ -377,7 +382,7 @@ class Pipeline(PipelineStates):
             ]
             made.append(Tied(parameter, links, self._place == first, runner.passing))
             parameter._fabric_answers = self._place == first  # type: ignore[attr-defined]
-        self._tied[module] = made
+        return made
 
 
 def _on_device(tensors: list[Any], topology: Topology) -> None:
@@ -401,41 +406,3 @@ def _failure(run: Callable[[], Any]) -> Exception | None:
 
 def _refuse_call(where: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise UsageError(f"{where}: it has no values here. Call the model itself, model(x), on all ranks.")
-
-
-class _After:
-    """Called where a backward of a model has ended on all stages: synchronises once, at autograd's end."""
-
-    def __init__(self, layout: Pipeline, module: Module) -> None:
-        self._layout, self._module = layout, weakref.ref(module)
-        self._queued_in = -1
-
-    def __call__(self) -> None:
-        if self._layout._due is not None:
-            self._layout._due[self] = None
-            return
-        running = backward_pass()
-        if running == -1:
-            self._synchronise()
-        elif running != self._queued_in:
-            self._queued_in = running
-            call_after_backward(self._synchronise)
-
-    def arm(self) -> None:
-        """Before a forward through which gradients may flow."""
-        module = self._module()
-        for tied in self._layout.tied_of(module) if module is not None else ():
-            tied.arm()
-
-    def forget(self) -> None:
-        """The backward has failed: what it left for the synchronisation must not come into the next one."""
-        self._queued_in = -1
-        module = self._module()
-        for tied in self._layout.tied_of(module) if module is not None else ():
-            tied.forget()
-
-    def _synchronise(self) -> None:
-        self._queued_in = -1
-        module = self._module()
-        if module is not None:
-            self._layout.synchronise(module)

@@ -7,6 +7,7 @@ the old shapes, which nobody reads, come before the new description.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,14 +58,18 @@ class Form(NamedTuple):
     leaves: tuple[Leaf | None, ...]
     """None: the leaf is None."""
 
-    def room(self, device: torch.device, host: torch.device) -> list[Tensor | None]:
-        """Memory for the leaves; for those of the host on `host`."""
-        return [
-            None
-            if leaf is None
-            else torch.empty(leaf.shape, dtype=leaf.dtype, device=host if leaf.on_host else device)
-            for leaf in self.leaves
-        ]
+
+_NOTHING = Form(None, ())
+
+
+class Room(NamedTuple):
+    """Memory of one message."""
+
+    pieces: list[Tensor]
+    """What travels, each at once: bytes."""
+    head: Tensor
+    leaves: list[Tensor | None]
+    """In one piece with the head, or in pieces of their own."""
 
 
 def form_of(tree: Any) -> tuple[list[Tensor | None], Form]:
@@ -75,37 +80,6 @@ def form_of(tree: Any) -> tuple[list[Tensor | None], Form]:
         for leaf in leaves
     ]
     return leaves, Form(spec, tuple(known))
-
-
-class Pack(NamedTuple):
-    """Where head and leaves of a form are in one piece of bytes."""
-
-    form: Form
-    starts: list[int]
-    total: int
-
-    def views(self, piece: Tensor) -> list[Tensor | None]:
-        """The leaves in such a piece, sharing its memory."""
-        found: list[Tensor | None] = []
-        for start, leaf in zip(self.starts, self.form.leaves, strict=True):
-            if leaf is None:
-                found.append(None)
-                continue
-            own = piece[start : start + leaf.shape.numel() * leaf.dtype.itemsize]
-            found.append(own.view(leaf.dtype).view(leaf.shape))
-        return found
-
-
-def pack_of(form: Form | None) -> Pack | None:
-    """How a form is packed; None: it is too large, or not known."""
-    if form is None:
-        return None
-    starts, at = [], -(-_HEAD // _ALIGN) * _ALIGN
-    for leaf in form.leaves:
-        starts.append(at)
-        size = 0 if leaf is None else leaf.shape.numel() * leaf.dtype.itemsize
-        at += -(-size // _ALIGN) * _ALIGN
-    return Pack(form, starts, at) if at <= _PACKED else None
 
 
 class Link:
@@ -121,9 +95,10 @@ class Link:
     def __init__(self, peer: int, group: Any, wire: Wire, tag: int) -> None:
         self.peer, self._group, self._wire, self._tag = peer, group, wire, tag
         self._host = torch.device("cpu") if "cpu" in wire.sendable else wire.via
-        self._form: Form | None = None
-        self._pack: Pack | None = None
-        self._expected: tuple[Tensor, Any, list[Any], list[Any]] | None = None
+        self._starts: list[int] = []
+        """Where the leaves begin, and where the last one ends, that travel in one piece with the head."""
+        self._know(_NOTHING)
+        self._expected: tuple[Room, list[Any]] | None = None
         self._sent: deque[list[tuple[Any, Tensor]]] = deque()
         self.flag = False
         """A bit that rides along; of the last message that was taken."""
@@ -145,42 +120,24 @@ class Link:
         if form != self._form:
             self._say(_NEW, flag, pickle.dumps(form))
             self._know(form)
-            self._start_all([leaf for leaf in leaves if leaf is not None])
-        elif self._pack is None:
-            self._start(self._head(_KNOWN, 0, flag))
-            self._start_all([leaf for leaf in leaves if leaf is not None])
+            self._start(_pieces(self._ready(leaves)))
         else:
-            piece = torch.empty(self._pack.total, dtype=torch.uint8)
-            piece[:_HEAD] = as_bytes(self._head(_KNOWN, 0, flag))
-            with torch.no_grad():
-                for room, leaf in zip(self._pack.views(piece), leaves, strict=True):
-                    if room is not None and leaf is not None:
-                        room.copy_(leaf)
-            self._start(piece)
+            self._start(self._room([_KNOWN, 0, flag], leaves).pieces)
 
     def expect(self) -> None:
         """Ask for the next message, so that it comes while something else is computed."""
-        if self._expected is not None:
-            return
-        if self._pack is not None:
-            piece = torch.empty(self._pack.total, dtype=torch.uint8)
-            head = piece[:_HEAD].view(torch.int64)
-            self._expected = head, self._ask([piece]), self._pack.views(piece), []
-            return
-        head = torch.empty(_HEAD // 8, dtype=torch.int64, device=self._host)
-        asked = self._ask([head])
-        room = [] if self._form is None else self._room(self._form)
-        self._expected = head, asked, room, self._ask(room)
+        if self._expected is None:
+            room = self._room()
+            self._expected = room, self._ask(room.pieces)
 
     def take(self) -> Any:
         """The next message: a tree whose leaves require gradients where the sender's do, or a `Failed`."""
         self.expect()
-        head, asked, room, rest = self._expected  # type: ignore[misc]
-        self._expected = None
+        (room, asked), self._expected = self._expected, None  # type: ignore[misc]
         _wait(asked)
-        kind, size, flag = head.tolist()
+        kind, size, flag = room.head.tolist()
         self.flag = bool(flag)
-        _wait(rest)
+        leaves = room.leaves
         if kind != _KNOWN:
             raw = torch.empty(size, dtype=torch.uint8, device=self._host)
             _wait(self._ask([raw]))
@@ -188,16 +145,15 @@ class Link:
             if kind == _FAILED:
                 return Failed(*told)
             self._know(told)
-            room = self._room(told)
-            _wait(self._ask(room))
-        form: Any = self._form
-        leaves = [
+            leaves = self._empty()
+            _wait(self._ask(_pieces(leaves)))
+        found = [
             None
-            if leaf is None
+            if leaf is None or known is None
             else leaf.to("cpu" if known.on_host else self._wire.device).requires_grad_(known.needs_grad)
-            for leaf, known in zip(room, form.leaves, strict=True)
+            for leaf, known in zip(leaves, self._form.leaves, strict=True)
         ]
-        return unflatten(leaves, form.spec, None)
+        return unflatten(found, self._form.spec, None)
 
     def flush(self) -> None:
         """Wait until all that was sent has been taken."""
@@ -207,43 +163,65 @@ class Link:
     def _know(self, form: Form) -> None:
         """The next messages look like this, until there is word of another form."""
         self._form = form
-        self._pack = pack_of(form) if self._wire.via.type == "cpu" else None
+        sizes = [_HEAD, *[_bytes_of(leaf) for leaf in form.leaves]]
+        starts = list(itertools.accumulate([-(-size // _ALIGN) * _ALIGN for size in sizes]))
+        self._starts = starts if self._wire.via.type == "cpu" and starts[-1] <= _PACKED else []
 
-    def _room(self, form: Form) -> list[Tensor | None]:
-        """Memory from which, and to which, leaves travel: alike at both ends."""
-        return form.room(self._wire.via, self._host)
+    def _room(self, head: list[int] | None = None, leaves: list[Tensor | None] | None = None) -> Room:
+        """Memory of a message of the form that is known, alike at both ends; with what is given in it."""
+        numbers = head or [0] * (_HEAD // 8)
+        if not self._starts:
+            first = torch.tensor(numbers, dtype=torch.int64, device=self._host)
+            rest = self._empty() if leaves is None else self._ready(leaves)
+            return Room([as_bytes(first), *_pieces(rest)], first, rest)
+        piece = torch.zeros(self._starts[-1], dtype=torch.uint8)
+        first = piece[:_HEAD].view(torch.int64)
+        first.copy_(torch.tensor(numbers))
+        rest = [
+            None if leaf is None else piece[start : start + _bytes_of(leaf)].view(leaf.dtype).view(leaf.shape)
+            for start, leaf in zip(self._starts[:-1], self._form.leaves, strict=True)
+        ]
+        with torch.no_grad():
+            for place, leaf in zip(rest, leaves or (), strict=False):
+                if place is not None and leaf is not None:
+                    place.copy_(leaf)
+        return Room([piece], first, rest)
 
-    def _head(self, kind: int, size: int, flag: bool) -> Tensor:
-        return torch.tensor([kind, size, flag], dtype=torch.int64, device=self._host)
+    def _empty(self) -> list[Tensor | None]:
+        """Memory for leaves that travel by themselves; for those of the host on the host, where that goes."""
+        return [
+            None
+            if leaf is None
+            else torch.empty(
+                leaf.shape, dtype=leaf.dtype, device=self._host if leaf.on_host else self._wire.via
+            )
+            for leaf in self._form.leaves
+        ]
+
+    def _ready(self, leaves: list[Tensor | None]) -> list[Tensor | None]:
+        return [None if leaf is None else self._wire.ready(leaf) for leaf in leaves]
 
     def _say(self, kind: int, flag: bool, text: bytes) -> None:
         """Text; before it what the other end has asked for, of the shapes that it knows."""
-        head = self._head(kind, len(text), flag)
-        if self._pack is not None:
-            piece = torch.zeros(self._pack.total, dtype=torch.uint8)
-            piece[:_HEAD] = as_bytes(head)
-            self._start(piece)
-        else:
-            self._start(head)
-            room = [] if self._form is None else self._room(self._form)
-            self._start_all([leaf for leaf in room if leaf is not None])
-        self._start(_to_tensor(text, self._host))
+        raw = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._host)
+        self._start([*self._room([kind, len(text), flag]).pieces, raw])
 
-    def _start_all(self, leaves: list[Tensor]) -> None:
-        for leaf in leaves:
-            if leaf.numel():
-                self._start(as_bytes(self._wire.ready(leaf)))
+    def _start(self, pieces: list[Tensor]) -> None:
+        for piece in pieces:
+            work = dist.isend(piece, self.peer, group=self._group, tag=self._tag)
+            self._sent[-1].append((work, piece))
 
-    def _start(self, tensor: Tensor) -> None:
-        self._sent[-1].append((dist.isend(tensor, self.peer, group=self._group, tag=self._tag), tensor))
-
-    def _ask(self, room: Iterable[Tensor | None]) -> list[Any]:
-        wanted = [as_bytes(leaf) for leaf in room if leaf is not None and leaf.numel()]
-        return [dist.irecv(leaf, self.peer, group=self._group, tag=self._tag) for leaf in wanted]
+    def _ask(self, pieces: list[Tensor]) -> list[Any]:
+        return [dist.irecv(piece, self.peer, group=self._group, tag=self._tag) for piece in pieces]
 
 
-def _to_tensor(text: bytes, device: Any) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+def _pieces(leaves: list[Tensor | None]) -> list[Tensor]:
+    """What travels of leaves: their bytes, where there are some."""
+    return [as_bytes(leaf) for leaf in leaves if leaf is not None and leaf.numel()]
+
+
+def _bytes_of(leaf: Leaf | None) -> int:
+    return 0 if leaf is None else leaf.shape.numel() * leaf.dtype.itemsize
 
 
 def _wait(works: Iterable[Any]) -> None:

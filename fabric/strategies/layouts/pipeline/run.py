@@ -65,8 +65,8 @@ class Runner:
         def link(to: int, lane: int) -> Link | None:
             return Link(ranks[to], lanes[lane], wire, lane) if 0 <= to < len(ranks) else None
 
-        self._before, self._after = link(here - 1, 0), link(here + 1, 0)
-        self._grads_out, self._grads_in = link(here - 1, 1), link(here + 1, 1)
+        self._arriving = {"F": link(here - 1, 0), "B": link(here + 1, 1)}
+        self._leaving = {"F": link(here + 1, 0), "B": link(here - 1, 1)}
         # Reports: from the last stage (outputs, losses) and from the first (the end of a backward) to all.
         others = [place for place in range(len(ranks)) if place != here]
         self._to_all = [Link(ranks[place], lanes[2], wire, 2) for place in others]
@@ -79,10 +79,7 @@ class Runner:
         self._around = backward_pass()
         for kind, index in order:
             left[kind] -= 1
-            if kind == "F":
-                self._forward(index, work, more=left["F"] > 0)
-            else:
-                self._backward(index, work, more=left["B"] > 0)
+            self._pass_on(kind, index, work, more=left[kind] > 0)
         self._around = None
 
     def passing(self) -> bool:
@@ -108,7 +105,7 @@ class Runner:
         Raises:
             RankError: Another stage has failed. On the rank itself: what it has failed with.
         """
-        for link in (self._after, self._grads_out, *self._to_all):
+        for link in (*self._leaving.values(), *self._to_all):
             if link is not None:
                 link.flush()
         if work.error is not None:
@@ -123,28 +120,29 @@ class Runner:
         where = f"{describe(error)}, in {self.stage.name}, {doing}"
         work.error, work.failed = error, Failed(self.ranks[self.stage.index], where)
 
-    def _forward(self, index: int, work: Pass, more: bool) -> None:
-        if self._before is None:
-            arrived: Any = None
-        else:
-            arrived = self._before.take()
-            self.random.drawn |= self._before.flag
+    def _pass_on(self, kind: str, index: int, work: Pass, more: bool) -> None:
+        """Take a message, if another stage is before, and send one, if another is after, whatever happens."""
+        arriving, leaving = self._arriving[kind], self._leaving[kind]
+        given: Any = None
+        if arriving is not None:
+            given = arriving.take()
+            self.random.drawn |= arriving.flag
             if more:
-                self._before.expect()
-        if isinstance(arrived, Failed):
-            work.failed = work.failed or arrived
-        out = None
+                arriving.expect()
+        if isinstance(given, Failed):
+            work.failed = work.failed or given
+        found: Any = None
         if work.failed is None:
             try:
-                out = self._compute(index, arrived, work)
+                found = (self._compute if kind == "F" else self._differentiate)(index, given, work)
             except Exception as error:
-                self.note(error, work, f"forward of micro-batch {index + 1} of {len(work.calls)}")
-        self.random.look()
-        if self._after is not None:
-            self._after.send(work.failed or out, self.random.drawn)
+                doing = "forward" if kind == "F" else "backward"
+                self.note(error, work, f"{doing} of micro-batch {index + 1} of {len(work.calls)}")
+        if leaving is not None:
+            leaving.send(work.failed or found, self.random.drawn)
 
     def _compute(self, index: int, arrived: Any, work: Pass) -> Any:
-        call = work.calls[index] if self._before is None else ((arrived,), {})
+        call = work.calls[index] if self.stage.is_first else ((arrived,), {})
         grad = torch.is_grad_enabled()
         args, kwargs = own(call) if grad else call
         out = self.stage.forward(args, kwargs, at_once=index in work.at_once)
@@ -160,30 +158,12 @@ class Runner:
             work.kept[index] = Kept(flatten(call)[0], edges)
         if self.stage.is_last:
             work.outputs[index] = out
+        self.random.look()
         return out
 
-    def _backward(self, index: int, work: Pass, more: bool) -> None:
-        if self._grads_in is None:
-            grads: Any = work.grads.get(index)
-        else:
-            grads = self._grads_in.take()
-            self.random.drawn |= self._grads_in.flag
-            if more:
-                self._grads_in.expect()
-        if isinstance(grads, Failed):
-            work.failed = work.failed or grads
-        found: Any = None
-        if work.failed is None:
-            try:
-                found = self._differentiate(index, grads, work)
-            except Exception as error:
-                self.note(error, work, f"backward of micro-batch {index + 1} of {len(work.calls)}")
-        if self._grads_out is not None:
-            self._grads_out.send(work.failed or found, self.random.drawn)
-        elif found is not None:
-            work.input_grads[index] = found
-
-    def _differentiate(self, index: int, grads: list[Any], work: Pass) -> list[Any]:
+    def _differentiate(self, index: int, grads: Any, work: Pass) -> list[Any]:
+        if self.stage.is_last:
+            grads = work.grads.get(index)
         kept = work.kept[index] if work.retain else work.kept.pop(index)
         pairs = [
             (edge, grad)
@@ -198,6 +178,8 @@ class Runner:
             found.append(leaf.grad if wanted else None)
             if wanted:
                 leaf.grad = None
+        if self.stage.is_first:
+            work.input_grads[index] = found
         return found
 
 

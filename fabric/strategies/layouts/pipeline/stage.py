@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
+from fabric.strategies.layouts.trial import kept_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
     from torch.nn import Module
 
@@ -37,10 +35,7 @@ class Stage:
     ) -> None:
         self.index, self.count, self.blocks, self.first = index, count, blocks, first
         self._checkpoint = checkpoint
-        self._slots = [
-            (m._buffers, name) for _, block in blocks for m in block.modules() for name in m._buffers
-        ]
-        self._changing: list[tuple[dict[str, Any], str]] = []
+        self.modules = list(dict.fromkeys([m for _, block in blocks for m in block.modules()]))
 
     @property
     def is_first(self) -> bool:
@@ -73,15 +68,15 @@ class Stage:
         if again and torch.is_grad_enabled() and any([block.training for _, block in self.blocks]):
             from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-            seen = self._look_at_buffers()
-            again_in = partial(_Again, self._changing, torch.get_default_dtype())
-            contexts = lambda: (nullcontext(), again_in())  # noqa: E731
             # To its end: an operation that fills what it has saved (RReLU) would be left before it has.
             with set_checkpoint_early_stop(False):
                 out = checkpoint(
-                    self._chain_of_copies, *args, use_reentrant=False, context_fn=contexts, **kwargs
+                    self._chain_of_copies,
+                    *args,
+                    use_reentrant=False,
+                    context_fn=_Again(self.modules),
+                    **kwargs,
                 )
-            self._note_changes(seen)
         else:
             out = self._chain(*args, **kwargs)
         for path, leaf in iter_paths(out):
@@ -92,25 +87,6 @@ class Stage:
                     "dictionaries and dataclasses of tensors."
                 )
         return out
-
-    @contextmanager
-    def untouched(self) -> Iterator[None]:
-        """Context of evaluation that leaves modes and buffers as they were."""
-        modules = [module for _, block in self.blocks for module in block.modules()]
-        modes = [module.training for module in modules]
-        buffers = [(module._buffers, dict(module._buffers)) for module in modules]
-        values = [(b, b.clone()) for _, held in buffers for b in held.values() if b is not None]
-        for module in modules:
-            module.training = False
-        try:
-            yield
-        finally:
-            for module, mode in zip(modules, modes, strict=True):
-                module.training = mode
-            for slots, held in buffers:
-                slots.update(held)
-            for buffer, value in values:
-                buffer.data.copy_(value)
 
     def _chain(self, *args: Any, **kwargs: Any) -> Any:
         (_, block), *rest = self.blocks
@@ -124,43 +100,32 @@ class Stage:
         args, kwargs = map_tree(_copy, (args, kwargs))
         return self._chain(*args, **kwargs)
 
-    def _look_at_buffers(self) -> list[tuple[int, int]]:
-        return [
-            (id(b), b._version) if (b := slots[name]) is not None else (0, 0) for slots, name in self._slots
-        ]
-
-    def _note_changes(self, before: list[tuple[int, int]]) -> None:
-        """A forward has changed these buffers; when it is computed again they must not change once more."""
-        changed = zip(self._slots, before, self._look_at_buffers(), strict=True)
-        for (slots, name), old, new in changed:
-            if old != new and not any([s is slots and n == name for s, n in self._changing]):
-                self._changing.append((slots, name))
-
     def _last_name(self) -> str:
         path, block = self.blocks[-1]
         return f"Block {self.first + len(self.blocks) - 1} ({path}, a {type(block).__name__})"
 
 
 class _Again:
-    """Context of computing a forward again: with the default dtype of then; buffers stay as they are."""
+    """Contexts of a forward and of computing it again: with the default dtype of then; buffers stay.
 
-    def __init__(self, changing: list[tuple[dict[str, Any], str]], dtype: torch.dtype) -> None:
-        self._changing, self._dtype = changing, dtype
+    torch enters the second one in each backward through the same graph.
+    """
+
+    def __init__(self, modules: list[Module]) -> None:
+        self._modules, self._dtype = modules, torch.get_default_dtype()
+
+    def __call__(self) -> tuple[Any, Any]:
+        return nullcontext(), self
 
     def __enter__(self) -> None:
         self._outside = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
-        self._before = [
-            (slots, name, slots[name], slots[name].clone())
-            for slots, name in self._changing
-            if slots[name] is not None
-        ]
+        self._kept = kept_buffers(self._modules)
+        self._kept.__enter__()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         torch.set_default_dtype(self._outside)
-        for slots, name, buffer, value in self._before:
-            buffer.data.copy_(value)
-            slots[name] = buffer
+        self._kept.__exit__(*error)
 
 
 class _Own(torch.autograd.Function):

@@ -13,6 +13,7 @@ from fabric.strategies.layouts.pipeline.joined import Joined
 from fabric.strategies.layouts.pipeline.link import Failed
 from fabric.strategies.layouts.pipeline.orders import forwards
 from fabric.strategies.layouts.pipeline.run import Pass
+from fabric.strategies.layouts.trial import distance, rounding, untouched
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -75,7 +76,10 @@ def try_rows(name: str, runner: Runner, parts: CallParts, compute: torch.dtype) 
     """
     calls = [parts.head(1), parts.head(1), parts.head(2)]
     work = Pass([map_tree(_copy, call) for call in calls])  # blocks may change what they are given
-    with torch.no_grad(), runner.random(), runner.stage.untouched():
+    modules = runner.stage.modules
+    with torch.no_grad(), runner.random(), untouched(modules, runner.channel.wire.device):
+        for module in modules:
+            module.training = False
         runner.run(forwards(3), work)
     mixed = False
     if runner.stage.is_last:
@@ -132,10 +136,4 @@ def _copy(leaf: Any) -> Any:
 
 def _differ(one: Tensor, two: Tensor, compute: torch.dtype) -> bool:
     """Whether the part of the first row is another where there is a second; more than by rounding."""
-    limit = 1e-3
-    if min(one.itemsize, compute.itemsize) < 4:  # outputs are wider than what they are computed in
-        limit = 5e-2
-    elif one.device.type != "cpu":  # TF32 and its like
-        limit = 5e-3
-    first, other = one.double(), two[: len(one)].double()
-    return bool((first - other).norm() > limit * torch.maximum(first.norm(), other.norm()))
+    return distance(one, two[: len(one)]) > max(1e-3, 3 * rounding(one, compute))
