@@ -22,6 +22,7 @@ __all__ = [
     "foreach_div_",
     "foreach_mul_",
     "foreach_norm",
+    "in_function_transform",
 ]
 
 foreach_copy_ = torch._foreach_copy_
@@ -31,6 +32,9 @@ foreach_norm = torch._foreach_norm
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass that runs in this thread, the innermost one; -1: none. Numbers grow."""
+
+in_function_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether torch.func (grad, vmap, ...) transforms what runs now."""
 
 
 def call_after_backward(call: Callable[[], Any]) -> None:

@@ -52,3 +52,17 @@ def test_operations_on_lists_are_those_of_their_names() -> None:
     assert [t.tolist() for t in lists] == [[1.5, 2.0], [1.0]]
     internals.foreach_copy_(lists, [torch.zeros(2), torch.ones(1)])
     assert [t.tolist() for t in lists] == [[0.0, 0.0], [1.0]]
+
+
+def test_function_transforms_say_that_they_run() -> None:
+    """Strategy "dp" does not split what vmap has made of a batch; FSDP2 hangs its own hooks on outputs."""
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(internals.in_function_transform())
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.vmap(look)(torch.ones(2, 2))
+    torch.func.grad(look)(torch.ones(2))
+    assert seen == [False, True, True]

@@ -19,8 +19,8 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
+from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.blocks import choose_blocks
-from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.sharded import Sharded
 from fabric.strategies.layouts.split import is_split

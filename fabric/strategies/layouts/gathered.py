@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import backward_pass
+from fabric.core.torch_internals import backward_pass, in_function_transform
 from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
 from fabric.plugins.collectives.frames import ALONE, call_of
@@ -224,7 +224,7 @@ class RootGate:
         """
         if not torch.is_grad_enabled():
             return out
-        if torch._C._are_functorch_transforms_active():
+        if in_function_transform():
             return type(state)._register_pre_backward_hook(state, out)
         if any([_is_given(leaf) for leaf in differentiable(out)]):
             out = map_tree(lambda leaf: leaf.clone() if _is_given(leaf) else leaf, out)

@@ -17,7 +17,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten, map_tree
 from fabric.plugins.collectives.frames import ALONE, call_of
-from fabric.strategies.layouts.hooked import broadcast_from_zero
+from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.rows import across_rows, row_of
 from fabric.strategies.layouts.sharded import Sharded

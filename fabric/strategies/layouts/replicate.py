@@ -23,8 +23,8 @@ from fabric.core.errors import UsageError
 from fabric.core.torch_internals import backward_pass, call_after_backward
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
-from fabric.strategies.layouts.agree import average_gradients, on_any_rank
-from fabric.strategies.layouts.hooked import HookedCall, broadcast_from_zero
+from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, on_any_rank
+from fabric.strategies.layouts.hooked import HookedCall
 from fabric.strategies.layouts.local_gradients import LocalGradients, stamp
 from fabric.strategies.layouts.replica_errors import (
     tell_apart,

@@ -14,7 +14,7 @@ import torch
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import backward_pass, call_after_backward
 from fabric.plugins.collectives.frames import call_of
-from fabric.strategies.layouts.hooked import broadcast_from_zero
+from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.whole import Whole
 from fabric.utilities.deferred import DeferredInit
 from fabric.utilities.init import has_meta_parameters
