@@ -285,8 +285,9 @@ class Replicate(Whole):
         They are the mean, the same on all ranks, and what each rank has added; the mean of that is the sum of
         both means. Ranks may differ in what they add, but not in that a pass inside has reduced.
         """
-        parameters = list(replica.parameters())
-        grown = self._replicas[replica].reduced != [stamp(p) for p in parameters]
+        parameters, known = list(replica.parameters()), self._replicas[replica]
+        known.reduced_in = -1  # a pass in the middle has ended; the next one around may see another reduction
+        grown = known.reduced != [stamp(p) for p in parameters]
         channel: Any = self.channel
         if any(on_any_rank([grown], channel)):
             trained = [p for p in parameters if p.requires_grad]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import fsdp_groups, fsdp_state, fsdp_states
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.gathered import GatheredCall, RootGate
 from fabric.strategies.layouts.hooked import HookedCall
@@ -92,14 +93,13 @@ class Sharded(Split):
     def teardown(self) -> None:
         """Let go of the groups; models cannot run after this."""
         for model in self.models():
-            for state in _states(model) if _gate(model) else ():
-                for group in state._fsdp_param_groups:
-                    group.mesh_info = group.post_forward_mesh_info = None
+            for group in fsdp_groups(fsdp_states(model)) if _gate(model) else ():
+                group.mesh_info = group.post_forward_mesh_info = None
         super().teardown()
 
     def open_gate(self, module: Any) -> None:
         """Call this when all groups of a model stand, and `module` is the outermost."""
-        module._get_fsdp_state()._lazy_init()  # the root is this one, whatever is called first
+        fsdp_state(module)._lazy_init()  # the root is this one, whatever is called first
         _expect_thawed(module)
         module.__dict__["_fabric_gate"] = RootGate(module, next(self._numbers), self.channel)
         attend_passes(self)
@@ -178,13 +178,7 @@ def _expect_thawed(root: Module) -> None:
 
     torch >= 2.14 does so itself, and has no `_orig_dtype`.
     """
-    for state in _states(root):
-        for group in state._fsdp_param_groups:
-            if getattr(group, "_orig_dtype", group) is None and group.fsdp_params:
-                first = group.fsdp_params[0]
-                group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype
-
-
-def _states(root: Any) -> list[Any]:
-    states: list[Any] = root._get_fsdp_state()._state_ctx.all_states
-    return states
+    for group in fsdp_groups(fsdp_states(root)):
+        if getattr(group, "_orig_dtype", group) is None and group.fsdp_params:
+            first = group.fsdp_params[0]
+            group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype

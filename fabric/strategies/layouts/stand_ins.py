@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.torch_internals import fsdp_groups, fsdp_state, is_fsdp
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -19,12 +21,8 @@ if TYPE_CHECKING:
 
 def groups_inside(module: Module) -> list[Any]:
     """torch's states of the groups that FSDP2 made of modules inside of a module, each once."""
-    found: dict[int, Any] = {}
-    for inner in module.modules():
-        if hasattr(inner, "_get_fsdp_state"):
-            state = inner._get_fsdp_state()  # type: ignore[operator]
-            found[id(state)] = state
-    return [state for state in found.values() if not any([held is module for held in state._modules])]
+    found = dict.fromkeys([fsdp_state(inner) for inner in module.modules() if is_fsdp(inner)])
+    return [state for state in found if not any([held is module for held in state._modules])]
 
 
 @contextmanager
@@ -34,7 +32,7 @@ def stand_ins(states: list[Any]) -> Iterator[None]:
     They are the same on all ranks, and of one group at a time. torch takes such calls for ones of a backward
     whose parameters are there: it gathers nothing, frees nothing, and keeps no record of their order.
     """
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    groups = fsdp_groups(states)
     before = [
         (holder, name, getattr(holder, name))
         for holder, name in [
@@ -68,7 +66,7 @@ class _MadeUp:
     """The parameters of one group, while one of its modules runs."""
 
     def __init__(self, state: Any, first: int) -> None:
-        self.parts = [(g.device, part) for g in state._fsdp_param_groups for part in g.fsdp_params]
+        self.parts = [(g.device, part) for g in fsdp_groups([state]) for part in g.fsdp_params]
         self._first = first
         self._running = 0
         self._held: list[tuple[Module, str, Any]] = []
