@@ -23,17 +23,28 @@ __all__ = [
     "accumulates",
     "backward_pass",
     "call_after_backward",
+    "dtensor_handlers",
+    "foreach_clamp_max_",
+    "foreach_clamp_min_",
     "foreach_copy_",
     "foreach_div_",
     "foreach_mul_",
     "foreach_norm",
+    "fsdp_groups",
+    "fsdp_state",
+    "fsdp_states",
     "groups_inside",
+    "in_function_transform",
     "is_custom_function_input",
+    "is_fsdp",
+    "memory_of",
     "packs_saved_tensors",
     "ungathered",
     "will_run",
 ]
 
+foreach_clamp_max_ = torch._foreach_clamp_max_
+foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
@@ -41,6 +52,9 @@ foreach_norm = torch._foreach_norm
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass that runs in this thread, the innermost one; -1: none. Numbers grow."""
+
+in_function_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether torch.func (grad, vmap, ...) transforms what runs now."""
 
 
 def call_after_backward(call: Callable[[], Any]) -> None:
@@ -117,3 +131,37 @@ def accumulates() -> bool:
     """Whether the backward pass that runs now adds to all `.grad` it comes to: not so in autograd.grad."""
     valid: bool = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
     return valid
+
+
+def dtensor_handlers() -> Any:
+    """What DTensor does for single operations in place of its own ways, by operation; None: no such thing."""
+    from torch.distributed.tensor import DTensor
+
+    return getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+
+
+def memory_of(tensor: Any) -> int:
+    """A number of the memory that a tensor (a DTensor: this rank's part) views, on the meta device, too."""
+    key: int = getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
+    return key
+
+
+def is_fsdp(module: Any) -> bool:
+    """Whether `fully_shard` was called on the module; asked without importing it."""
+    return hasattr(module, "_get_fsdp_state")
+
+
+def fsdp_state(module: Any) -> Any:
+    """What FSDP2 knows of a module that `fully_shard` was called on."""
+    return module._get_fsdp_state()
+
+
+def fsdp_states(root: Any) -> list[Any]:
+    """The same of all modules of a model, by its outermost one; there once its forward is set up."""
+    states: list[Any] = fsdp_state(root)._state_ctx.all_states
+    return states
+
+
+def fsdp_groups(states: list[Any]) -> list[Any]:
+    """The groups of parameters that are gathered together."""
+    return [group for state in states for group in state._fsdp_param_groups]

@@ -35,8 +35,8 @@ class DataParallelStrategy(ParallelStrategy):
     are joined along dim 0, a 0-dim output becomes a vector with one entry a replica (average it weighted by
     rows), other values must be equal on all replicas. Methods other than `forward` are not split.
 
-    On the CPU `devices=k` makes k replicas on shared parameters, which run in order, each in a thread, so
-    that random draws depend on the seed alone; they save no time. On CUDA replicas run at the same time, and
+    On the CPU `devices=k` makes k replicas on shared parameters, which run in order, so that random draws
+    depend on the seed alone; they save no time. On CUDA replicas run at the same time, and
     each draws from its device's stream. An exception in a replica reaches the caller with the replica's
     number. torch.compile around the model compiles nothing inside the replicas; compile its parts instead.
 

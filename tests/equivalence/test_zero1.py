@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Se
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
 from fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, ZeRO1Strategy
-from fabric.strategies.layouts.shares import BUCKET_BYTES, divide, parcels
+from fabric.strategies.layouts.agree import PARCEL_BYTES, parcels
+from fabric.strategies.layouts.shares import divide
 from fabric.wrappers import unwrap
 
 STEPS, BATCH = 4, 6
@@ -1174,7 +1175,7 @@ def test_small_parameters_travel_together_and_large_ones_alone():
     sizes = [sum(t.nbytes for t in parcel) for parcel in parcels(many)]
     assert sum(sizes) == 60_000_000
     assert len(sizes) == 3
-    assert max(sizes) <= BUCKET_BYTES
+    assert max(sizes) <= PARCEL_BYTES
 
 
 # The strategy

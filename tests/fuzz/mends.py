@@ -63,7 +63,7 @@ Waits.judge = lambda *_: None
     "failed passes get a new reducer": Mend(
         """
 import fabric.strategies.layouts.replicate as replicate
-replicate._renew = lambda replica: None
+replicate._renew = lambda *_: None
 """,
         DDP,
     ),

@@ -145,3 +145,63 @@ def test_groups_are_called_without_gathering(tmp_path: Path) -> None:
 
 def _run_groups(rank: int, path: str) -> None:
     _groups(path)
+
+
+def test_function_transforms_say_that_they_run() -> None:
+    """Strategy "dp" does not split what vmap has made of a batch; FSDP2 hangs its own hooks on outputs."""
+    seen = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(internals.in_function_transform())
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.vmap(look)(torch.ones(2, 2))
+    torch.func.grad(look)(torch.ones(2))
+    assert seen == [False, True, True]
+
+
+def test_values_are_clamped_in_lists() -> None:
+    """Clipping by value of parameters that are split."""
+    values = [torch.tensor([-3.0, 3.0])]
+    internals.foreach_clamp_min_(values, -1.0)
+    internals.foreach_clamp_max_(values, 2.0)
+    assert values[0].tolist() == [-1.0, 2.0]
+
+
+def test_views_have_the_number_of_their_memory() -> None:
+    """Tied weights are gathered once; parts on the meta device find the tensor that they are parts of."""
+    for device in ("cpu", "meta"):
+        one, other = torch.ones(4, device=device), torch.ones(4, device=device)
+        assert internals.memory_of(one[2:]) == internals.memory_of(one) != internals.memory_of(other)
+
+
+def _look_into_fsdp() -> list[bool]:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        fully_shard(model[0])
+        fully_shard(model)
+        model(torch.ones(1, 2))
+        states = internals.fsdp_states(model)
+        groups = internals.fsdp_groups(states)
+        weight: torch.Tensor = model[0].weight
+        return [
+            internals.is_fsdp(model) and not internals.is_fsdp(model[1]),
+            internals.fsdp_state(model) in states,
+            len(states) == 2 and [len(group.fsdp_params) for group in groups] == [2, 2],
+            isinstance(weight, DTensor)
+            and internals.memory_of(weight) == internals.memory_of(weight.to_local()),
+            torch.ops.aten.is_same_size.default in internals.dtensor_handlers(),
+        ]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fsdp_and_dtensors_show_what_they_are_made_of() -> None:
+    """Parts are those of the optimizer between calls; numbers and draws of DTensors are those of one rank."""
+    assert _look_into_fsdp() == [True] * 5

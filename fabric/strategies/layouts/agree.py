@@ -1,4 +1,4 @@
-"""Gradients and buffers that several ranks have, made one after a backward."""
+"""Tensors that several ranks have, made one: mean gradients, and parameters and buffers of one rank."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import foreach_copy_
-from fabric.plugins.collectives.channel import buckets, join
+from fabric.plugins.collectives.channel import PACK_LIMIT, join
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from fabric.plugins.collectives.channel import Channel
+
+PARCEL_BYTES = 25 << 20
+"""Up to how many bytes of small tensors travel in one message."""
 
 
 def average_gradients(parameters: list[Any], channel: Channel, where: str) -> None:
@@ -38,7 +44,7 @@ def average_gradients(parameters: list[Any], channel: Channel, where: str) -> No
     for parameter in held:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    _each_bucket([p.grad for p in held], channel, partial(channel.collective.all_reduce, op="mean"))
+    _each_parcel([p.grad for p in held], channel, partial(channel.collective.all_reduce, op="mean"))
 
 
 def on_any_rank(truths: list[bool], channel: Channel) -> list[bool]:
@@ -51,17 +57,49 @@ def on_any_rank(truths: list[bool], channel: Channel) -> list[bool]:
 
 def copy_from_first(tensors: list[Tensor], channel: Channel) -> None:
     """The values that the first rank of the group has. All its ranks must call this."""
-    first = torch.distributed.get_process_group_ranks(channel.collective.group)[0]
-    _each_bucket([t.data for t in tensors], channel, partial(channel.collective.broadcast, src=first))
+    first = dist.get_process_group_ranks(channel.collective.group)[0]
+    _each_parcel([t.data for t in tensors], channel, partial(channel.collective.broadcast, src=first))
 
 
-def _each_bucket(tensors: list[Tensor], channel: Channel, exchange: Any) -> None:
+def broadcast_from_zero(tensors: list[Tensor]) -> None:
+    """Rank zero's values in `tensors` on all ranks, in few messages per dtype. All ranks must call this.
+
+    Writes through `.data`: batch norm saves its running statistics for backward, and a counted in-place
+    change between a forward and a later backward would make autograd refuse that.
+    """
+    _each_parcel([t.data for t in tensors], None, partial(dist.broadcast, src=0))
+
+
+def parcels(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """What travels together: large tensors alone, small ones of a dtype and device up to `PARCEL_BYTES`."""
+    alone, packed = [], []
+    filling: dict[Any, tuple[int, list[Tensor]]] = {}
+    for tensor in tensors:
+        if tensor.nbytes > PACK_LIMIT:
+            alone.append([tensor])
+        elif tensor.nbytes:
+            key = (tensor.dtype, tensor.device)
+            size, parcel = filling.get(key, (PARCEL_BYTES, []))
+            if size + tensor.nbytes > PARCEL_BYTES:
+                size, parcel = 0, []
+                packed.append(parcel)
+            parcel.append(tensor)
+            filling[key] = (size + tensor.nbytes, parcel)
+    return alone + packed
+
+
+def spread(flat: Tensor, parcel: list[Tensor]) -> None:
+    """Put what came in `flat`, the joined elements of a parcel, into its tensors."""
+    if flat.data_ptr() != parcel[0].data_ptr():
+        parts = flat.split([t.numel() for t in parcel])
+        foreach_copy_(parcel, [part.view(t.shape) for part, t in zip(parts, parcel, strict=True)])
+
+
+def _each_parcel(tensors: list[Tensor], channel: Channel | None, exchange: Callable[..., Any]) -> None:
+    """Exchange tensors in place, parcel by parcel; without a channel those of all ranks, as they are."""
     with torch.no_grad():
-        for positions in buckets(tensors):
-            alike = [tensors[position] for position in positions]
-            flat = join(alike)
-            sent = channel.wire.ready(flat)
+        for parcel in parcels(tensors):
+            flat = join(parcel)
+            sent = flat if channel is None else channel.wire.ready(flat)
             exchange(sent)
-            if sent.data_ptr() != alike[0].data_ptr():
-                parts = sent.split([t.numel() for t in alike])
-                foreach_copy_(alike, [part.view(t.shape) for part, t in zip(parts, alike, strict=True)])
+            spread(sent, parcel)

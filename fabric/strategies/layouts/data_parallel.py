@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextvars
-import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import DataParallel, Module
-from torch.overrides import _get_current_function_mode_stack
-from torch.overrides import _push_mode as _push_function_mode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
+from fabric.core.torch_internals import in_function_transform
 from fabric.core.traits import Traits
 from fabric.strategies.layouts.parts import CallParts, gather_outputs
 from fabric.strategies.layouts.replicate import Replicate
@@ -23,7 +18,7 @@ from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.compile import eager, is_compiled, recompile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch.nn import Parameter
 
@@ -109,15 +104,27 @@ def unsplit(wrapped: Module) -> Module:
     """The module that `split_module` was given, also behind torch.compile."""
     while is_compiled(wrapped):
         wrapped = wrapped._orig_mod  # type: ignore[assignment]
-    return wrapped.module if isinstance(wrapped, HostSplit | DeviceSplit) else wrapped
+    return wrapped.module if isinstance(wrapped, _Split) else wrapped
 
 
-class HostSplit(Module):
-    """A module whose forward runs in `count` replicas on the CPU, each in a thread, on shared parameters.
+class _Split(Module):
+    """What stands around a user's `module` whose batches are split; it shows names as they are there."""
 
-    The replicas take turns in order, and so does all that a process has once: the random stream, the default
-    dtype, what forward changes in Python objects. Two runs with one seed so draw the same numbers in each
-    replica, and activation checkpoints draw them again; in return, replicas do not run at the same time.
+    module: Module
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Parameter]]:
+        """The user's module's parameters under its own names, for error messages; none with recurse=False."""
+        if recurse:
+            yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+
+class HostSplit(_Split):
+    """A module whose forward runs in `count` replicas on the CPU, one after the other, on shared parameters.
+
+    Two runs with one seed so draw the same numbers in each replica, and activation checkpoints draw them
+    again; in return, replicas do not run at the same time.
 
     Args:
         module: The user's module. Replica 0 is this very module; the others are shallow copies with their own
@@ -131,7 +138,7 @@ class HostSplit(Module):
         self.count = count
         self.training = module.training
 
-    # Threads cannot be traced: torch.compile around the model leaves this to Python.
+    # Replicas that are made anew in each call would be compiled anew: torch.compile leaves this to Python.
     @eager
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The gathered outputs of the replicas.
@@ -140,28 +147,24 @@ class HostSplit(Module):
             ConfigurationError: The arguments cannot be split (see `CallParts`).
             UsageError: The outputs cannot be joined (see `gather_outputs`).
         """
-        # Transforms of torch.func belong to one thread: in another they would give zeros for gradients.
-        transformed = torch._C._functorch.peek_interpreter_stack() is not None
-        parts = CallParts(args, kwargs, 1 if transformed else self.count)
+        # Under vmap, rows are no dimension that is seen here.
+        parts = CallParts(args, kwargs, 1 if in_function_transform() else self.count)
         if len(parts) == 1:
             return gather_outputs([self.module(*args, **kwargs)])
         replicas = [self.module, *[shallow_replica(self.module) for _ in range(1, len(parts))]]
-        state = ThreadState("cpu")
         outputs = []
         for number, (replica, (own_args, own_kwargs)) in enumerate(zip(replicas, parts, strict=True)):
-            turn = _Turn(replica, own_args, own_kwargs, state)
-            outputs.append(turn.run(f"fabric-replica-{number}", f"replica {number} of {len(parts)}"))
+            try:
+                outputs.append(replica(*own_args, **own_kwargs))
+            except BaseException as error:
+                if hasattr(error, "add_note"):  # Python 3.11
+                    who = f"raised by replica {number} of {len(parts)}"
+                    error.add_note(f"{who} (strategy dp or ddp2 splits the batch over replicas)")
+                raise
         return gather_outputs(outputs)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Parameter]]:
-        """The user's module's parameters under its own names, for error messages; none with recurse=False."""
-        if recurse:
-            yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
 
-
-class DeviceSplit(DataParallel[Module]):
+class DeviceSplit(_Split, DataParallel[Module]):
     """torch's DataParallel with any tree in and out, and with the caller's autocast dtype in its threads.
 
     Args:
@@ -187,8 +190,7 @@ class DeviceSplit(DataParallel[Module]):
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
         """Run the replicas at the same time, each in the caller's grad mode and autocast."""
-        state = ThreadState(self.src_device_obj.type)
-        resumed = [_Resumed(replica, state) for replica in replicas]
+        resumed = [_Resumed(replica, self.src_device_obj.type) for replica in replicas]
         outputs: list[Any] = super().parallel_apply(resumed, inputs, kwargs)  # type: ignore[arg-type]
         return outputs
 
@@ -196,108 +198,28 @@ class DeviceSplit(DataParallel[Module]):
         """One output, on the first device."""
         return gather_outputs(outputs)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Parameter]]:
-        """As in `HostSplit`."""
-        if recurse:
-            yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
 
-
-class ThreadState:
-    """What torch keeps for each thread, as it is in the thread that makes this object.
+class _Resumed:
+    """A replica that runs, in any thread, in the grad mode and autocast of the thread that makes this object.
 
     Args:
-        device_type: Where the forward runs; autocast has a state for each kind of device.
+        replica: What runs.
+        device_type: Where; autocast has a state for each kind of device.
     """
 
-    def __init__(self, device_type: str) -> None:
-        self.inference = torch.is_inference_mode_enabled()
-        self.grad = torch.is_grad_enabled()
+    def __init__(self, replica: Module, device_type: str) -> None:
+        self.replica = replica
+        self.inference, self.grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         enabled = [kind for kind in {"cpu", device_type} if torch.is_autocast_enabled(kind)]
         self.autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in enabled]
         self.cache = torch.is_autocast_cache_enabled()
-        self.function_modes = _get_current_function_mode_stack()
-        self.dispatch_modes = _get_current_dispatch_mode_stack()
-        self.saving = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-    @contextmanager
-    def resumed(self) -> Iterator[None]:
-        """Context with the same grad mode, inference mode and autocast."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.cache))
-            yield
-
-    def push_modes(self) -> None:
-        """Put the caller's modes (FLOP counters, a default device, ...) on this new thread, to its end."""
-        for function_mode in self.function_modes:
-            _push_function_mode(function_mode)
-        for dispatch_mode in self.dispatch_modes:
-            _push_dispatch_mode(dispatch_mode)
-        if self.saving is not None:
-            torch._C._autograd._push_saved_tensors_default_hooks(*self.saving)
-
-
-class _Turn:
-    """One replica's forward, in a thread that has ended when `run` returns."""
-
-    def __init__(self, call: Callable[..., Any], args: Any, kwargs: Any, state: ThreadState) -> None:
-        self.call = call
-        self.args = args
-        self.kwargs = kwargs
-        self.state = state
-        self.output: Any = None
-        self.error: BaseException | None = None
-        self._over = threading.Event()
-
-    def run(self, name: str, who: str) -> Any:
-        """What the call returns, or the exception that it raises, with a note of `who` raised it."""
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(self._work,), name=name)
-        # Not join alone: interrupted, it takes a running thread for an ended one (Python 3.11).
-        try:
-            thread.start()
-            self._over.wait()
-        except BaseException:  # Ctrl-C: as in an operation of torch, it waits for the forward's end
-            if thread in threading.enumerate():  # else the system gave no thread
-                self._over.wait()
-            raise
-        finally:
-            if thread.ident is not None:
-                thread.join()
-        error, self.error = self.error, None
-        if error is None:
-            return self.output
-        if hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(f"raised by {who} (strategy dp or ddp2 splits the batch over replicas)")
-        try:
-            raise error
-        finally:
-            del error  # it refers to this frame: the tensors of both would wait for the garbage collector
-
-    def _work(self) -> None:
-        try:
-            self.state.push_modes()
-            with self.state.resumed():
-                self.output = self.call(*self.args, **self.kwargs)
-        except BaseException as error:  # all of them, SystemExit too: the caller's thread raises it
-            self.error = error
-        finally:
-            self._over.set()
-
-
-class _Resumed:
-    """A replica that runs in the state of the thread that called the model."""
-
-    def __init__(self, replica: Module, state: ThreadState) -> None:
-        self.replica = replica
-        self.state = state
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.state.resumed():
             return self.replica(*args, **kwargs)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import dtensor_handlers, foreach_clamp_max_, foreach_clamp_min_, memory_of
 from fabric.core.tree import map_tree
 from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 from fabric.plugins.io.portable import kept_elsewhere
@@ -36,19 +37,17 @@ def full_tree(tree: Any, keep: bool) -> Any:
             `state_dict` has detached each of them.
         keep: Whether this rank keeps the values; others take part, and hold meta tensors of the same shape.
     """
-    made: dict[Any, tuple[Any, Tensor]] = {}
+    made: dict[Any, Tensor] = {}
 
     def full(leaf: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
         local = leaf.to_local()
-        memory = (
-            local.untyped_storage()
-        )  # kept in `made`: torch has one object for it while somebody holds it
-        key = (id(memory), local.storage_offset(), local.stride(), leaf.dtype, leaf.shape, leaf.placements)
+        where = memory_of(leaf), local.storage_offset(), local.stride()
+        key = (*where, leaf.dtype, leaf.shape, leaf.placements)
         if key not in made:
-            made[key] = (memory, _full(leaf, keep))
-        return made[key][1]
+            made[key] = _full(leaf, keep)
+        return made[key]
 
     return map_tree(full, tree)
 
@@ -104,7 +103,7 @@ def mend_dtensors() -> None:
     - `nn.init` draws what one process draws: on a CPU torch draws the same numbers for each rank's part.
     - `p.new_zeros(2, 3)` of a parameter is a plain tensor, as those are that a forward computes with.
     """
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    handlers = dtensor_handlers()
     if isinstance(handlers, dict):
         aten = torch.ops.aten
         handlers.setdefault(aten._local_scalar_dense.default, _number)
@@ -180,8 +179,8 @@ def clip_norm_(
 def clip_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clamp every gradient element to [-clip_value, clip_value]."""
     for group in _local_grads(parameters).values():
-        torch._foreach_clamp_min_(group, -clip_value)
-        torch._foreach_clamp_max_(group, clip_value)
+        foreach_clamp_min_(group, -clip_value)
+        foreach_clamp_max_(group, clip_value)
 
 
 def _full(tensor: DTensor, keep: bool) -> Tensor:

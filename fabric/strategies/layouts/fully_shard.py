@@ -19,8 +19,8 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
+from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.blocks import choose_blocks
-from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.sharded import Sharded
 from fabric.strategies.layouts.split import is_split
@@ -333,19 +333,13 @@ def _offload_policy(offload: bool, device: torch.device) -> Any:
     return CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
 
 
-class Recomputed:
-    """A forward whose activations are computed again in backward, as often as a backward comes."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward."""
-        # To its end: an operation that fills what it has saved (RReLU) would be left before it has.
-        with set_checkpoint_early_stop(False):
-            return checkpoint(partial(self.forward, **kwargs), *args, use_reentrant=False)
-
-
 def _recompute(modules: list[Module]) -> None:
     for module in modules:
-        module.forward = Recomputed(module.forward)
+        module.forward = partial(_recomputed, module.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A forward whose activations are computed again in backward, as often as a backward comes."""
+    # To its end: an operation that fills what it has saved (RReLU) would be left before it has.
+    with set_checkpoint_early_stop(False):
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)

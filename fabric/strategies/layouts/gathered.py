@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import backward_pass
+from fabric.core.torch_internals import backward_pass, fsdp_groups, fsdp_state, in_function_transform
 from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
 from fabric.plugins.collectives.frames import ALONE, call_of
 from fabric.strategies.layouts.split_errors import split_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.nn import Module
 
@@ -44,7 +44,7 @@ class RootGate:
     def __init__(self, root: Any, number: int, channel: Channel | None) -> None:
         self.root = root
         # torch finds it in a dictionary of all modules; torch.compile would look into that, as others go.
-        self.state = root._get_fsdp_state()
+        self.state = fsdp_state(root)
         self.channel = channel
         self.call = call_of(f"{ALONE} of model {number} ({_name(root)})")
         self.running = self.method = False
@@ -160,10 +160,9 @@ class RootGate:
         Computed again for another forward, such a group looks to torch as if its hooks had already run: its
         gradients would stay whole, this rank's own, and out of `.grad`.
         """
-        for state in self.state._state_ctx.all_states:
-            for group in state._fsdp_param_groups:
-                if group._training_state.name == "POST_BACKWARD" and group.is_unsharded:
-                    group.post_backward()
+        for group in self._groups():
+            if group._training_state.name == "POST_BACKWARD" and group.is_unsharded:
+                group.post_backward()
 
     def _reset(self) -> None:
         """Groups are split again; what earlier backwards left in `.grad` stays (torch 2.15 would drop it)."""
@@ -173,9 +172,8 @@ class RootGate:
         for part, grad in zip(parts, grads, strict=True):
             part.sharded_param.grad = grad
 
-    def _groups(self) -> Iterator[Any]:
-        for state in self.state._state_ctx.all_states:
-            yield from state._fsdp_param_groups
+    def _groups(self) -> list[Any]:
+        return fsdp_groups(self.state._state_ctx.all_states)
 
     def _make_room(self) -> None:
         """What torch allots at the first gathering; made under inference_mode it would serve only there."""
@@ -224,7 +222,7 @@ class RootGate:
         """
         if not torch.is_grad_enabled():
             return out
-        if torch._C._are_functorch_transforms_active():
+        if in_function_transform():
             return type(state)._register_pre_backward_hook(state, out)
         if any([_is_given(leaf) for leaf in differentiable(out)]):
             out = map_tree(lambda leaf: leaf.clone() if _is_given(leaf) else leaf, out)
@@ -314,7 +312,6 @@ def _name(root: Any) -> str:
 
 
 def _layers_of_root(root: Any) -> list[Module]:
-    groups = root._get_fsdp_state()._fsdp_param_groups
-    owners = [p._module_info for group in groups for p in group.fsdp_params]
+    owners = [p._module_info for group in fsdp_groups([fsdp_state(root)]) for p in group.fsdp_params]
     found = [m for info in owners for m in (info.module, *info.shared_modules)]
     return [m for m in dict.fromkeys(found) if m is not root]

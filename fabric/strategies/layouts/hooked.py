@@ -1,13 +1,11 @@
-"""What layouts share that synchronise: outputs that notice a backward, and rank zero's values."""
+"""Outputs that notice a backward, for layouts that synchronise something after it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from fabric.core.torch_internals import foreach_copy_
 from fabric.forward import anchor, differentiable
 
 if TYPE_CHECKING:
@@ -15,9 +13,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.nn import Module
-
-BUCKET, ALONE = 25 * 2**20, 2**20
-"""Bytes of small tensors in one message; and from which on a tensor travels alone, without a copy."""
 
 
 class HookedCall:
@@ -51,28 +46,3 @@ class HookedCall:
         if name in HookedCall.__slots__:  # not set yet, while copying
             raise AttributeError(name)
         return getattr(self.call, name)
-
-
-def broadcast_from_zero(tensors: list[Tensor]) -> None:
-    """Rank zero's values in `tensors` on all ranks, in few messages per dtype. All ranks must call this.
-
-    Writes through `.data`: batch norm saves its running statistics for backward, and a counted in-place
-    change between a forward and a later backward would make autograd refuse that.
-    """
-    small: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.nbytes >= ALONE and tensor.is_contiguous():
-            dist.broadcast(tensor.data, 0)
-        elif tensor.numel():
-            small.setdefault(tensor.dtype, []).append(tensor.data)
-    for group in small.values():
-        while group:
-            taken, size = 0, 0
-            while taken < len(group) and (taken == 0 or size + group[taken].nbytes <= BUCKET):
-                size += group[taken].nbytes
-                taken += 1
-            bucket, group[:taken] = group[:taken], []
-            flat = torch.cat([b.reshape(-1) for b in bucket])
-            dist.broadcast(flat, 0)
-            parts = flat.split([b.numel() for b in bucket])
-            foreach_copy_(bucket, [part.view(b.shape) for part, b in zip(parts, bucket, strict=True)])

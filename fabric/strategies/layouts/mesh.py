@@ -14,10 +14,11 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.torch_internals import memory_of
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten, map_tree
 from fabric.plugins.collectives.frames import ALONE, call_of
-from fabric.strategies.layouts.hooked import broadcast_from_zero
+from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.rows import across_rows, row_of
 from fabric.strategies.layouts.sharded import Sharded
@@ -243,10 +244,12 @@ class Sources(TorchFunctionMode):
         return leaf if source is None or source.shape != leaf.shape else source
 
     def _source(self, leaf: Any) -> Any:
-        key = _memory(leaf)
+        key = memory_of(leaf)
         slots, name, source = self._known.get(key, ({}, "", None))
-        if source is None or _memory(slots[name]) != key:
-            self._known = {_memory(slots[name]): (slots, name, s) for slots, name, s in _slots(self._places)}
+        if source is None or memory_of(slots[name]) != key:
+            self._known = {
+                memory_of(slots[name]): (slots, name, s) for slots, name, s in _slots(self._places)
+            }
             source = self._known.get(key, ({}, "", None))[2]
         return source
 
@@ -260,14 +263,9 @@ def _slots(places: Places) -> Iterator[tuple[dict[str, Any], str, Any]]:
         yield _slots_of(owner, name), name, source
 
 
-def _memory(tensor: Any) -> int:
-    key: int = getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
-    return key
-
-
 def _differs(target: Any, source: Any) -> bool:
     """Whether a tensor that is not split was computed from `source`; `model.to(dtype)` is repeated."""
-    return not is_split(target) and target.dtype == source.dtype and _memory(target) != _memory(source)
+    return not is_split(target) and target.dtype == source.dtype and memory_of(target) != memory_of(source)
 
 
 def _replaced(name: str, owner: Module) -> UsageError:

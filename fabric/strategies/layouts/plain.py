@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 
+from fabric.core.torch_internals import is_fsdp
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
@@ -30,7 +32,7 @@ def is_plain(module: Module) -> bool:
     """Whether nothing was changed: every forward is the user's, with hooks of the user's only."""
     return not any(
         [
-            hasattr(part, "_get_fsdp_state")
+            is_fsdp(part)
             or _is_foreign(part.__dict__.get("forward"))
             or any([_is_foreign(hook) for name in _HOOKS for hook in part.__dict__[name].values()])
             for part in module.modules()
@@ -60,7 +62,7 @@ def plain_copy(module: Module, values: dict[str, Tensor], device: torch.device) 
 
 def _bare(part: Module) -> Any:
     kind = type(part)
-    if hasattr(part, "_get_fsdp_state"):
+    if is_fsdp(part):
         kind = kind.__bases__[1]  # fully_shard makes a class of its own and the user's
     return kind.__new__(kind)
 

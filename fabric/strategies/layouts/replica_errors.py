@@ -10,35 +10,40 @@ import torch.distributed as dist
 from fabric.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch.nn.parallel import DistributedDataParallel
+    from torch.nn import Module
 
 TWICE = ("mark a variable ready only once", "!unmarked_param_indices.empty()")
 """What the reducer says of a gradient that comes again; the second where torch has no words for it."""
 
 
-def unused_parameters(replica: DistributedDataParallel, error: RuntimeError) -> Exception:
+def unused_parameters(module: Module, names: list[str], error: RuntimeError) -> Exception:
     """The error for gradients that are missing, with names; torch says their numbers."""
     found = re.search(r"did not receive grad for rank \d+:([ \d]*)", str(error))
     if found is None:
         return error
-    names = replica.__dict__["_fabric_names"]  # the reducer counts those that were trainable at setup
     unused = [names[int(i)] for i in found.group(1).split() if int(i) < len(names)]
-    frozen = {name for name, p in replica.module.named_parameters() if not p.requires_grad}
+    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
     way = (
         "They were frozen after fabric.setup: freeze them before it"
         if unused and frozen.issuperset(unused)
         else "If they are unused on purpose, freeze them before fabric.setup"
     )
     return UsageError(
-        f"Rank {dist.get_rank()}: these parameters of {type(replica.module).__name__} got no gradient in "
+        f"Rank {dist.get_rank()}: these parameters of {type(module).__name__} got no gradient in "
         f"this backward, so the gradients of the ranks cannot be averaged: {', '.join(unused)}. {way}, or "
         'write Fabric(strategy="ddp_find_unused_parameters_true"); with other strategies pass them '
         "find_unused_parameters=True."
     )
 
 
-def tell_apart(replicas: list[DistributedDataParallel], error: RuntimeError, graph: bool) -> None:
-    """Raise a better error than torch's for what a reducer cannot do; `graph`: create_graph=True."""
+def tell_apart(replicas: list[tuple[str, list[str]]], error: RuntimeError, graph: bool) -> None:
+    """Raise a better error than torch's for what a reducer cannot do.
+
+    Args:
+        replicas: Of each the class of its module, and names of its parameters as the reducer counts them.
+        error: What torch raised.
+        graph: Whether it was a backward with create_graph=True.
+    """
     if any([sign in str(error) for sign in TWICE]):
         raise marked_twice(replicas, error) from error
     if graph and replicas and "leaf Variable that requires grad" in str(error):
@@ -49,12 +54,11 @@ def tell_apart(replicas: list[DistributedDataParallel], error: RuntimeError, gra
         ) from error
 
 
-def marked_twice(replicas: list[DistributedDataParallel], error: BaseException) -> UsageError:
+def marked_twice(replicas: list[tuple[str, list[str]]], error: BaseException) -> UsageError:
     """The error for a gradient that came twice; torch says its number, and not of which replica."""
     found = re.search(r"Parameter at index (\d+)", str(error))
     number = int(found.group(1)) if found is not None else -1
-    names = [(type(r.module).__name__, r.__dict__["_fabric_names"]) for r in replicas]
-    which = [f"{known[number]} of {kind}" for kind, known in names if 0 <= number < len(known)]
+    which = [f"{known[number]} of {kind}" for kind, known in replicas if 0 <= number < len(known)]
     return UsageError(
         f"Rank {dist.get_rank()}: DDP got the gradient of {' or '.join(which) or 'a parameter'} twice in one "
         "backward. Activation checkpoints with use_reentrant=True do so where several forwards meet in one "

@@ -9,28 +9,20 @@ takes the first that is complete for the whole, and what comes after it is avera
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import backward_pass, call_after_backward
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
-from fabric.strategies.layouts.agree import average_gradients, on_any_rank
-from fabric.strategies.layouts.hooked import HookedCall, broadcast_from_zero
+from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, on_any_rank
 from fabric.strategies.layouts.local_gradients import LocalGradients, stamp
-from fabric.strategies.layouts.replica_errors import (
-    tell_apart,
-    thawed_late,
-    unused_parameters,
-)
 from fabric.strategies.layouts.whole import Whole
 from fabric.utilities.backward_passes import attend_passes, outermost_pass
 from fabric.utilities.compile import is_compiled
@@ -62,15 +54,11 @@ class Replicate(Whole):
 
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         self.settings = dict(settings or {})
-        # By number, in the order of setup: collectives of several replicas need one order on all ranks.
-        self._replicas: weakref.WeakValueDictionary[int, DistributedDataParallel] = (
-            weakref.WeakValueDictionary()
-        )
-        self._numbers = itertools.count()
-        self._buffered: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        # In the order of setup: collectives of several replicas need one order on all ranks.
+        self._replicas: weakref.WeakKeyDictionary[DistributedDataParallel, _Known]
+        self._replicas = weakref.WeakKeyDictionary()
         self.reached: set[int] = set()
         self._frozen: list[tuple[str, weakref.ref[Parameter]]] = []
-        self._reduced: weakref.WeakKeyDictionary[Module, _Reduced] = weakref.WeakKeyDictionary()
         self._local = LocalGradients(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,7 +115,7 @@ class Replicate(Whole):
 
     def check_added(self, parameters: list[Tensor]) -> None:
         """Raise if a parameter was in no model at its setup: DDP averages only those that it knew then."""
-        known = set().union(*[replica.__dict__["_fabric_ids"] for replica in self._replicas.values()])
+        known = set().union(*[known.at_setup for known in self._replicas.values()])
         foreign = [tuple(p.shape) for p in parameters if p.requires_grad and id(p) not in known]
         if foreign:
             raise UsageError(
@@ -150,8 +138,10 @@ class Replicate(Whole):
     ) -> Callable[..., Any]:
         """The method; hooked as a forward is."""
         replica = self._replica_of(wrapped)
-        if replica is None or replica not in self._buffered:
+        if replica is None or not self._replicas[replica].buffered:
             return method
+        from fabric.strategies.layouts.hooked import HookedCall
+
         return HookedCall(method, self, replica)
 
     @property
@@ -181,21 +171,13 @@ class Replicate(Whole):
         if type(wrapped).__name__ != "DistributedDataParallel":
             return None
         replica: DistributedDataParallel = wrapped  # type: ignore[assignment]
-        if not any([known is replica for known in self._replicas.values()]):
-            self._take_in(replica)
+        if replica not in self._replicas:
+            syncs_buffers = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
+            known = self._replicas[replica] = _Known(replica, syncs_buffers)
+            for parameter in known.trained[-1:]:  # which passes begin with
+                parameter.register_post_accumulate_grad_hook(partial(self._came, weakref.ref(replica)))
+            self._local.begin(replica, new=True)
         return replica
-
-    def _take_in(self, replica: DistributedDataParallel) -> None:
-        names = [name for name, p in replica.module.named_parameters() if p.requires_grad]
-        replica.__dict__.setdefault("_fabric_names", names)
-        replica.__dict__["_fabric_trained"] = [p for p in replica.parameters() if p.requires_grad]
-        replica.__dict__["_fabric_ids"] = {id(p) for p in replica.module.parameters()}
-        self._replicas[next(self._numbers)] = replica
-        self._local.begin(replica, new=True)
-        wanted = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
-        if wanted and next(replica.buffers(), None) is not None:
-            self._buffered.add(replica)
-        _Watch(self, replica)
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Arm every replica's reducer, run the pass, and check that each reduction finished.
@@ -207,13 +189,13 @@ class Replicate(Whole):
         thawed = [(name, p, stamp(p)) for name, p in frozen if p.requires_grad]
         syncing = [
             replica
-            for replica in self._replicas.values()
+            for replica in self._replicas
             if replica.require_backward_grad_sync and replica.reducer is not None
         ]
         start = [t for t in (tensors if isinstance(tensors, Sequence) else [tensors]) if torch.is_tensor(t)]
         local = self._local.before_pass(syncing) if self._local.replicas else []
         # Frozen since a forward: torch's backward leaves them out, and the reducer would give them zeros.
-        known = [p for replica in syncing for p in replica.__dict__["_fabric_trained"]]
+        known = [p for replica in syncing for p in self._replicas[replica].trained]
         resting = [p for p in known if not p.requires_grad and p.grad is None]
         for replica in syncing:
             replica.reducer.prepare_for_backward(start if replica.find_unused_parameters else [])
@@ -221,36 +203,45 @@ class Replicate(Whole):
             run(tensors, *args, **kwargs)
         except BaseException as error:
             for replica in [replica for replica in syncing if not _is_finished(replica)]:
-                _renew(replica)
+                _renew(replica, self._replicas[replica].trained)
                 _MeetsAgain(self, replica)
             if isinstance(error, RuntimeError):
-                tell_apart(syncing, error, graph=kwargs.get("create_graph") or True in args[2:3])
+                from fabric.strategies.layouts.replica_errors import tell_apart
+
+                names = [(type(r.module).__name__, self._replicas[r].names) for r in syncing]
+                tell_apart(names, error, graph=kwargs.get("create_graph") or True in args[2:3])
             raise
         finally:
             reached, self.reached = self.reached, set()
         for name, parameter, before in thawed:
             if stamp(parameter) != before:  # this backward went through it
+                from fabric.strategies.layouts.replica_errors import thawed_late
+
                 raise thawed_late(name)
         if local:
             self._local.after_pass(local)
         for parameter in resting:
             parameter.grad = None
         for replica in syncing:
-            try:
-                replica._check_reducer_finalized()
-            except RuntimeError as error:
-                raise unused_parameters(replica, error) from error
-            if replica._has_rebuilt_buckets:
-                replica.reducer._reset_state()  # after another reset it would build them again, perhaps alone
-            elif id(replica) in reached and not replica.find_unused_parameters:
-                # Here, where all ranks are, and not in whichever forward comes next on each of them.
-                replica._has_rebuilt_buckets = replica.reducer._rebuild_buckets()
+            self._end(replica, id(replica) in reached)
         # Only of those that this backward went through: that is so on all ranks or on none.
-        for replica in self._replicas.values():
-            if replica not in self._buffered or id(replica) not in reached:
-                continue
-            if replica.training and replica.require_backward_grad_sync:
+        for replica in self._replicas:
+            trains = replica.training and replica.require_backward_grad_sync
+            if trains and self._replicas[replica].buffered and id(replica) in reached:
                 broadcast_from_zero(list(replica.buffers()))
+
+    def _end(self, replica: DistributedDataParallel, reached: bool) -> None:
+        try:
+            replica._check_reducer_finalized()
+        except RuntimeError as error:
+            from fabric.strategies.layouts.replica_errors import unused_parameters
+
+            raise unused_parameters(replica.module, self._replicas[replica].names, error) from error
+        if replica._has_rebuilt_buckets:
+            replica.reducer._reset_state()  # after another reset it would build them again, perhaps alone
+        elif reached and not replica.find_unused_parameters:
+            # Here, where all ranks are, and not in whichever forward comes next on each of them.
+            replica._has_rebuilt_buckets = replica.reducer._rebuild_buckets()
 
     def teardown(self) -> None:
         """Let go of the process group; replicas cannot run after this.
@@ -258,7 +249,7 @@ class Replicate(Whole):
         A group that a reducer holds outlives its destruction, and with it the backend's threads. One that
         drops a tensor while the interpreter ends asks for the GIL there, which ends the process by SIGABRT.
         """
-        for replica in self._replicas.values():
+        for replica in self._replicas:
             for name in ("reducer", "logger", "process_group"):
                 replica.__dict__[name] = None
         self._frozen.clear()
@@ -267,15 +258,24 @@ class Replicate(Whole):
         """A backward has reached an output of the replica, or its last parameter."""
         self.reached.add(id(replica))
 
+    def _came(self, ref: weakref.ref[DistributedDataParallel], parameter: Tensor) -> None:
+        """A backward pass wrote the gradient of a replica's last parameter."""
+        replica = ref()
+        if replica is None:
+            return
+        self._replicas[replica].came_in = backward_pass()
+        if not replica.find_unused_parameters:  # else a parameter may rest on one rank and not on another
+            self.reached.add(id(replica))  # as on_reached does, which would cost a call more
+
     def after_nested_pass(self) -> None:
         """If a reducer has finished inside of a pass, watch for what that pass still adds to gradients."""
         running = outermost_pass()
-        for replica in self._replicas.values():
-            known = self._reduced.get(replica)
-            if (known is None or known.within != running) and _has_reduced(replica, running):
-                self._reduced[replica] = _Reduced(running, [stamp(p) for p in replica.parameters()])
-                end = partial(self._average_rest, replica)
-                call_after_backward(end)
+        for replica, known in self._replicas.items():
+            # The last parameter, which a pass starts with, came; now its reducer waits for no gradient.
+            came = known.came_in >= running and replica.require_backward_grad_sync and _is_finished(replica)
+            if came and known.reduced_in != running:
+                known.reduced_in, known.reduced = running, [stamp(p) for p in replica.parameters()]
+                call_after_backward(partial(self._average_rest, replica))
 
     def _average_rest(self, replica: DistributedDataParallel) -> None:
         """At the end of a pass: average gradients that have grown after their reduction, on any rank.
@@ -283,44 +283,29 @@ class Replicate(Whole):
         They are the mean, the same on all ranks, and what each rank has added; the mean of that is the sum of
         both means. Ranks may differ in what they add, but not in that a pass inside has reduced.
         """
-        parameters = list(replica.parameters())
-        grown = self._reduced.pop(replica).stamps != [stamp(p) for p in parameters]
+        parameters, known = list(replica.parameters()), self._replicas[replica]
+        known.reduced_in = -1  # a pass in the middle has ended; the next one around may see another reduction
+        grown = known.reduced != [stamp(p) for p in parameters]
         channel: Any = self.channel
         if any(on_any_rank([grown], channel)):
             trained = [p for p in parameters if p.requires_grad]
             average_gradients(trained, channel, "DDP with reentrant checkpoints")
 
 
-class _Reduced(NamedTuple):
-    """A reduction that was complete inside of a backward pass."""
+class _Known:
+    """What a layout knows of a replica since its reducer was made."""
 
-    within: int
-    """The number of the pass."""
-    stamps: list[Any]
-    """Of the gradients, as the reduction left them."""
-
-
-class _Watch:
-    """Notes which pass has come to a replica, by its last parameter, which passes begin with."""
-
-    def __init__(self, layout: Replicate, replica: DistributedDataParallel) -> None:
-        self.layout = layout
-        self.replica = weakref.ref(replica)
-        trained = [p for p in replica.parameters() if p.requires_grad]
-        for parameter in trained[-1:]:
-            parameter.register_post_accumulate_grad_hook(self)
-
-    def __call__(self, parameter: Tensor) -> None:
-        """A backward pass wrote a gradient of the replica."""
-        replica = self.replica()
-        if replica is None:
-            return
-        replica.__dict__["_fabric_pass"] = backward_pass()
-        if not replica.find_unused_parameters:  # else a parameter may rest on one rank and not on another
-            self.layout.reached.add(id(replica))  # as on_reached does, which would cost a call more
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Watch:
-        return self
+    def __init__(self, replica: DistributedDataParallel, syncs_buffers: bool) -> None:
+        named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
+        self.names, self.trained = [name for name, _ in named], [p for _, p in named]
+        """What the reducer counts: those that were trainable then."""
+        self.at_setup = {id(p) for p in replica.module.parameters()}
+        self.buffered = syncs_buffers and next(replica.buffers(), None) is not None
+        """Whether there are buffers to keep alike."""
+        self.came_in = self.reduced_in = -1
+        """The last passes that came to it, and inside of which all its gradients were reduced."""
+        self.reduced: list[Any] = []
+        """Stamps of the gradients, as that reduction left them."""
 
 
 class _MeetsAgain:
@@ -345,31 +330,25 @@ class _MeetsAgain:
         return self
 
 
-def _has_reduced(replica: DistributedDataParallel, running: int) -> bool:
-    """Whether the gradients of this backward pass, which runs still, are averaged already."""
-    reached = replica.__dict__.get("_fabric_pass", -1) >= running  # the last parameter, which it starts with
-    return reached and replica.require_backward_grad_sync and _is_finished(replica)
-
-
-def _renew(replica: Any) -> None:
+def _renew(replica: Any, trained: list[Parameter]) -> None:
     """A new reducer, with memory of its own, for a replica whose pass failed.
 
     Reductions that the old one has begun end later, in memory that nothing reads any more.
     """
-    group, names = replica.process_group, set(replica.__dict__["_fabric_names"])
-    frozen = [p for n, p in replica.module.named_parameters() if n in names and not p.requires_grad]
+    group, hooks = replica.process_group, replica._comm_hooks
+    frozen = [p for p in trained if not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)  # the reducer is to know what it knew at setup
     replica.reducer._remove_autograd_hooks()  # what torch.compile has made of the model may keep it
     replica.__setstate__(replica.__getstate__())
     for parameter in frozen:
         parameter.requires_grad_(False)
-    replica._has_rebuilt_buckets = False
+    replica._has_rebuilt_buckets, replica._comm_hooks = False, []
     if group is not replica.process_group:
         replica.process_group = group
         replica.reducer._update_process_group(group)
-    for hook, state in replica._comm_hooks:
-        dist._register_comm_hook(replica.reducer, state, hook)
+    for hook, state in hooks:
+        replica.register_comm_hook(state, hook)
 
 
 def _is_finished(replica: DistributedDataParallel) -> bool:

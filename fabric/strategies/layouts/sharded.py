@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import fsdp_groups, fsdp_state, fsdp_states
 from fabric.plugins.collectives.frames import call_of
+from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.gathered import GatheredCall, RootGate
 from fabric.strategies.layouts.hooked import HookedCall
 from fabric.strategies.layouts.split import Split, is_split
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
+
+    from fabric.core.policy import DtypePolicy
+    from fabric.core.topology import Topology
 
 
 class Sharded(Split):
@@ -37,6 +42,12 @@ class Sharded(Split):
         super().__init__()
         self._numbers = itertools.count()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._reached: set[int] = set()
+
+    def join(self, topology: Topology, policy: DtypePolicy) -> None:
+        """Remember where this process is. Subclasses make their mesh here."""
+        super().join(topology, policy)
+        attend_passes(self)
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
         """The module's call; a failure in it leaves the groups usable."""
@@ -65,7 +76,8 @@ class Sharded(Split):
         return optimizer
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass; one that fails leaves no half-made gradients behind.
+        """Run a backward pass; one that fails leaves no half-made gradients behind. After it all ranks have
+        rank zero's buffers, of models that it went through.
 
         Raises:
             UsageError: The loss has a term of parameters that are split.
@@ -82,6 +94,15 @@ class Sharded(Split):
                     "which is a DTensor. Write p.pow(2).sum().full_tensor() for it, on all ranks."
                 ) from error
             raise
+        finally:
+            reached, self._reached = self._reached, set()
+        models = [model for model in self.models() if id(model) in reached]
+        broadcast_from_zero([b for model in models for b in model.buffers() if not is_split(b)])
+
+    def on_reached(self, module: Module) -> None:
+        """A backward has reached an output of `module`."""
+        if module.training:
+            self._reached.add(id(module))
 
     def after_nested_pass(self) -> None:
         """Reentrant checkpoints: what FSDP2 leaves unreduced there."""
@@ -92,24 +113,22 @@ class Sharded(Split):
     def teardown(self) -> None:
         """Let go of the groups; models cannot run after this."""
         for model in self.models():
-            for state in _states(model) if _gate(model) else ():
-                for group in state._fsdp_param_groups:
-                    group.mesh_info = group.post_forward_mesh_info = None
+            for group in fsdp_groups(fsdp_states(model)) if _gate(model) else ():
+                group.mesh_info = group.post_forward_mesh_info = None
         super().teardown()
 
     def open_gate(self, module: Any) -> None:
         """Call this when all groups of a model stand, and `module` is the outermost."""
-        module._get_fsdp_state()._lazy_init()  # the root is this one, whatever is called first
+        fsdp_state(module)._lazy_init()  # the root is this one, whatever is called first
         _expect_thawed(module)
         module.__dict__["_fabric_gate"] = RootGate(module, next(self._numbers), self.channel)
-        attend_passes(self)
 
     def _plan(
         self, wrapped: Module, call: Callable[..., Any], method: bool, opens: bool = False
     ) -> Callable[..., Any]:
         root = _root(wrapped)
         plan = call if _gate(root) is None else GatheredCall(call, _gate(root), method, opens)
-        return HookedCall(plan, self, root) if self.buffered(root) else plan
+        return HookedCall(plan, self, root) if next(root.buffers(), None) is not None else plan
 
     def _check_current(self, optimizer: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -178,13 +197,7 @@ def _expect_thawed(root: Module) -> None:
 
     torch >= 2.14 does so itself, and has no `_orig_dtype`.
     """
-    for state in _states(root):
-        for group in state._fsdp_param_groups:
-            if getattr(group, "_orig_dtype", group) is None and group.fsdp_params:
-                first = group.fsdp_params[0]
-                group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype
-
-
-def _states(root: Any) -> list[Any]:
-    states: list[Any] = root._get_fsdp_state()._state_ctx.all_states
-    return states
+    for group in fsdp_groups(fsdp_states(root)):
+        if getattr(group, "_orig_dtype", group) is None and group.fsdp_params:
+            first = group.fsdp_params[0]
+            group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype

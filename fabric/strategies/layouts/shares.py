@@ -14,15 +14,13 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import foreach_copy_
-from fabric.plugins.collectives.channel import PACK_LIMIT
+from fabric.plugins.collectives.channel import join
+from fabric.strategies.layouts.agree import parcels, spread
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-BUCKET_BYTES = 25 << 20
-"""Up to how many bytes of small parameters travel in one message."""
 _IN_FLIGHT = 8  # messages: bounds the memory of packed ones
 
 
@@ -166,24 +164,6 @@ def divide(sizes: list[int], loads: list[int], holders: list[list[int]]) -> list
     return owners
 
 
-def parcels(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """What travels together: large tensors alone, small ones of a dtype and device up to `BUCKET_BYTES`."""
-    alone, packed = [], []
-    filling: dict[Any, tuple[int, list[Tensor]]] = {}
-    for tensor in tensors:
-        if tensor.nbytes > PACK_LIMIT:
-            alone.append([tensor])
-        elif tensor.nbytes:
-            key = (tensor.dtype, tensor.device)
-            size, parcel = filling.get(key, (BUCKET_BYTES, []))
-            if size + tensor.nbytes > BUCKET_BYTES:
-                size, parcel = 0, []
-                packed.append(parcel)
-            parcel.append(tensor)
-            filling[key] = (size + tensor.nbytes, parcel)
-    return alone + packed
-
-
 def send(params: list[Tensor], share: Share) -> None:
     """Every owner's values of its parameters on all ranks. All ranks of the default group."""
     by_owner: dict[int, list[Tensor]] = {}
@@ -191,30 +171,17 @@ def send(params: list[Tensor], share: Share) -> None:
         # Detached, and not .data: a graph that saved the old values must find out, as after a plain step.
         by_owner.setdefault(share.owners[param], []).append(param.detach())
     queue = [(i, owner, p) for owner, own in by_owner.items() for i, p in enumerate(parcels(own))]
+    queue.sort(key=lambda entry: entry[:2])  # owners take turns: all links are busy
     pending: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
-    for _, owner, parcel in sorted(
-        queue, key=lambda entry: entry[:2]
-    ):  # owners take turns: all links are busy
-        pending.append(_start(parcel, owner, share.rank))
+    for _, owner, parcel in queue:
+        flat = join(parcel)
+        pending.append((dist.broadcast(flat.view(torch.uint8), owner, async_op=True), flat, parcel))
         if len(pending) > _IN_FLIGHT:
             _end(*pending.popleft())
     while pending:
         _end(*pending.popleft())
 
 
-def _start(parcel: list[Tensor], owner: int, rank: int) -> tuple[Any, Tensor, list[Tensor]]:
-    first, parts = parcel[0], parcel
-    if len(parcel) == 1 and first.is_contiguous():
-        flat, parts = first.view(-1), []
-    elif owner == rank:
-        flat, parts = torch.cat([t.reshape(-1) for t in parcel]), []
-    else:
-        flat = first.new_empty(sum([t.numel() for t in parcel]))
-    return dist.broadcast(flat.view(torch.uint8), owner, async_op=True), flat, parts
-
-
-def _end(work: Any, flat: Tensor, parts: list[Tensor]) -> None:
+def _end(work: Any, flat: Tensor, parcel: list[Tensor]) -> None:
     work.wait()
-    if parts:
-        pieces = flat.split([t.numel() for t in parts])
-        foreach_copy_(parts, [piece.view(t.shape) for piece, t in zip(pieces, parts, strict=True)])
+    spread(flat, parcel)

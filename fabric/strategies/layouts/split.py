@@ -1,6 +1,6 @@
 """`Split`: the base of layouts whose parameters are parts of tensors (DTensor), however they came to be.
 
-Full state in and out, norms, optimizers made before setup, modules built without memory, buffers kept alike.
+Full state in and out, norms, optimizers made before setup, modules built without memory.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import backward_pass, call_after_backward
 from fabric.plugins.collectives.frames import call_of
-from fabric.strategies.layouts.hooked import broadcast_from_zero
 from fabric.strategies.layouts.whole import Whole
 from fabric.utilities.deferred import DeferredInit
 from fabric.utilities.init import has_meta_parameters
@@ -43,8 +41,6 @@ class Split(Whole):
         self.policy: DtypePolicy | None = None
         self._moved: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
         self._models: list[weakref.ref[Module]] = []
-        self._reached: set[int] = set()
-        self._queued_in = -1
         self._unwatch: Callable[[], None] | None = None
 
     @property
@@ -182,26 +178,6 @@ class Split(Whole):
         self._moved.clear()
         if self._unwatch is not None:
             self._unwatch()
-
-    def buffered(self, module: Module) -> bool:
-        """Whether the module has buffers, which are kept alike on all ranks after training backwards."""
-        return next(module.buffers(), None) is not None
-
-    def on_reached(self, module: Module) -> None:
-        """A backward has reached an output of `module`: send rank zero's buffers at the end of it."""
-        if not module.training:
-            return
-        self._reached.add(id(module))
-        running = backward_pass()
-        if self._queued_in != running:
-            self._queued_in = running
-            call_after_backward(self._send_buffers)
-
-    def _send_buffers(self) -> None:
-        reached = [m for m in self.models() if id(m) in self._reached]
-        self._reached.clear()
-        self._queued_in = -1
-        broadcast_from_zero([b for m in reached for b in m.buffers() if not is_split(b)])
 
     def models(self) -> list[Any]:
         """The models that were set up and are still about, in the order of setup: the same on all ranks."""

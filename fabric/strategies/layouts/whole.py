@@ -10,7 +10,6 @@ import torch
 
 from fabric.core.torch_internals import foreach_div_
 from fabric.core.traits import Traits
-from fabric.strategies.layouts.plain import is_plain, plain_copy
 from fabric.utilities.init import EmptyInit
 
 if TYPE_CHECKING:
@@ -191,6 +190,8 @@ class Whole:
 
         The very module, if nothing was changed in it; else a copy on `device`.
         """
+        from fabric.strategies.layouts.plain import is_plain, plain_copy
+
         if is_plain(module):
             return module if keep else None
         with self.gathering(keep):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import _thread
 import contextvars
 import copy
 import gc
 import pickle
-import threading
+import signal
 import types
 import weakref
 from collections import OrderedDict, namedtuple
@@ -514,24 +513,7 @@ def test_functional_call_reaches_every_replica():
     assert want["weight"].abs().sum() > 0
 
 
-# Threads
-
-
-def test_replicas_run_in_threads_of_their_own_that_end():
-    names = []
-    before = threading.enumerate()
-
-    def forward(x):
-        names.append(threading.current_thread().name)
-        return x
-
-    model = calls(forward, devices=3)
-    model(torch.ones(6))
-    assert names == ["fabric-replica-0", "fabric-replica-1", "fabric-replica-2"]
-    assert threading.enumerate() == before
-    names.clear()
-    model(torch.ones(1))
-    assert names == [threading.current_thread().name]
+# What holds around the call
 
 
 @pytest.mark.parametrize(
@@ -686,7 +668,6 @@ def test_an_exception_reaches_the_caller_with_the_replica_named(failing, make):
             raise error
         return x
 
-    before = threading.enumerate()
     model = calls(forward, devices=3)
     with pytest.raises(type(error)) as caught:
         model(torch.arange(3.0))
@@ -694,37 +675,24 @@ def test_an_exception_reaches_the_caller_with_the_replica_named(failing, make):
     assert f"raised by replica {failing} of 3" in error.__notes__[0]
     assert "forward" in [frame.name for frame in caught.traceback], "the replica's own lines are shown"
     assert ran == list(range(failing + 1)), "later replicas do not start"
-    assert threading.enumerate() == before
     assert model(torch.arange(3.0) + 3).tolist() == [3, 4, 5], "the model goes on"
 
 
-@pytest.mark.parametrize("attempt", range(10))
-def test_an_interrupt_waits_for_the_replica(attempt):
-    done = []
-
+def test_an_interrupt_reaches_the_caller():
     def forward(x):
-        _thread.interrupt_main()
-        x = x @ torch.ones(2, 2)
-        done.append(len(x))
+        signal.raise_signal(signal.SIGINT)
         return x
 
-    before = threading.enumerate()
     model = calls(forward)
     with pytest.raises(KeyboardInterrupt):
         model(torch.ones(4, 2))
-    assert done == [2]
-    assert threading.enumerate() == before
 
 
-def test_a_system_without_threads_to_give(monkeypatch):
-    def start_new_thread(*args, **kwargs):
-        raise RuntimeError("can't start new thread")
-
-    model = calls()
-    for name in ("_start_new_thread", "_start_joinable_thread"):  # Python 3.13 renamed it
-        monkeypatch.setattr(threading, name, start_new_thread, raising=False)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        model(torch.ones(4))
+def test_a_map_over_samples_is_one_call():
+    net = Calls(lambda x: (x * torch.arange(3.0)).sum())
+    model = start(2).setup(net)
+    assert torch.vmap(model)(torch.ones(5, 3)).tolist() == [[3.0]] * 5
+    assert len(net.seen) == 1
 
 
 def test_memory_of_a_forward_is_free_at_once():

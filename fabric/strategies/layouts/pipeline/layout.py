@@ -24,8 +24,7 @@ from fabric.plugins.collectives.channel import Channel
 from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.processes.lifeline import describe
-from fabric.strategies.layouts.agree import average_gradients, copy_from_first
-from fabric.strategies.layouts.hooked import broadcast_from_zero
+from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, copy_from_first
 from fabric.strategies.layouts.local_gradients import LocalGradients
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.pipeline.balance import agreed_balance, costs_of
