@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._utils import _flatten_dense_tensors as flatten_tensors  # torch.cat of the flat tensors, in C++
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # what all batch norms are, SyncBatchNorm too
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ __all__ = [
     "BatchNorm",
     "backward_pass",
     "call_after_backward",
+    "flatten_tensors",
     "foreach_copy_",
     "foreach_div_",
     "foreach_mul_",

@@ -16,10 +16,10 @@ import torch
 from fabric.core.errors import CollectiveMismatch, UsageError
 from fabric.core.tree import flatten, unflatten
 from fabric.metrics.members import FOLDS, find, lent, repaired, updates_of
-from fabric.plugins.collectives.channel import PACK_LIMIT, join
-from fabric.plugins.collectives.frames import call_of, draw
+from fabric.plugins.collectives.channel import torch_op
+from fabric.plugins.collectives.frames import PACK_LIMIT, call_of, draw, fold, join
 from fabric.plugins.collectives.objects import Dumped, gather_dumped
-from fabric.plugins.collectives.reduce import fold, reduce_tree, torch_op
+from fabric.plugins.collectives.reduce import reduce_tree
 
 if TYPE_CHECKING:
     from torch import Tensor

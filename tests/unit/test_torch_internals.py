@@ -52,3 +52,9 @@ def test_operations_on_lists_are_those_of_their_names() -> None:
     assert [t.tolist() for t in lists] == [[1.5, 2.0], [1.0]]
     internals.foreach_copy_(lists, [torch.zeros(2), torch.ones(1)])
     assert [t.tolist() for t in lists] == [[0.0, 0.0], [1.0]]
+
+
+def test_tensors_flatten_into_one() -> None:
+    """Small leaves of a tree travel in one message, gradients in one bucket."""
+    flat = internals.flatten_tensors([torch.ones(2, 1), torch.zeros(1)])
+    assert flat.tolist() == [1.0, 1.0, 0.0]

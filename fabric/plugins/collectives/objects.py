@@ -18,16 +18,17 @@ from torch.nn import Parameter
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.channel import (
+from fabric.plugins.collectives.channel import check_parts, to_tensors
+from fabric.plugins.collectives.frames import (
+    ROOM,
     all_on_host,
     buckets,
-    check_parts,
+    call_of,
+    draw,
     pack,
     packed_size,
-    to_tensors,
     unpack,
 )
-from fabric.plugins.collectives.frames import ROOM, call_of, draw
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import foreach_copy_
-from fabric.plugins.collectives.channel import buckets, join
+from fabric.plugins.collectives.frames import buckets, join
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import foreach_copy_
-from fabric.plugins.collectives.channel import PACK_LIMIT
+from fabric.plugins.collectives.frames import PACK_LIMIT
 
 if TYPE_CHECKING:
     from torch import Tensor
