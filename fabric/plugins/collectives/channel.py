@@ -280,8 +280,8 @@ def check_writable(tensors: list[Tensor], op: Any) -> None:
     for tensor in tensors:
         if not tensor.is_contiguous() and _overlaps(tensor):
             raise ArgumentTypeError(
-                f"all_reduce({op_name(op)}) of a tensor of {tensor.dtype} cannot be written in place, since its "
-                f"elements share memory. Pass inplace=False, or data.clone()."
+                f"all_reduce({op_name(op)}) of a tensor of {tensor.dtype} cannot be written in place, since "
+                "its elements share memory. Pass inplace=False, or data.clone()."
             )
 
 
