@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import reduce
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ReduceOp
-from torchmetrics import Metric, MetricCollection, regression
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import (
     dim_zero_cat,
     dim_zero_max,
@@ -26,19 +26,21 @@ from torchmetrics.utilities.data import (
 from torchmetrics.wrappers import MetricTracker
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, UsageError
+from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.core.tree import flatten, iter_paths, unflatten
+from fabric.metrics import joined
+from fabric.metrics.joined import Elsewhere, Entries, Found, Member, Part, State, Told
 from fabric.plugins.collectives.frames import PACK_LIMIT, call_of, draw, fold, join
 from fabric.plugins.collectives.objects import Dumped, gather_dumped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
     from fabric.plugins.collectives.channel import Channel
 
-    Values = list[tuple["State", Any]]
+    Values = list[tuple[State, Any]]
 
 _VERB = "compute_metrics"
 _FOLDS = {
@@ -57,109 +59,6 @@ _RULES = {
 }
 """By id: a user's callable need not be hashable."""
 _RUNNING_COUNT = "_num_vals_seen"
-
-
-class State(NamedTuple):
-    """One state of one metric."""
-
-    metric: Any
-    name: str
-    rule: str
-    """"sum", "min", "max", "mean", "cat", "none" or "call"."""
-    call: Callable[[Any], Any] | None
-    """The metric's own reduction, for "call"."""
-
-    @property
-    def value(self) -> Any:
-        """What this rank holds: a tensor, or a list."""
-        return getattr(self.metric, self.name)
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank keeps the state."""
-        value = self.value
-        if not isinstance(value, torch.Tensor):
-            first = next(iter(value), None) if isinstance(value, Iterable) else None
-            if not isinstance(first, torch.Tensor):
-                on_host = self.metric.compute_on_cpu and first is None
-                return torch.device("cpu") if on_host else self.metric.device
-            value = first
-        return value.device
-
-
-class Member(NamedTuple):
-    """A metric, as the user would name it, with its states."""
-
-    metric: Any
-    name: str
-    states: list[State]
-
-
-class Found(NamedTuple):
-    """All metrics of a call."""
-
-    computed: list[Any]
-    """The leaves of the user's tree, to call `compute` of."""
-    members: list[Member]
-    """Every metric in them, once."""
-    groups: list[Any]
-    """Every MetricCollection in them, once."""
-    drawn: list[str]
-    """Every leaf as a person would write it down: classes, states and their rules."""
-
-
-class Told(NamedTuple):
-    """All that one rank holds, as it travels."""
-
-    updates: list[int]
-    """How often each metric was updated."""
-    leaders: list[int]
-    """For each metric of each collection, whose states it shares by torchmetrics' guess; -1: no guess."""
-    held: list[int | None]
-    """For each state its place in `items`; None: it was never updated."""
-    items: list[Any]
-    """A tensor, `Elsewhere`, `Entries`, or a list of objects; once for the states of a compute group."""
-
-
-class Elsewhere(NamedTuple):
-    """A large tensor that is reduced by itself."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_cpu: bool
-
-
-class Entries(NamedTuple):
-    """A list of tensors: neighbours of one shape, dtype and device are stacked."""
-
-    stacks: list[Tensor]
-
-
-class Part(NamedTuple):
-    """What some ranks hold of a state."""
-
-    place: int
-    """Place of the metric among all."""
-    member: Member
-    states: list[State]
-    """All that hold the same on every rank: those of a compute group."""
-    held: dict[int, Any]
-    """What each of those ranks holds."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of all ranks together."""
-        dtype: torch.dtype = reduce(torch.promote_types, [value.dtype for value in self.held.values()])
-        return dtype
-
-    def device(self, channel: Channel) -> torch.device:
-        """Where all ranks have the state, or can bring it."""
-        on_host = all([value.is_cpu for value in self.held.values()])
-        return torch.device("cpu") if on_host else channel.wire.device
-
-    def give(self, value: Tensor) -> Values:
-        """The merged value for each of the states, where this rank keeps it."""
-        return [(state, value.to(state.device)) for state in self.states]
 
 
 def compute_metrics(metrics: Any, channel: Channel, row: int = 1) -> Any:
@@ -222,7 +121,7 @@ def _told(found: Found, world: int) -> Told:
             if not count:
                 told.held.append(None)
                 continue
-            value = state.value
+            value = _value(state)
             key = state.rule, id(value)
             if key not in known:
                 known[key] = len(told.items)
@@ -283,6 +182,39 @@ def _once_a_row(found: Found, told: list[Told], size: int) -> list[Told]:
     return counted
 
 
+def _value(state: State) -> Any:
+    """What this rank holds: a tensor, or a list."""
+    return getattr(state.metric, state.name)
+
+
+def _device(state: State) -> torch.device:
+    """Where this rank keeps the state."""
+    value = _value(state)
+    if not isinstance(value, torch.Tensor):
+        first = next(iter(value), None) if isinstance(value, Iterable) else None
+        if not isinstance(first, torch.Tensor):
+            on_host = state.metric.compute_on_cpu and first is None
+            return torch.device("cpu") if on_host else state.metric.device
+        value = first
+    return value.device
+
+
+def _common_dtype(part: Part) -> torch.dtype:
+    dtype: torch.dtype = reduce(torch.promote_types, [value.dtype for value in part.held.values()])
+    return dtype
+
+
+def _common_device(part: Part, channel: Channel) -> torch.device:
+    """Where all ranks have the state, or can bring it."""
+    on_host = all([value.is_cpu for value in part.held.values()])
+    return torch.device("cpu") if on_host else channel.wire.device
+
+
+def _given(part: Part, value: Tensor) -> Values:
+    """The merged value for each of the states, where this rank keeps it."""
+    return [(state, value.to(_device(state))) for state in part.states]
+
+
 def _merged(parts: list[Part], told: list[Told], channel: Channel) -> Values:
     """The states of all ranks as those of one process; the same on all ranks."""
     here: dict[Any, list[Part]] = {}
@@ -293,11 +225,14 @@ def _merged(parts: list[Part], told: list[Told], channel: Channel) -> Values:
         if rule not in _FOLDS or not kinds <= {torch.Tensor, Elsewhere}:
             others.append(part)
             continue
-        _check_shapes(part)
+        if len({value.shape for value in part.held.values()}) > 1:
+            joined.check_shapes(part)
         if Elsewhere in kinds:
             there.setdefault(rule, []).append(part)
         else:
-            here.setdefault((rule, part.dtype, part.device(channel), *part.held), []).append(part)
+            here.setdefault(
+                (rule, _common_dtype(part), _common_device(part, channel), *part.held), []
+            ).append(part)
     values: Values = []
     for (rule, dtype, device, *_), some in here.items():
         values += _folded_here(some, rule, dtype, device)
@@ -306,10 +241,10 @@ def _merged(parts: list[Part], told: list[Told], channel: Channel) -> Values:
     # Last, since a metric's own reduction may raise, and others must not wait for this rank.
     gathered: Values = []
     for part in others:
-        value = _gathered(part, told)
+        value = joined.gathered(part, told, _device(part.states[0]))
         gathered += [(state, value) for state in part.states]
     ranks = {id(state.metric): len(part.held) for part in others for state in part.states}
-    return values + _repaired(gathered, ranks)
+    return values + joined.repaired(gathered, ranks) if gathered else values
 
 
 def _folded_here(parts: list[Part], rule: str, dtype: torch.dtype, device: torch.device) -> Values:
@@ -319,7 +254,7 @@ def _folded_here(parts: list[Part], rule: str, dtype: torch.dtype, device: torch
     shapes = [next(iter(part.held.values())).shape for part in parts]
     columns = total.split([math.prod(shape) for shape in shapes])
     given = zip(parts, columns, shapes, strict=True)
-    return [pair for part, column, shape in given for pair in part.give(column.view(shape))]
+    return [pair for part, column, shape in given for pair in _given(part, column.view(shape))]
 
 
 def _folded_there(parts: list[Part], rule: str, channel: Channel) -> Values:
@@ -329,13 +264,13 @@ def _folded_there(parts: list[Part], rule: str, channel: Channel) -> Values:
     me, own = channel.collective.rank_in_group, []
     for part in parts:
         state, shape = part.states[0], next(iter(part.held.values())).shape
-        dtype, device = part.dtype, part.device(channel)
+        dtype, device = _common_dtype(part), _common_device(part, channel)
         if me in part.held:
-            own.append(_sent(state, state.value).to(device, dtype, copy=True))
+            own.append(_sent(state, _value(state)).to(device, dtype, copy=True))
         else:
             own.append(torch.full(shape, _neutral(rule, dtype), dtype=dtype, device=device))
     reduced = reduce_tree(own, rule, channel, label=_VERB)
-    return [pair for part, value in zip(parts, reduced, strict=True) for pair in part.give(value)]
+    return [pair for part, value in zip(parts, reduced, strict=True) for pair in _given(part, value)]
 
 
 def _neutral(rule: str, dtype: torch.dtype) -> Any:
@@ -347,53 +282,6 @@ def _neutral(rule: str, dtype: torch.dtype) -> Any:
         return float("inf") if rule == "min" else -float("inf")
     limits = torch.iinfo(dtype)
     return limits.max if rule == "min" else limits.min
-
-
-def _gathered(part: Part, told: list[Told]) -> Any:
-    """A state that needs every rank's part: joined, stacked, averaged, or given to its own reduction."""
-    state, held = part.states[0], part.held
-    device = state.device
-    if not all([isinstance(value, torch.Tensor) for value in held.values()]):
-        entries = [entry for value in held.values() for entry in _entries(value, device)]
-        return state.call(entries) if state.call is not None and len(held) > 1 else entries
-    tensors = [value.to(device) for value in held.values()]
-    if len(tensors) == 1:
-        return tensors[0].clone()
-    if state.rule == "cat":
-        return torch.cat([tensor if tensor.dim() else tensor[None] for tensor in tensors])
-    _check_shapes(part)
-    if state.rule == "mean":
-        return _mean(tensors, [told[rank].updates[part.place] for rank in held])
-    stacked = torch.stack(tensors)
-    return stacked if state.call is None else state.call(stacked)
-
-
-def _entries(value: Any, device: torch.device) -> list[Any]:
-    if isinstance(value, Entries):
-        return [entry for stack in value.stacks for entry in stack.to(device).unbind(0)]
-    return [value.to(device)] if isinstance(value, torch.Tensor) else value
-
-
-def _mean(tensors: list[Tensor], counts: list[int]) -> Tensor:
-    first = tensors[0]
-    if all([torch.equal(tensor, first) for tensor in tensors]):
-        return first.clone()  # not of rounding; and integers have no other mean
-    dtype = torch.complex128 if first.is_complex() else torch.float64
-    scaled = [tensor.to(dtype) * count for tensor, count in zip(tensors, counts, strict=True)]
-    mean = fold(scaled, _FOLDS["sum"]) / sum(counts)
-    return mean.to(
-        first.dtype if first.is_floating_point() or first.is_complex() else torch.get_default_dtype()
-    )
-
-
-def _check_shapes(part: Part) -> None:
-    shapes = {rank: tuple(value.shape) for rank, value in part.held.items()}
-    if len(set(shapes.values())) > 1:
-        table = ", ".join([f"rank {rank}: {list(shape)}" for rank, shape in shapes.items()])
-        raise CollectiveMismatch(
-            f"compute_metrics: state {part.states[0].name!r} of {part.member.name} has different shapes on "
-            f"ranks ({table}). Construct the metric alike on all ranks, and give it data of one kind."
-        )
 
 
 def _leaders(group: Any) -> list[int]:
@@ -560,42 +448,3 @@ def _assign(owner: Any, values: dict[str, Any]) -> None:
             own[name] = value  # nn.Module's way would look for parameters and submodules first
         else:
             setattr(owner, name, value)
-
-
-def _repaired(values: Values, ranks: dict[int, int]) -> Values:
-    """The states, those of known metrics pooled.
-
-    Args:
-        values: States with their merged values.
-        ranks: By the id of each metric, how many ranks updated it.
-    """
-    # torchmetrics 1.9 aggregates two ranks only, and fails for more: pooled as one process would have them.
-    kind = getattr(regression, "NormalizedRootMeanSquaredError", None)
-    if kind is None:
-        return values
-    stacks: dict[int, dict[str, Tensor]] = {}
-    for state, value in values:
-        if isinstance(state.metric, kind) and ranks[id(state.metric)] > 1:
-            stacks.setdefault(id(state.metric), {})[state.name] = value
-    pools = {metric: _pool(stacked) for metric, stacked in stacks.items()}
-    return [
-        (state, pools[id(state.metric)][state.name] if id(state.metric) in pools else value)
-        for state, value in values
-    ]
-
-
-def _pool(stacked: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Numbers, extremes, means and squared deviations, (ranks, outputs), as of one sample.
-
-    Source: https://en.wikipedia.org/wiki/Algorithms_for_calculating_variance#Parallel_algorithm
-    """
-    number, means = stacked["total"], stacked["mean_val"]
-    mean = (number * means).sum(0) / number.sum(0)
-    return {
-        "total": number.sum(0),
-        "mean_val": mean,
-        "var_val": (stacked["var_val"] + number * (means - mean) ** 2).sum(0),
-        "min_val": stacked["min_val"].amin(0),
-        "max_val": stacked["max_val"].amax(0),
-        "target_squared": stacked["target_squared"].sum(0),
-    }
