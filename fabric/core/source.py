@@ -5,11 +5,15 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_NOT_THE_USERS = (_PACKAGE, contextlib.__file__, f"{Path('site-packages', 'torch')}{os.sep}")
 
 
 def line_name(filename: str, lineno: int) -> str:
@@ -31,3 +35,15 @@ def is_users(filename: str) -> bool:
 def _foreign() -> tuple[str, ...]:
     folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     return ("<frozen ", *[f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *folders)])
+
+
+def user_place() -> str:
+    """file:line of the first frame outside this package (and what calls back into it)."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_plumbing(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_plumbing(filename: str) -> bool:
+    return filename.startswith(_NOT_THE_USERS[:2]) or _NOT_THE_USERS[2] in filename

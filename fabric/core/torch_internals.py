@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._utils import _flatten_dense_tensors as flatten_tensors  # torch.cat of the flat tensors, in C++
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # what all batch norms are, SyncBatchNorm too
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = [
     "backward_pass",
     "call_after_backward",
     "dtensor_handlers",
+    "flatten_tensors",
     "foreach_clamp_max_",
     "foreach_clamp_min_",
     "foreach_copy_",

@@ -7,65 +7,58 @@ Large states that can be reduced are only described there, and reduced: once for
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from contextlib import contextmanager
 from functools import reduce
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import ReduceOp
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import (
+    dim_zero_cat,
+    dim_zero_max,
+    dim_zero_mean,
+    dim_zero_min,
+    dim_zero_sum,
+)
+from torchmetrics.wrappers import MetricTracker
+from torchmetrics.wrappers.abstract import WrapperMetric
 
-from fabric.core.errors import CollectiveMismatch, UsageError
-from fabric.core.tree import flatten, unflatten
-from fabric.metrics.members import FOLDS, find, lent, repaired, updates_of
-from fabric.plugins.collectives.channel import PACK_LIMIT, join
-from fabric.plugins.collectives.frames import call_of, draw
+from fabric.core.errors import ArgumentTypeError, UsageError
+from fabric.core.tree import flatten, iter_paths, unflatten
+from fabric.metrics import joined
+from fabric.metrics.joined import Elsewhere, Entries, Found, Member, Part, State, Told
+from fabric.plugins.collectives.frames import PACK_LIMIT, call_of, draw, fold, join
 from fabric.plugins.collectives.objects import Dumped, gather_dumped
-from fabric.plugins.collectives.reduce import fold, reduce_tree, torch_op
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
-    from fabric.metrics.members import Found, Member, State
     from fabric.plugins.collectives.channel import Channel
 
     Values = list[tuple[State, Any]]
 
 _VERB = "compute_metrics"
-
-
-class Told(NamedTuple):
-    """All that one rank holds, as it travels."""
-
-    updates: list[int]
-    """How often each metric was updated."""
-    leaders: list[int]
-    """For each metric of each collection, whose states it shares by torchmetrics' guess; -1: no guess."""
-    held: list[Any]
-    """For each state a tensor, `Elsewhere`, `Entries`, or a list of objects; None: it was never updated."""
-
-
-class Elsewhere(NamedTuple):
-    """A large tensor that is reduced by itself."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_cpu: bool
-
-
-class Entries(NamedTuple):
-    """A list of tensors: neighbours of one shape, dtype and device are stacked."""
-
-    stacks: list[Tensor]
-
-
-class Part(NamedTuple):
-    """A state of a metric that some ranks updated."""
-
-    place: int
-    """Place of the metric among all."""
-    member: Member
-    state: State
-    held: dict[int, Any]
-    """What each of those ranks holds."""
+_FOLDS = {
+    "sum": ReduceOp.SUM,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+}
+"""Rules that a reduction over ranks can carry out; all others need every rank's part."""
+_RULES = {
+    id(dim_zero_sum): "sum",
+    id(dim_zero_min): "min",
+    id(dim_zero_max): "max",
+    id(dim_zero_mean): "mean",
+    id(dim_zero_cat): "cat",
+    id(None): "none",
+}
+"""By id: a user's callable need not be hashable."""
+_RUNNING_COUNT = "_num_vals_seen"
 
 
 def compute_metrics(metrics: Any, channel: Channel, row: int = 1) -> Any:
@@ -96,17 +89,17 @@ def compute_metrics(metrics: Any, channel: Channel, row: int = 1) -> Any:
     leaves, spec = flatten(metrics)
     values: Values = []
     with channel.refusing(_VERB):
-        found = find(leaves, metrics)
+        found = _find(leaves, metrics)
         dumped = Dumped(_told(found, channel.world_size), _VERB) if channel.world_size > 1 else None
     updates = [0] * len(found.members)
     if dumped is not None:
         with torch.no_grad():
-            told = gather_dumped(call_of(_VERB, draw(spec, found.drawn)), dumped, channel)
+            told = gather_dumped(call_of(_VERB, draw(spec, found.drawn)), dumped, channel, copies=False)
             told = told if row == 1 else _once_a_row(found, told, row)
             _check_guesses(found, told)
             values = _merged(_parts_of(found, told), told, channel)
         updates = [sum(counts) for counts in zip(*[one.updates for one in told], strict=True)]
-    with lent(found, values, updates):
+    with _lent(found, values, updates):
         results = [metric.compute() for metric in found.computed]
     return unflatten(results, spec, metrics)
 
@@ -117,25 +110,30 @@ def _told(found: Found, world: int) -> Told:
     Raises:
         ArgumentTypeError: A state holds what cannot be pickled.
     """
-    told = Told([], [leader for group in found.groups for leader in _leaders(group)], [])
-    known: dict[int, Any] = {}  # metrics of a compute group hold the same objects: these travel once
+    told = Told([], [leader for group in found.groups for leader in _leaders(group)], [], [])
+    known: dict[Any, int] = {}
+    large: list[int] = []
     size = 0
     for member in found.members:
         count = updates_of(member.metric)
         told.updates.append(count)
         for state in member.states:
-            value = state.value if count else None
-            if count and id(value) not in known:
-                known[id(value)] = value, _sent(state, value)
-                size += value.nbytes if state.rule in FOLDS and isinstance(value, torch.Tensor) else 0
-            told.held.append(known[id(value)][1] if count else None)
+            if not count:
+                told.held.append(None)
+                continue
+            value = _value(state)
+            key = state.rule, id(value)
+            if key not in known:
+                known[key] = len(told.items)
+                if state.rule in _FOLDS and isinstance(value, torch.Tensor):
+                    large.append(known[key])
+                    size += value.nbytes
+                told.items.append(_sent(state, value))
+            told.held.append(known[key])
     if world * size > PACK_LIMIT:
-        described: dict[int, Elsewhere] = {}
-        for place, state in enumerate([state for member in found.members for state in member.states]):
-            value = told.held[place]
-            if state.rule in FOLDS and isinstance(value, torch.Tensor):
-                form = Elsewhere(tuple(value.shape), value.dtype, value.is_cpu)
-                told.held[place] = described.setdefault(id(value), form)
+        for place in large:
+            value = told.items[place]
+            told.items[place] = Elsewhere(tuple(value.shape), value.dtype, value.is_cpu)
     return told
 
 
@@ -153,19 +151,25 @@ def _sent(state: State, value: Any) -> Any:
 
 
 def _parts_of(found: Found, told: list[Told]) -> list[Part]:
-    parts, at = [], 0
+    parts: dict[Any, Part] = {}
+    at = 0
     for place, member in enumerate(found.members):
         for state in member.states:
-            held = {rank: one.held[at] for rank, one in enumerate(told) if one.held[at] is not None}
+            places = [one.held[at] for one in told]
             at += 1
+            key = (state.rule, id(state.call), *places)
+            if key in parts:
+                parts[key].states.append(state)
+                continue
+            held = {r: told[r].items[where] for r, where in enumerate(places) if where is not None}
             if held:
-                parts.append(Part(place, member, state, held))
-    return parts
+                parts[key] = Part(place, member, [state], held)
+    return list(parts.values())
 
 
 def _once_a_row(found: Found, told: list[Told], size: int) -> list[Told]:
     """What ranks in rows hold, each metric only where it counts: with the last of a row to update it."""
-    counted = [Told([], one.leaders, []) for one in told]
+    counted = [Told([], one.leaders, [], one.items) for one in told]
     at = 0
     for place, member in enumerate(found.members):
         end = at + len(member.states)
@@ -178,88 +182,95 @@ def _once_a_row(found: Found, told: list[Told], size: int) -> list[Told]:
     return counted
 
 
+def _value(state: State) -> Any:
+    """What this rank holds: a tensor, or a list."""
+    return getattr(state.metric, state.name)
+
+
+def _device(state: State) -> torch.device:
+    """Where this rank keeps the state."""
+    value = _value(state)
+    if not isinstance(value, torch.Tensor):
+        first = next(iter(value), None) if isinstance(value, Iterable) else None
+        if not isinstance(first, torch.Tensor):
+            on_host = state.metric.compute_on_cpu and first is None
+            return torch.device("cpu") if on_host else state.metric.device
+        value = first
+    return value.device
+
+
+def _common_dtype(part: Part) -> torch.dtype:
+    dtype: torch.dtype = reduce(torch.promote_types, [value.dtype for value in part.held.values()])
+    return dtype
+
+
+def _common_device(part: Part, channel: Channel) -> torch.device:
+    """Where all ranks have the state, or can bring it."""
+    on_host = all([value.is_cpu for value in part.held.values()])
+    return torch.device("cpu") if on_host else channel.wire.device
+
+
+def _given(part: Part, value: Tensor) -> Values:
+    """The merged value for each of the states, where this rank keeps it."""
+    return [(state, value.to(_device(state))) for state in part.states]
+
+
 def _merged(parts: list[Part], told: list[Told], channel: Channel) -> Values:
     """The states of all ranks as those of one process; the same on all ranks."""
     here: dict[Any, list[Part]] = {}
     there: dict[str, list[Part]] = {}
     others = []
     for part in parts:
-        kinds = {type(value) for value in part.held.values()}
-        if part.state.rule not in FOLDS or not kinds <= {torch.Tensor, Elsewhere}:
+        rule, kinds = part.states[0].rule, {type(value) for value in part.held.values()}
+        if rule not in _FOLDS or not kinds <= {torch.Tensor, Elsewhere}:
             others.append(part)
             continue
-        _check_shapes(part)
+        if len({value.shape for value in part.held.values()}) > 1:
+            joined.check_shapes(part)
         if Elsewhere in kinds:
-            there.setdefault(part.state.rule, []).append(part)
+            there.setdefault(rule, []).append(part)
         else:
-            key = (part.state.rule, _dtype_of(part), _device_of(part, channel), *part.held)
-            here.setdefault(key, []).append(part)
-    values = [
-        pair for (rule, _, device, *_), some in here.items() for pair in _folded_here(some, rule, device)
-    ]
-    for rule in FOLDS:
+            here.setdefault(
+                (rule, _common_dtype(part), _common_device(part, channel), *part.held), []
+            ).append(part)
+    values: Values = []
+    for (rule, dtype, device, *_), some in here.items():
+        values += _folded_here(some, rule, dtype, device)
+    for rule in _FOLDS:
         values += _folded_there(there[rule], rule, channel) if rule in there else []
     # Last, since a metric's own reduction may raise, and others must not wait for this rank.
-    made: dict[Any, Any] = {}
     gathered: Values = []
     for part in others:
-        state = part.state
-        key = (state.rule, id(state.call), _ids(part))
-        if key not in made:
-            made[key] = _gathered(part, told)
-        gathered.append((state, made[key]))
-    return values + repaired(gathered, {id(part.state.metric): len(part.held) for part in others})
+        value = joined.gathered(part, told, _device(part.states[0]))
+        gathered += [(state, value) for state in part.states]
+    ranks = {id(state.metric): len(part.held) for part in others for state in part.states}
+    return values + joined.repaired(gathered, ranks) if gathered else values
 
 
-def _folded_here(parts: list[Part], rule: str, device: torch.device) -> Values:
+def _folded_here(parts: list[Part], rule: str, dtype: torch.dtype, device: torch.device) -> Values:
     """States of one rule, dtype and device, from the same ranks, reduced from everybody's data."""
-    unique, dtype = _unique(parts), _dtype_of(parts[0])
-    rows = [join([part.held[rank].to(device, dtype) for part in unique.values()]) for rank in parts[0].held]
-    total = fold(rows, torch_op(rule)).to(dtype)
-    shapes = [next(iter(part.held.values())).shape for part in unique.values()]
+    rows = [join([part.held[rank].to(device, dtype) for part in parts]) for rank in parts[0].held]
+    total = fold(rows, _FOLDS[rule]).to(dtype)
+    shapes = [next(iter(part.held.values())).shape for part in parts]
     columns = total.split([math.prod(shape) for shape in shapes])
-    return _dealt(parts, unique, [c.view(shape) for c, shape in zip(columns, shapes, strict=True)])
+    given = zip(parts, columns, shapes, strict=True)
+    return [pair for part, column, shape in given for pair in _given(part, column.view(shape))]
 
 
 def _folded_there(parts: list[Part], rule: str, channel: Channel) -> Values:
     """Large states of one rule, by a reduction."""
-    unique, me, own = _unique(parts), channel.collective.rank_in_group, []
-    for part in unique.values():
-        shape, dtype, device = (
-            next(iter(part.held.values())).shape,
-            _dtype_of(part),
-            _device_of(part, channel),
-        )
+    from fabric.plugins.collectives.reduce import reduce_tree
+
+    me, own = channel.collective.rank_in_group, []
+    for part in parts:
+        state, shape = part.states[0], next(iter(part.held.values())).shape
+        dtype, device = _common_dtype(part), _common_device(part, channel)
         if me in part.held:
-            own.append(_sent(part.state, part.state.value).to(device, dtype, copy=True))
+            own.append(_sent(state, _value(state)).to(device, dtype, copy=True))
         else:
             own.append(torch.full(shape, _neutral(rule, dtype), dtype=dtype, device=device))
-    return _dealt(parts, unique, reduce_tree(own, rule, channel, label=_VERB))
-
-
-def _ids(part: Part) -> tuple[Any, ...]:
-    return tuple([(rank, id(value)) for rank, value in part.held.items()])
-
-
-def _unique(parts: list[Part]) -> dict[Any, Part]:
-    """One of those that hold the same: metrics of a compute group share states."""
-    return {_ids(part): part for part in reversed(parts)}
-
-
-def _dealt(parts: list[Part], unique: dict[Any, Part], results: list[Tensor]) -> Values:
-    made = dict(zip(unique, results, strict=True))
-    return [(part.state, made[_ids(part)].to(part.state.device)) for part in parts]
-
-
-def _dtype_of(part: Part) -> torch.dtype:
-    dtype: torch.dtype = reduce(torch.promote_types, [value.dtype for value in part.held.values()])
-    return dtype
-
-
-def _device_of(part: Part, channel: Channel) -> torch.device:
-    """Where all ranks have the state, or can bring it."""
-    on_host = all([value.is_cpu for value in part.held.values()])
-    return torch.device("cpu") if on_host else channel.wire.device
+    reduced = reduce_tree(own, rule, channel, label=_VERB)
+    return [pair for part, value in zip(parts, reduced, strict=True) for pair in _given(part, value)]
 
 
 def _neutral(rule: str, dtype: torch.dtype) -> Any:
@@ -271,52 +282,6 @@ def _neutral(rule: str, dtype: torch.dtype) -> Any:
         return float("inf") if rule == "min" else -float("inf")
     limits = torch.iinfo(dtype)
     return limits.max if rule == "min" else limits.min
-
-
-def _gathered(part: Part, told: list[Told]) -> Any:
-    """A state that needs every rank's part: joined, stacked, averaged, or given to its own reduction."""
-    state, held, device = part.state, part.held, part.state.device
-    if not all([isinstance(value, torch.Tensor) for value in held.values()]):
-        entries = [entry for value in held.values() for entry in _entries(value, device)]
-        return state.call(entries) if state.call is not None and len(held) > 1 else entries
-    tensors = [value.to(device) for value in held.values()]
-    if len(tensors) == 1:
-        return tensors[0]
-    if state.rule == "cat":
-        return torch.cat([tensor if tensor.dim() else tensor[None] for tensor in tensors])
-    _check_shapes(part)
-    if state.rule == "mean":
-        return _mean(tensors, [told[rank].updates[part.place] for rank in held])
-    stacked = torch.stack(tensors)
-    return stacked if state.call is None else state.call(stacked)
-
-
-def _entries(value: Any, device: torch.device) -> list[Any]:
-    if isinstance(value, Entries):
-        return [entry for stack in value.stacks for entry in stack.to(device).unbind(0)]
-    return [value.to(device)] if isinstance(value, torch.Tensor) else value
-
-
-def _mean(tensors: list[Tensor], counts: list[int]) -> Tensor:
-    first = tensors[0]
-    if all([torch.equal(tensor, first) for tensor in tensors]):
-        return first  # not of rounding; and integers have no other mean
-    dtype = torch.complex128 if first.is_complex() else torch.float64
-    scaled = [tensor.to(dtype) * count for tensor, count in zip(tensors, counts, strict=True)]
-    mean = fold(scaled, torch_op("sum")) / sum(counts)
-    return mean.to(
-        first.dtype if first.is_floating_point() or first.is_complex() else torch.get_default_dtype()
-    )
-
-
-def _check_shapes(part: Part) -> None:
-    shapes = {rank: tuple(value.shape) for rank, value in part.held.items()}
-    if len(set(shapes.values())) > 1:
-        table = ", ".join([f"rank {rank}: {list(shape)}" for rank, shape in shapes.items()])
-        raise CollectiveMismatch(
-            f"compute_metrics: state {part.state.name!r} of {part.member.name} has different shapes on ranks "
-            f"({table}). Construct the metric alike on all ranks, and give it data of one kind."
-        )
 
 
 def _leaders(group: Any) -> list[int]:
@@ -353,3 +318,133 @@ def _check_guesses(found: Found, told: list[Told]) -> None:
                         f"{apart[0]}, not). The rest of rank {rank}'s data is lost for {name!r}. Write "
                         "MetricCollection(..., compute_groups=False), or list the groups yourself."
                     )
+
+
+def _find(leaves: list[Any], tree: Any) -> Found:
+    """The metrics among `leaves`, the leaves of `tree`.
+
+    Raises:
+        ArgumentTypeError: A leaf is no metric.
+        UsageError: A metric is synchronised already, or a MetricTracker was never incremented.
+    """
+    found, seen = Found([], [], [], []), set[int]()
+    for place, leaf in enumerate(leaves):
+        target = leaf
+        if isinstance(leaf, MetricTracker):
+            if not leaf._increment_called:
+                raise UsageError(
+                    "compute_metrics of a MetricTracker gives the value of its current step, but it has none "
+                    "yet. Call tracker.increment() first."
+                )
+            target = leaf[-1]
+        if not isinstance(target, (Metric, MetricCollection)):
+            path = [path for path, _ in iter_paths(tree)][place]
+            raise ArgumentTypeError(
+                f"compute_metrics takes torchmetrics metrics, MetricCollections, and nestings of them, but "
+                f"metrics{path} is {type(leaf).__name__}: {leaf!r:.80}. Pass an object of a subclass of "
+                "torchmetrics.Metric, or use fabric.all_reduce for tensors and numbers."
+            )
+        found.computed.append(target)
+        texts: list[str] = []
+        _walk(target, "", found, seen, texts)
+        found.drawn.append(" ".join(texts))
+    return found
+
+
+def updates_of(metric: Any) -> int:
+    """How often the metric was updated on this rank; at least 1 if it was."""
+    count = int(metric._update_count)
+    if count or not isinstance(metric, WrapperMetric):
+        return count
+    # Wrappers do not count; torchmetrics' own one with states counts by itself.
+    if hasattr(metric, _RUNNING_COUNT):
+        return int(getattr(metric, _RUNNING_COUNT))
+    return int(any([_changed(getattr(metric, name), old) for name, old in metric._defaults.items()]))
+
+
+def _walk(module: Any, name: str, found: Found, seen: set[int], texts: list[str]) -> None:
+    # Children first: a ClasswiseWrapper shows the states of the metric inside as its own.
+    # By id: a metric's hash reads its states, and its == gives a metric.
+    known = id(module) in seen
+    seen.add(id(module))
+    for key, child in module._modules.items():
+        if child is not None:
+            _walk(child, f"{name}.{key}" if name else key, found, seen, texts)
+    kind, title = type(module).__name__, f"{name}: " if name else ""
+    if isinstance(module, MetricCollection):
+        texts.append(f"{title}{kind}({module.prefix!r}, {module.postfix!r})")
+        if not known:
+            found.groups.append(module)
+    elif isinstance(module, Metric):
+        states = [] if id(module._defaults) in seen else _states(module)
+        described = ", ".join([_describe(state) for state in states])
+        texts.append(f"{title}{kind}({described})")
+        if known:
+            return
+        if module._is_synced:
+            raise UsageError(
+                f"compute_metrics: {name or kind} holds the states of all ranks already. Call .unsync() on "
+                "it before, or do not call .sync()."
+            )
+        seen.add(id(module._defaults))
+        found.members.append(Member(module, f"{name} ({kind})" if name else kind, states))
+
+
+def _states(metric: Any) -> list[State]:
+    made = []
+    for name in metric._defaults:
+        reduction = metric._reductions[name]
+        rule = _RULES.get(id(reduction), "call")
+        made.append(State(metric, name, rule, reduction if rule == "call" else None))
+    return made
+
+
+def _describe(state: State) -> str:
+    default = state.metric._defaults[state.name]
+    shape = list(default.shape) if isinstance(default, torch.Tensor) else "..."
+    return f"{state.name} {state.rule}{shape}"
+
+
+def _changed(value: Any, default: Any) -> bool:
+    if isinstance(default, torch.Tensor) and isinstance(value, torch.Tensor):
+        return value.shape != default.shape or not torch.equal(value, default.to(value.device, value.dtype))
+    return len(value) > 0
+
+
+@contextmanager
+def _lent(found: Found, values: Values, updates: list[int]) -> Iterator[None]:
+    """In the block the metrics hold other states, and synchronise nothing; afterwards all is as it was.
+
+    Args:
+        found: All metrics of the call.
+        values: States with the values that they have in the block.
+        updates: How often each member was updated, in the block; 0 leaves its own count.
+    """
+    changed: dict[int, tuple[Any, dict[str, Any]]] = {}
+    for member, count in zip(found.members, updates, strict=True):
+        new: dict[str, Any] = {"_computed": None, "_to_sync": False}
+        if count:
+            new[_RUNNING_COUNT if hasattr(member.metric, _RUNNING_COUNT) else "_update_count"] = count
+        changed[id(member.metric)] = member.metric, new
+    for group in found.groups:  # else it copies the states of one member over those of others
+        changed[id(group)] = group, {"_groups": {}, "_state_is_copy": group._state_is_copy}
+    for state, value in values:
+        changed[id(state.metric)][1][state.name] = value
+    saved: list[tuple[Any, dict[str, Any]]] = []
+    try:
+        for owner, new in changed.values():
+            saved.append((owner, {name: getattr(owner, name) for name in new}))
+            _assign(owner, new)
+        yield
+    finally:
+        for owner, old in reversed(saved):
+            _assign(owner, old)
+
+
+def _assign(owner: Any, values: dict[str, Any]) -> None:
+    own = vars(owner)
+    for name, value in values.items():
+        if name in own:
+            own[name] = value  # nn.Module's way would look for parameters and submodules first
+        else:
+            setattr(owner, name, value)

@@ -13,8 +13,7 @@ import torch
 from fabric.core.errors import ConfigurationError, FabricError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.channel import Channel, Wire
-from fabric.plugins.collectives.frames import call_of
-from fabric.plugins.collectives.single_device import SingleDeviceCollective
+from fabric.plugins.collectives.single_device import SingleDeviceCollective, gather_alone, reduce_alone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +91,7 @@ class Exchange:
 
     def meet(self, verb: str, what: str = "") -> None:
         """Wait until all ranks make the same call; the first thing that a verb of several messages does."""
-        self.channel().meet(call_of(verb, what))
+        self.channel().announce(verb, what)
 
     def refuse(self, verb: str, error: FabricError, group: Any | None = None) -> NoReturn:
         """Raise `error` about a verb's arguments, after the ranks that wait in the verb have heard of it."""
@@ -113,9 +112,12 @@ class Exchange:
             from fabric.plugins.collectives.grads import all_reduce_with_grads
 
             return all_reduce_with_grads(tensor, reduce_op, self.channel(group))
+        channel = self.channel(group)
+        if channel.world_size == 1:
+            return reduce_alone(tensor, reduce_op, channel, async_op=async_op)
         from fabric.plugins.collectives.reduce import reduce_tree
 
-        return reduce_tree(tensor, reduce_op, self.channel(group), async_op=async_op)
+        return reduce_tree(tensor, reduce_op, channel, async_op=async_op)
 
     def all_gather(
         self,
@@ -128,9 +130,12 @@ class Exchange:
     ) -> Any:
         """The tree with leaves of shape (world_size, *shape), or as `uneven` says."""
         if not sync_grads and uneven == "error":
+            channel = self.channel(group)
+            if channel.world_size == 1:
+                return gather_alone(tensor, channel, async_op=async_op)
             from fabric.plugins.collectives.gather import gather_tree
 
-            return gather_tree(tensor, self.channel(group), async_op=async_op)
+            return gather_tree(tensor, channel, async_op=async_op)
         from fabric.plugins.collectives.grads import all_gather_uneven, all_gather_with_grads
 
         if uneven == "error":
@@ -171,9 +176,12 @@ class Exchange:
 
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
         """Rank `src`'s object on every rank."""
+        channel = self.channel(group)
+        if channel.world_size == 1:
+            return obj
         from fabric.plugins.collectives.objects import broadcast_tree
 
-        return broadcast_tree(obj, src, self.channel(group))
+        return broadcast_tree(obj, src, channel)
 
     def all_gather_object(
         self, obj: Any, group: Any | None = None, *, label: str = "all_gather_object"
@@ -215,7 +223,7 @@ class Exchange:
         with channel.refusing("log_dict"):
             flat, there = flat_scalars([(name, values[name]) for name in names], absent=size > 1)
         if not names:
-            channel.meet(call_of(label, "nothing"))
+            channel.announce(label, "nothing")
             return {}
         if size == 1:
             reduced = reduce_scalars(names, flat, reduce_op, channel, label)
@@ -226,12 +234,15 @@ class Exchange:
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks are here; `name` must be the same on all."""
-        self.channel().meet(call_of("barrier()" if name is None else f"barrier({name!r})"))
+        self.channel().announce("barrier()" if name is None else f"barrier({name!r})")
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any rank) decided True."""
+        channel = self.channel()
+        if channel.world_size == 1:
+            return bool(decision)
         from fabric.plugins.collectives.reduce import reduce_tree
 
         vote = torch.tensor(bool(decision))
         label = "all" if all else "any"
-        return bool(reduce_tree(vote, "product" if all else "sum", self.channel(), label=label))
+        return bool(reduce_tree(vote, "product" if all else "sum", channel, label=label))

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.messages import say
 from fabric.plugins.collectives.control import reason_of, waits_of_world
-from fabric.plugins.collectives.frames import Said, aligned
 from fabric.plugins.collectives.job_store import StoreSilent
+from fabric.plugins.collectives.mismatch import Said, aligned
 from fabric.plugins.collectives.waits import Whereabouts
 from fabric.processes.lifeline import describe
 from fabric.watch.devices import DeviceWatch

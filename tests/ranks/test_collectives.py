@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import flatten
-from fabric.plugins.collectives import channel
+from fabric.plugins.collectives import frames
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -145,7 +145,7 @@ def alike(one: Any, other: Any) -> None:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return channel.as_bytes(tensor).numpy().tobytes()
+    return frames.as_bytes(tensor).numpy().tobytes()
 
 
 def everywhere_alike(value: Any) -> None:
@@ -276,8 +276,8 @@ def test_small_data_are_one_message_and_no_barrier(ranks):
 def reduce_large_and_small():
     fabric = launched()
     rank = fabric.global_rank
-    large = torch.full((channel.PACK_LIMIT // 4 + 1,), float(rank))
-    strided = torch.full((2, channel.PACK_LIMIT // 4), float(rank)).t()
+    large = torch.full((frames.PACK_LIMIT // 4 + 1,), float(rank))
+    strided = torch.full((2, frames.PACK_LIMIT // 4), float(rank)).t()
     data = [torch.tensor(float(rank)), large, torch.full((3,), float(rank)), strided]
     with counted() as calls:
         result = fabric.all_reduce(data)

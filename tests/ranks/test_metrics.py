@@ -19,7 +19,7 @@ from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, R2Score
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, UsageError
 from fabric.core.tree import flatten, map_tree
 from fabric.metrics import sync
-from fabric.plugins.collectives import channel
+from fabric.plugins.collectives import frames
 
 LOCAL = {"sync_on_compute": False}
 """torchmetrics itself must not synchronise: what `compute` gives is this rank's."""
@@ -87,7 +87,7 @@ def riding_up_to(limit: int):
 # every class of torchmetrics
 
 
-def against_one_process(domain: str, idle: int | None = None, limit: int = channel.PACK_LIMIT):
+def against_one_process(domain: str, idle: int | None = None, limit: int = frames.PACK_LIMIT):
     """All metrics of a domain in one call, twice.
 
     Args:
@@ -228,13 +228,13 @@ def random_states(seeds, limit):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("limit", [channel.PACK_LIMIT, 0, 20_000])
+@pytest.mark.parametrize("limit", [frames.PACK_LIMIT, 0, 20_000])
 def test_random_states_to_the_last_bit(ranks, world_size, limit):
     ranks.run(random_states, range(25), limit, world_size=world_size)
 
 
 @pytest.mark.parametrize("guard", ["light", "off"])
-@pytest.mark.parametrize("limit", [channel.PACK_LIMIT, 0])
+@pytest.mark.parametrize("limit", [frames.PACK_LIMIT, 0])
 def test_without_frames(ranks, monkeypatch, guard, limit):
     monkeypatch.setenv("FABRIC_GUARD", guard)
     ranks.run(random_states, range(12), limit, world_size=3)
@@ -250,7 +250,7 @@ def rounding_states(limit):
         everywhere_alike(fabric.compute_metrics(metrics))
 
 
-@pytest.mark.parametrize("limit", [channel.PACK_LIMIT, 0])
+@pytest.mark.parametrize("limit", [frames.PACK_LIMIT, 0])
 def test_rounding_is_the_same_on_every_rank(ranks, limit):
     ranks.run(rounding_states, limit, world_size=3)
 
@@ -288,7 +288,7 @@ def mean_states(limit):
     return fabric.compute_metrics(whole)[1]
 
 
-@pytest.mark.parametrize("limit", [channel.PACK_LIMIT, 0])
+@pytest.mark.parametrize("limit", [frames.PACK_LIMIT, 0])
 def test_means_are_weighted_by_updates(ranks, limit):
     values = ranks.run(mean_states, limit, world_size=3)
     assert [value.item() for value in values] == [3.75] * 3  # (1 * 3 + 3 * 4) / 4
@@ -337,7 +337,7 @@ def own_reductions(limit):
     alike(single, (torch.tensor([2.0, 3.0]), [torch.ones(3), torch.ones(2)], torch.tensor([2.0, 3.0])))
 
 
-@pytest.mark.parametrize("limit", [channel.PACK_LIMIT, 0])
+@pytest.mark.parametrize("limit", [frames.PACK_LIMIT, 0])
 def test_own_reductions_get_the_ranks_that_updated(ranks, limit):
     ranks.run(own_reductions, limit, world_size=3)
 
@@ -384,7 +384,7 @@ def odd_states(limit):
     assert metric.number == 1.0
 
 
-@pytest.mark.parametrize("limit", [channel.PACK_LIMIT, 0])
+@pytest.mark.parametrize("limit", [frames.PACK_LIMIT, 0])
 def test_states_that_became_something_else(ranks, limit):
     ranks.run(odd_states, limit, world_size=3)
 
@@ -407,7 +407,7 @@ def count_messages():
     large = [SumMetric() for _ in range(2)] + [MaxMetric()]
     for metric in large:
         metric.update(1.0)
-        setattr(metric, metric.state_name, torch.ones(channel.PACK_LIMIT // 8))
+        setattr(metric, metric.state_name, torch.ones(frames.PACK_LIMIT // 8))
     predictions_too = BinaryAUROC()
     predictions_too.update(torch.rand(50_000), torch.randint(2, (50_000,)))
     counts = []
@@ -769,7 +769,7 @@ def test_different_metrics_are_one_error_on_all_ranks(ranks):
 def states_on_a_device():
     fabric = launched()
     rank = fabric.global_rank
-    for limit in (channel.PACK_LIMIT, 0):
+    for limit in (frames.PACK_LIMIT, 0):
         metrics = [Kept().to("cuda"), BinaryAUROC(compute_on_cpu=True, **LOCAL).to("cuda")]
         if rank == 0:
             metrics[0].update(torch.ones(2, device="cuda"), torch.ones(3, device="cuda"))

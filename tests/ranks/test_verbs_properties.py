@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from test_collectives import launched
 
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError
-from fabric.plugins.collectives.channel import PACK_LIMIT
-from fabric.plugins.collectives.frames import FRAME_BYTES, ROOM
+from fabric.plugins.collectives.frames import FRAME_BYTES, PACK_LIMIT, ROOM
 
 OPS = ("mean", "sum", "min", "max", "product")
 EXACT = ("float32", "float64", "bfloat16", "float16")

@@ -205,3 +205,9 @@ def _look_into_fsdp() -> list[bool]:
 def test_fsdp_and_dtensors_show_what_they_are_made_of() -> None:
     """Parts are those of the optimizer between calls; numbers and draws of DTensors are those of one rank."""
     assert _look_into_fsdp() == [True] * 5
+
+
+def test_tensors_flatten_into_one() -> None:
+    """Small leaves of a tree travel in one message, gradients in one bucket."""
+    flat = internals.flatten_tensors([torch.ones(2, 1), torch.zeros(1)])
+    assert flat.tolist() == [1.0, 1.0, 0.0]

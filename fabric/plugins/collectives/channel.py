@@ -1,7 +1,8 @@
 """`Channel`: a group of ranks as the tree verbs see it: its collective, its guard, and what its backend can
 send.
 
-Beside it what every tree verb does first: leaves become tensors, tensors travel together in one.
+Beside it what every tree verb does first: leaves become tensors, names become operations, and what cannot be
+is refused. All that one rank needs; how data travel is in frames.py.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._utils import _flatten_dense_tensors as flatten_tensors
+import torch.distributed as dist
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
-from fabric.plugins.collectives.frames import REFUSED, ROOM, call_of
+from fabric.core.registry import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -27,10 +28,27 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.frames import Call
 
 
-PACK_LIMIT = 1 << 20
-"""Bytes up to which a leaf is copied into a flat tensor; beyond, the copy costs more than a collective."""
-_ALIGN = 16
-"""Bytes of the largest element: any dtype can be read from where a part begins."""
+_OPS = {
+    "sum": "SUM",
+    "mean": "AVG",
+    "avg": "AVG",
+    "min": "MIN",
+    "max": "MAX",
+    "product": "PRODUCT",
+    "prod": "PRODUCT",
+    "band": "BAND",
+    "bor": "BOR",
+    "bxor": "BXOR",
+}
+"""What users write, and torch's name of it."""
+
+WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
+"""Dtypes that backends do not reduce, and those in which they are reduced with the same result."""
+
+_REDUCIBLE = {
+    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, *WIDER,
+}  # fmt: skip
 
 
 class Wire(NamedTuple):
@@ -111,24 +129,12 @@ class Channel:
         guard = self.guard
         return None if guard is None else guard.meet(call, payload)
 
-    def ride(
-        self, call: Call, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
-    ) -> tuple[list[Tensor] | None, Any]:
-        """As `meet`, with data that may ride: (world_size, bytes) of all ranks for each of `flats`.
+    def announce(self, verb: str, what: str = "") -> None:
+        """Wait until all ranks make a call without data: this verb, with the same description `what`."""
+        if self.world_size > 1:
+            from fabric.plugins.collectives.frames import call_of
 
-        None if they must be sent by themselves, with what `room()` gave: memory, asked for before the call
-        where that is known by then. A rank without it must not leave the others in the message after it.
-        """
-        fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= ROOM
-        made = None if fits else room()
-        meeting = self.meet(call, flats if fits else None) if self.world_size > 1 else None
-        if not fits or meeting is None:
-            return None, room() if fits else made
-        tables, start = [], 0
-        for flat in flats:
-            tables.append(meeting.column(start, flat.numel(), torch.uint8))
-            start += flat.numel()
-        return tables, None
+            self.meet(call_of(verb, what))
 
     @contextmanager
     def refusing(self, verb: str) -> Iterator[None]:
@@ -151,10 +157,12 @@ class Channel:
         Raises:
             CollectiveMismatch: Not all ranks refuse alike; raised on all of them.
         """
-        # Alike is the kind of mistake; its text may name values, of which every rank has its own.
-        kind = f"{REFUSED}{type(error).__name__}"
-        self.world_size  # noqa: B018 - raises for ranks outside the group: nobody waits for them
-        self.meet(call_of(verb, kind)._replace(what=f"{kind}: {error}"))
+        if self.world_size > 1:  # raises for ranks outside the group: nobody waits for them
+            from fabric.plugins.collectives.frames import REFUSED, call_of
+
+            # Alike is the kind of mistake; its text may name values, of which every rank has its own.
+            kind = f"{REFUSED}{type(error).__name__}"
+            self.meet(call_of(verb, kind)._replace(what=f"{kind}: {error}"))
 
 
 def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tensor]:
@@ -214,83 +222,68 @@ def check_parts(shapes: list[list[int]], world: int, verb: str) -> None:
             )
 
 
-def buckets(like: Sequence[Any], mixed: bool = False) -> list[list[int]]:
-    """Positions of what travels together: of a dtype (or `mixed`) and device; large ones alone, none empty.
+def torch_op(op: Any) -> Any:
+    """torch's ReduceOp for a name ("mean", "SUM", ...) or a ReduceOp.
 
-    Args:
-        like: Tensors or labels.
-        mixed: Whether tensors of several dtypes travel together: as bytes.
+    Raises:
+        ConfigurationError: The name means no reduction.
+        ArgumentTypeError: Neither a name nor a ReduceOp.
     """
-    groups: dict[Any, list[int]] = {}
-    for position, one in enumerate(like):
-        size = one.nbytes
-        if size:
-            key = position if size > PACK_LIMIT else (mixed or one.dtype, one.get_device())
-            groups.setdefault(key, []).append(position)
-    return list(groups.values())
+    if not isinstance(op, str):
+        if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
+            return op
+        raise ArgumentTypeError(
+            f"reduce_op={op!r} is a {type(op).__name__}. Write a name such as 'mean', or "
+            "torch.distributed.ReduceOp.SUM."
+        )
+    name = _OPS.get(op.lower())
+    if name is None:
+        raise ConfigurationError(
+            f"reduce_op={op!r} is not a reduction.{did_you_mean(op, _OPS)} Write one of 'mean', 'sum', "
+            "'min', 'max', 'product'."
+        )
+    return getattr(dist.ReduceOp, name)
 
 
-def join(tensors: list[Tensor]) -> Tensor:
-    """The elements of tensors of one dtype, one after the other; no copy of a single contiguous one."""
-    return tensors[0].reshape(-1) if len(tensors) == 1 else flatten_tensors(tensors)
+def reducible(leaves: list[Any], op: Any, device: torch.device, verb: str) -> list[Tensor]:
+    """The leaves as tensors that `op` is defined for.
 
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of `tensor` as flat bytes, row-major; shares its memory where that is contiguous."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    plain = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous with any stride
-    return plain.view(torch.uint8)
-
-
-def pack(tensors: list[Tensor], parts: int = 1) -> Tensor:
-    """(parts, bytes): each tensor split along dim 0; those of one device, of one dtype side by side."""
-    rows = []
-    for places in _by_dtype(tensors).values():
-        group = [tensors[i].detach() for i in places]
-        if parts == 1:
-            flat = join(group)
-        else:
-            cut = [t.resolve_conj().resolve_neg().reshape(parts, t.numel() // parts) for t in group]
-            flat = torch.cat(cut, dim=1) if len(cut) > 1 else cut[0]
-        rows.append(as_bytes(flat).view(parts, -1))
-    if len(rows) < 2:
-        return rows[0] if rows else torch.empty(parts, 0, dtype=torch.uint8)
-    return torch.cat([torch.nn.functional.pad(row, (0, -row.shape[1] % _ALIGN)) for row in rows], dim=1)
-
-
-def packed_size(like: Sequence[Any]) -> int:
-    """Bytes of what `pack` makes of such tensors."""
-    sizes = [sum([like[i].nbytes for i in places]) for places in _by_dtype(like).values()]
-    return sizes[0] if len(sizes) == 1 else sum([size + -size % _ALIGN for size in sizes])
-
-
-def unpack(rows: Tensor, like: Sequence[Any], parts: int = 1) -> list[Tensor]:
-    """For each tensor (rows, numel / parts) elements out of what `pack` made on several ranks. No copies.
-
-    Args:
-        rows: (rows, bytes).
-        like: The tensors that were packed, or their labels.
-        parts: As for `pack`.
+    Raises:
+        ArgumentTypeError: It is not, for one of them.
     """
-    found: list[Any] = [None] * len(like)
-    start = 0
-    for dtype, places in _by_dtype(like).items():
-        widths = [like[i].numel() // parts for i in places]
-        end = start + sum(widths) * dtype.itemsize
-        columns = rows[:, start:end].view(dtype).split(widths, dim=1)
-        for i, column in zip(places, columns, strict=True):
-            found[i] = column
-        start = end + -end % _ALIGN
-    return found
+    tensors = to_tensors(leaves, device, verb)
+    for dtype in {t.dtype for t in tensors}:
+        _check_dtype(dtype, op, verb)
+    return tensors
 
 
-def _by_dtype(like: Sequence[Any]) -> dict[torch.dtype, list[int]]:
-    groups: dict[torch.dtype, list[int]] = {}
-    for place, one in enumerate(like):
-        groups.setdefault(one.dtype, []).append(place)
-    return groups
+def op_name(op: Any) -> str:
+    """The user's name of an operation."""
+    name = str(getattr(op, "op", op)).rpartition(".")[2].lower()
+    return "mean" if name == "avg" else name
 
 
-def all_on_host(tensors: list[Tensor]) -> bool:
-    """Whether every tensor is in host memory, so that it may ride in a frame."""
-    return all([t.is_cpu for t in tensors])
+def _check_dtype(dtype: torch.dtype, op: Any, verb: str) -> None:
+    refusal = ""
+    if dtype not in _REDUCIBLE:
+        refusal = "is not defined. Convert first: data.float()"
+    elif op == dist.ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+        refusal = "would round. Write reduce_op='sum', or convert first: data.float()"
+    elif dtype.is_complex and op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+        refusal = "is not defined. Reduce torch.view_as_real(data), or its absolute values"
+    if refusal:
+        raise ArgumentTypeError(f"{verb}({op_name(op)}) of a tensor of {dtype} {refusal}.")
+
+
+def check_writable(tensors: list[Tensor], op: Any) -> None:
+    """Raise if the elements of a tensor share memory: no result can be written into it."""
+    for tensor in tensors:
+        if not tensor.is_contiguous() and _overlaps(tensor):
+            raise ArgumentTypeError(
+                f"all_reduce({op_name(op)}) of a tensor of {tensor.dtype} cannot be written in place, since "
+                "its elements share memory. Pass inplace=False, or data.clone()."
+            )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    return any([step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)])

@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
-from fabric.plugins.collectives import frames
-from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, Said, starts_of
+from fabric.core.source import user_place
+from fabric.plugins.collectives import mismatch
+from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, starts_of
 from fabric.plugins.collectives.job_store import StoreSilent
+from fabric.plugins.collectives.mismatch import Said
 from fabric.plugins.collectives.waits import PATIENCE, Here, Waits, Whereabouts
 
 if TYPE_CHECKING:
@@ -197,16 +199,16 @@ class Guard:
 
     def _disagree(self, control: Any, call: Call) -> NoReturn:
         """All ranks see that the keys differ: say what each was about to do, and raise on all."""
-        text = frames.to_text(self._row(call))
+        text = mismatch.to_text(self._row(call))
         sizes = [int(size) for size in self._all_gather(control, torch.tensor([len(text)]), call)]
         own = torch.zeros(max(sizes), dtype=torch.uint8)
         own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         rows = self._all_gather(control, own, call)
         said = [
-            frames.from_text(rank, bytes(row[:size].tolist()))
+            mismatch.from_text(rank, bytes(row[:size].tolist()))
             for rank, row, size in zip(self.members, rows, sizes, strict=True)
         ]
-        raise CollectiveMismatch(frames.mismatch_text(said))
+        raise CollectiveMismatch(mismatch.mismatch_text(said))
 
     def _all_gather(self, control: Any, own: Tensor, call: Call) -> list[Tensor]:
         rows = [torch.empty_like(own) for _ in self.members]
@@ -253,7 +255,7 @@ class Guard:
             if self._waits.broken is not None:
                 raise CollectiveMismatch(self._waits.broken) from error
             if self._waits.here is None:
-                self._waits.here = Here(self._row(call).verb, frames.user_place(), time.monotonic())
+                self._waits.here = Here(self._row(call).verb, user_place(), time.monotonic())
             raise RankError(self._failure(call, error, work)) from error
         except BaseException:  # Ctrl+C: the operation goes on, and its memory must not be used again
             if not isinstance(work, Arrival):
@@ -311,13 +313,13 @@ class Guard:
             self._each = list(self._rows)
 
     def _row(self, call: Call) -> Said:
-        return Said(self._waits.rank, f"{call.verb} #{max(self.count, 1)}", call.what, frames.user_place())
+        return Said(self._waits.rank, f"{call.verb} #{max(self.count, 1)}", call.what, user_place())
 
     def _failure(self, call: Call, error: Exception, work: Any = None) -> str:
         """The error for ranks that ended or did not come: who is missing, and where the others wait."""
         self._waits.store.settle()
         reason, explain = reason_of(error), self._waits.explain
-        text = f"{call.verb} at {frames.user_place()} failed on rank {self._waits.rank}: "
+        text = f"{call.verb} at {user_place()} failed on rank {self._waits.rank}: "
         left, quiet, found = explain() if explain else Whereabouts([], [], "")
         ended = [str(rank) for rank in self.members if rank in (*left, *quiet)]
         try:
@@ -334,7 +336,7 @@ class Guard:
             text += f"{who} ended, or did not come within {self.timeout.total_seconds():.0f} s ({reason})."
         if found:
             return f"{text}\nWhere the ranks are:\n{found}"
-        return f"{text}\nWaiting at that time:\n{frames.table(rows)}" if rows else text
+        return f"{text}\nWaiting at that time:\n{mismatch.table(rows)}" if rows else text
 
     def _missing(self, work: Any) -> tuple[list[str], list[Said]]:
         """Who has not come to this call, and the rows of the others that wait."""

@@ -1,21 +1,22 @@
-"""Frames: the fixed-size message that every rank sends before a collective, so that a mismatch becomes an
-error.
+"""What travels: the frame that every rank sends before a collective, so that a mismatch becomes an error, and
+tensors side by side in flat memory.
 
-Pure: what a call looks like on the wire, and the table for people when calls differ. `control.py` sends them.
+Pure: how a call and its data look on the wire. `control.py` sends frames; the verbs send the rest.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import struct
-import sys
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from fabric.core.torch_internals import flatten_tensors
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -32,16 +33,15 @@ KEY_BYTES = 24
 """The part of the header in which all ranks must agree: count and digest."""
 ROOM = FRAME_BYTES - HEADER.size
 """Bytes of data that ride in a frame."""
-TEXT_BYTES = 1 << 20
-"""Longest text in which a rank of those that disagree says what it was about to do."""
-
 ALONE = "forward without gradients"
 """How the call begins that a split model makes in evaluation."""
 REFUSED = "refused: "
 """How the description of a call begins whose arguments this rank did not accept."""
 
-_PACKAGE = str(Path(__file__).parents[2]) + os.sep
-_NOT_THE_USERS = (_PACKAGE, contextlib.__file__, str(Path("site-packages", "torch")) + os.sep)
+PACK_LIMIT = 1 << 20
+"""Bytes up to which a leaf is copied into a flat tensor; beyond, the copy costs more than a collective."""
+_ALIGN = 16
+"""Bytes of the largest element: any dtype can be read from where a part begins."""
 _KEPT_CALLS = 1024
 CONTENTS = ", contents "
 """In the data of a call: a checksum of the values follows, which are to be the same."""
@@ -58,14 +58,18 @@ class Call(NamedTuple):
     """16 bytes that stand for both."""
 
 
-class Said(NamedTuple):
-    """One rank's row in the table."""
-
-    rank: int
-    verb: str
-    what: str
-    where: str
-
+_Op = dist.ReduceOp
+FOLDS: dict[Any, Callable[[Tensor, Tensor], Any]] = {
+    _Op.SUM: torch.Tensor.add_,
+    _Op.AVG: torch.Tensor.add_,
+    _Op.PRODUCT: torch.Tensor.mul_,
+    _Op.MIN: lambda total, row: torch.minimum(total, row, out=total),
+    _Op.MAX: lambda total, row: torch.maximum(total, row, out=total),
+    _Op.BAND: torch.Tensor.bitwise_and_,
+    _Op.BOR: torch.Tensor.bitwise_or_,
+    _Op.BXOR: torch.Tensor.bitwise_xor_,
+}
+"""What a reduction does with the result so far and the next rank's data."""
 
 _known: dict[Any, Call] = {}
 
@@ -124,89 +128,6 @@ def _draw(spec: Spec, leaves: Iterator[str]) -> str:
     return f"{spec.kind.__name__}({', '.join(named)})"
 
 
-def user_place() -> str:
-    """file:line of the first frame outside this package (and what calls back into it)."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_plumbing(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _is_plumbing(filename: str) -> bool:
-    return filename.startswith(_NOT_THE_USERS[:2]) or _NOT_THE_USERS[2] in filename
-
-
-def to_text(said: Said) -> bytes:
-    """A row on its way to the other ranks."""
-    return "\n".join((said.verb, said.where, said.what)).encode(errors="replace")[:TEXT_BYTES]
-
-
-def from_text(rank: int, text: bytes) -> Said:
-    """The row that `to_text` sent."""
-    verb, where, what = [*text.decode(errors="replace").split("\n", 2), "", ""][:3]
-    return Said(rank, verb, what, where)
-
-
-def mismatch_text(rows: Sequence[Said]) -> str:
-    """The error for ranks that make different calls: what went wrong, a line per rank, what to look for."""
-    refusing = [row for row in rows if row.what.startswith(REFUSED)]
-    if refusing:
-        ranks = ", ".join([str(row.rank) for row in refusing])
-        head = f"Rank {ranks} refused the arguments of {refusing[0].verb}"
-        remedy = "Call it on all ranks with arguments that every rank accepts."
-    elif len({row.verb for row in rows}) == 1:
-        head = f"Ranks called {rows[0].verb} with different data"
-        hint = " (all_gather has uneven='list' or 'cat')" * rows[0].verb.startswith("all_gather")
-        remedy = f"Give every rank the same structure, shapes and dtypes{hint}."
-        if all([CONTENTS in row.what for row in rows]):
-            remedy = (
-                "Ranks that compute one model together need the same batch: give the loader to "
-                "fabric.setup_dataloaders, use no sampler per rank, and seed all ranks alike."
-            )
-    else:
-        head = "Ranks made different calls where all must make the same"
-        remedy = (
-            "All ranks must make the same calls in the same order: is one inside `if rank == 0:`, does a "
-            "loop end earlier on one rank?"
-        )
-        if any([row.verb.startswith(ALONE) for row in rows]):
-            remedy += " For what one rank does alone write `with fabric.whole(model) as plain:` on all ranks."
-    return f"{head}.\n{table(rows)}\n{remedy}"
-
-
-def table(rows: Sequence[Said]) -> str:
-    """A line per rank: rank, verb, data, file:line. Long data is shown from where it differs."""
-    cells = [("rank", "call", "data", "at")]
-    whats = _trimmed([row.what for row in rows])
-    for row, what in zip(rows, whats, strict=True):
-        cells.append((str(row.rank), row.verb, what, row.where))
-    return aligned(cells)
-
-
-def aligned(cells: Sequence[tuple[str, ...]]) -> str:
-    """A line per tuple, all columns but the last as wide as their longest cell."""
-    widths = [max([len(line[column]) for line in cells]) for column in range(len(cells[0]) - 1)]
-    lines = []
-    for line in cells:
-        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
-        lines.append("  ".join(["", *padded, line[-1]]).rstrip())
-    return "\n".join(lines)
-
-
-def _trimmed(texts: list[str], limit: int = 100) -> list[str]:
-    """The texts from a little before where they differ; refusals as they are, for people to read."""
-    start = 0
-    if max([len(text) for text in texts]) > limit and not any([text.startswith(REFUSED) for text in texts]):
-        letters = enumerate(zip(*texts, strict=False))
-        ends = min([len(text) for text in texts])
-        start = max(0, next((i for i, each in letters if len(set(each)) > 1), ends) - limit // 3)
-    shown = [("..." if start else "") + text[start:] for text in texts]
-    return [
-        text if len(text) <= limit or text.startswith(REFUSED) else text[: limit - 3] + "..."
-        for text in shown
-    ]
-
-
 def starts_of(payload: list[Tensor]) -> tuple[list[int], int]:
     """Where each flat tensor begins in a frame's data, as its dtype needs it, and where the last one ends."""
     starts, at = [], 0
@@ -215,3 +136,103 @@ def starts_of(payload: list[Tensor]) -> tuple[list[int], int]:
         starts.append(at)
         at += data.nbytes
     return starts, at
+
+
+def buckets(like: Sequence[Any], mixed: bool = False) -> list[list[int]]:
+    """Positions of what travels together: of a dtype (or `mixed`) and device; large ones alone, none empty.
+
+    Args:
+        like: Tensors or labels.
+        mixed: Whether tensors of several dtypes travel together: as bytes.
+    """
+    groups: dict[Any, list[int]] = {}
+    for position, one in enumerate(like):
+        size = one.nbytes
+        if size:
+            key = position if size > PACK_LIMIT else (mixed or one.dtype, one.get_device())
+            groups.setdefault(key, []).append(position)
+    return list(groups.values())
+
+
+def join(tensors: list[Tensor]) -> Tensor:
+    """The elements of tensors of one dtype, one after the other; no copy of a single contiguous one."""
+    return tensors[0].reshape(-1) if len(tensors) == 1 else flatten_tensors(tensors)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of `tensor` as flat bytes, row-major; shares its memory where that is contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous with any stride
+    return plain.view(torch.uint8)
+
+
+def pack(tensors: list[Tensor], parts: int = 1) -> Tensor:
+    """(parts, bytes): each tensor split along dim 0; those of one device, of one dtype side by side."""
+    rows = []
+    for places in _by_dtype(tensors).values():
+        group = [tensors[i].detach() for i in places]
+        if parts == 1:
+            flat = join(group)
+        else:
+            cut = [t.resolve_conj().resolve_neg().reshape(parts, t.numel() // parts) for t in group]
+            flat = torch.cat(cut, dim=1) if len(cut) > 1 else cut[0]
+        rows.append(as_bytes(flat).view(parts, -1))
+    if len(rows) < 2:
+        return rows[0] if rows else torch.empty(parts, 0, dtype=torch.uint8)
+    return torch.cat([torch.nn.functional.pad(row, (0, -row.shape[1] % _ALIGN)) for row in rows], dim=1)
+
+
+def packed_size(like: Sequence[Any]) -> int:
+    """Bytes of what `pack` makes of such tensors."""
+    sizes = [sum([like[i].nbytes for i in places]) for places in _by_dtype(like).values()]
+    return sizes[0] if len(sizes) == 1 else sum([size + -size % _ALIGN for size in sizes])
+
+
+def unpack(rows: Tensor, like: Sequence[Any], parts: int = 1) -> list[Tensor]:
+    """For each tensor (rows, numel / parts) elements out of what `pack` made on several ranks. No copies.
+
+    Args:
+        rows: (rows, bytes).
+        like: The tensors that were packed, or their labels.
+        parts: As for `pack`.
+    """
+    found: list[Any] = [None] * len(like)
+    start = 0
+    for dtype, places in _by_dtype(like).items():
+        widths = [like[i].numel() // parts for i in places]
+        end = start + sum(widths) * dtype.itemsize
+        columns = rows[:, start:end].view(dtype).split(widths, dim=1)
+        for i, column in zip(places, columns, strict=True):
+            found[i] = column
+        start = end + -end % _ALIGN
+    return found
+
+
+def _by_dtype(like: Sequence[Any]) -> dict[torch.dtype, list[int]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for place, one in enumerate(like):
+        groups.setdefault(one.dtype, []).append(place)
+    return groups
+
+
+def all_on_host(tensors: list[Tensor]) -> bool:
+    """Whether every tensor is in host memory, so that it may ride in a frame."""
+    return all([t.is_cpu for t in tensors])
+
+
+def fold(rows: list[Tensor] | Tensor, op: Any) -> Tensor:
+    """The reduction of every rank's flat data, in the order of ranks: the same bits wherever it is computed.
+
+    Half-precision data are added up in float32.
+    """
+    first = rows[0]
+    total = first.float() if first.dtype in (torch.bfloat16, torch.float16) else first.clone()
+    step = FOLDS[op if first.dtype is not torch.bool else for_bools(op)]
+    for row in rows[1:]:
+        step(total, row)
+    return total.div_(len(rows)) if op == _Op.AVG else total
+
+
+def for_bools(op: Any) -> Any:
+    """The operation on truth values that a sum or a product of them means."""
+    return {_Op.SUM: _Op.MAX, _Op.PRODUCT: _Op.MIN}.get(op, op)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.channel import buckets, pack, to_tensors, unpack
-from fabric.plugins.collectives.frames import tree_call
-from fabric.plugins.collectives.handle import Handle
+from fabric.plugins.collectives.channel import to_tensors
+from fabric.plugins.collectives.frames import ROOM, all_on_host, buckets, pack, tree_call, unpack
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from fabric.plugins.collectives.channel import Channel
@@ -47,6 +50,8 @@ def gather_tree(
         return unflatten(finish(), spec, data) if takes else None
 
     if async_op:
+        from fabric.plugins.collectives.handle import Handle
+
         return Handle(verb, works, build)
     for work in works:
         work.wait()
@@ -72,7 +77,7 @@ def start_gather(tensors: list[Tensor], call: Call, channel: Channel, dst: int |
         raws = [ready(raw) for raw in raws]
         return [raw.new_empty(world * takes, raw.numel()) for raw in raws]
 
-    tables, made = channel.ride(call, raws, room)
+    tables, made = ride(channel, call, raws, room)
     if tables is None:
         tables = made
         for table, raw in zip(made, raws, strict=True):
@@ -93,3 +98,23 @@ def start_gather(tensors: list[Tensor], call: Call, channel: Channel, dst: int |
         return gathered
 
     return [work for work in works if work is not None], finish
+
+
+def ride(
+    channel: Channel, call: Call, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
+) -> tuple[list[Tensor] | None, Any]:
+    """As `Channel.meet`, with data that may ride: (world_size, bytes) of all ranks for each of `flats`.
+
+    None if they must be sent by themselves, with what `room()` gave: memory, asked for before the call
+    where that is known by then. A rank without it must not leave the others in the message after it.
+    """
+    fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= ROOM
+    made = None if fits else room()
+    meeting = channel.meet(call, flats if fits else None) if channel.world_size > 1 else None
+    if not fits or meeting is None:
+        return None, room() if fits else made
+    tables, start = [], 0
+    for flat in flats:
+        tables.append(meeting.column(start, flat.numel(), torch.uint8))
+        start += flat.numel()
+    return tables, None

@@ -13,10 +13,11 @@ from torch.autograd.function import once_differentiable
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.channel import to_tensors
+from fabric.plugins.collectives.channel import op_name, reducible, to_tensors, torch_op
+from fabric.plugins.collectives.frames import fold
 from fabric.plugins.collectives.gather import gather_tree
 from fabric.plugins.collectives.objects import gather_uneven
-from fabric.plugins.collectives.reduce import fold, op_name, reduce_tree, reducible, torch_op, wire_dtype
+from fabric.plugins.collectives.reduce import reduce_tree, wire_dtype
 from fabric.plugins.collectives.route import all_to_all_tree, reduce_scatter_tree
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def _differentiable(data: Any, op: Any, channel: Channel, verb: str) -> tuple[li
     with channel.refusing(verb):
         op = torch_op("sum" if op is None else op)
         name = op_name(op)
-        tensors = reducible(leaves, op, channel, verb)
+        tensors = reducible(leaves, op, channel.wire.device, verb)
         if name not in _ALONG_RANKS and name not in ("sum", "mean"):
             raise ConfigurationError(f"{verb}({name}, sync_grads=True): {name} has no gradient.")
     return tensors, spec, op, name

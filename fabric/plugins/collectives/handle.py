@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from fabric.plugins.collectives.frames import user_place
+from fabric.core.source import user_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable

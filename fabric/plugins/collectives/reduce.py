@@ -12,86 +12,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError
-from fabric.core.registry import did_you_mean
 from fabric.core.torch_internals import foreach_copy_
 from fabric.core.tree import LEAF, flatten, unflatten
-from fabric.plugins.collectives.channel import all_on_host, buckets, join, to_tensors
-from fabric.plugins.collectives.frames import ROOM, starts_of, tree_call
-from fabric.plugins.collectives.handle import Handle
+from fabric.plugins.collectives.channel import WIDER, check_writable, op_name, reducible, torch_op
+from fabric.plugins.collectives.frames import (
+    FOLDS,
+    ROOM,
+    all_on_host,
+    buckets,
+    fold,
+    join,
+    starts_of,
+    tree_call,
+)
 from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from fabric.plugins.collectives.channel import Channel
 
-_OPS = {
-    "sum": "SUM",
-    "mean": "AVG",
-    "avg": "AVG",
-    "min": "MIN",
-    "max": "MAX",
-    "product": "PRODUCT",
-    "prod": "PRODUCT",
-    "band": "BAND",
-    "bor": "BOR",
-    "bxor": "BXOR",
-}
-"""What users write, and torch's name of it."""
-
-_WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-"""Dtypes that backends do not reduce, and those in which they are reduced with the same result."""
-
-_REDUCIBLE = {
-    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-    torch.float32,
-    torch.float64, torch.complex64, torch.complex128, *_WIDER,
-}  # fmt: skip
-
-
-def torch_op(op: Any) -> Any:
-    """torch's ReduceOp for a name ("mean", "SUM", ...) or a ReduceOp.
-
-    Raises:
-        ConfigurationError: The name means no reduction.
-        ArgumentTypeError: Neither a name nor a ReduceOp.
-    """
-    if not isinstance(op, str):
-        if isinstance(op, dist.ReduceOp | dist.ReduceOp.RedOpType):
-            return op
-        raise ArgumentTypeError(
-            f"reduce_op={op!r} is a {type(op).__name__}. Write a name such as 'mean', or "
-            "torch.distributed.ReduceOp.SUM."
-        )
-    name = _OPS.get(op.lower())
-    if name is None:
-        raise ConfigurationError(
-            f"reduce_op={op!r} is not a reduction.{did_you_mean(op, _OPS)} Write one of 'mean', 'sum', "
-            "'min', 'max', 'product'."
-        )
-    return getattr(dist.ReduceOp, name)
-
-
 _Op = dist.ReduceOp
-_STEPS: dict[Any, Callable[[Tensor, Tensor], Any]] = {
-    _Op.SUM: torch.Tensor.add_,
-    _Op.AVG: torch.Tensor.add_,
-    _Op.PRODUCT: torch.Tensor.mul_,
-    _Op.MIN: lambda total, row: torch.minimum(total, row, out=total),
-    _Op.MAX: lambda total, row: torch.maximum(total, row, out=total),
-    _Op.BAND: torch.Tensor.bitwise_and_,
-    _Op.BOR: torch.Tensor.bitwise_or_,
-    _Op.BXOR: torch.Tensor.bitwise_xor_,
-}
-"""What a reduction does with the result so far and the next rank's data."""
 _PLAIN = {name: (f"all_reduce({name})", torch_op(name)) for name in ("mean", "sum", "min", "max", "product")}
 """For the plain names of operations: the call's label, and torch's operation."""
 _SMALL = 1024
 """Bytes of a tensor that is reduced in few steps."""
-_NAMES = {op: "mean" if op == _Op.AVG else str(op).rpartition(".")[2].lower() for op in _STEPS}
 
 
 def reduce_tree(
@@ -120,10 +65,8 @@ def reduce_tree(
     leaves, spec = flatten(data)
     with channel.refusing("all_reduce"):
         op = torch_op("sum" if op is None else op)
-        tensors = reducible(leaves, op, channel, "all_reduce")
-        for tensor in tensors:
-            if not tensor.is_contiguous():
-                _check_layout(tensor, op)
+        tensors = reducible(leaves, op, channel.wire.device, "all_reduce")
+        check_writable(tensors, op)
     result = unflatten(tensors, spec, data)
     label = label or f"all_reduce({op_name(op)})"
     works: list[Any] = []
@@ -156,6 +99,8 @@ def reduce_tree(
         for work, parcel in zip(works, parcels if works else [], strict=True):
             _arrive(work, parcel, op, world)
         return result
+
+    from fabric.plugins.collectives.handle import Handle
 
     return Handle(label, works, finish)
 
@@ -190,39 +135,9 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
     return True
 
 
-def reducible(leaves: list[Any], op: Any, channel: Channel, verb: str) -> list[Tensor]:
-    """The leaves as tensors that `op` is defined for.
-
-    Raises:
-        ArgumentTypeError: It is not, for one of them.
-    """
-    tensors = to_tensors(leaves, channel.wire.device, verb)
-    for dtype in {t.dtype for t in tensors}:
-        _check_dtype(dtype, op, verb)
-    return tensors
-
-
-def fold(rows: list[Tensor] | Tensor, op: Any) -> Tensor:
-    """The reduction of every rank's flat data, in the order of ranks: the same bits wherever it is computed.
-
-    Half-precision data are added up in float32.
-    """
-    first = rows[0]
-    total = first.float() if first.dtype in (torch.bfloat16, torch.float16) else first.clone()
-    step = _STEPS[op if first.dtype is not torch.bool else for_bools(op)]
-    for row in rows[1:]:
-        step(total, row)
-    return total.div_(len(rows)) if op == _Op.AVG else total
-
-
 def engine_op(op: Any) -> Any:
     """What the engine is asked for: not every backend knows a mean."""
     return _Op.SUM if op == _Op.AVG else op
-
-
-def for_bools(op: Any) -> Any:
-    """The operation on truth values that a sum or a product of them means."""
-    return {_Op.SUM: _Op.MAX, _Op.PRODUCT: _Op.MIN}.get(op, op)
 
 
 def wire_dtype(dtype: torch.dtype, op: Any) -> torch.dtype:
@@ -230,21 +145,12 @@ def wire_dtype(dtype: torch.dtype, op: Any) -> torch.dtype:
     # The mean of float16 numbers is a float16 number, their sum may not be.
     if dtype is torch.float16 and op == _Op.AVG:
         return torch.float32
-    return _WIDER.get(dtype, dtype)
-
-
-def op_name(op: Any) -> str:
-    """The user's name of an operation."""
-    known = _NAMES.get(op) if isinstance(op, _Op.RedOpType) else None
-    if known is not None:
-        return known
-    name = str(getattr(op, "op", op)).rpartition(".")[2].lower()
-    return "mean" if name == "avg" else name
+    return WIDER.get(dtype, dtype)
 
 
 def foldable(op: Any) -> bool:
     """Whether ranks can compute the reduction by themselves from everybody's data."""
-    return isinstance(op, _Op.RedOpType) and op in _STEPS
+    return isinstance(op, _Op.RedOpType) and op in FOLDS
 
 
 class _Parcel:
@@ -316,23 +222,3 @@ def _writable(tensors: list[Tensor]) -> Any:
     # Tensors made under inference_mode (evaluation) can only be written to inside it.
     inference = any([t.is_inference() for t in tensors])
     return torch.inference_mode() if inference else torch.no_grad()
-
-
-def _check_dtype(dtype: torch.dtype, op: Any, verb: str) -> None:
-    refusal = ""
-    if dtype not in _REDUCIBLE:
-        refusal = "is not defined. Convert first: data.float()"
-    elif op == _Op.AVG and not (dtype.is_floating_point or dtype.is_complex):
-        refusal = "would round. Write reduce_op='sum', or convert first: data.float()"
-    elif dtype.is_complex and op not in (_Op.AVG, _Op.SUM):
-        refusal = "is not defined. Reduce torch.view_as_real(data), or its absolute values"
-    if refusal:
-        raise ArgumentTypeError(f"{verb}({op_name(op)}) of a tensor of {dtype} {refusal}.")
-
-
-def _check_layout(tensor: Tensor, op: Any) -> None:
-    if any([stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]):
-        raise ArgumentTypeError(
-            f"all_reduce({op_name(op)}) of a tensor of {tensor.dtype} cannot be written in place, since its "
-            f"elements share memory. Pass inplace=False, or data.clone()."
-        )

@@ -7,18 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.channel import as_bytes, buckets, check_parts, pack, to_tensors, unpack
-from fabric.plugins.collectives.frames import tree_call
+from fabric.plugins.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
+from fabric.plugins.collectives.frames import as_bytes, buckets, fold, pack, tree_call, unpack
+from fabric.plugins.collectives.gather import ride
 from fabric.plugins.collectives.ordered import from_ordered, to_ordered
-from fabric.plugins.collectives.reduce import (
-    engine_op,
-    fold,
-    foldable,
-    op_name,
-    reducible,
-    torch_op,
-    wire_dtype,
-)
+from fabric.plugins.collectives.reduce import engine_op, foldable, wire_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +37,7 @@ def reduce_scatter_tree(data: Any, op: Any, channel: Channel, *, label: str | No
     leaves, spec = flatten(data)
     with channel.refusing("reduce_scatter"):
         op = torch_op("sum" if op is None else op)
-        tensors = reducible(leaves, op, channel, "reduce_scatter")
+        tensors = reducible(leaves, op, channel.wire.device, "reduce_scatter")
         check_parts([list(t.shape) for t in tensors], world, "reduce_scatter")
     if world == 1:
         return unflatten([t.detach().clone() for t in tensors], spec, data)
@@ -52,7 +45,7 @@ def reduce_scatter_tree(data: Any, op: Any, channel: Channel, *, label: str | No
     groups = buckets(wide)
     sent = [pack([wide[i] for i in group], world).view(wide[group[0]].dtype) for group in groups]
     call = tree_call(label or f"reduce_scatter({op_name(op)})", spec, tensors)
-    tables, _ = channel.ride(call, [as_bytes(m) for m in sent], may=foldable(op))
+    tables, _ = ride(channel, call, [as_bytes(m) for m in sent], may=foldable(op))
     results = [t.new_empty(t.shape[0] // world, *t.shape[1:]) for t in tensors]
     for place, (group, matrix) in enumerate(zip(groups, sent, strict=True)):
         if tables is None:
@@ -88,7 +81,7 @@ def all_to_all_tree(data: Any, channel: Channel, *, verb: str = "all_to_all") ->
         return unflatten([t.detach().clone() for t in tensors], spec, data)
     groups = buckets(tensors, mixed=True)
     sent = [pack([tensors[i] for i in group], world) for group in groups]
-    tables, _ = channel.ride(tree_call(verb, spec, tensors), [m.view(-1) for m in sent])
+    tables, _ = ride(channel, tree_call(verb, spec, tensors), [m.view(-1) for m in sent])
     results = [torch.empty_like(t) if not t.numel() else t for t in tensors]
     for place, (group, matrix) in enumerate(zip(groups, sent, strict=True)):
         if tables is None:

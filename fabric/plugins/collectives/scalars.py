@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
-from fabric.plugins.collectives.channel import to_tensors
+from fabric.plugins.collectives.channel import to_tensors, torch_op
+from fabric.plugins.collectives.frames import fold
 from fabric.plugins.collectives.gather import gather_tree
-from fabric.plugins.collectives.reduce import fold, reduce_tree, torch_op
+from fabric.plugins.collectives.reduce import reduce_tree
 
 if TYPE_CHECKING:
     from torch import Tensor

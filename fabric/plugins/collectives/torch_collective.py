@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.plugins.collectives.channel import torch_op
 from fabric.plugins.collectives.collective import Collective
 from fabric.plugins.collectives.control import guard_of, waits_of_world
-from fabric.plugins.collectives.reduce import torch_op
 
 if TYPE_CHECKING:
     from datetime import timedelta

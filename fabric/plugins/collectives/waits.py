@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fabric.plugins.collectives.frames import Said, mismatch_text
 from fabric.plugins.collectives.job_store import JobStore
+from fabric.plugins.collectives.mismatch import Said, mismatch_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

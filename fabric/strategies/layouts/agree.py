@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import foreach_copy_
-from fabric.plugins.collectives.channel import PACK_LIMIT, join
+from fabric.plugins.collectives.frames import PACK_LIMIT, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable

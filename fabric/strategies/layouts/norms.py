@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.source import user_place
 from fabric.core.torch_internals import foreach_mul_, foreach_norm
-from fabric.plugins.collectives.frames import user_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

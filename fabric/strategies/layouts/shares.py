@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import UsageError
-from fabric.plugins.collectives.channel import join
+from fabric.plugins.collectives.frames import join
 from fabric.strategies.layouts.agree import parcels, spread
 
 if TYPE_CHECKING:

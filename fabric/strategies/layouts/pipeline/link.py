@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.channel import as_bytes
+from fabric.plugins.collectives.frames import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -18,22 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fabric
+from fabric.core.source import user_place
 from fabric.core.tree import flatten
-from fabric.plugins.collectives.frames import (
-    REFUSED,
-    TEXT_BYTES,
-    Said,
-    call_of,
-    describe,
-    draw,
-    from_text,
-    mismatch_text,
-    table,
-    to_text,
-    tree_call,
-    user_place,
-)
+from fabric.plugins.collectives.frames import REFUSED, call_of, describe, draw, tree_call
 from fabric.plugins.collectives.job_store import JobStore
+from fabric.plugins.collectives.mismatch import TEXT_BYTES, Said, from_text, mismatch_text, table, to_text
 from fabric.plugins.collectives.waits import Begun, Wait, Waits, stuck
 
 Pair = namedtuple("Pair", ["left", "right"])

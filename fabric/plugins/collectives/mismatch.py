@@ -1,0 +1,96 @@
+"""What people read when ranks make different calls: a row for each rank, and what to look for.
+
+Pure, and needed only where something is wrong: `control.py` and the watchdog call it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from fabric.plugins.collectives.frames import ALONE, CONTENTS, REFUSED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+TEXT_BYTES = 1 << 20
+"""Longest text in which a rank of those that disagree says what it was about to do."""
+
+
+class Said(NamedTuple):
+    """One rank's row in the table."""
+
+    rank: int
+    verb: str
+    what: str
+    where: str
+
+
+def to_text(said: Said) -> bytes:
+    """A row on its way to the other ranks."""
+    return "\n".join((said.verb, said.where, said.what)).encode(errors="replace")[:TEXT_BYTES]
+
+
+def from_text(rank: int, text: bytes) -> Said:
+    """The row that `to_text` sent."""
+    verb, where, what = [*text.decode(errors="replace").split("\n", 2), "", ""][:3]
+    return Said(rank, verb, what, where)
+
+
+def mismatch_text(rows: Sequence[Said]) -> str:
+    """The error for ranks that make different calls: what went wrong, a line per rank, what to look for."""
+    refusing = [row for row in rows if row.what.startswith(REFUSED)]
+    if refusing:
+        ranks = ", ".join([str(row.rank) for row in refusing])
+        head = f"Rank {ranks} refused the arguments of {refusing[0].verb}"
+        remedy = "Call it on all ranks with arguments that every rank accepts."
+    elif len({row.verb for row in rows}) == 1:
+        head = f"Ranks called {rows[0].verb} with different data"
+        hint = " (all_gather has uneven='list' or 'cat')" * rows[0].verb.startswith("all_gather")
+        remedy = f"Give every rank the same structure, shapes and dtypes{hint}."
+        if all([CONTENTS in row.what for row in rows]):
+            remedy = (
+                "Ranks that compute one model together need the same batch: give the loader to "
+                "fabric.setup_dataloaders, use no sampler per rank, and seed all ranks alike."
+            )
+    else:
+        head = "Ranks made different calls where all must make the same"
+        remedy = (
+            "All ranks must make the same calls in the same order: is one inside `if rank == 0:`, does a "
+            "loop end earlier on one rank?"
+        )
+        if any([row.verb.startswith(ALONE) for row in rows]):
+            remedy += " For what one rank does alone write `with fabric.whole(model) as plain:` on all ranks."
+    return f"{head}.\n{table(rows)}\n{remedy}"
+
+
+def table(rows: Sequence[Said]) -> str:
+    """A line per rank: rank, verb, data, file:line. Long data is shown from where it differs."""
+    cells = [("rank", "call", "data", "at")]
+    whats = _trimmed([row.what for row in rows])
+    for row, what in zip(rows, whats, strict=True):
+        cells.append((str(row.rank), row.verb, what, row.where))
+    return aligned(cells)
+
+
+def aligned(cells: Sequence[tuple[str, ...]]) -> str:
+    """A line per tuple, all columns but the last as wide as their longest cell."""
+    widths = [max([len(line[column]) for line in cells]) for column in range(len(cells[0]) - 1)]
+    lines = []
+    for line in cells:
+        padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=False)]
+        lines.append("  ".join(["", *padded, line[-1]]).rstrip())
+    return "\n".join(lines)
+
+
+def _trimmed(texts: list[str], limit: int = 100) -> list[str]:
+    """The texts from a little before where they differ; refusals as they are, for people to read."""
+    start = 0
+    if max([len(text) for text in texts]) > limit and not any([text.startswith(REFUSED) for text in texts]):
+        letters = enumerate(zip(*texts, strict=False))
+        ends = min([len(text) for text in texts])
+        start = max(0, next((i for i, each in letters if len(set(each)) > 1), ends) - limit // 3)
+    shown = [("..." if start else "") + text[start:] for text in texts]
+    return [
+        text if len(text) <= limit or text.startswith(REFUSED) else text[: limit - 3] + "..."
+        for text in shown
+    ]
