@@ -18,6 +18,7 @@ __all__ = [
     "BatchNorm",
     "backward_pass",
     "call_after_backward",
+    "call_when_cuda_starts",
     "foreach_copy_",
     "foreach_div_",
     "foreach_mul_",
@@ -36,3 +37,8 @@ backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 def call_after_backward(call: Callable[[], Any]) -> None:
     """At the end of the backward pass that runs now; an error of `call` is the pass's."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def call_when_cuda_starts(call: Callable[[], Any]) -> None:
+    """Inside the call that initialises CUDA in this process; at once where that has been."""
+    torch.cuda._lazy_call(call)

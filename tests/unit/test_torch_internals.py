@@ -52,3 +52,13 @@ def test_operations_on_lists_are_those_of_their_names() -> None:
     assert [t.tolist() for t in lists] == [[1.5, 2.0], [1.0]]
     internals.foreach_copy_(lists, [torch.zeros(2), torch.ones(1)])
     assert [t.tolist() for t in lists] == [[0.0, 0.0], [1.0]]
+
+
+def test_what_waits_for_cuda_is_called_by_the_line_that_initialises_it() -> None:
+    """A fork after CUDA was used is refused; the error could not name the line that used it."""
+    called: list[int] = []
+    internals.call_when_cuda_starts(lambda: called.append(1))
+    assert called == [1] * torch.cuda.is_initialized()
+    if not called:
+        assert torch.cuda._queued_calls.pop()[0]() is None
+        assert called == [1]
