@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment, whole_number
@@ -191,6 +191,9 @@ class LocalEnvironment(ClusterEnvironment):
             return self._place[name]
         value = whole_number(name) if self.creates_processes_externally or name == "NODE_RANK" else None
         return default if value is None else value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_listens": False}  # a copy must not close the store of the original
 
 
 LightningEnvironment = LocalEnvironment
