@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.messages import say
-from fabric.plugins.environments.local import LAUNCHED, STORE_FD, listen
+from fabric.plugins.environments.local import LAUNCHED, STORE_FD
+from fabric.plugins.environments.stores import listen
 from fabric.processes.system import require_posix
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs

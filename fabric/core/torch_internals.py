@@ -24,6 +24,7 @@ __all__ = [
     "accumulates",
     "backward_pass",
     "call_after_backward",
+    "call_when_cuda_starts",
     "dtensor_handlers",
     "flatten_tensors",
     "foreach_clamp_max_",
@@ -167,3 +168,8 @@ def fsdp_states(root: Any) -> list[Any]:
 def fsdp_groups(states: list[Any]) -> list[Any]:
     """The groups of parameters that are gathered together."""
     return [group for state in states for group in state._fsdp_param_groups]
+
+
+def call_when_cuda_starts(call: Callable[[], Any]) -> None:
+    """Inside the call that initialises CUDA in this process; at once where that has been."""
+    torch.cuda._lazy_call(call)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fabric.watch.stacks import Wait
+
 
 class DeviceWatch:
     """Sees whether a device comes to the end of what it has been given.
@@ -27,17 +29,17 @@ class DeviceWatch:
         self._event: Any = None
         self._of: float | None = None
 
-    def look(self, stays: float | None) -> float | None:
-        """Since when the device has not gone on, as far as is known; None: it does.
+    def look(self, stays: float | None) -> Wait | None:
+        """The wait for the device, if it has not gone on, as far as is known.
 
         Args:
             stays: Since when the main thread has been at one place (`time.monotonic()`).
         """
-        if self.device.type in ("cpu", "mps") or stays is None or time.monotonic() - stays < self._after:
+        if stays is None or time.monotonic() - stays < self._after:
             self._event = self._of = None
             return None
         if self._of != stays:
             self._of, self._event = stays, torch.Event(self.device)
             self._event.record(torch.accelerator.current_stream(self.device))
             return None
-        return None if self._event.query() else stays
+        return None if self._event.query() else Wait(f"work of {self.device}", stays)

@@ -37,16 +37,19 @@ def user_line(thread: int) -> str:
     return f"{own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
 
 
-class Standstill(NamedTuple):
-    """A wait for other ranks of which nobody has told us: `torch.distributed` itself, or a plain backward."""
+class Wait(NamedTuple):
+    """What a rank waits in."""
 
     what: str
     since: float
     """Of `time.monotonic()`."""
+    where: str = ""
+    """The user's line, where the call has left it."""
 
 
 class StillWatch:
-    """Sees from one look to the next whether a thread stands still where ranks wait for each other.
+    """Sees from one look to the next whether a thread stands still where ranks wait for each other, of which
+    nobody has told us: in `torch.distributed` itself, or a plain backward.
 
     A thread that is at the same place again and has used no processor time meanwhile has not moved. Costs the
     thread nothing. Where the system does not tell a thread's time, it sees nothing.
@@ -65,7 +68,7 @@ class StillWatch:
         self.stays: float | None = None
         """Since when the thread has been at one place, busy or not, in whatever code; None: it has ended."""
 
-    def look(self) -> Standstill | None:
+    def look(self) -> Wait | None:
         """Where the thread stands still, and since which look; None: it moves, or is in the user's code."""
         frame = sys._current_frames().get(self._thread)
         spot = None if frame is None else (id(frame), frame.f_lasti)
@@ -79,7 +82,7 @@ class StillWatch:
         if place != self._place or not idle:
             self._place, self._since = place, now
         self._looked, self._used = now, used
-        return Standstill(what, self._since) if self._since < now else None
+        return Wait(what, self._since) if self._since < now else None
 
 
 def _waiting_in(frame: FrameType) -> str | None:

@@ -30,13 +30,12 @@ from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.mismatch import Said, aligned
 from fabric.plugins.collectives.waits import Whereabouts
 from fabric.processes.lifeline import describe
-from fabric.watch.devices import DeviceWatch
-from fabric.watch.stacks import StillWatch, user_line
+from fabric.watch.stacks import StillWatch, Wait, user_line
 
 if TYPE_CHECKING:
     from fabric.forward import BackwardGate
     from fabric.plugins.collectives.waits import Waits
-    from fabric.watch.stacks import Standstill
+    from fabric.watch.devices import DeviceWatch
 
 REPORT_AFTER = 60.0
 VARIABLE = "FABRIC_HANG_REPORT_AFTER"
@@ -67,16 +66,6 @@ _END_S = 30.0
 
 
 _LEFT, _SILENT = "has left", "no answer"
-
-
-class Wait(NamedTuple):
-    """What a rank waits in."""
-
-    what: str
-    since: float
-    """Of `time.monotonic()`."""
-    where: str = ""
-    """The user's line, where the call has left it."""
 
 
 class _Stands(NamedTuple):
@@ -160,7 +149,11 @@ class Watchdog:
         self._period = max(min(_PERIOD, after / 4), self._world / 2048)
         self._thread = threading.get_ident()
         self._still = StillWatch(self._thread)
-        self._device = DeviceWatch(device, after / 2)
+        self._device: DeviceWatch | None = None
+        if device.type not in ("cpu", "mps"):
+            from fabric.watch.devices import DeviceWatch
+
+            self._device = DeviceWatch(device, after / 2)
         self._backward: tuple[int, float] | None = None
         self._answered, self._heard = 0, 0.0
         self._stands = _Stands()
@@ -245,7 +238,7 @@ class Watchdog:
             self._next = seconds * _AGAIN
             self._report(self._here(), silent)
 
-    def _share(self, still: Standstill | None) -> None:
+    def _share(self, still: Wait | None) -> None:
         """Let ranks that wait in a call know if this one stands still in torch's collectives."""
         still = still if self._waits.here is None else None
         stands, since = self._stands, None if still is None else still.since
@@ -329,10 +322,10 @@ class Watchdog:
             self._answered = asked
         return asked > before
 
-    def _wait(self, still: Standstill | None) -> Wait | None:
+    def _wait(self, still: Wait | None) -> Wait | None:
         """What this rank waits in; None: nothing that is known. Called at each look: quick."""
         waiting, gates = self._waits.here, list(self.gates)
-        stuck = self._device.look(self._still.stays)
+        stuck = None if self._device is None else self._device.look(self._still.stays)
         count = sum([gate.passes for gate in gates])
         if not any([gate.open for gate in gates]):
             self._backward = None
@@ -342,9 +335,8 @@ class Watchdog:
             return Wait(waiting.verb, waiting.since, waiting.where)
         if self._backward is not None:
             return Wait("backward", self._backward[1])
-        if still is None and stuck is not None:  # the host has given it a backward, and goes on
-            return Wait(f"work of {self._device.device}", stuck)
-        return None if still is None else Wait(*still)
+        # Else the host has given the device a backward, and goes on.
+        return stuck if still is None else still
 
     def _here(self) -> Seen:
         wait, host = self._wait(self._still.look()), socket.gethostname()

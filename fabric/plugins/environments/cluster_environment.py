@@ -5,21 +5,16 @@ Method names are Lightning's, so users' subclasses carry over. It reads os.envir
 
 from __future__ import annotations
 
-import itertools
 import os
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from fabric.core.errors import LaunchError
+from fabric.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch.distributed import Store
-
-# One store for each address, for as long as the process lives: rank zero may make a second group while the
-# others still use the first, and its port would be taken. Of a forked child none of them is its own.
-_stores: dict[tuple[int, str, int], tuple[Store, itertools.count[int]]] = {}
 
 
 class ClusterEnvironment(ABC):
@@ -99,72 +94,30 @@ class ClusterEnvironment(ABC):
         Raises:
             LaunchError: Rank zero's port is taken, or rank zero cannot be reached in time.
         """
-        from torch.distributed import PrefixStore
+        from fabric.plugins.environments.stores import part_of_store
 
-        address, port = self.main_address, self.main_port
-        place = (os.getpid(), address, port)
-        if place not in _stores:
-            store = open_store(address, port, rank == 0, world_size, timeout, remedy=self._port_remedy())
-            _stores[place] = store, itertools.count()
-        store, openings = _stores[place]
-        store.set_timeout(timeout)
-        # Ranks open stores in the same order: equal numbers meet, stale keys of earlier groups do not.
-        return PrefixStore(f"fabric{next(openings)}", store)
+        address, port, remedy = self.main_address, self.main_port, self._port_remedy()
+        return part_of_store(address, port, rank == 0, timeout, remedy=remedy)
 
     def teardown(self) -> None:  # noqa: B027  optional
         """Release what the environment holds."""
 
     def _port_remedy(self) -> str:
-        return PORT_REMEDY
+        """What to do where another process holds rank zero's port; "": what the user who chose it can do."""
+        return ""
 
 
-PORT_REMEDY = (
-    "On one machine leave MASTER_PORT (--main-port) out and the kernel gives a free one; on several choose "
-    "another number."
-)
-"""What to do where the user chose the port."""
-
-
-def open_store(
-    address: str,
-    port: int,
-    host: bool,
-    world_size: int,
-    timeout: timedelta,
-    listen_fd: int | None = None,
-    remedy: str = PORT_REMEDY,
-) -> Store:
-    """A TCPStore with errors that say what to do; `listen_fd` is an already listening socket (host only).
+def whole_number(name: str) -> int | None:
+    """The number in an environment variable; None: it is not set, or empty.
 
     Raises:
-        LaunchError: The port is taken (host), or nobody answers there within `timeout` (client).
+        ConfigurationError: It is no number.
     """
-    from torch.distributed import DistError, TCPStore
-
+    text = os.environ.get(name, "").strip()
     try:
-        return TCPStore(
-            address,
-            port,
-            world_size,
-            is_master=host,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
-    except DistError as error:
-        if host and "EADDRINUSE" in str(error):
-            raise port_taken(address, port, remedy) from error
-        who = "could not listen on" if host else f"found no rank zero within {timeout.total_seconds():g} s at"
-        raise LaunchError(
-            f"This process {who} {address}:{port} (MASTER_ADDR and MASTER_PORT, or the scheduler, said so): "
-            f"{error} Check that rank zero was started, that the name resolves here, and that no firewall "
-            "is between; a slow start gets more time with startup_timeout=timedelta(minutes=...)."
-        ) from error
-
-
-def port_taken(address: str, port: int, remedy: str = PORT_REMEDY) -> LaunchError:
-    """The error for a port that somebody else holds."""
-    return LaunchError(
-        f"Rank zero cannot listen on {address}:{port}: another process on this machine holds the port. "
-        f"{remedy}"
-    )
+        return int(text) if text else None
+    except ValueError:
+        raise ConfigurationError(
+            f"The environment variable {name}={os.environ[name]!r} must be a whole number. Unset it or "
+            "correct it."
+        ) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from fabric.core.errors import ConfigurationError
-from fabric.plugins.environments.detect import training_operator
 from fabric.plugins.environments.started import StartedEnvironment
 
 
@@ -13,27 +12,20 @@ class KubeflowEnvironment(StartedEnvironment):
     """One process in each pod of a PyTorchJob; with several in a pod, torchrun starts them."""
 
     launcher = "the PyTorchJob"
+    variables = {"rank": ("RANK",), "size": ("WORLD_SIZE",), "node_rank": ("RANK",)}
 
     @staticmethod
-    def detect() -> bool:
-        """Whether the operator's variables are set, and no launcher inside the pod has added its own."""
-        return training_operator(os.environ).here
-
-    def world_size(self) -> int:
-        """WORLD_SIZE."""
-        return self._whole("WORLD_SIZE")
-
-    def global_rank(self) -> int:
-        """RANK."""
-        return self._whole("RANK")
+    def sign() -> tuple[bool, str]:
+        """Whether Kubeflow's operator started this pod; a launcher inside it would set LOCAL_RANK."""
+        environ = os.environ
+        wanted = {"KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"}
+        if not wanted <= set(environ) or "LOCAL_RANK" in environ:
+            return False, ""
+        return True, f"Kubeflow started this pod (KUBERNETES_PORT, RANK={environ['RANK']})"
 
     def local_rank(self) -> int:
         """0: a pod has one process."""
         return 0
-
-    def node_rank(self) -> int:
-        """RANK: a pod is a machine."""
-        return self.global_rank()
 
     def local_world_size(self) -> int | None:
         """1: a pod has one process."""
@@ -57,9 +49,6 @@ class KubeflowEnvironment(StartedEnvironment):
 
     def _main_host(self) -> str:
         raise self._no_address("MASTER_ADDR, which the operator sets, is not there")
-
-    def _derived_port(self) -> int:
-        return self._whole("MASTER_PORT")
 
     def _counts(self) -> str:
         return f"{self.world_size()} pods (WORLD_SIZE={self.world_size()})"

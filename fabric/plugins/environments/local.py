@@ -5,17 +5,12 @@ Knows its place from the variables of our own launchers or from `become`. Never 
 
 from __future__ import annotations
 
-import itertools
 import os
-import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import ConfigurationError, LaunchError
-from fabric.plugins.environments.cluster_environment import ClusterEnvironment, open_store, port_taken
-from fabric.plugins.environments.detect import batch_script
-from fabric.utilities.rank_zero import rank_zero_warn
-from fabric.utilities.warnings import PossibleUserWarning
+from fabric.core.errors import ConfigurationError
+from fabric.plugins.environments.cluster_environment import ClusterEnvironment, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -25,11 +20,6 @@ LAUNCHED = "FABRIC_LAUNCHED"
 STORE_FD = "FABRIC_STORE_FD"
 """Set in rank zero under `fabric run`: the file descriptor of a socket that already listens."""
 
-# Ranks of a job open stores in the same order: equal numbers meet, stale keys of earlier groups do not.
-_openings = itertools.count()
-# A forked child must not destroy the store it inherits: that joins a thread which only the parent has.
-_inherited: list[Any] = []
-
 
 class LocalEnvironment(ClusterEnvironment):
     """Processes on this machine, started by us, or on several with `fabric run --num-nodes`."""
@@ -38,10 +28,7 @@ class LocalEnvironment(ClusterEnvironment):
         self._place: dict[str, int] = {}
         self._address: str | None = None
         self._port: int | None = None
-        self._child = False
-        self._listener: socket.socket | None = None
-        self._store: Store | None = None
-        self._owner = os.getpid()
+        self._child = self._listens = False
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -58,7 +45,7 @@ class LocalEnvironment(ClusterEnvironment):
         """The port of the store; a process that nobody launched opens one (raises like `host_store`)."""
         if self._port is not None:
             return self._port
-        if (port := _int_variable("MASTER_PORT")) is not None:
+        if (port := whole_number("MASTER_PORT")) is not None:
             return port
         return self.host_store(timedelta(minutes=5))
 
@@ -89,7 +76,7 @@ class LocalEnvironment(ClusterEnvironment):
 
     def node_rank(self) -> int:
         """Index of this machine: NODE_RANK or GROUP_RANK."""
-        return self._read("NODE_RANK", _int_variable("GROUP_RANK") or 0)
+        return self._read("NODE_RANK", whole_number("GROUP_RANK") or 0)
 
     def local_world_size(self) -> int | None:
         """Number of processes on this machine, once launched."""
@@ -106,7 +93,7 @@ class LocalEnvironment(ClusterEnvironment):
         Raises:
             ConfigurationError: The numbers of processes differ, or nobody starts those of other machines.
         """
-        started = _int_variable("WORLD_SIZE")
+        started = whole_number("WORLD_SIZE")
         asked = num_devices * num_nodes
         if LAUNCHED in os.environ and started is not None and started != asked:
             raise ConfigurationError(
@@ -114,8 +101,10 @@ class LocalEnvironment(ClusterEnvironment):
                 f'started WORLD_SIZE={started}. Write devices="auto" in the script, or start it with '
                 f"`fabric run --devices {num_devices} --num-nodes {num_nodes}`."
             )
-        if not self.creates_processes_externally:
-            _check_allocation(num_devices, num_nodes)
+        if not self.creates_processes_externally and "SLURM_JOB_ID" in os.environ:
+            from fabric.plugins.environments.slurm import check_allocation
+
+            check_allocation(num_devices, num_nodes)
 
     def become(
         self,
@@ -136,26 +125,16 @@ class LocalEnvironment(ClusterEnvironment):
             "LOCAL_WORLD_SIZE": local_world_size,
         }
         self._address, self._port, self._child = main_address, main_port, child
+        self._listens = False  # a store that this process hosts for a job lives as long as the process
         if child:
-            self._forget_store()
+            from fabric.plugins.environments.stores import close_inherited
+
+            close_inherited()
 
     def follow(self, other: LocalEnvironment) -> None:
-        """Take the place and the hosted store of `other`, which was launched before in this process."""
+        """Take the place of `other`, which was launched before in this process; its store lives on."""
         self._place, self._address, self._port = dict(other._place), other._address, other._port
-        self._child, self._store, self._owner = other._child, other._store, other._owner
-
-    def check_meeting_point(self, num_nodes: int) -> None:
-        """Whether each of several machines knows where they all meet, before any of them starts ranks.
-
-        Raises:
-            LaunchError: MASTER_ADDR or MASTER_PORT is missing.
-        """
-        if num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
-            raise LaunchError(
-                f"num_nodes={num_nodes} needs MASTER_ADDR and MASTER_PORT (of the first machine) and "
-                "NODE_RANK in the environment of each machine. Set them, or use `fabric run --num-nodes "
-                f"{num_nodes} --node-rank N --main-address HOST`, or torchrun."
-            )
+        self._child = other._child
 
     def take_port(self, num_nodes: int = 1) -> int:
         """Listen at the port of the store to come, and return it: who connects waits for `host_store`.
@@ -167,10 +146,11 @@ class LocalEnvironment(ClusterEnvironment):
             LaunchError: The user's MASTER_PORT is taken.
             ConfigurationError: MASTER_PORT is no port number.
         """
-        if self._port is None or (self._store is None and self._listener is None):
-            wanted = _int_variable("MASTER_PORT") or 0
-            self._listener = listen(self.main_address, wanted, everywhere=num_nodes > 1)
-            self._port = int(self._listener.getsockname()[1])
+        from fabric.plugins.environments.stores import take_port
+
+        if self._port is None or not self._listens:
+            self._port = take_port(self.main_address, whole_number("MASTER_PORT") or 0, num_nodes > 1)
+            self._listens = True
         return self._port
 
     def host_store(self, timeout: timedelta, num_nodes: int = 1) -> int:
@@ -180,116 +160,41 @@ class LocalEnvironment(ClusterEnvironment):
             timeout: Default of each later wait on the store.
             num_nodes: As in `take_port`, which also says what is raised.
         """
+        from fabric.plugins.environments.stores import open_store
+
         port = self.take_port(num_nodes)
-        if self._listener is not None:
-            # The store takes the descriptor over: the port is ours before anyone hears of it.
-            descriptor, self._listener = self._listener.detach(), None
-            self._store = open_store(self.main_address, port, True, 1, timeout, listen_fd=descriptor)
+        open_store(self.main_address, port, True, timeout)
         return port
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """The hosted store in the hosting process, else a connection to it (raises as the base does)."""
-        from torch.distributed import PrefixStore
-
+        from fabric.plugins.environments.stores import part_of_store
         from fabric.processes.lifeline import tie_to_parent
 
         tie_to_parent()
-        if self._store is None and rank == 0 and not self._child:
-            self._host_as_rank_zero(world_size, timeout)
-        store = self._store
-        if store is None:
-            store = open_store(self.main_address, self.main_port, False, world_size, timeout)
-        store.set_timeout(timeout)
-        return PrefixStore(f"fabric{next(_openings)}", store)
+        hosts = rank == 0 and not self._child
+        handed = whole_number(STORE_FD) if hosts else None
+        if hosts and handed is None and "LOCAL_WORLD_SIZE" not in self._place:  # else it hosts it since
+            self.host_store(timeout, num_nodes=self.num_nodes() or 1)
+        return part_of_store(self.main_address, self.main_port, hosts, timeout, handed)
 
     def teardown(self) -> None:
-        """Close the store, if this process hosts it and no other environment shares it."""
-        self._forget_store()
+        """Close the store, if this environment has opened its port in this process."""
+        if self._listens and self._port is not None:
+            from fabric.plugins.environments.stores import close_store
 
-    def _host_as_rank_zero(self, world_size: int, timeout: timedelta) -> None:
-        handed = _int_variable(STORE_FD)
-        if handed is not None and handed not in _handed_over:
-            self._store = open_store(self.main_address, self.main_port, True, world_size, timeout, handed)
-            _handed_over[handed] = self._store
-        elif handed is not None:
-            self._store = _handed_over[handed]
-        else:
-            self.host_store(timeout, num_nodes=self.num_nodes() or 1)
-
-    def _forget_store(self) -> None:
-        if self._store is not None and self._owner != os.getpid():
-            _inherited.append(self._store)
-        if self._listener is not None:
-            self._listener.close()
-        self._store = self._listener = None
+            close_store(self.main_address, self._port)
+        self._listens = False
 
     def _read(self, name: str, default: int) -> int:
         if name in self._place:
             return self._place[name]
-        value = _int_variable(name) if self.creates_processes_externally or name == "NODE_RANK" else None
+        value = whole_number(name) if self.creates_processes_externally or name == "NODE_RANK" else None
         return default if value is None else value
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None, "_listener": None}
-
-
-def _check_allocation(num_devices: int, num_nodes: int) -> None:
-    """Say so where a job of SLURM has more than the one process that it started here will use."""
-    environ = os.environ
-    if "SLURM_JOB_ID" not in environ:
-        return
-    how = (
-        "Write `srun python train.py` (one process for each task), or `srun --ntasks-per-node 1 torchrun "
-        "...` (see fabric/plugins/environments/README.md)"
-    )
-    if num_nodes > 1 and not {"MASTER_ADDR", "NODE_RANK"} <= set(environ):
-        raise ConfigurationError(
-            f"num_nodes={num_nodes} asks for processes on other machines, but this one was started once, in "
-            f"SLURM job {environ['SLURM_JOB_ID']} without srun, and nothing starts the others. {how}, or "
-            "num_nodes=1 to run on this machine alone."
-        )
-    tasks, nodes = _int_variable("SLURM_NTASKS") or 1, _int_variable("SLURM_NNODES") or 1
-    if batch_script(environ) and num_nodes == 1 and (nodes > 1 or tasks > num_devices):
-        rank_zero_warn(
-            f"SLURM job {environ['SLURM_JOB_ID']} has SLURM_NTASKS={tasks} on SLURM_NNODES={nodes}, but its "
-            f"batch script started this process itself, without srun: devices={num_devices} x num_nodes=1 "
-            f"run on this machine alone. {how}, or ask sbatch for less.",
-            category=PossibleUserWarning,
-        )
+        return {**self.__dict__, "_listens": False}  # a copy must not close the store of the original
 
 
 LightningEnvironment = LocalEnvironment
 """Lightning's name for it."""
-
-# Rank zero under `fabric run` opens the socket it was handed once; its later groups share that store.
-_handed_over: dict[int, Any] = {}
-
-
-def listen(address: str, port: int, everywhere: bool = False) -> socket.socket:
-    """A socket that listens on `port` (0: the kernel chooses) of `address`, or of all interfaces.
-
-    Raises:
-        ConfigurationError: It is no port number.
-        LaunchError: The port is taken.
-    """
-    where = "" if everywhere or address not in ("127.0.0.1", "localhost") else "127.0.0.1"
-    if not 0 <= port <= 65535:
-        raise ConfigurationError(f"port {port} is not in 0..65535. Write 0 for a free one.")
-    try:
-        return socket.create_server((where, port), backlog=4096)
-    except OSError as error:
-        if port:
-            raise port_taken(address, port) from error
-        raise LaunchError(f"This machine gives no port to listen on: {error}.") from error
-
-
-def _int_variable(name: str) -> int | None:
-    text = os.environ.get(name)
-    if text is None or not text.strip():
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigurationError(
-            f"The environment variable {name}={text!r} must be a whole number. Unset it or correct it."
-        ) from None

@@ -6,8 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from fabric.plugins.environments.detect import jsrun
-from fabric.plugins.environments.started import StartedEnvironment, first_seen, port_of, short_name
+from fabric.plugins.environments.started import StartedEnvironment, port_of
 
 
 class LSFEnvironment(StartedEnvironment):
@@ -18,38 +17,30 @@ class LSFEnvironment(StartedEnvironment):
     """
 
     launcher = "jsrun"
+    variables = {
+        "rank": ("JSM_NAMESPACE_RANK",),
+        "size": ("JSM_NAMESPACE_SIZE",),
+        "local_rank": ("JSM_NAMESPACE_LOCAL_RANK",),
+        "local_size": ("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # or what its MPI says
+    }
 
     @staticmethod
-    def detect() -> bool:
-        """Whether jsrun's variables are set."""
-        return jsrun(os.environ).here
-
-    def world_size(self) -> int:
-        """JSM_NAMESPACE_SIZE."""
-        return self._whole("JSM_NAMESPACE_SIZE")
-
-    def global_rank(self) -> int:
-        """JSM_NAMESPACE_RANK."""
-        return self._whole("JSM_NAMESPACE_RANK")
-
-    def local_rank(self) -> int:
-        """JSM_NAMESPACE_LOCAL_RANK."""
-        return self._whole("JSM_NAMESPACE_LOCAL_RANK")
-
-    def local_world_size(self) -> int | None:
-        """JSM_NAMESPACE_LOCAL_SIZE, or what jsrun's MPI says."""
-        return self._whole("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=0) or None
+    def sign() -> tuple[bool, str]:
+        """Whether LSF's jsrun started this process. Its MPI variables are set as well."""
+        if not {"LSB_JOBID", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"} <= set(os.environ):
+            return False, ""
+        return True, f"jsrun started this process (JSM_NAMESPACE_RANK={os.environ['JSM_NAMESPACE_RANK']})"
 
     def node_rank(self) -> int:
         """Index of this machine among those of the job; where it is not listed, from the ranks."""
-        names = [short_name(host) for host in self._machines()]
-        own = short_name(socket.gethostname())
+        names = [host.partition(".")[0] for host in self._machines()]
+        own = socket.gethostname().partition(".")[0]
         return names.index(own) if own in names else self.global_rank() // (self.local_world_size() or 1)
 
     def _machines(self) -> list[str]:
         file = os.environ.get("LSB_DJOB_RANKFILE", "")
         listed = Path(file).read_text() if file and Path(file).is_file() else os.environ.get("LSB_HOSTS", "")
-        hosts = first_seen(listed.split())
+        hosts = list(dict.fromkeys(listed.split()))
         return hosts[1:] if len(hosts) > (self.num_nodes() or len(hosts)) else hosts
 
     def _main_host(self) -> str:

@@ -10,14 +10,31 @@ from importlib import import_module
 from typing import Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.plugins.environments.detect import PMIX_FLAVOUR, Flavour, mpi_flavour
-from fabric.plugins.environments.started import FIRST_PORT, PORTS, StartedEnvironment, first_seen
+from fabric.plugins.environments.started import FIRST_PORT, PORTS, StartedEnvironment, first_set
 
 # What is the same for all ranks of one mpirun and another for the next.
 _JOB_VARIABLES = (
     *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "I_MPI_HYDRA_UUID", "MPIRUN_ID"),
     *("PBS_JOBID", "SLURM_JOB_ID", "LSB_JOBID", "JOB_ID"),
 )
+
+
+_TOLD = ("rank", "size", "local_rank", "local_size")
+_FLAVOURS = (
+    [f"OMPI_COMM_WORLD_{what.upper()}" for what in _TOLD],  # its NODE_RANK is a rank on the node
+    [f"MV2_COMM_WORLD_{what.upper()}" for what in _TOLD],
+    ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],  # Hydra: MPICH, Intel MPI
+    ["PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"],  # Cray PALS
+)
+# srun sets these for every step where MPI is the default, interactive shells included.
+_BARE = (["PMI_RANK", "PMI_SIZE"], ["PMIX_RANK"])
+
+
+def _flavour() -> dict[str, str]:
+    """The variables in which an MPI launcher tells this process its place; empty: there are none."""
+    flavours = _FLAVOURS if "SLURM_JOB_ID" in os.environ else (*_FLAVOURS, *_BARE)
+    names = next((names for names in flavours if set(names) <= set(os.environ)), [])
+    return dict(zip(_TOLD, names, strict=False))
 
 
 class MPIEnvironment(StartedEnvironment):
@@ -31,32 +48,31 @@ class MPIEnvironment(StartedEnvironment):
     launcher = "mpirun"
 
     @staticmethod
-    def detect() -> bool:
-        """Whether an MPI launcher's variables are set (those of srun's own MPI support are not that)."""
-        return mpi_flavour(os.environ) is not None
+    def sign() -> tuple[bool, str]:
+        """Whether mpirun or mpiexec started this process, be it inside a job of SLURM or LSF."""
+        name = _flavour().get("rank")
+        return (
+            name is not None,
+            f"an MPI launcher started this process ({name}={os.environ[name]})" if name else "",
+        )
 
     def world_size(self) -> int:
         """The launcher's size variable."""
-        name = self._flavour().size
-        return self._whole(name) if name else len(_hosts(self._missing("the number of ranks")))
-
-    def global_rank(self) -> int:
-        """The launcher's rank variable."""
-        return self._whole(self._flavour().rank)
+        return (
+            self._told("size") if self._names("size") else len(_hosts(self._missing("the number of ranks")))
+        )
 
     def local_rank(self) -> int:
         """The launcher's local rank variable, else counted by mpi4py."""
-        name, rank = self._flavour().local_rank, self.global_rank()
-        if name:
-            return self._whole(name)
-        hosts = _hosts(self._missing("the rank on this machine"))
+        if self._names("local_rank"):
+            return self._told("local_rank")
+        rank, hosts = self.global_rank(), _hosts(self._missing("the rank on this machine"))
         return hosts[:rank].count(hosts[rank])
 
     def local_world_size(self) -> int | None:
         """The launcher's local size variable, else counted by mpi4py."""
-        name = self._flavour().local_size
-        if name:
-            return self._whole(name)
+        if self._names("local_size"):
+            return self._told("local_size")
         hosts = _hosts(self._missing("the number of ranks on this machine"))
         return hosts.count(hosts[self.global_rank()])
 
@@ -66,26 +82,23 @@ class MPIEnvironment(StartedEnvironment):
         if nodes == 1:
             return 0
         rank, local = self.global_rank(), self.local_rank()
-        if not os.environ.get("MASTER_ADDR") or not self._flavour().local_rank:
+        if not os.environ.get("MASTER_ADDR") or not self._names("local_rank"):
             hosts = _hosts(self._no_address("neither MASTER_ADDR nor mpi4py is there"))
-            return first_seen(hosts).index(hosts[rank])
+            return list(dict.fromkeys(hosts)).index(hosts[rank])
         goes_round = rank % here != local and rank // nodes == local
         return rank % nodes if goes_round else rank // here
 
-    def _flavour(self) -> Flavour:
-        flavour = mpi_flavour(os.environ)
-        if flavour is None:
+    def _names(self, what: str) -> tuple[str, ...]:
+        if not (flavour := _flavour()):
             raise ConfigurationError(
                 "MPIEnvironment needs an MPI launcher's variables (OMPI_COMM_WORLD_RANK, PMI_RANK, ...), but "
                 "none are set. Start the script with mpirun, or leave FABRIC_ENVIRONMENT and plugins= out "
                 "and what started this process is found."
             )
-        return flavour
+        return (flavour[what],) if what in flavour else ()
 
     def _missing(self, what: str) -> ConfigurationError:
-        only = ", ".join(
-            sorted(name for name in os.environ if name in (*PMIX_FLAVOUR, "PMI_RANK", "PMI_SIZE"))
-        )
+        only = ", ".join(sorted(_flavour().values()))
         return ConfigurationError(
             f"The MPI launcher does not tell {what}: of the known variables only {only} are set. Install "
             "mpi4py, or set OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK and "
@@ -98,13 +111,8 @@ class MPIEnvironment(StartedEnvironment):
         )[0]
 
     def _derived_port(self) -> int:
-        name = next((name for name in _JOB_VARIABLES if os.environ.get(name)), None)
+        name = first_set(*_JOB_VARIABLES)
         return FIRST_PORT + zlib.crc32(os.environ[name].encode() if name else b"") % PORTS
-
-    def _counts(self) -> str:
-        flavour = self._flavour()
-        names = [name for name in (flavour.size, flavour.local_size) if name]
-        return ", ".join(f"{name}={os.environ[name]}" for name in names) or f"{self.world_size()} ranks"
 
     def _remedy(self, num_devices: int, num_nodes: int) -> str:
         return f"start it with `mpirun -np {num_devices * num_nodes}`, {num_devices} on each machine"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from fabric.plugins.environments.started import StartedEnvironment
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -16,13 +16,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-class ProcessGroupEnvironment(ClusterEnvironment):
+class ProcessGroupEnvironment(StartedEnvironment):
     """The place of this process in torch.distributed's default group, whoever made it."""
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        """Always: the group exists, so its ranks do."""
-        return True
 
     @property
     def main_address(self) -> str:
@@ -43,30 +38,21 @@ class ProcessGroupEnvironment(ClusterEnvironment):
         """Size of the default group."""
         return torch.distributed.get_world_size()
 
-    def set_world_size(self, size: int) -> None:
-        """Do nothing: the group has its size."""
-
     def global_rank(self) -> int:
         """Rank in the default group."""
         return torch.distributed.get_rank()
 
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the group gave this process its rank."""
-
     def local_rank(self) -> int:
         """LOCAL_RANK where it is set; else all ranks are taken to be on one machine."""
-        text = os.environ.get("LOCAL_RANK", "")
-        return int(text) if text.isdigit() else self.global_rank()
+        return _digits("LOCAL_RANK", self.global_rank())
 
     def node_rank(self) -> int:
         """NODE_RANK or GROUP_RANK where set, else 0."""
-        text = os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", ""))
-        return int(text) if text.isdigit() else 0
+        return _digits("NODE_RANK", _digits("GROUP_RANK", 0))
 
     def local_world_size(self) -> int | None:
         """LOCAL_WORLD_SIZE where it is set; else all ranks are taken to be on one machine."""
-        text = os.environ.get("LOCAL_WORLD_SIZE", "")
-        return int(text) if text.isdigit() else self.world_size()
+        return _digits("LOCAL_WORLD_SIZE", self.world_size())
 
     def num_nodes(self) -> int | None:
         """Number of machines, as the local world size implies."""
@@ -95,3 +81,8 @@ class ProcessGroupEnvironment(ClusterEnvironment):
         raise UsageError(
             "torch.distributed is initialised already: its ranks have met. Use the existing group."
         )
+
+
+def _digits(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else default

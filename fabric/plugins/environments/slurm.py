@@ -9,25 +9,30 @@ import shutil
 import signal
 import socket
 import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, LaunchError
-from fabric.plugins.environments.detect import srun
-from fabric.plugins.environments.started import StartedEnvironment, port_of
-from fabric.utilities.rank_zero import rank_zero_only
+from fabric.plugins.environments.cluster_environment import whole_number
+from fabric.plugins.environments.started import StartedEnvironment, first_set, port_of
+from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from fabric.utilities.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from datetime import timedelta
 
     from torch.distributed import Store
 
 _log = logging.getLogger(__name__)
 _SCONTROL_S = 60.0
-# Those of the step come first: the job's tell what sbatch was asked for, srun may have started less.
-_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 _NODE_LIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_SHELLS = {"bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh"}
+_TERMINALS = {"screen", "tmux"}
+_INTERACTIVE_NAMES = (
+    _SHELLS | _TERMINALS | {"interactive"}
+)  # srun names a job after its command, salloc "interactive"
+_FIRST_SPECIAL_STEP = 0xFFFFFFFA  # from here on: the steps of the batch script, of salloc's shell, ...
 
 
 class SLURMEnvironment(StartedEnvironment):
@@ -43,6 +48,15 @@ class SLURMEnvironment(StartedEnvironment):
     """
 
     launcher = "srun"
+    variables = {
+        "rank": ("SLURM_PROCID",),
+        "local_rank": ("SLURM_LOCALID",),
+        "node_rank": ("SLURM_NODEID",),
+        # Those of the step come first: the job's tell what sbatch was asked for, srun may have started less.
+        "size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+        "nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+        "local_size": ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    }
 
     def __init__(self, auto_requeue: bool = True, requeue_signal: signal.Signals | None = None) -> None:
         if requeue_signal is not None and not isinstance(requeue_signal, signal.Signals):
@@ -53,9 +67,21 @@ class SLURMEnvironment(StartedEnvironment):
         self.requeue_signal = requeue_signal
 
     @staticmethod
-    def detect() -> bool:
-        """Whether srun started this process as one of its tasks; a shell inside SLURM is not that."""
-        return srun(os.environ).here
+    def sign() -> tuple[bool, str]:
+        """Whether srun started this process as one of its tasks: a shell inside SLURM is not that."""
+        environ = os.environ
+        job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
+        if not job:
+            return False, ""
+        step = environ.get("SLURM_STEP_ID", "")
+        if "SLURM_PROCID" not in environ or not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
+            return False, f"SLURM job {job} is here, but srun did not start this process"
+        task = environ.get("SLURM_TASK_PID", "")
+        marks = _interactive_marks(environ)
+        # Marks are inherited by an srun inside the shell, and a job may be named "bash": the task decides.
+        if marks and task != str(os.getpid()) and _is_shell(task):
+            return False, f"a shell in SLURM step {job}.{step} started this process ({marks})"
+        return True, f"srun started this process (SLURM_PROCID={environ['SLURM_PROCID']}, step {job}.{step})"
 
     @staticmethod
     def job_name() -> str | None:
@@ -82,36 +108,20 @@ class SLURMEnvironment(StartedEnvironment):
             )
         return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first.group())
 
-    def world_size(self) -> int:
-        """Tasks of the step."""
-        return self._whole(*_TASKS)
-
-    def global_rank(self) -> int:
-        """SLURM_PROCID."""
-        return self._whole("SLURM_PROCID")
-
-    def local_rank(self) -> int:
-        """SLURM_LOCALID."""
-        return self._whole("SLURM_LOCALID")
-
-    def node_rank(self) -> int:
-        """SLURM_NODEID."""
-        return self._whole("SLURM_NODEID")
-
     def local_world_size(self) -> int | None:
         """Tasks of the step on this machine."""
-        text = next((os.environ[name] for name in _PER_NODE if os.environ.get(name)), "")
+        text = os.environ.get(first_set(*self.variables["local_size"]) or "", "")
         counts = [
             int(count)
             for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
             for _ in range(int(times or 1))
         ]
         node = self.node_rank()
-        return counts[node] if node < len(counts) else self.world_size() // self._whole(*_NODES, default=1)
+        return counts[node] if node < len(counts) else self.world_size() // (self.num_nodes() or 1)
 
     def num_nodes(self) -> int | None:
         """Machines of the step."""
-        return self._whole(*_NODES, default=1)
+        return self._told("nodes", default=1)
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """The store of the job, hosted by rank zero (raises as the base does).
@@ -162,18 +172,11 @@ class SLURMEnvironment(StartedEnvironment):
         return self.resolve_root_node_address(os.environ[name])
 
     def _node_list(self) -> str:
-        return next((name for name in _NODE_LIST if os.environ.get(name)), "")
+        return first_set(*_NODE_LIST) or ""
 
     def _derived_port(self) -> int:
         job = self._whole("SLURM_JOB_ID", "SLURM_JOBID", default=0)  # 0: outside of a job
         return port_of(job, self._whole("SLURM_STEP_ID", default=0))
-
-    def _counts(self) -> str:
-        names = [
-            next((name for name in known if os.environ.get(name)), known[0])
-            for known in (_TASKS, _NODES, _PER_NODE)
-        ]
-        return ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
 
     def _remedy(self, num_devices: int, num_nodes: int) -> str:
         # Forced for each of several tasks, it would make as many jobs that know nothing of each other.
@@ -214,3 +217,49 @@ def _scontrol(*arguments: str) -> str:
             "sbatch can be requeued, and only where the cluster allows it (sbatch --requeue)."
         )
     return done.stdout
+
+
+def check_allocation(num_devices: int, num_nodes: int) -> None:
+    """Say so where a job of SLURM has more than the one process that it started here will use."""
+    environ = os.environ
+    how = (
+        "Write `srun python train.py` (one process for each task), or `srun --ntasks-per-node 1 torchrun "
+        "...` (see fabric/plugins/environments/README.md)"
+    )
+    if num_nodes > 1 and not {"MASTER_ADDR", "NODE_RANK"} <= set(environ):
+        raise ConfigurationError(
+            f"num_nodes={num_nodes} asks for processes on other machines, but this one was started once, in "
+            f"SLURM job {environ['SLURM_JOB_ID']} without srun, and nothing starts the others. {how}, or "
+            "num_nodes=1 to run on this machine alone."
+        )
+    tasks, nodes = whole_number("SLURM_NTASKS") or 1, whole_number("SLURM_NNODES") or 1
+    # SLURM runs a batch script once for all tasks, outside any srun.
+    batch = "SLURM_PROCID" in environ and "SLURM_STEP_ID" not in environ
+    if batch and num_nodes == 1 and (nodes > 1 or tasks > num_devices):
+        rank_zero_warn(
+            f"SLURM job {environ['SLURM_JOB_ID']} has SLURM_NTASKS={tasks} on SLURM_NNODES={nodes}, but its "
+            f"batch script started this process itself, without srun: devices={num_devices} x num_nodes=1 "
+            f"run on this machine alone. {how}, or ask sbatch for less.",
+            category=PossibleUserWarning,
+        )
+
+
+def _interactive_marks(environ: Mapping[str, str]) -> str:
+    names = ("SLURM_PTY_PORT", "SLURM_JOB_NAME")
+    given = {name: environ[name] for name in names if name in environ}
+    if given.get("SLURM_JOB_NAME", "bash") not in _INTERACTIVE_NAMES:
+        del given["SLURM_JOB_NAME"]
+    return ", ".join(f"{name}={value}" for name, value in given.items())
+
+
+def _is_shell(task: str) -> bool:
+    """Whether process `task` is an interactive shell; True where it cannot be seen (in a container)."""
+    try:
+        words = Path(f"/proc/{int(task)}/cmdline").read_text().split("\0")[:-1]
+    except (OSError, ValueError):
+        return True
+    if not words:
+        return True
+    name, options = Path(words[0]).name.lstrip("-").partition(":")[0], words[1:]
+    commands = [word for word in options if not word.startswith("-") or re.match(r"-\w*c", word)]
+    return name in _TERMINALS or (name in _SHELLS and ("-i" in options or not commands))

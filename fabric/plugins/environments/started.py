@@ -1,19 +1,18 @@
-"""What the environments of schedulers share: ranks that exist before the script, told by variables.
+"""What all environments share whose ranks exist before the script: they are told their place by variables.
 
-Base of SLURM, MPI, LSF and Kubeflow. Sets no variable and talks to nobody before the store.
+Base of all but the local one. Sets no variable and talks to nobody before the store.
 """
 
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from fabric.core.errors import ConfigurationError
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
 FIRST_PORT, PORTS = 12000, 20000  # below the range from which kernels give ports to clients
 
@@ -23,6 +22,10 @@ class StartedEnvironment(ClusterEnvironment):
 
     launcher: ClassVar[str]
     """What starts them, as messages call it."""
+    variables: ClassVar[Mapping[str, tuple[str, ...]]]
+    """The variables that tell "rank", "size", "local_rank", "local_size", "node_rank" and "nodes"; of
+    each the first that is set counts.
+    """
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -47,11 +50,41 @@ class StartedEnvironment(ClusterEnvironment):
         """
         return self._whole("MASTER_PORT") if os.environ.get("MASTER_PORT") else self._derived_port()
 
+    @staticmethod
+    def sign() -> tuple[bool, str]:
+        """Whether it started this process, and why, for people; where it did not, what looked like it."""
+        raise NotImplementedError
+
+    @classmethod
+    def detect(cls) -> bool:
+        """Whether it started this process."""
+        return cls.sign()[0]
+
+    def world_size(self) -> int:
+        """Number of processes of the job, as the launcher says."""
+        return self._told("size")
+
     def set_world_size(self, size: int) -> None:
         """Do nothing: the launcher says how many ranks there are."""
 
+    def global_rank(self) -> int:
+        """Index of this process in the job, as the launcher says."""
+        return self._told("rank")
+
     def set_global_rank(self, rank: int) -> None:
         """Do nothing: the launcher says which rank this is."""
+
+    def local_rank(self) -> int:
+        """Index of this process on its machine, as the launcher says."""
+        return self._told("local_rank")
+
+    def node_rank(self) -> int:
+        """Index of this machine in the job, as the launcher says."""
+        return self._told("node_rank")
+
+    def local_world_size(self) -> int | None:
+        """Number of processes on this machine; None where the launcher does not say."""
+        return self._told("local_size", default=0) or None
 
     def num_nodes(self) -> int | None:
         """Number of machines."""
@@ -87,20 +120,30 @@ class StartedEnvironment(ClusterEnvironment):
             f"The number is the same for all ranks ({where}): set MASTER_PORT to another one for all of them."
         )
 
+    def _told(self, what: str, default: int | None = None) -> int:
+        return self._whole(*self._names(what), default=default)
+
+    def _names(self, what: str) -> tuple[str, ...]:
+        """The variables that tell it."""
+        return self.variables.get(what, ())
+
     def _whole(self, *names: str, default: int | None = None) -> int:
         """The first of these variables that is set, as a number."""
-        name = next((name for name in names if os.environ.get(name)), None)
+        name = first_set(*names)
         if name is None and default is not None:
             return default
-        text = "" if name is None else os.environ[name]
-        if name is None or not text.strip().isdecimal():
-            state = f"is {text!r}, which is no number" if name else "is not set"
-            raise ConfigurationError(
-                f"{type(self).__name__} needs {name or ' or '.join(names)}, which {self.launcher} sets, but "
-                f"it {state}. Start the script with {self.launcher}, or leave FABRIC_ENVIRONMENT and "
-                "plugins= out and what started this process is found."
-            )
+        text = os.environ[name] if name else ""
+        if not text.strip().isdecimal():
+            raise ConfigurationError(self._unreadable(name or " or ".join(names), text))
         return int(text)
+
+    def _unreadable(self, name: str, text: str) -> str:
+        state = f"is {text!r}, which is no number" if text else "is not set"
+        return (
+            f"{type(self).__name__} needs {name}, which {self.launcher} sets, but it {state}. Start the "
+            f"script with {self.launcher}, or leave FABRIC_ENVIRONMENT and plugins= out and what started "
+            "this process is found."
+        )
 
     def _no_address(self, looked: str) -> ConfigurationError:
         return ConfigurationError(
@@ -108,21 +151,29 @@ class StartedEnvironment(ClusterEnvironment):
             f"and {looked}. Set MASTER_ADDR to the name or address of rank zero's machine, for all ranks."
         )
 
-    @abstractmethod
     def _main_host(self) -> str:
         """Rank zero's machine, where there are several."""
+        raise self._no_address("MASTER_ADDR is not there")
 
-    @abstractmethod
     def _derived_port(self) -> int:
         """A port that all ranks of this job compute, and other jobs most likely do not."""
+        return self._whole("MASTER_PORT")
 
-    @abstractmethod
     def _counts(self) -> str:
         """The variables that say what was started, with their values."""
+        known = [names for what in ("size", "nodes", "local_size") if (names := self._names(what))]
+        set_ = [first_set(*names) or names[0] for names in known]
+        told = [f"{name}={os.environ.get(name, '(not set)')}" for name in set_]
+        return ", ".join(told) or f"{self.world_size()} ranks"
 
-    @abstractmethod
     def _remedy(self, num_devices: int, num_nodes: int) -> str:
         """How to start what was asked for."""
+        raise NotImplementedError
+
+
+def first_set(*names: str) -> str | None:
+    """The first of these variables that is set."""
+    return next((name for name in names if os.environ.get(name)), None)
 
 
 def port_of(*numbers: int) -> int:
@@ -131,13 +182,3 @@ def port_of(*numbers: int) -> int:
     for number in numbers:
         mixed = mixed * 101 + number
     return FIRST_PORT + mixed % PORTS
-
-
-def short_name(host: str) -> str:
-    """The name of a machine without its domain."""
-    return host.partition(".")[0]
-
-
-def first_seen(names: Sequence[str]) -> list[str]:
-    """Each name once, in order."""
-    return list(dict.fromkeys(names))

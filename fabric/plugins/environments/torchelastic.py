@@ -3,69 +3,53 @@
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import ConfigurationError, LaunchError
-from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from fabric.plugins.environments.rendezvous import ARRIVED, absent
+from fabric.plugins.environments.started import StartedEnvironment
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch.distributed import Store
 
+_HELLO, _WELCOME = "fabric/hello", "fabric/welcome"
+_LOOK_S = 0.02
 
-class TorchElasticEnvironment(ClusterEnvironment):
+
+class TorchElasticEnvironment(StartedEnvironment):
     """Processes started by `torchrun` or `python -m torch.distributed.run`."""
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        """Always: the agent starts all ranks."""
-        return True
+    launcher = "torchrun"
+    variables = {
+        "rank": ("RANK",),
+        "size": ("WORLD_SIZE",),
+        "local_rank": ("LOCAL_RANK",),
+        "local_size": ("LOCAL_WORLD_SIZE",),
+        "node_rank": ("GROUP_RANK",),
+    }
+
+    @staticmethod
+    def sign() -> tuple[bool, str]:
+        """Whether torchrun started this process, be it inside sbatch, srun or a pod."""
+        here = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+        return here, "torchrun started this process (TORCHELASTIC_RUN_ID)" if here else ""
 
     @property
     def main_address(self) -> str:
         """MASTER_ADDR."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
-    @property
-    def main_port(self) -> int:
-        """MASTER_PORT."""
-        return _variable("MASTER_PORT")
-
-    @staticmethod
-    def detect() -> bool:
-        """Whether torchrun's run id is set."""
-        return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
-
-    def world_size(self) -> int:
-        """WORLD_SIZE."""
-        return _variable("WORLD_SIZE")
-
-    def set_world_size(self, size: int) -> None:
-        """Do nothing: torchrun says how many ranks there are."""
-
-    def global_rank(self) -> int:
-        """RANK."""
-        return _variable("RANK")
-
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing: torchrun says which rank this is."""
-
-    def local_rank(self) -> int:
-        """LOCAL_RANK."""
-        return _variable("LOCAL_RANK")
-
     def node_rank(self) -> int:
         """GROUP_RANK."""
-        return _variable("GROUP_RANK", 0)
-
-    def local_world_size(self) -> int | None:
-        """LOCAL_WORLD_SIZE."""
-        return _variable("LOCAL_WORLD_SIZE", 0) or None
+        return self._told("node_rank", default=0)
 
     def num_nodes(self) -> int | None:
         """GROUP_WORLD_SIZE."""
-        return _variable("GROUP_WORLD_SIZE", 0) or None
+        return self._whole("GROUP_WORLD_SIZE", default=0) or None
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Compare what torchrun started with what the script asks for.
@@ -74,20 +58,21 @@ class TorchElasticEnvironment(ClusterEnvironment):
             ConfigurationError: The numbers of processes differ.
         """
         asked, started = num_devices * num_nodes, self.world_size()
+        here, machines = self.local_world_size() or num_devices, self.num_nodes() or num_nodes
+        wrong = f"devices={num_devices} x num_nodes={num_nodes} asks for"
         if asked != started:
             nodes = f" --nnodes {num_nodes}" if num_nodes > 1 else ""
             raise ConfigurationError(
-                f"devices={num_devices} x num_nodes={num_nodes} asks for {asked} processes, but torchrun "
-                f'started WORLD_SIZE={started}. Write devices="auto" and num_nodes={self.num_nodes() or 1} '
-                f"in the script, or start torchrun with{nodes} --nproc-per-node {num_devices}."
+                f"{wrong} {asked} processes, but torchrun started WORLD_SIZE={started}. Write "
+                f'devices="auto" and num_nodes={self.num_nodes() or 1} in the script, or start torchrun '
+                f"with{nodes} --nproc-per-node {num_devices}."
             )
-        here, machines = self.local_world_size() or num_devices, self.num_nodes() or num_nodes
         if (num_devices, num_nodes) != (here, machines):
             raise ConfigurationError(
-                f"devices={num_devices} x num_nodes={num_nodes} asks for {num_devices} processes on each "
-                f"machine, but torchrun started LOCAL_WORLD_SIZE={here} on each of "
-                f'GROUP_WORLD_SIZE={machines}. Write devices="auto" and num_nodes={machines} in the script, '
-                f"or start torchrun with --nnodes {num_nodes} --nproc-per-node {num_devices}."
+                f"{wrong} {num_devices} processes on each machine, but torchrun started "
+                f'LOCAL_WORLD_SIZE={here} on each of GROUP_WORLD_SIZE={machines}. Write devices="auto" and '
+                f"num_nodes={machines} in the script, or start torchrun with --nnodes {num_nodes} "
+                f"--nproc-per-node {num_devices}."
             )
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -100,8 +85,6 @@ class TorchElasticEnvironment(ClusterEnvironment):
         """
         from torch.distributed import DistError, rendezvous
 
-        from fabric.plugins.environments.rendezvous import fresh_part
-
         try:
             store: Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
         except (DistError, ValueError) as error:
@@ -113,15 +96,57 @@ class TorchElasticEnvironment(ClusterEnvironment):
         store.set_timeout(timeout)
         return fresh_part(store, rank, world_size, timeout)
 
-
-def _variable(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if text is None and default is not None:
-        return default
-    try:
-        return int(text or "")
-    except ValueError:
-        raise ConfigurationError(
-            f"torchrun should have set {name} to a number, but it is {text!r}. Start the script with "
+    def _unreadable(self, name: str, text: str) -> str:
+        return (
+            f"torchrun should have set {name} to a number, but it is {text or None!r}. Start the script with "
             "torchrun, or unset TORCHELASTIC_RUN_ID to leave torchrun's environment."
-        ) from None
+        )
+
+
+def fresh_part(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """A part of a store that outlives its ranks, in which no earlier ranks have written. All ranks.
+
+    Nothing that ranks are given tells their attempt from the one before: torchrun's agents need not agree on
+    the number of restarts. So each rank says a word that nobody has said before, and rank zero, which lives
+    now, answers it with the name of the part. It goes on answering until all have used the part, because
+    words of earlier ranks look just like those of ranks that live.
+
+    Raises:
+        LaunchError: Some ranks did not come; on rank zero the message names them.
+    """
+    from torch.distributed import DistError, PrefixStore
+
+    word = uuid.uuid4().hex
+    try:
+        if rank == 0:
+            part = PrefixStore(f"fabric/{word}", store)
+            if not _welcome(store, part, word, world_size, timeout):
+                raise LaunchError(absent(part, rank, world_size, timeout, here=True))
+            return part
+        store.append(_HELLO, f"{word} ")  # type: ignore[attr-defined]
+        store.wait([f"{_WELCOME}/{word}"], timeout)
+        return PrefixStore(f"fabric/{store.get(f'{_WELCOME}/{word}').decode()}", store)
+    except DistError as error:
+        raise LaunchError(
+            f"Rank {rank} found no rank zero within {timeout.total_seconds():g} s. Look at rank 0's output; "
+            "if it only starts slowly, give it time: DDPStrategy(startup_timeout=timedelta(minutes=...))."
+        ) from error
+
+
+def _welcome(store: Store, part: Store, name: str, world_size: int, timeout: timedelta) -> bool:
+    """Answer all words until every other rank has arrived in the part; False: not all did in time."""
+    deadline, answered = time.monotonic() + timeout.total_seconds(), set[str]()
+    while part.add(ARRIVED, 0) < world_size - 1:
+        if time.monotonic() > deadline:
+            return False
+        words = store.get(_HELLO).decode().split() if store.check([_HELLO]) else []
+        for word in words:
+            if word not in answered:
+                store.set(f"{_WELCOME}/{word}", name)
+        fresh = len(words) > len(answered)
+        answered.update(words)
+        if not fresh:
+            time.sleep(_LOOK_S)
+    for key in (_HELLO, *[f"{_WELCOME}/{word}" for word in answered]):
+        store.delete_key(key)
+    return True

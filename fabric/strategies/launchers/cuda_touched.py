@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fabric.core.source import is_users, line_name
+from fabric.core.torch_internals import call_when_cuda_starts
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -21,9 +22,8 @@ _noted = ""
 def watch_cuda() -> None:
     """Have torch note the line that initialises CUDA in this process. Costs nothing; a second call, too."""
     global _watching
-    queue = getattr(torch.cuda, "_lazy_call", None)
-    if not _watching and queue is not None and not torch.cuda.is_initialized():
-        queue(_note)  # torch runs what is queued inside the call that initialises CUDA
+    if not _watching and not torch.cuda.is_initialized():
+        call_when_cuda_starts(_note)
         _watching = True
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import signal
 import socket
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import LaunchError
 from fabric.processes.lifeline import is_consequence
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
-    from types import TracebackType
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,32 +69,6 @@ def root_cause(failures: Collection[Failure], finished: Collection[int] = ()) ->
         return cause
     reason = f"ended well while rank {cause.rank} still needed it ({cause.reason})"
     return replace(cause, rank=min(finished), reason=reason)
-
-
-_previous: Any = None
-
-
-def launch_error(line: str, trace: str, code: int) -> LaunchError:
-    """The error of a function launch: the last line of a failed job, and the rank's traceback.
-
-    Where nobody catches it, the traceback comes first, the line last, and the process ends with the code.
-    """
-    global _previous
-    error = LaunchError(f"{line}\n\n{trace}".rstrip())
-    error.exit_code, error.told = code, (line, trace)
-    if _previous is None:
-        _previous, sys.excepthook = sys.excepthook, _tell_once
-    return error
-
-
-def _tell_once(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-    told = error.told if isinstance(error, LaunchError) else None
-    if told is not None:
-        sys.stderr.write(told[1])
-        error.args, error.__cause__ = told[:1], None
-    _previous(kind, error, tb)
-    if told is not None and error.exit_code != 1:  # type: ignore[attr-defined]
-        raise SystemExit(error.exit_code)  # type: ignore[attr-defined]
 
 
 def from_returncode(rank: int, returncode: int, when: float) -> Failure:

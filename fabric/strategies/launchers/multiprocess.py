@@ -28,7 +28,6 @@ from fabric.processes.signals import Handlers, die_by
 from fabric.processes.system import require_posix
 from fabric.strategies.launchers.child import Task, run_rank
 from fabric.strategies.launchers.cuda_touched import cuda_line, watch_cuda
-from fabric.strategies.launchers.failure import launch_error
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.openmp import rest_openmp
 from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable, interactive_name
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.context import BaseContext
     from multiprocessing.process import BaseProcess
+    from types import TracebackType
 
     from fabric.plugins.environments.local import LocalEnvironment
     from fabric.processes.lifeline import Ending
@@ -103,18 +103,13 @@ class MultiprocessLauncher(Launcher):
         require_posix()
         self._refuse_nested_start()
         call = self._pack(function, args, kwargs)
-        self.environment.check_meeting_point(self.num_nodes)
-        node_rank = self.environment.node_rank()
-        hosts = node_rank == 0
-        port = self.environment.take_port(self.num_nodes) if hosts else self.environment.main_port
-        count, address = self.num_processes, self.environment.main_address
-        first = Place(0, count * self.num_nodes, count, address, port, node_rank)
+        first = Place.first(self.environment, self.num_processes, self.num_nodes)
         try:
-            return self._run(first, call, hosts)
+            return self._run(first, call)
         finally:
             self.environment.teardown()  # the next launch gets a store of its own
 
-    def _run(self, first: Place, call: bytes | tuple[Any, ...], hosts: bool) -> Any:
+    def _run(self, first: Place, call: bytes | tuple[Any, ...]) -> Any:
         if self.start_method == "fork":
             _prepare_fork(first.threads())
         context, elsewhere = self._context(), self.num_nodes > 1
@@ -129,7 +124,8 @@ class MultiprocessLauncher(Launcher):
         failure = None
         try:
             supervisor.start()
-            if hosts:  # now: a rank forked while the store's thread takes a lock would find it taken for ever
+            if first.node_rank == 0:
+                # Now: a rank forked while the store's thread takes a lock would find it taken for ever.
                 self.environment.host_store(timedelta(minutes=5))
             failure = supervisor.wait(wake=lambda: len(supervisor.endings) == len(ranks))
             failure = failure or supervisor.wait_noting(
@@ -138,7 +134,7 @@ class MultiprocessLauncher(Launcher):
             if failure is not None:
                 ending = supervisor.endings.get(failure.rank)
                 trace = "" if ending is None else ending.trace
-                raise launch_error(supervisor.summary(failure), trace, failure.code) from _revive(ending)
+                raise _launch_error(supervisor.summary(failure), trace, failure.code) from _revive(ending)
             result = supervisor.endings[first.rank].result
             return None if result is None else pickle.loads(result)
         finally:
@@ -223,6 +219,32 @@ def _prepare_fork(threads: int) -> None:
             "forkserver.",
             stacklevel=5,
         )
+
+
+_hook_before: Any = None
+
+
+def _launch_error(line: str, trace: str, code: int) -> LaunchError:
+    """The error of a function launch: the last line of a failed job, and the rank's traceback.
+
+    Where nobody catches it, the traceback comes first, the line last, and the process ends with the code.
+    """
+    global _hook_before
+    error = LaunchError(f"{line}\n\n{trace}".rstrip())
+    error.exit_code, error.told = code, (line, trace)
+    if _hook_before is None:
+        _hook_before, sys.excepthook = sys.excepthook, _tell_once
+    return error
+
+
+def _tell_once(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+    told = error.told if isinstance(error, LaunchError) else None
+    if told is not None:
+        sys.stderr.write(told[1])
+        error.args, error.__cause__ = told[:1], None
+    _hook_before(kind, error, tb)
+    if told is not None and error.exit_code != 1:  # type: ignore[attr-defined]
+        raise SystemExit(error.exit_code)  # type: ignore[attr-defined]
 
 
 def _revive(ending: Ending | None) -> BaseException | None:

@@ -98,8 +98,11 @@ class _Job:
         directory: str | None,
     ) -> None:
         self.processes, self.nodes = processes, nodes
-        self.rank = environment.node_rank() * processes
-        place = self._take_place(environment)
+        place = Place.first(environment, processes, nodes)
+        if place.node_rank == 0:
+            environment.host_store(_STORE_TIMEOUT)
+        environment.become(**asdict(place), child=place.node_rank > 0)
+        self.rank = place.rank
         # The store lives as long as this process, whatever a strategy tears down in between.
         self.host = LocalEnvironment()
         self.host.follow(environment)
@@ -123,14 +126,6 @@ class _Job:
                 f"devices={self.processes}, num_nodes={self.nodes} since its first launch, and a script has "
                 f'one set of ranks. Use the same numbers, or strategy="ddp_spawn" with a function for each.'
             )
-
-    def _take_place(self, environment: LocalEnvironment) -> Place:
-        node_rank, world_size = environment.node_rank(), self.processes * self.nodes
-        environment.check_meeting_point(self.nodes)
-        port = environment.host_store(_STORE_TIMEOUT, self.nodes) if node_rank == 0 else environment.main_port
-        place = Place(0, world_size, self.processes, environment.main_address, port, node_rank)
-        environment.become(**asdict(place), child=node_rank > 0)
-        return place
 
     def _watch(self) -> None:
         failure = self.supervisor.wait()

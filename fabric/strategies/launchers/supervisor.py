@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import selectors
 import signal
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Pipe
-from typing import TYPE_CHECKING, Protocol
+from multiprocessing.connection import Pipe, wait
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
@@ -274,13 +273,10 @@ class Supervisor:
         if descriptors is None:
             time.sleep(min(seconds, _POLL_S))
             return
-        waited: list[int | Connection] = list(descriptors)
+        waited: list[Any] = list(descriptors)
         if not self.stopping:
             waited += [link for rank, link in self._links.copy().items() if rank in running]
-        with selectors.DefaultSelector() as selector:
-            for one in waited:
-                selector.register(one, selectors.EVENT_READ)
-            selector.select(seconds)
+        wait(waited, seconds)
         for descriptor in descriptors:
             os.close(descriptor)
 

@@ -103,7 +103,8 @@ def test_precedence_is_as_documented():
 
 
 @pytest.mark.parametrize(
-    ("given", "loaded"), [({}, {"local"}), (OPENMPI, {"mpi", "started"}), (TORCHRUN, {"torchelastic"})]
+    ("given", "loaded"),
+    [({}, {"local"}), (OPENMPI, {"mpi", "started"}), (TORCHRUN, {"torchelastic", "started", "rendezvous"})],
 )
 def test_only_the_chosen_environment_is_imported(given, loaded):
     code = (

@@ -1,5 +1,6 @@
 """LocalEnvironment: what it reads, what it hosts, what it refuses."""
 
+import copy
 import os
 import pickle
 import socket
@@ -122,11 +123,22 @@ def test_pickles_without_its_store_and_the_copy_becomes_a_client():
     port = host.host_store(SECOND)
     client = pickle.loads(pickle.dumps(host))
     client.become(1, 2, 2, "127.0.0.1", port)
-    assert client._store is None
     theirs = client.make_store(1, 2, SECOND)
     theirs.set("key", "value")
     assert theirs.get("key") == b"value"
     host.teardown()
+
+
+def test_a_copy_does_not_close_the_store_of_the_original():
+    host = LocalEnvironment()
+    store = host.make_store(0, 1, SECOND)
+    copied = copy.deepcopy(host)
+    copied.teardown()
+    store.set("key", "value")
+    assert host.host_store(SECOND) == host.main_port
+    assert copied.host_store(SECOND) != host.main_port
+    host.teardown()
+    copied.teardown()
 
 
 def test_a_handed_over_socket_becomes_the_store_and_later_groups_share_it(monkeypatch):

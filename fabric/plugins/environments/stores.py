@@ -1,0 +1,148 @@
+"""The stores through which ranks meet: each address is opened once, for as long as this process lives.
+
+Rank zero may make a second group while the others still use the first, and its port would be taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from fabric.core.errors import ConfigurationError, LaunchError
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch.distributed import Store
+
+# By process, address and port: of what a forked child inherits nothing is its own, and it must not destroy a
+# store, which would join a thread that only the parent has.
+_listening: dict[tuple[int, str, int], socket.socket] = {}
+_stores: dict[tuple[int, str, int], tuple[Store, itertools.count[int]]] = {}
+
+_PORT_REMEDY = (
+    "On one machine leave MASTER_PORT (--main-port) out and the kernel gives a free one; on several choose "
+    "another number."
+)
+"""What to do where the user chose the port."""
+
+
+def part_of_store(
+    address: str,
+    port: int,
+    host: bool,
+    timeout: timedelta,
+    listen_fd: int | None = None,
+    remedy: str = "",
+) -> Store:
+    """A part of the store at this address in which nobody has written; see `open_store`."""
+    from torch.distributed import PrefixStore
+
+    store, openings = open_store(address, port, host, timeout, listen_fd, remedy)
+    store.set_timeout(timeout)
+    # Ranks open stores in the same order: equal numbers meet, stale keys of earlier groups do not.
+    return PrefixStore(f"fabric{next(openings)}", store)
+
+
+def open_store(
+    address: str,
+    port: int,
+    host: bool,
+    timeout: timedelta,
+    listen_fd: int | None = None,
+    remedy: str = "",
+) -> tuple[Store, itertools.count[int]]:
+    """The TCPStore at this address, and how often parts of it were taken; opened by the first call.
+
+    Args:
+        address: Of the host.
+        port: Of the host.
+        host: Whether this process hosts it; where it listens already (`take_port`), it does.
+        timeout: How long to try to reach the host; also the default of each later wait.
+        listen_fd: A socket that listens already and was handed to this process (host only).
+        remedy: What to do where the port is taken.
+
+    Raises:
+        LaunchError: The port is taken (host), or nobody answers there within `timeout` (client).
+    """
+    from torch.distributed import DistError, TCPStore
+
+    key = os.getpid(), address, port
+    if key in _listening:  # the store takes the descriptor over: the port is ours before anyone hears of it
+        host, listen_fd = True, _listening.pop(key).detach()
+    if key not in _stores:
+        try:
+            store = TCPStore(
+                address,
+                port,
+                is_master=host,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listen_fd,
+            )
+        except DistError as error:
+            if host and "EADDRINUSE" in str(error):
+                raise _port_taken(address, port, remedy) from error
+            who = (
+                "could not listen on"
+                if host
+                else f"found no rank zero within {timeout.total_seconds():g} s at"
+            )
+            raise LaunchError(
+                f"This process {who} {address}:{port} (MASTER_ADDR and MASTER_PORT, or the scheduler, said "
+                f"so): {error} Check that rank zero was started, that the name resolves here, and that no "
+                "firewall is between; a slow start gets more time with "
+                "startup_timeout=timedelta(minutes=...)."
+            ) from error
+        _stores[key] = store, itertools.count()
+    return _stores[key]
+
+
+def take_port(address: str, port: int, everywhere: bool) -> int:
+    """Listen for the store to come and return the port (raises as `listen`): who connects waits for it."""
+    listener = listen(address, port, everywhere)
+    port = int(listener.getsockname()[1])
+    _listening[os.getpid(), address, port] = listener
+    return port
+
+
+def close_store(address: str, port: int) -> None:
+    """Give up a port that this process listens on, and its store."""
+    key = os.getpid(), address, port
+    _stores.pop(key, None)
+    if key in _listening:
+        _listening.pop(key).close()
+
+
+def close_inherited() -> None:
+    """In a forked child: the ports that its parent listens on are not its own."""
+    for pid, address, port in list(_listening):
+        if pid != os.getpid():
+            _listening.pop((pid, address, port)).close()
+
+
+def listen(address: str, port: int, everywhere: bool = False) -> socket.socket:
+    """A socket that listens on `port` (0: the kernel chooses) of `address`, or of all interfaces.
+
+    Raises:
+        ConfigurationError: It is no port number.
+        LaunchError: The port is taken.
+    """
+    where = "" if everywhere or address not in ("127.0.0.1", "localhost") else "127.0.0.1"
+    if not 0 <= port <= 65535:
+        raise ConfigurationError(f"port {port} is not in 0..65535. Write 0 for a free one.")
+    try:
+        return socket.create_server((where, port), backlog=4096)
+    except OSError as error:
+        if port:
+            raise _port_taken(address, port) from error
+        raise LaunchError(f"This machine gives no port to listen on: {error}.") from error
+
+
+def _port_taken(address: str, port: int, remedy: str = "") -> LaunchError:
+    return LaunchError(
+        f"Rank zero cannot listen on {address}:{port}: another process on this machine holds the port. "
+        f"{remedy or _PORT_REMEDY}"
+    )
