@@ -18,7 +18,7 @@ from torch.utils.data._utils import worker as workers_module
 from fabric.data.dealing import Share
 from fabric.data.heads import Head
 from fabric.data.randomness import PrivateRandomness
-from fabric.data.workers import Forwarding, seed_draws
+from fabric.data.workers import Dataset, seed_draws
 from fabric.utilities.seed import derive_seed
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Collate:
         return Arrived(self.then(batch.items), batch.note)
 
 
-class Batched(Forwarding, IterableDataset[Batch]):
+class Batched(Dataset, IterableDataset[Batch]):
     """This rank's batches of a stream: Fabric deals it out, or the dataset has shared itself out.
 
     Dealt out, every process reads the whole stream, under random streams that are the same everywhere, and

@@ -48,7 +48,6 @@ class StreamSource(Drawing):
         self.settled = not dataset.asks
         self._open = not dataset.own
         self._head: Head | None = None
-        self._start: dict[str, Any] = {}
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -73,16 +72,15 @@ class StreamSource(Drawing):
         Raises:
             UsageError: The position is that of another number of workers.
         """
-        self.begin_generators(saved)
+        if saved and self.dataset.own:
+            check_same("workers", saved["num_workers"], self.loader.num_workers)
+        super().begin(epoch, saved)
         if saved:
-            if self.dataset.own:
-                check_same("workers", saved["num_workers"], self.loader.num_workers)
-            self.seed = saved["seed"]
             self.dataset.salts = (self.seed, self.dataset.salts[1])
             self.loader._iterator = None  # workers that live on would not hear of it
         entries = saved["streams"].values() if saved else ()
         self.replays = any([not each["ended"] and each["dataset"] is None for each in entries])
-        self._start, self._head = saved or self.fresh(), None
+        self._head = None
         self.dataset.begin(epoch, saved)
 
     def settle(self, batches: Iterator[Any], peers: Peers) -> bool:
@@ -109,7 +107,7 @@ class StreamSource(Drawing):
             self.settled = True
             return False
         check_padding(self.uneven, name)
-        if self._start["streams"]:
+        if self.start["streams"]:
             raise UsageError(
                 f"The loader's position was saved where all ranks read one stream of {name}, and now each "
                 "reads other samples. Go on on as many ranks as it was saved on (one, perhaps), or leave the "
@@ -122,7 +120,7 @@ class StreamSource(Drawing):
             category=PossibleUserWarning,
         )
         self._share(own=True)
-        self._start = {**self.fresh(), "generators": self._start["generators"]}
+        self.start = {**self.fresh(), "generators": self.start["generators"]}
         self.loader._iterator = None
         return bool(self.loader.num_workers)
 
@@ -133,7 +131,7 @@ class StreamSource(Drawing):
 
     def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """See the base."""
-        streams = self._start["streams"]
+        streams = self.start["streams"]
         turns = max(1, self.loader.num_workers) if self.dataset.own else 1
         stops = self.uneven is None and self.dataset.rule.batch is None and torch.is_grad_enabled()
         for arrived in batches:
@@ -147,12 +145,9 @@ class StreamSource(Drawing):
             streams = {**streams, number: entry}
             yield arrived.batch, (streams, (number + 1) % turns)
 
-    def state(self, note: Any) -> dict[str, Any]:
+    def moved(self, note: Any) -> dict[str, Any]:
         """See the base."""
-        self.check_in_order()
-        if note is None:
-            return self._start
-        return {**self._start, "streams": note[0], "next": note[1]}
+        return {"streams": note[0], "next": note[1]}
 
     def fresh(self) -> dict[str, Any]:
         """See the base."""
@@ -168,10 +163,10 @@ class StreamSource(Drawing):
         """See the base. Where samples are whole batches, some ranks may have one less."""
         if self.dataset.rule.batch is None and self.uneven is not None:
             return None
-        first = self._start["streams"].get(0, {"samples": 0})
+        first = self.start["streams"].get(0, {"samples": 0})
         return {"position": first["samples"], "order": self._head and checksum(self._head.samples)}
 
     def done(self, note: Any) -> int:
         """See the base."""
-        streams = self._start["streams"] if note is None else note[0]
+        streams = self.start["streams"] if note is None else note[0]
         return sum([self.dataset.rule.count(entry["samples"]) for entry in streams.values()])

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from fabric.core.errors import ConfigurationError
+from fabric.data.streams import Forwarding
 from fabric.processes.garbage import forked
 from fabric.utilities.seed import derive_seed, pl_worker_init_function
 
@@ -38,33 +39,26 @@ class JobMaker:
         return Job(derive_seed(*self.salts, end), index)
 
 
-class Forwarding:
-    """Stands in for a dataset of the user's, and passes on all attributes that it does not have itself."""
+class Dataset(Forwarding):
+    """Stands in for a dataset of the user's."""
 
-    _OWN: frozenset[str] = frozenset({"dataset"})
+    _OWN = frozenset({"dataset"})
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
 
     @property
     def whole(self) -> bool:
         """Whether each worker must read all of it."""
         return False
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self._OWN or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.dataset, name, value)
+    def users(self) -> Any:
+        """The user's dataset."""
+        return self.dataset
 
 
-class SeededDataset(Forwarding):
+class SeededDataset(Dataset):
     """A map-style dataset for workers: takes jobs, and seeds the worker for each."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -93,7 +87,7 @@ class SeedWorker:
         forked()
         pl_worker_init_function(worker_id, self.rank)
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, Forwarding):
+        if info is not None and isinstance(info.dataset, Dataset):
             inner, whole = info.dataset.dataset, info.dataset.whole
             # The user's own, which their function may change; WorkerInfo refuses the plain way.
             object.__setattr__(info, "dataset", inner)
