@@ -35,7 +35,7 @@ def checksum(items: list[Any]) -> list[int] | None:
 
 
 class Forwarding:
-    """Stands in for an object of the user's, which is never copied: what it does not have is that object's."""
+    """Stands in for an object of the user's: what it does not have itself is that object's."""
 
     _OWN: frozenset[str] = frozenset()
     """Its own attributes, by name."""

@@ -6,7 +6,6 @@ So a run that goes on in the middle of an epoch draws in its workers what it wou
 from __future__ import annotations
 
 import random
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch.utils.data import get_worker_info
 from fabric.core.errors import ConfigurationError
 from fabric.data.streams import Forwarding
 from fabric.processes.garbage import forked
-from fabric.utilities.seed import derive_seed, pl_worker_init_function
+from fabric.utilities.seed import derive_seed, loaded_numpy, pl_worker_init_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,8 +119,8 @@ def seed_draws(seed: int) -> None:
     """Seed this process's streams for one batch; quicker than `seed_streams`, for the host only."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed ^ 1)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed((seed ^ 2) % 2**32)
+    if (numpy := loaded_numpy()) is not None:
+        numpy.random.seed((seed ^ 2) % 2**32)
 
 
 def _begun(job: Any) -> Any:
