@@ -7,14 +7,14 @@ on another number of ranks. Notes travel with batches, so what workers have read
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as workers_module
 
+from fabric.core.torch_internals import pin_memory, without_worker_info
 from fabric.data.dealing import Share
 from fabric.data.heads import Head
 from fabric.data.randomness import PrivateRandomness
@@ -46,8 +46,6 @@ class Arrived:
 
     def pin_memory(self) -> Arrived:
         """Asked by torch of types that it does not know."""
-        from torch.utils.data._utils.pin_memory import pin_memory
-
         return Arrived(pin_memory(self.batch), self.note)
 
 
@@ -168,7 +166,8 @@ class Batched(Dataset, IterableDataset[Batch]):
             entry["random"] if entry and jumps else None,
             restores=workers == 0,
         )
-        as_read = nullcontext if self.own else _as_one_process
+        # Dealt out, a dataset that splits itself by worker gives all it has.
+        as_read = nullcontext if self.own else without_worker_info
         if entry and jumps:
             self.dataset.load_state_dict(copy.deepcopy(entry["dataset"]))
         with private, as_read():
@@ -201,13 +200,3 @@ def _after(block: list[Any], draw: Callable[[int], list[Any]]) -> Callable[[int]
         return items + draw(count - len(items)) if len(items) < count else items
 
     return both
-
-
-@contextmanager
-def _as_one_process() -> Iterator[None]:
-    """Within, `get_worker_info()` is None: a dataset that splits itself by worker gives all it has."""
-    info, workers_module._worker_info = workers_module._worker_info, None
-    try:
-        yield
-    finally:
-        workers_module._worker_info = info

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import drop_workers
 from fabric.data.dealing import check_padding
 from fabric.data.heads import ONE_STREAM, shares_itself, table
 from fabric.data.sources import Drawing, check_same
@@ -77,7 +78,7 @@ class StreamSource(Drawing):
         super().begin(epoch, saved)
         if saved:
             self.dataset.salts = (self.seed, self.dataset.salts[1])
-            self.loader._iterator = None  # workers that live on would not hear of it
+            drop_workers(self.loader)  # workers that live on would not hear of it
         entries = saved["streams"].values() if saved else ()
         self.replays = any([not each["ended"] and each["dataset"] is None for each in entries])
         self._head = None
@@ -121,7 +122,7 @@ class StreamSource(Drawing):
         )
         self._share(own=True)
         self.start = {**self.fresh(), "generators": self.start["generators"]}
-        self.loader._iterator = None
+        drop_workers(self.loader)
         return bool(self.loader.num_workers)
 
     def _share(self, own: bool) -> None:

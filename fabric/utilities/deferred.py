@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import no_subclass_functions
 from fabric.core.tree import flatten, map_tree
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Unmade(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every operation on such tensors: changes are recorded, others are made on shapes."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclass_functions():
             found = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Unmade)]
             return found[0].recorder.run(func, args, kwargs or {}) if found else func(*args, **(kwargs or {}))
 
@@ -184,8 +185,9 @@ class DeferredInit(TorchFunctionMode):
         out = func(*args, **kwargs)
         if type(out) is torch.Tensor and out.is_meta and getattr(func, "__name__", "") in _EMPTY:
             self._note(out)
-            out = torch.Tensor._make_subclass(Unmade, out, out.requires_grad)
-            out.recorder = self
+            unmade = out.detach().as_subclass(Unmade)
+            unmade.recorder = self
+            return unmade.requires_grad_(out.requires_grad)
         return out
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -337,8 +339,7 @@ def asks_is_meta(func: Any) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return id(tensor.untyped_storage())  # one object as long as a record keeps it
 
 
 def _onto(tree: Any, real: Tensor) -> Any:
