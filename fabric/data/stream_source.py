@@ -9,9 +9,10 @@ import torch
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import drop_workers
 from fabric.data.dealing import check_padding
-from fabric.data.heads import ONE_STREAM, shares_itself, table
+from fabric.data.heads import ONE_STREAM, shares_itself
 from fabric.data.sources import Drawing, check_same
 from fabric.data.streams import checksum
+from fabric.data.together import table
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
@@ -115,7 +116,8 @@ class StreamSource(Drawing):
                 "position out of the state that is loaded."
             )
         rank_zero_warn(
-            f"The ranks' streams of {name} begin with other samples:\n{table([head for _, head in held])}\n"
+            f"The ranks' streams of {name} begin with other samples:\n"
+            f"{table([head.shown for _, head in held])}\n"
             "So it is taken to share itself out over ranks: each rank sees all that its stream gives, and "
             f"len(loader) is that of torch. shard_iterable=False says so beforehand. {ONE_STREAM}",
             category=PossibleUserWarning,
