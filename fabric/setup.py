@@ -246,10 +246,10 @@ class SetupVerbs(RankFacts):
         if shard:
             part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
             share = Share(part["rank"], part["num_replicas"])
-            copied, source = shard_loader(given, share, seed, uneven, iterable, self.world_size)
+            source = shard_loader(given, share, seed, uneven, iterable, self.world_size)
         else:
-            copied, source = own_loader(given, self._data_rank, seed, uneven)
-        loader = self._strategy.process_dataloader(copied)
+            source = own_loader(given, self._data_rank, seed, uneven)
+        loader = self._strategy.process_dataloader(source.loader)
         moves = move_to_device and not self._strategy.traits.owns_transfer
         peers = together = None
         if self.world_size > 1:

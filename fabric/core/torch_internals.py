@@ -25,6 +25,7 @@ __all__ = [
     "backward_pass",
     "call_after_backward",
     "call_when_cuda_starts",
+    "drop_workers",
     "dtensor_handlers",
     "flatten_tensors",
     "foreach_clamp_max_",
@@ -40,10 +41,14 @@ __all__ = [
     "in_function_transform",
     "is_custom_function_input",
     "is_fsdp",
+    "loader_iterator",
     "memory_of",
+    "no_subclass_functions",
     "packs_saved_tensors",
+    "pin_memory",
     "ungathered",
     "will_run",
+    "without_worker_info",
 ]
 
 foreach_clamp_max_ = torch._foreach_clamp_max_
@@ -173,3 +178,38 @@ def fsdp_groups(states: list[Any]) -> list[Any]:
 def call_when_cuda_starts(call: Callable[[], Any]) -> None:
     """Inside the call that initialises CUDA in this process; at once where that has been."""
     torch.cuda._lazy_call(call)
+
+
+no_subclass_functions = torch._C.DisableTorchFunctionSubclass
+"""Context in which operations do not ask the classes of their tensors."""
+
+
+def loader_iterator() -> type:
+    """What all running iterations of a DataLoader are."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    return _BaseDataLoaderIter
+
+
+def drop_workers(loader: Any) -> None:
+    """Let the next iteration of a DataLoader begin with new workers, also if they are persistent."""
+    loader.__dict__["_iterator"] = None
+
+
+def pin_memory(batch: Any) -> Any:
+    """The batch in pinned memory, as a DataLoader with `pin_memory=True` does it."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(batch)
+
+
+@contextmanager
+def without_worker_info() -> Iterator[None]:
+    """Within, `get_worker_info()` is None, also in a DataLoader's worker."""
+    from torch.utils.data._utils import worker
+
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info

@@ -11,6 +11,7 @@ import torch
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.tree import flatten
+from fabric.data.together import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,16 +69,11 @@ def shares_itself(name: str, held: list[tuple[int, Head]]) -> bool:
     else:
         return True
     raise ConfigurationError(
-        f"The ranks' streams of {name} are neither one stream nor shares of their own: {why}. They begin "
-        f"with\n{table(heads)}\n{ONE_STREAM} Else say what it is: setup_dataloaders(loader, "
-        "shard_iterable=False) where each rank's samples are its own share, shard_iterable=True where all "
-        "read the same samples in the same order, with noise of their own."
+        f"The ranks' streams of {name} are neither one stream nor shares of their own: {why}. They begin with"
+        f"\n{table([head.shown for head in heads])}\n{ONE_STREAM} Else say what it is: "
+        "setup_dataloaders(loader, shard_iterable=False) where each rank's samples are its own share, "
+        "shard_iterable=True where all read the same samples in the same order, with noise of their own."
     )
-
-
-def table(heads: list[Head]) -> str:
-    """One line for each rank."""
-    return "\n".join([f"  rank {rank}: {head.shown}" for rank, head in enumerate(heads)])
 
 
 def _overlap(heads: list[Head]) -> Iterator[bool]:

@@ -7,18 +7,18 @@ on another number of ranks. Notes travel with batches, so what workers have read
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as workers_module
 
+from fabric.core.torch_internals import pin_memory, without_worker_info
 from fabric.data.dealing import Share
 from fabric.data.heads import Head
 from fabric.data.randomness import PrivateRandomness
-from fabric.data.workers import Forwarding, seed_draws
+from fabric.data.workers import Dataset, seed_draws
 from fabric.utilities.seed import derive_seed
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ class Arrived:
 
     def pin_memory(self) -> Arrived:
         """Asked by torch of types that it does not know."""
-        from torch.utils.data._utils.pin_memory import pin_memory
-
         return Arrived(pin_memory(self.batch), self.note)
 
 
@@ -66,7 +64,7 @@ class Collate:
         return Arrived(self.then(batch.items), batch.note)
 
 
-class Batched(Forwarding, IterableDataset[Batch]):
+class Batched(Dataset, IterableDataset[Batch]):
     """This rank's batches of a stream: Fabric deals it out, or the dataset has shared itself out.
 
     Dealt out, every process reads the whole stream, under random streams that are the same everywhere, and
@@ -168,7 +166,8 @@ class Batched(Forwarding, IterableDataset[Batch]):
             entry["random"] if entry and jumps else None,
             restores=workers == 0,
         )
-        as_read = nullcontext if self.own else _as_one_process
+        # Dealt out, a dataset that splits itself by worker gives all it has.
+        as_read = nullcontext if self.own else without_worker_info
         if entry and jumps:
             self.dataset.load_state_dict(copy.deepcopy(entry["dataset"]))
         with private, as_read():
@@ -201,13 +200,3 @@ def _after(block: list[Any], draw: Callable[[int], list[Any]]) -> Callable[[int]
         return items + draw(count - len(items)) if len(items) < count else items
 
     return both
-
-
-@contextmanager
-def _as_one_process() -> Iterator[None]:
-    """Within, `get_worker_info()` is None: a dataset that splits itself by worker gives all it has."""
-    info, workers_module._worker_info = workers_module._worker_info, None
-    try:
-        yield
-    finally:
-        workers_module._worker_info = info

@@ -155,7 +155,7 @@ class _FabricDataLoader:
         if epoch != self._epoch:
             self.set_epoch(epoch)
         run, saved = _Pass(epoch), self._saved
-        source.begin(run.epoch, saved)
+        source.begin(epoch, saved)
         self._saved, self._pass = None, run
         self._epoch += 1
         begin = time.perf_counter()
@@ -171,7 +171,7 @@ class _FabricDataLoader:
         if self._device is not None and self._device.type != "cpu":
             pairs = self._ahead(pairs, self._device) if self._looks_ahead else self._moved(pairs)
         if self._peers is not None and not source.per_rank and torch.is_grad_enabled():
-            pairs = self._agreed(pairs, run)  # after what looks ahead
+            pairs = self._peers.compared(pairs, source.agreed, epoch)  # after what looks ahead
         self.wait_seconds += time.perf_counter() - begin
         return self._received(pairs, run)
 
@@ -208,40 +208,6 @@ class _FabricDataLoader:
     def _moved(self, pairs: Iterator[Any]) -> Iterator[Any]:
         for batch, note in pairs:
             yield self._move(batch, self._device), note  # type: ignore[arg-type]
-
-    def _agreed(self, pairs: Iterator[Any], run: _Pass) -> Iterator[Any]:
-        """`pairs`; ranks compare before the second, which one that only looks at a batch never asks for."""
-        for number, found in enumerate(pairs):
-            if number == 1:
-                mine = self._source.agreed()
-                if mine is not None and self._peers is not None:
-                    self._compare({"epoch": run.epoch, **mine}, self._peers)
-                yield found
-                break
-            yield found
-        yield from pairs
-
-    def _compare(self, mine: dict[str, Any], peers: Peers) -> None:
-        held = peers.exchange(mine)
-        if any([each != held[0] for each in held]):
-            rows = [
-                ", ".join(
-                    [
-                        f"{key} {each.get(key)}"
-                        for key in mine
-                        if any(x.get(key) != each.get(key) for x in held)
-                    ]
-                )
-                for each in held
-            ]
-            table = "\n".join([f"  rank {rank}: {row}" for rank, row in enumerate(rows)])
-            raise UsageError(
-                "The ranks iterate this loader differently, so samples would be repeated and lost:\n"
-                f"{table}\n"
-                "Begin each epoch on all ranks (a rank that has looked at a batch by itself has counted an "
-                "epoch: loader.set_epoch(n) on all ranks), load positions on all ranks, and give all ranks "
-                "the same data and sampler, with random generators seeded alike."
-            )
 
     @property
     def batches_done(self) -> int:

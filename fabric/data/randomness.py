@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from fabric.utilities.seed import collect_rng_states, set_rng_states
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from fabric.utilities.seed import host_states, loaded_numpy, set_rng_states
 
 
 class OwnGenerators:
@@ -54,8 +50,8 @@ def _ways(value: Any) -> Any:
         return value.get_state, lambda state: value.set_state(state.cpu())
     if isinstance(value, random.Random):
         return value.getstate, lambda state: value.setstate((state[0], tuple(state[1]), state[2]))
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not hasattr(numpy, "random"):
+    numpy = loaded_numpy()
+    if numpy is None:
         return None
     if isinstance(value, numpy.random.Generator):
         bits = value.bit_generator
@@ -80,7 +76,7 @@ def _arrays(state: Any, numpy: Any) -> Any:
 
 
 class PrivateRandomness:
-    """Context in which the global generators hold a private state, kept from one `with` to the next.
+    """Context in which the host's global generators hold a private state, kept from one `with` to the next.
 
     Args:
         seed: Of the private state.
@@ -92,44 +88,27 @@ class PrivateRandomness:
     def __init__(self, seed: int, states: dict[str, Any] | None = None, restores: bool = True) -> None:
         self._seed = seed
         self._restores = restores
-        self._mine: list[Any] | None = None
-        self._theirs: list[Any] = []
-        if states is not None:
-            outer = collect_rng_states()
-            set_rng_states(states)
-            self._mine = [get() for get, _, _ in _generators()]
-            set_rng_states(outer)
+        self._mine = states
+        self._theirs: dict[str, Any] = {}
 
     def states(self) -> dict[str, Any]:
         """The private state, for a checkpoint; between two uses."""
-        with self:
-            return collect_rng_states()
+        if self._mine is None:
+            with self:
+                pass
+        return self._mine or {}
 
     def __enter__(self) -> None:
-        parts = _generators()
-        self._theirs = [get() for get, _, _ in parts] if self._restores else []
-        if self._mine is None:
-            for _, _, start in parts:
-                start(self._seed)
-        else:
-            for (_, put, _), state in zip(parts, self._mine, strict=False):
-                put(state)
+        self._theirs = host_states() if self._restores else {}
+        if self._mine is not None:
+            set_rng_states(self._mine)
+            return
+        random.seed(self._seed)
+        torch.default_generator.manual_seed(self._seed)
+        if (numpy := loaded_numpy()) is not None:
+            numpy.random.seed(self._seed % 2**32)
 
     def __exit__(self, *exc: object) -> None:
-        parts = _generators()
-        self._mine = [get() for get, _, _ in parts]
-        for (_, put, _), state in zip(parts, self._theirs, strict=False):
-            put(state)
-
-
-def _generators() -> list[tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]]:
-    """(get, set, seed) of each global generator; numpy, the last, only where it is loaded."""
-    parts: list[Any] = [
-        (torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed),
-        (random.getstate, random.setstate, random.seed),
-    ]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "random"):
-        numpy_random = numpy.random
-        parts.append((numpy_random.get_state, numpy_random.set_state, lambda s: numpy_random.seed(s % 2**32)))
-    return parts
+        self._mine = host_states()
+        if self._theirs:
+            set_rng_states(self._theirs)

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
 
 from fabric.core.errors import ConfigurationError
+from fabric.core.torch_internals import drop_workers, loader_iterator
 from fabric.data.dealing import Rule, Share, check_padding, check_uneven
 from fabric.data.order import SeededOrder, UserOrder, seed_worker_generator
 from fabric.data.sources import IndexSource, Source, samplers_of
 from fabric.data.streams import IndexStream, Sampler
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
-
-
-class Sharded(NamedTuple):
-    """A loader of one rank."""
-
-    loader: DataLoader[Any]
-    """A copy of the user's."""
-    source: Source
 
 
 def shard_loader(
@@ -32,8 +25,8 @@ def shard_loader(
     uneven: str | None,
     shard_iterable: bool | None = None,
     ranks: int = 1,
-) -> Sharded:
-    """A copy of `loader` that yields this rank's part; the user's loader and sampler are left as they are.
+) -> Source:
+    """A copy of `loader` that yields this rank's part, as a `Source`; the user's own is left as it is.
 
     Loaders that the user has sharded (DistributedSampler, or any sampler or iterable dataset with
     `num_replicas` and `rank`) keep their stream.
@@ -68,11 +61,11 @@ def shard_loader(
     copied, own = _copied(loader, share.rank, seed)
     stream = _stream(loader, share, seed, uneven, own)
     stream.check_even()
-    return _with_stream(loader, copied, stream, IndexSource(copied, stream, seed, share.rank, own))
+    return _index_source(loader, copied, stream, (seed, share.rank, own))
 
 
-def own_loader(loader: DataLoader[Any], rank: int, seed: int, uneven: str | None = None) -> Sharded:
-    """A shallow copy with workers of its own, seeded apart by rank, worker and batch; the order is unchanged.
+def own_loader(loader: DataLoader[Any], rank: int, seed: int, uneven: str | None = None) -> Source:
+    """As `shard_loader`, with the order unchanged; workers are seeded apart by rank, worker and batch.
 
     A generator that the user gave stays in use. Without one, torch draws the workers' seed from the training
     loop's global stream whenever an iteration starts; here it comes from a generator of the copy.
@@ -86,17 +79,17 @@ def own_loader(loader: DataLoader[Any], rank: int, seed: int, uneven: str | None
         return _stream_loader(loader, Share(rank, 1), seed, uneven, own=True)
     copied, own = _copied(loader, rank, seed)
     if isinstance(loader.dataset, IterableDataset):
-        return Sharded(copied, Source(copied))
+        return Source(copied)
     items = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     stream = IndexStream(UserOrder(items), Rule(Share(0, 1), None, False, "exact"))
-    return _with_stream(loader, copied, stream, IndexSource(copied, stream, seed, rank, own))
+    return _index_source(loader, copied, stream, (seed, rank, own))
 
 
 def _copied(loader: DataLoader[Any], rank: int, seed: int) -> tuple[DataLoader[Any], torch.Generator | None]:
     """The copy, and the generator for workers' seeds that it has of its own."""
     copied = copy.copy(loader)
     fields = copied.__dict__  # DataLoader.__setattr__ refuses to change some of these after construction
-    fields["_iterator"] = None
+    drop_workers(copied)
     if loader.num_workers > 0:
         from fabric.data.workers import SeedWorker
 
@@ -109,20 +102,24 @@ def _copied(loader: DataLoader[Any], rank: int, seed: int) -> tuple[DataLoader[A
     return copied, own
 
 
-def _with_stream(
-    loader: DataLoader[Any], copied: DataLoader[Any], stream: IndexStream, source: IndexSource
-) -> Sharded:
+def _index_source(
+    loader: DataLoader[Any],
+    copied: DataLoader[Any],
+    stream: IndexStream,
+    draws: tuple[int, int, torch.Generator | None],
+) -> Source:
+    source = IndexSource(copied, stream, *draws)  # before the samplers go: it looks for generators in them
     if loader.batch_sampler is None:
         copied.__dict__["sampler"] = stream
     else:  # torch does not look at the other one then
         copied.__dict__.update(batch_sampler=stream, sampler=Sampler(loader.sampler, stream.set_epoch))
     if type(loader).__iter__ is not DataLoader.__iter__:  # what it yields need not be one for one
-        return Sharded(copied, Source(copied))
+        return Source(copied)
     if loader.num_workers:
         from fabric.data.workers import SeededDataset
 
         copied.__dict__["dataset"] = SeededDataset(loader.dataset)
-    return Sharded(copied, source)
+    return source
 
 
 def _stream_loader(
@@ -132,7 +129,7 @@ def _stream_loader(
     uneven: str | None,
     asks: bool = False,
     own: bool = False,
-) -> Sharded:
+) -> Source:
     from fabric.data.iterables import Batched, Collate
     from fabric.data.stream_source import StreamSource
 
@@ -144,7 +141,7 @@ def _stream_loader(
     # The dataset gives whole batches, one for each index that torch draws.
     collate: Any = Collate(loader.collate_fn)
     copied.__dict__.update(dataset=dataset, batch_sampler=None, collate_fn=collate)
-    return Sharded(copied, StreamSource(copied, dataset, seed, generator, uneven))
+    return StreamSource(copied, dataset, seed, generator, uneven)
 
 
 def _stream(
@@ -183,10 +180,8 @@ def _warn_of_repeats(dataset: Any, world: int) -> None:
 
 def _refuse_running(loader: DataLoader[Any]) -> None:
     """Raise if a DataLoader subclass yields from an iterator made before: it would ignore the shard."""
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
     for name, value in vars(loader).items():
-        if name != "_iterator" and isinstance(value, _BaseDataLoaderIter):
+        if name != "_iterator" and isinstance(value, loader_iterator()):
             raise ConfigurationError(
                 f"{type(loader).__name__} keeps a running iterator in .{name}, so every rank would see all "
                 f"data. Pass a plain DataLoader, or shard it with a DistributedSampler and pass "

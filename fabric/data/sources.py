@@ -125,30 +125,37 @@ class Drawing(Source):
         super().__init__(loader)
         self.seed = seed
         self.generators = OwnGenerators([loader, *samplers_of(loader)], own)
-        self.began: list[Any] = []
+        self.start: dict[str, Any] = {}
+        """The position at which this iteration began."""
 
-    def begin_generators(self, saved: dict[str, Any] | None) -> None:
-        """Put the user's generators where they were at the position, and note where they are.
+    def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
+        """See the base. The user's generators and the seed are those of the position.
 
         Raises:
-            UsageError: There are others now.
+            UsageError: There are other generators now.
         """
         if saved is not None:
             check_same("random generators of its own", len(saved["generators"]), len(self.generators))
             self.generators.set_states(saved["generators"])
-        self.began = self.generators.states()
+            self.seed = saved["seed"]
+        self.start = saved or self.fresh()
 
-    def check_in_order(self) -> None:
-        """Raise if batches may come in another order than they were asked for.
+    def moved(self, note: Any) -> dict[str, Any]:
+        """What of the position has changed by the batch with this note."""
+        raise NotImplementedError
+
+    def state(self, note: Any) -> dict[str, Any]:
+        """See the base.
 
         Raises:
-            UsageError: They may.
+            UsageError: Batches may come in another order than they were asked for.
         """
         if self.loader.num_workers and not getattr(self.loader, "in_order", True):
             raise UsageError(
                 "A loader with in_order=False cannot say how far it has come: batches arrive in any order. "
                 "Leave in_order=False out, or ask for the position between epochs only."
             )
+        return self.start if note is None else {**self.start, **self.moved(note)}
 
 
 class IndexSource(Drawing):
@@ -178,7 +185,6 @@ class IndexSource(Drawing):
         self.dealt = isinstance(stream.order, SeededOrder)
         self.per_rank = not self.dealt
         self.kind = "batches" if not self.dealt else "samples" if stream.rule.batch else "whole batches"
-        self._random: dict[str, Any] | None = None
 
     def _listeners(self) -> list[Any]:
         return [self.stream.order, self.loader.dataset]
@@ -194,19 +200,19 @@ class IndexSource(Drawing):
             UsageError: The position is one in data of another length.
         """
         order, stream = self.stream.order, self.stream
-        stream.start = saved["samples"] if saved else 0
-        stream.expected = saved["check"] if saved and stream.start else None
-        if stream.start and saved and (now := self._items()) != saved["length"]:
+        if saved and saved["samples"] and (now := self._items()) != saved["length"]:
             raise UsageError(
                 f"The position {saved['samples']} was saved in data of length {saved['length']}, but they "
                 f"have {now} now, in another order. Use the same data, or begin an epoch: "
                 f"loader.set_epoch({epoch + 1})."
             )
-        self.begin_generators(saved)
+        super().begin(epoch, saved)
+        self.start = {**self.start, "length": self._items()}
+        stream.start = self.start["samples"]
+        stream.expected = self.start["check"] if stream.start else None
         if isinstance(order, SeededOrder):
-            order.seed = self.seed = saved["seed"] if saved else self.seed
+            order.seed = self.seed
         else:
-            self._random = saved["random"] if saved else collect_rng_states()
             order.begin_with = saved["random"] if saved else None
         if self.loader.num_workers:
             from fabric.data.workers import JobMaker
@@ -226,17 +232,15 @@ class IndexSource(Drawing):
             return None
         return {"position": self.stream.start, "length": items, "order": self.stream.check}
 
-    def state(self, note: Any) -> dict[str, Any]:
+    def moved(self, note: Any) -> dict[str, Any]:
         """See the base."""
-        self.check_in_order()
-        if note is None:
-            return self._state(self.stream.start, self.began, self._random, self.stream.expected)
-        return self._state(note, self.began, self._random, self.stream.check)
+        return {"samples": note, "check": self.stream.check}
 
     def fresh(self) -> dict[str, Any]:
         """See the base."""
-        random = None if self.dealt else collect_rng_states()
-        return self._state(0, self.generators.states(), random, None)
+        parts = {"samples": 0, "length": self._items(), "check": None}
+        state = {**parts, "seed": self.seed, "generators": self.generators.states()}
+        return state if self.dealt else {**state, "random": collect_rng_states()}
 
     def length(self) -> int:
         """See the base."""
@@ -245,11 +249,6 @@ class IndexSource(Drawing):
     def done(self, note: Any) -> int:
         """See the base."""
         return self.stream.rule.count(self.stream.start if note is None else note)
-
-    def _state(self, samples: int, generators: list[Any], random: Any, check: Any) -> dict[str, Any]:
-        parts = {"samples": samples, "length": self._items(), "check": check}
-        state = {**parts, "seed": self.seed, "generators": generators}
-        return state if self.dealt else {**state, "random": random}
 
     def _items(self) -> int | None:
         try:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import drop_workers
 from fabric.data.dealing import check_padding
-from fabric.data.heads import ONE_STREAM, shares_itself, table
+from fabric.data.heads import ONE_STREAM, shares_itself
 from fabric.data.sources import Drawing, check_same
 from fabric.data.streams import checksum
+from fabric.data.together import table
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
@@ -48,7 +50,6 @@ class StreamSource(Drawing):
         self.settled = not dataset.asks
         self._open = not dataset.own
         self._head: Head | None = None
-        self._start: dict[str, Any] = {}
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -73,16 +74,15 @@ class StreamSource(Drawing):
         Raises:
             UsageError: The position is that of another number of workers.
         """
-        self.begin_generators(saved)
+        if saved and self.dataset.own:
+            check_same("workers", saved["num_workers"], self.loader.num_workers)
+        super().begin(epoch, saved)
         if saved:
-            if self.dataset.own:
-                check_same("workers", saved["num_workers"], self.loader.num_workers)
-            self.seed = saved["seed"]
             self.dataset.salts = (self.seed, self.dataset.salts[1])
-            self.loader._iterator = None  # workers that live on would not hear of it
+            drop_workers(self.loader)  # workers that live on would not hear of it
         entries = saved["streams"].values() if saved else ()
         self.replays = any([not each["ended"] and each["dataset"] is None for each in entries])
-        self._start, self._head = saved or self.fresh(), None
+        self._head = None
         self.dataset.begin(epoch, saved)
 
     def settle(self, batches: Iterator[Any], peers: Peers) -> bool:
@@ -109,21 +109,22 @@ class StreamSource(Drawing):
             self.settled = True
             return False
         check_padding(self.uneven, name)
-        if self._start["streams"]:
+        if self.start["streams"]:
             raise UsageError(
                 f"The loader's position was saved where all ranks read one stream of {name}, and now each "
                 "reads other samples. Go on on as many ranks as it was saved on (one, perhaps), or leave the "
                 "position out of the state that is loaded."
             )
         rank_zero_warn(
-            f"The ranks' streams of {name} begin with other samples:\n{table([head for _, head in held])}\n"
+            f"The ranks' streams of {name} begin with other samples:\n"
+            f"{table([head.shown for _, head in held])}\n"
             "So it is taken to share itself out over ranks: each rank sees all that its stream gives, and "
             f"len(loader) is that of torch. shard_iterable=False says so beforehand. {ONE_STREAM}",
             category=PossibleUserWarning,
         )
         self._share(own=True)
-        self._start = {**self.fresh(), "generators": self._start["generators"]}
-        self.loader._iterator = None
+        self.start = {**self.fresh(), "generators": self.start["generators"]}
+        drop_workers(self.loader)
         return bool(self.loader.num_workers)
 
     def _share(self, own: bool) -> None:
@@ -133,7 +134,7 @@ class StreamSource(Drawing):
 
     def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """See the base."""
-        streams = self._start["streams"]
+        streams = self.start["streams"]
         turns = max(1, self.loader.num_workers) if self.dataset.own else 1
         stops = self.uneven is None and self.dataset.rule.batch is None and torch.is_grad_enabled()
         for arrived in batches:
@@ -147,12 +148,9 @@ class StreamSource(Drawing):
             streams = {**streams, number: entry}
             yield arrived.batch, (streams, (number + 1) % turns)
 
-    def state(self, note: Any) -> dict[str, Any]:
+    def moved(self, note: Any) -> dict[str, Any]:
         """See the base."""
-        self.check_in_order()
-        if note is None:
-            return self._start
-        return {**self._start, "streams": note[0], "next": note[1]}
+        return {"streams": note[0], "next": note[1]}
 
     def fresh(self) -> dict[str, Any]:
         """See the base."""
@@ -168,10 +166,10 @@ class StreamSource(Drawing):
         """See the base. Where samples are whole batches, some ranks may have one less."""
         if self.dataset.rule.batch is None and self.uneven is not None:
             return None
-        first = self._start["streams"].get(0, {"samples": 0})
+        first = self.start["streams"].get(0, {"samples": 0})
         return {"position": first["samples"], "order": self._head and checksum(self._head.samples)}
 
     def done(self, note: Any) -> int:
         """See the base."""
-        streams = self._start["streams"] if note is None else note[0]
+        streams = self.start["streams"] if note is None else note[0]
         return sum([self.dataset.rule.count(entry["samples"]) for entry in streams.values()])

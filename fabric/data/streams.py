@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _CHECKED = 32
 """Items at an epoch's beginning by which an order is known again."""
+_OF_BATCHES = {"batch_size": "batch", "drop_last": "drop_last", "sampler": ""}
+"""What torch's BatchSampler has, and where a rule has it."""
 
 
 def checksum(items: list[Any]) -> list[int] | None:
@@ -32,29 +34,51 @@ def checksum(items: list[Any]) -> list[int] | None:
     return [len(plain), zlib.crc32(repr(plain).encode())]
 
 
-class Sampler:
+class Forwarding:
+    """Stands in for an object of the user's: what it does not have itself is that object's."""
+
+    _OWN: frozenset[str] = frozenset()
+    """Its own attributes, by name."""
+
+    def users(self) -> Any:
+        """The user's object."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        # Dunder names belong to protocols (pickle, copy) that must not reach the user's object through this.
+        if name in self._OWN or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.users(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.users(), name, value)
+
+
+class Sampler(Forwarding):
     """A user's sampler as a loader shows it: what it lacks, `set_epoch`, chooses the loader's next epoch."""
 
+    _OWN = frozenset({"_sampler"})
+
     def __init__(self, sampler: Any, set_epoch: Callable[[int], None]) -> None:
-        self.__dict__.update(_sampler=sampler, set_epoch=set_epoch)
+        self._sampler = sampler
+        self.__dict__["set_epoch"] = set_epoch
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # isinstance() is for the user's
         return type(self._sampler)
+
+    def users(self) -> Any:
+        """The user's sampler."""
+        return self._sampler
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._sampler)
 
     def __len__(self) -> int:
         return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_sampler" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._sampler, name, value)
 
     def __reduce__(self) -> Any:
         return Sampler, (self._sampler, self.set_epoch)
@@ -70,10 +94,10 @@ def _plain(item: Any) -> Any:
     return item
 
 
-class IndexStream:
+class IndexStream(Forwarding):
     """This rank's batches of indices, or its items where they are whole batches (`rule.batch` None).
 
-    What it does not have itself is read from and written to the user's sampler, which is never copied.
+    Stands in for the user's (batch) sampler.
 
     Args:
         order: The items of one epoch.
@@ -82,7 +106,6 @@ class IndexStream:
     """
 
     _OWN = frozenset({"order", "rule", "item", "start", "ends", "expected", "check", "asked"})
-    _OF_RULE = {"batch_size": "batch", "drop_last": "drop_last"}
 
     def __init__(
         self, order: SeededOrder | UserOrder, rule: Rule, item: Callable[[Any, int], Any] | None = None
@@ -159,21 +182,17 @@ class IndexStream:
     def __len__(self) -> int:
         return self.rule.count(len(self.order))
 
+    def users(self) -> Any:
+        """The user's (batch) sampler."""
+        return self.order.sampler
+
     def __getattr__(self, name: str) -> Any:
-        # Dunder names belong to protocols (pickle, copy) that must not reach the user's object through this.
-        if name in self._OWN or name.startswith("__"):
-            raise AttributeError(name)
-        if self.rule.batch is not None:  # in place of torch's BatchSampler
-            if name == "sampler":
-                return Sampler(self.order.sampler, self.set_epoch)
-            if name in self._OF_RULE:
-                return getattr(self.rule, self._OF_RULE[name])
-        return getattr(self.order.sampler, name)
+        if name in _OF_BATCHES and self.rule.batch is not None:  # in place of torch's BatchSampler
+            field = _OF_BATCHES[name]
+            return getattr(self.rule, field) if field else Sampler(self.order.sampler, self.set_epoch)
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            object.__setattr__(self, name, value)
-        elif name in self._OF_RULE and self.rule.batch is not None:
-            self.rule = self.rule._replace(**{self._OF_RULE[name]: value})
-        else:
-            setattr(self.order.sampler, name, value)
+        if _OF_BATCHES.get(name) and self.rule.batch is not None:
+            name, value = "rule", self.rule._replace(**{_OF_BATCHES[name]: value})
+        super().__setattr__(name, value)

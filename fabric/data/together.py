@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fabric.core.errors import ConfigurationError
+from fabric.core.errors import ConfigurationError, UsageError
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -24,6 +24,44 @@ class Peers(NamedTuple):
     world: int
     exchange: Callable[[Any], list[Any]]
     """Gives every rank's value of what each passes. All ranks must call it."""
+
+    def compared(
+        self, pairs: Iterator[Any], agreed: Callable[[], dict[str, Any] | None], epoch: int
+    ) -> Iterator[Any]:
+        """`pairs`; ranks compare before the second, which one that only looks at a batch never asks for.
+
+        Args:
+            pairs: An iteration's batches, with notes.
+            agreed: Gives what all ranks must have alike by then; None: nothing.
+            epoch: The number of the iteration, which must be alike, too.
+
+        Raises:
+            UsageError: On all ranks: they iterate differently.
+        """
+        yield from islice(pairs, 1)
+        found = next(pairs, None)
+        if found is None:
+            return
+        mine = agreed()
+        if mine is not None:
+            self._compare({"epoch": epoch, **mine})
+        yield found
+        yield from pairs
+
+    def _compare(self, mine: dict[str, Any]) -> None:
+        held = self.exchange(mine)
+        keys = list(dict.fromkeys([key for each in held for key in each]))
+        differ = [key for key in keys if any([each.get(key) != held[0].get(key) for each in held])]
+        if not differ:
+            return
+        rows = [", ".join([f"{key} {each.get(key)}" for key in differ]) for each in held]
+        raise UsageError(
+            "The ranks iterate this loader differently, so samples would be repeated and lost:\n"
+            f"{table(rows)}\n"
+            "Begin each epoch on all ranks (a rank that has looked at a batch by itself has counted an "
+            "epoch: loader.set_epoch(n) on all ranks), load positions on all ranks, and give all ranks "
+            "the same data and sampler, with random generators seeded alike."
+        )
 
 
 class Together:
@@ -67,8 +105,7 @@ class Together:
             yield found
 
     def _tell(self, counts: list[str]) -> None:
-        table = "\n".join([f"  rank {rank}: {text}" for rank, text in enumerate(counts)])
-        text = f"The ranks' data are of different lengths:\n{table}\n"
+        text = f"The ranks' data are of different lengths:\n{table(counts)}\n"
         if self.uneven == "error":
             raise ConfigurationError(
                 f'{text}uneven="error" refuses that. Give all ranks as much, or write uneven="drop" to stop '
@@ -79,3 +116,8 @@ class Together:
             'the epoch is left out. Evaluate under torch.no_grad(), or write uneven="exact", to see all of '
             "it."
         )
+
+
+def table(rows: list[str]) -> str:
+    """One line for each rank."""
+    return "\n".join([f"  rank {rank}: {row}" for rank, row in enumerate(rows)])

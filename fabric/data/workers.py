@@ -6,15 +6,15 @@ So a run that goes on in the middle of an epoch draws in its workers what it wou
 from __future__ import annotations
 
 import random
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import get_worker_info
 
 from fabric.core.errors import ConfigurationError
+from fabric.data.streams import Forwarding
 from fabric.processes.garbage import forked
-from fabric.utilities.seed import derive_seed, pl_worker_init_function
+from fabric.utilities.seed import derive_seed, loaded_numpy, pl_worker_init_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,33 +38,26 @@ class JobMaker:
         return Job(derive_seed(*self.salts, end), index)
 
 
-class Forwarding:
-    """Stands in for a dataset of the user's, and passes on all attributes that it does not have itself."""
+class Dataset(Forwarding):
+    """Stands in for a dataset of the user's."""
 
-    _OWN: frozenset[str] = frozenset({"dataset"})
+    _OWN = frozenset({"dataset"})
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
 
     @property
     def whole(self) -> bool:
         """Whether each worker must read all of it."""
         return False
 
-    def __getattr__(self, name: str) -> Any:
-        if name in self._OWN or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.dataset, name, value)
+    def users(self) -> Any:
+        """The user's dataset."""
+        return self.dataset
 
 
-class SeededDataset(Forwarding):
+class SeededDataset(Dataset):
     """A map-style dataset for workers: takes jobs, and seeds the worker for each."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -93,7 +86,7 @@ class SeedWorker:
         forked()
         pl_worker_init_function(worker_id, self.rank)
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, Forwarding):
+        if info is not None and isinstance(info.dataset, Dataset):
             inner, whole = info.dataset.dataset, info.dataset.whole
             # The user's own, which their function may change; WorkerInfo refuses the plain way.
             object.__setattr__(info, "dataset", inner)
@@ -126,8 +119,8 @@ def seed_draws(seed: int) -> None:
     """Seed this process's streams for one batch; quicker than `seed_streams`, for the host only."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed ^ 1)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed((seed ^ 2) % 2**32)
+    if (numpy := loaded_numpy()) is not None:
+        numpy.random.seed((seed ^ 2) % 2**32)
 
 
 def _begun(job: Any) -> Any:

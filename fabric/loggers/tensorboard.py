@@ -136,7 +136,7 @@ class TensorBoardLogger(DirectoryLogger):
         from torch.utils.tensorboard.summary import hparams
 
         for summary in hparams(_flat(params), named):
-            self.experiment._get_file_writer().add_summary(summary)
+            self.experiment.file_writer.add_summary(summary)
 
     @rank_zero_only
     def log_graph(self, model: Module, input_array: Tensor | None = None) -> None:

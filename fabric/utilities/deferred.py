@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import no_subclass_functions
 from fabric.core.tree import flatten, map_tree
 
 if TYPE_CHECKING:
@@ -46,12 +47,14 @@ class _View:
 
 @dataclass(frozen=True)
 class _Step:
-    """One change that was made: `function(*args, **kwargs)`, drawn from `state`."""
+    """One thing that was done: `function(*args, **kwargs)`, drawn from `state`."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    state: Tensor | None
+    state: Tensor | None = None
+    derives: bool = False
+    """Whether its result is a piece of memory of its own; else it changes the one before."""
 
 
 @dataclass
@@ -61,17 +64,19 @@ class _Record:
     storage: Any  # kept, so that no other storage gets its address
     dtype: torch.dtype
     steps: list[_Step] = field(default_factory=list)
-    origin: tuple[_Record, list[_Step], _Step] | None = None
-    """Where it was computed from another such piece: that, what had become of it by then, and how."""
+    """All that leads to its values, from an empty piece of memory on."""
     refusal: UsageError | None = None
     """Where it was computed in a way that cannot be repeated: raised if it is part of a model."""
 
     @property
     def initialised(self) -> bool:
         """Whether anybody gave it values."""
-        return bool(self.steps or self.refusal) or (
-            self.origin is not None and (bool(self.origin[1]) or self.origin[0].initialised)
-        )
+        return self.refusal is not None or not all([step.derives for step in self.steps])
+
+    @property
+    def numel(self) -> int:
+        """Elements that fit into it."""
+        return int(self.storage.nbytes() // self.dtype.itemsize)
 
 
 class Unmade(torch.Tensor):
@@ -84,7 +89,7 @@ class Unmade(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every operation on such tensors: changes are recorded, others are made on shapes."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclass_functions():
             found = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Unmade)]
             return found[0].recorder.run(func, args, kwargs or {}) if found else func(*args, **(kwargs or {}))
 
@@ -134,38 +139,38 @@ class DeferredInit(TorchFunctionMode):
     def make(self, tensor: Tensor, replay: bool = True) -> Tensor:
         """Memory on the device for `tensor`, and with `replay` the values that it was given."""
         record = self._records[_key(tensor)]
-        whole = self._memory(record, record.steps) if replay else self._empty(record)
+        whole = self._replayed(record) if replay else self._empty(record.numel, record.dtype)
         part = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return part if part.numel() == whole.numel() else part.clone()
 
-    def _empty(self, record: _Record) -> Tensor:
-        return torch.empty(
-            record.storage.nbytes() // record.dtype.itemsize, dtype=record.dtype, device=self.device
-        )
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def _memory(self, record: _Record, steps: list[_Step]) -> Tensor:
-        """The piece of memory, flat, after `steps`."""
+    def _replayed(self, record: _Record) -> Tensor:
+        """The piece of memory, flat, with its values."""
         if record.refusal is not None:
             raise record.refusal
-        if record.origin is None:
-            whole = self._empty(record)
-        else:
-            source, before, step = record.origin
-            base = self._memory(source, before)
-            made = step.function(*_onto(step.args, base), **_onto(step.kwargs, base))
-            whole = made.as_strided((record.storage.nbytes() // record.dtype.itemsize,), (1,), 0)
-        state = _get_state(None, self.device)
+        whole = torch.empty(0)
+        before = _get_state(None, self.device)
         try:
-            for step in steps:
+            for step in record.steps:
                 args, kwargs = _onto(step.args, whole), _onto(step.kwargs, whole)
                 if step.state is not None and kwargs.get("generator") is not None:
                     kwargs["generator"] = torch.Generator(self.device).set_state(step.state)
                 elif step.state is not None:
                     _set_state(step.state, self.device)
-                step.function(*args, **kwargs)
+                made = step.function(*args, **kwargs)
+                if step.derives:
+                    numel = made.untyped_storage().nbytes() // made.dtype.itemsize
+                    whole = made.as_strided((numel,), (1,), 0)
         finally:
-            _set_state(state, self.device)
+            _set_state(before, self.device)
         return whole
+
+    def _note(self, tensor: Tensor) -> None:
+        """A piece of memory that is not there yet, and has no values."""
+        record = self._records[_key(tensor)] = _Record(tensor.untyped_storage(), tensor.dtype)
+        record.steps.append(_Step(self._empty, (record.numel, record.dtype), {}, derives=True))
 
     def forget(self, tensor: Tensor) -> None:
         """Let go of what is known of a tensor that has its values now."""
@@ -179,9 +184,10 @@ class DeferredInit(TorchFunctionMode):
             kwargs = {**kwargs, "device": "meta"}
         out = func(*args, **kwargs)
         if type(out) is torch.Tensor and out.is_meta and getattr(func, "__name__", "") in _EMPTY:
-            self._records[_key(out)] = _Record(out.untyped_storage(), out.dtype)
-            out = torch.Tensor._make_subclass(Unmade, out, out.requires_grad)
-            out.recorder = self
+            self._note(out)
+            unmade = out.detach().as_subclass(Unmade)
+            unmade.recorder = self
+            return unmade.requires_grad_(out.requires_grad)
         return out
 
     def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -206,7 +212,7 @@ class DeferredInit(TorchFunctionMode):
             return type(out)([self.marked(leaf) for leaf in out])
         if isinstance(out, torch.Tensor) and out.is_meta and _key(out) not in self._records:
             if name in _EMPTY:
-                self._records[_key(out)] = _Record(out.untyped_storage(), out.dtype)
+                self._note(out)
             else:
                 self._derive(func, args, kwargs, out)
         return self.marked(out)
@@ -230,13 +236,13 @@ class DeferredInit(TorchFunctionMode):
         try:
             if "rand" in name or name in ("bernoulli", "dropout", "normal", "multinomial"):
                 raise self._refusal(name, known[0])
-            step = _Step(func, *self._kept(name, args, kwargs, known[0]), None)
+            step = _Step(func, *self._kept(name, args, kwargs, known[0]), derives=True)
         except UsageError as error:
             if self._building:
                 raise
             record.refusal = error  # later only if it matters: of activations nobody wants values
         else:
-            record.origin = (source, list(source.steps), step)
+            record.refusal, record.steps = source.refusal, [*source.steps, step]
 
     def _set_data(self, func: Any, target: Tensor, value: Tensor) -> None:
         """`weight.data = values`: of a tensor without memory, a copy of them."""
@@ -247,7 +253,7 @@ class DeferredInit(TorchFunctionMode):
         elif target.shape != value.shape or target.dtype != value.dtype:
             raise self._refusal("weight.data = other", target)
         else:
-            step = _Step(torch.Tensor.copy_, (_View(target), value.detach().clone()), {}, None)
+            step = _Step(torch.Tensor.copy_, (_View(target), value.detach().clone()), {})
             self._records[_key(target)].steps.append(step)
 
     def _changed(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
@@ -333,8 +339,7 @@ def asks_is_meta(func: Any) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return id(tensor.untyped_storage())  # one object as long as a record keeps it
 
 
 def _onto(tree: Any, real: Tensor) -> Any:

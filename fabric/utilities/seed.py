@@ -95,15 +95,27 @@ def collect_rng_states() -> dict[str, Any]:
 
     numpy counts once it is imported, an accelerator once it is initialised: asking must not create a context.
     """
-    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        kind, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
-        states["numpy"] = (kind, keys.tolist(), int(position), int(has_gauss), float(gauss))
+    states = host_states()
     name, module = _accelerator()
     if module is not None and getattr(module, "is_initialized", module.is_available)():
         every = getattr(module, "get_rng_state_all", None)
         states[f"torch.{name}"] = module.get_rng_state() if every is None else every()
     return states
+
+
+def host_states() -> dict[str, Any]:
+    """The part of `collect_rng_states` that is not on an accelerator."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if (numpy := loaded_numpy()) is not None:
+        kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+        states["numpy"] = (kind, keys.tolist(), int(position), int(has_gauss), float(gauss))
+    return states
+
+
+def loaded_numpy() -> Any:
+    """numpy, once somebody has imported it; else None."""
+    numpy = sys.modules.get("numpy")
+    return numpy if hasattr(numpy, "random") else None
 
 
 def set_rng_states(states: dict[str, Any]) -> None:

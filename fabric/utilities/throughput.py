@@ -18,27 +18,6 @@ __all__ = ["T", "Throughput", "ThroughputMonitor", "get_available_flops", "measu
 T = TypeVar("T", bound=float)
 
 
-class _MonotonicWindow(deque[T]):
-    """The last `maxlen` values of a counter that only grows."""
-
-    def __init__(self, name: str, maxlen: int) -> None:
-        super().__init__(maxlen=maxlen)
-        self.name = name
-
-    def check(self, value: T) -> None:
-        """Raise ConfigurationError unless `value` is greater than the last one."""
-        if self and value <= self[-1]:
-            raise ConfigurationError(
-                f"{self.name}={value} is not greater than the {self.name}={self[-1]} of the update before. "
-                f"Pass totals since the start, or call reset() first."
-            )
-
-    @property
-    def growth(self) -> T:
-        """From the oldest value to the newest."""
-        return self[-1] - self[0]  # type: ignore[return-value]
-
-
 class Throughput:
     """Rates over the last `window_size` updates.
 
@@ -78,11 +57,12 @@ class Throughput:
         self.available_flops = available_flops
         self.world_size = world_size
         self.separator = separator
-        self._time: _MonotonicWindow[float] = _MonotonicWindow("time", window_size)
-        self._batches: _MonotonicWindow[int] = _MonotonicWindow("batches", window_size)
-        self._samples: _MonotonicWindow[int] = _MonotonicWindow("samples", window_size)
-        self._lengths: _MonotonicWindow[int] = _MonotonicWindow("lengths", window_size)
-        self._length_times: deque[float] = deque(maxlen=window_size)
+        self._totals: dict[str, float] = {}
+        """The last ones."""
+        self._points: deque[tuple[float, int, int]] = deque(maxlen=window_size)
+        """(time, batches, samples)"""
+        self._lengths: deque[tuple[float, int]] = deque(maxlen=window_size)
+        """(time, lengths) of the updates that have lengths."""
         self._flops: deque[int] = deque(maxlen=window_size)
 
     def update(
@@ -105,59 +85,50 @@ class Throughput:
             raise ConfigurationError(f"samples={samples} cannot be fewer than batches={batches}.")
         if lengths is not None and lengths < samples:
             raise ConfigurationError(f"lengths={lengths} cannot be less than samples={samples}.")
-        windows: list[tuple[_MonotonicWindow[Any], float]]
-        windows = [(self._time, time), (self._batches, batches), (self._samples, samples)]
+        totals = {"time": time, "batches": batches, "samples": samples}
         if lengths is not None:
-            windows.append((self._lengths, lengths))
-        for window, value in windows:
-            window.check(value)
-        for window, value in windows:
-            window.append(value)
+            totals["lengths"] = lengths
+        for name, value in totals.items():
+            if name in self._totals and value <= self._totals[name]:
+                raise ConfigurationError(
+                    f"{name}={value} is not greater than the {name}={self._totals[name]} of the update "
+                    "before. Pass totals since the start, or call reset() first."
+                )
+        self._totals.update(totals)
+        self._points.append((time, batches, samples))
         if lengths is not None:
-            self._length_times.append(time)
+            self._lengths.append((time, lengths))
         if flops is not None:
             self._flops.append(flops)
 
     def compute(self) -> dict[str, int | float]:
         """The metrics; rates are in units per second."""
-        if not self._time:
-            return {}
-        metrics: dict[str, int | float] = {
-            "time": self._time[-1],
-            "batches": self._batches[-1],
-            "samples": self._samples[-1],
-        }
-        if self._lengths:
-            metrics["lengths"] = self._lengths[-1]
-        if len(self._time) == self._time.maxlen:
-            metrics.update(self._rates(self._time.growth))
-        return metrics
+        return {**self._totals, **(self._rates() if len(self._points) == self._points.maxlen else {})}
 
     def reset(self) -> None:
         """Forget all updates."""
-        for window in (self._time, self._batches, self._samples, self._lengths, self._flops):
+        self._totals.clear()
+        for window in (self._points, self._lengths, self._flops):
             window.clear()
-        self._length_times.clear()
 
-    def _rates(self, seconds: float) -> dict[str, float]:
-        amounts: dict[str, float] = {
-            "batches_per_sec": self._batches.growth,
-            "samples_per_sec": self._samples.growth,
-        }
+    def _rates(self) -> dict[str, float]:
+        seconds, batches, samples = [
+            new - old for old, new in zip(self._points[0], self._points[-1], strict=True)
+        ]
+        rates = {"batches_per_sec": batches / seconds, "samples_per_sec": samples / seconds}
         if len(self._lengths) > 1:
-            over = self._length_times[-1] - self._length_times[0]
-            amounts["items_per_sec"] = self._lengths.growth / over * seconds
+            over, items = [new - old for old, new in zip(self._lengths[0], self._lengths[-1], strict=True)]
+            rates["items_per_sec"] = items / over
         if len(self._flops) == self._flops.maxlen:
-            amounts["flops_per_sec"] = (
-                sum(self._flops) - self._flops[0]
-            )  # done before the window's first time
+            done = sum(self._flops) - self._flops[0]  # that one before the window's first time
+            rates["flops_per_sec"] = done / seconds
         device = f"device{self.separator}"
-        rates = {f"{device}{name}": amount / seconds for name, amount in amounts.items()}
+        metrics = {f"{device}{name}": rate for name, rate in rates.items()}
         if self.world_size > 1:
-            rates.update({name: amount / seconds * self.world_size for name, amount in amounts.items()})
-        if "flops_per_sec" in amounts and self.available_flops:
-            rates[f"{device}mfu"] = rates[f"{device}flops_per_sec"] / self.available_flops
-        return rates
+            metrics.update({name: rate * self.world_size for name, rate in rates.items()})
+        if "flops_per_sec" in rates and self.available_flops:
+            metrics[f"{device}mfu"] = rates["flops_per_sec"] / self.available_flops
+        return metrics
 
 
 class ThroughputMonitor(Throughput):

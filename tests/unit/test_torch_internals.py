@@ -221,3 +221,50 @@ def test_what_waits_for_cuda_is_called_by_the_line_that_initialises_it() -> None
     if not called:
         assert torch.cuda._queued_calls.pop()[0]() is None
         assert called == [1]
+
+
+def test_tensor_classes_are_not_asked() -> None:
+    """Parameters without memory would be asked about the operations that record them, without end."""
+
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            raise AssertionError(func)
+
+    tensor = torch.ones(2).as_subclass(Asked)
+    with internals.no_subclass_functions():
+        assert (tensor + 1).sum().item() == 4
+
+
+def test_running_iterations_are_known_and_workers_are_dropped() -> None:
+    """Loaders that yield from an old iterator are refused; positions reach workers that live on."""
+    loader = torch.utils.data.DataLoader(range(3))  # type: ignore[arg-type]
+    assert isinstance(iter(loader), internals.loader_iterator())
+    assert loader._iterator is None
+    loader._iterator = iter(loader)
+    internals.drop_workers(loader)
+    assert loader._iterator is None
+
+
+def test_batches_of_unknown_classes_are_pinned_by_their_own_method() -> None:
+    """Batches of iterable datasets come with a note, in a class of our own."""
+    assert internals.pin_memory({"a": [1, "b"]}) == {"a": [1, "b"]}
+
+    class Pinned:
+        def pin_memory(self) -> str:
+            return "pinned"
+
+    assert internals.pin_memory([Pinned()]) == ["pinned"]
+
+
+def test_a_worker_may_take_itself_for_the_only_process() -> None:
+    """A dataset that splits itself by worker would be split twice."""
+    from torch.utils.data._utils import worker
+
+    before, worker._worker_info = worker._worker_info, "info"  # type: ignore[assignment]
+    try:
+        with internals.without_worker_info():
+            assert torch.utils.data.get_worker_info() is None
+        assert torch.utils.data.get_worker_info() == "info"
+    finally:
+        worker._worker_info = before

@@ -57,8 +57,8 @@ class Stream(IterableDataset):
 
 
 def shard(loader, rank=0, world=2, seed=0, uneven=None):
-    sharded, source = shard_loader(loader, Share(rank, world), seed, uneven)
-    return _FabricDataLoader(sharded, given=loader, source=source)
+    source = shard_loader(loader, Share(rank, world), seed, uneven)
+    return _FabricDataLoader(source.loader, given=loader, source=source)
 
 
 def read(loader):
@@ -177,8 +177,8 @@ def test_persistent_workers_over_two_epochs():
 
 
 def own(loader, rank):
-    sharded, source = own_loader(loader, rank, 3)
-    return _FabricDataLoader(sharded, given=loader, source=source)
+    source = own_loader(loader, rank, 3)
+    return _FabricDataLoader(source.loader, given=loader, source=source)
 
 
 def test_a_loader_that_keeps_its_order_still_has_workers_seeded_apart():
@@ -194,7 +194,7 @@ def test_a_default_device_that_refuses_generators_of_the_host_keeps_torchs_own_d
 
 def test_sharded_loaders_and_worker_functions_pickle():
     loader = DataLoader(Indices(8), batch_size=2, shuffle=True, num_workers=1, worker_init_fn=mark_worker)
-    sharded, _ = shard_loader(loader, Share(1, 2), 0, None)
+    sharded = shard_loader(loader, Share(1, 2), 0, None).loader
     twin = pickle.loads(pickle.dumps(sharded))
     assert twin.batch_sampler.order.workers is twin.generator, "the generator must follow the copy's epochs"
     assert list(twin.batch_sampler) == list(sharded.batch_sampler)

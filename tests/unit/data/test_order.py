@@ -114,7 +114,7 @@ def test_a_generator_of_the_users_own_is_used_and_goes_on():
 
 @pytest.mark.parametrize("sampler", [SequentialSampler(range(9)), range(9), list(range(9)), tuple(range(9))])
 def test_data_in_order_are_passed_through_without_touching_generators(sampler, monkeypatch):
-    monkeypatch.setattr(order_module, "_generators", pytest.fail)
+    monkeypatch.setattr(order_module, "host_states", pytest.fail)
     order = SeededOrder(sampler, 0, 2)
     assert order.is_sequential
     assert list(order) == list(range(9))
@@ -154,8 +154,8 @@ def test_chunks_grow_only_with_what_was_used():
 
 def test_generators_are_changed_over_seldom(monkeypatch):
     changes = []
-    inner = order_module._generators
-    monkeypatch.setattr(order_module, "_generators", lambda: changes.append(1) or inner())
+    inner = order_module.host_states
+    monkeypatch.setattr(order_module, "host_states", lambda: changes.append(1) or inner())
     assert len(list(SeededOrder(RandomSampler(range(100_000)), 0, 16))) == 100_000
     assert len(changes) == 2, "torch's own samplers draw at the start only"
     changes.clear()

@@ -166,8 +166,8 @@ def make(kind, n, batch, rank=0, world=1, workers=0, seed=5, **keywords):
     if workers:
         keywords["multiprocessing_context"] = "fork"
     loader = KINDS[kind](n, batch, rank, world, keywords)
-    sharded, source = shard_loader(loader, Share(rank, world), seed, None)
-    return _FabricDataLoader(sharded, given=loader, source=source)
+    source = shard_loader(loader, Share(rank, world), seed, None)
+    return _FabricDataLoader(source.loader, given=loader, source=source)
 
 
 def run(loader, stops=(), remake=None):

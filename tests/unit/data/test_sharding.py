@@ -75,8 +75,8 @@ class ForeignLoader(DataLoader):
 
 
 def shard(loader, rank=0, world=2, seed=0, uneven=None):
-    sharded, source = shard_loader(loader, Share(rank, world), seed, uneven)
-    return _FabricDataLoader(sharded, given=loader, source=source)
+    source = shard_loader(loader, Share(rank, world), seed, uneven)
+    return _FabricDataLoader(source.loader, given=loader, source=source)
 
 
 def read(loader):
