@@ -6,6 +6,7 @@ What is imported only where it is used (FSDP2, DDP, dispatch modes) is a functio
 
 from __future__ import annotations
 
+import pickle
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,30 +24,53 @@ __all__ = [
     "BatchNorm",
     "accumulates",
     "backward_pass",
+    "begin_fsdp",
     "call_after_backward",
     "call_when_cuda_starts",
+    "check_reduced",
+    "computes_in",
+    "default_store",
+    "disarm",
     "drop_workers",
     "dtensor_handlers",
+    "expect_thawed",
     "flatten_tensors",
+    "flight_record",
     "foreach_clamp_max_",
     "foreach_clamp_min_",
     "foreach_copy_",
     "foreach_div_",
     "foreach_mul_",
     "foreach_norm",
+    "free_root",
     "fsdp_groups",
     "fsdp_state",
     "fsdp_states",
+    "gather_root",
+    "group_names",
+    "group_timeout",
     "groups_inside",
+    "hang",
+    "hang_in_place",
+    "has_hooks",
+    "in_forward",
     "in_function_transform",
     "is_custom_function_input",
     "is_fsdp",
+    "is_gathered_ahead",
     "loader_iterator",
     "memory_of",
     "no_subclass_functions",
+    "owner_of",
     "packs_saved_tensors",
+    "phase",
     "pin_memory",
+    "renew_reducer",
+    "settle_buckets",
+    "shallow_copy",
+    "show_part",
     "ungathered",
+    "whole_of",
     "will_run",
     "without_worker_info",
 ]
@@ -100,11 +124,8 @@ def is_custom_function_input(tensor: torch.Tensor) -> bool:
 
 def groups_inside(module: Any) -> list[Any]:
     """torch's states of what `fully_shard` was called on inside of a module (not of itself), each once."""
-    states = {
-        id(state := inner._get_fsdp_state()): state
-        for inner in module.modules()
-        if inner is not module and hasattr(inner, "_get_fsdp_state")
-    }
+    inside = [inner for inner in module.modules() if inner is not module and is_fsdp(inner)]
+    states = {id(state := fsdp_state(inner)): state for inner in inside}
     return [state for state in states.values() if not any([held is module for held in state._modules])]
 
 
@@ -116,7 +137,7 @@ def ungathered(states: list[Any]) -> Iterator[torch.dtype | None]:
 
     torch takes them for calls of a backward, and their parameters to be there.
     """
-    groups = [group for state in states for group in state._fsdp_param_groups]
+    groups = fsdp_groups(states)
     held = [(state, "_training_state") for state in states] + [(group, "_sharded_state") for group in groups]
     before = [getattr(holder, name) for holder, name in held]
     for (holder, name), value in zip(held, before, strict=True):
@@ -213,3 +234,165 @@ def without_worker_info() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = info
+
+
+# DistributedDataParallel: one reducer for each replica.
+
+
+def check_reduced(replica: Any) -> None:
+    """Raises RuntimeError, which names parameters, if the reducer still waits for gradients."""
+    replica._check_reducer_finalized()
+
+
+def disarm(replica: Any) -> None:
+    """Let the reducer wait for no gradient."""
+    replica.reducer._reset_state()
+
+
+def settle_buckets(replica: Any, build: bool) -> None:
+    """Disarm a reducer that has built its buckets by the order of gradients; else, if asked to, it does now.
+
+    Disarmed before, it would build them again in a later forward, perhaps alone.
+    """
+    if replica._has_rebuilt_buckets:
+        disarm(replica)
+    elif build:
+        replica._has_rebuilt_buckets = replica.reducer._rebuild_buckets()
+
+
+def renew_reducer(replica: Any, trained: list[torch.nn.Parameter]) -> None:
+    """A new reducer, with memory of its own, for a replica whose pass failed.
+
+    Reductions that the old one has begun end later, in memory that nothing reads any more.
+    """
+    group, hooks = replica.process_group, replica._comm_hooks
+    frozen = [p for p in trained if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)  # the reducer is to know what it knew at setup
+    replica.reducer._remove_autograd_hooks()  # what torch.compile has made of the model may keep it
+    replica.__setstate__(replica.__getstate__())
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    replica._has_rebuilt_buckets, replica._comm_hooks = False, []
+    if group is not replica.process_group:
+        replica.process_group = group
+        replica.reducer._update_process_group(group)
+    for hook, state in hooks:
+        replica.register_comm_hook(state, hook)
+
+
+# FSDP2: a state for each module that `fully_shard` was called on, groups of parts, and parts.
+
+
+def begin_fsdp(root: Any) -> None:
+    """Now, as else in the first forward: this module is the root of all groups in it."""
+    fsdp_state(root)._lazy_init()
+
+
+def expect_thawed(root: Any) -> None:
+    """A group that is frozen now gets gradients of its parameters' dtype, too, once somebody thaws it.
+
+    torch >= 2.14 does so itself, and has no `_orig_dtype`.
+    """
+    for group in fsdp_groups(fsdp_states(root)):
+        if getattr(group, "_orig_dtype", group) is None and group.fsdp_params:
+            first = group.fsdp_params[0]
+            group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype
+
+
+def computes_in(root: Any) -> torch.dtype | None:
+    """The dtype in which a module's parameters are gathered; None: their own."""
+    dtype: torch.dtype | None = fsdp_state(root)._mp_policy.param_dtype
+    return dtype
+
+
+def phase(held: Any) -> str:
+    """Where a state or a group is: "IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"."""
+    name: str = held._training_state.name
+    return name
+
+
+def in_forward(state: Any) -> bool:
+    """Whether a forward of the model runs, or one has failed."""
+    return state._state_ctx.iter_forward_root is not None
+
+
+def is_gathered_ahead(group: Any) -> bool:
+    """Whether the group is on its way, for a forward that has not come to it."""
+    return group._all_gather_result is not None
+
+
+def owner_of(part: Any) -> Any:
+    """Whose parameter it is: `module`, `param_name`, and the `shared_modules` that have it, too."""
+    return part._module_info
+
+
+def show_part(part: Any) -> None:
+    """Put this rank's part in the parameter's places; what is gathered stays."""
+    part._setattr_on_modules(part.sharded_param)
+
+
+def whole_of(part: Any) -> Any:
+    """The gathered parameter, or its empty memory; None: it was never gathered."""
+    return getattr(part, "_unsharded_param", None)
+
+
+def gather_root(state: Any, root: Any) -> None:
+    """What torch does before a forward of the root module."""
+    state._pre_forward(root, (), {})
+
+
+def free_root(state: Any, root: Any, out: Any) -> Any:
+    """What torch does after it; gives `out`, from which a backward gathers again."""
+    return state._post_forward(root, (), out)
+
+
+def hang_in_place(state: Any, hang: Callable[[Any], Any]) -> None:
+    """From now on a forward gives its output to `hang` in place of torch's `hang`."""
+    state._register_pre_backward_hook = hang
+
+
+def hang(state: Any, out: Any) -> Any:
+    """Let a backward that comes to tensors of `out` gather the group first."""
+    return type(state)._register_pre_backward_hook(state, out)
+
+
+# Modules, parameters, process groups.
+
+
+def shallow_copy(module: Any) -> Any:
+    """A module's own way to be copied for a replica that computes with other tensors (RNNs keep lists)."""
+    return module._replicate_for_data_parallel()
+
+
+def has_hooks(parameter: Any) -> bool:
+    """Whether something is to be done with its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def default_store() -> Any:
+    """The store of torch's default process group."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def group_names() -> list[str]:
+    """torch's names of the process groups that this process is in."""
+    return [*torch.distributed.distributed_c10d._world.pg_names.values()]
+
+
+def group_timeout(group: Any, device_type: str) -> Any:
+    """How long the collectives of a group wait for a rank; None: it has no backend for this device."""
+    try:
+        return group._get_backend(torch.device(device_type)).options._timeout
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def flight_record() -> list[dict[str, Any]]:
+    """torch's record of the collectives of this process; empty in a torch without it."""
+    try:
+        from torch._C import _distributed_c10d
+
+        return pickle.loads(_distributed_c10d._dump_fr_trace(True, False, False)).get("entries", [])  # type: ignore[attr-defined, no-any-return]
+    except (ImportError, AttributeError, RuntimeError):
+        return []

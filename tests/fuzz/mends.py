@@ -63,7 +63,7 @@ Waits.judge = lambda *_: None
     "failed passes get a new reducer": Mend(
         """
 import fabric.strategies.layouts.replicate as replicate
-replicate._renew = lambda *_: None
+replicate.renew_reducer = lambda *_: None
 """,
         DDP,
     ),
@@ -159,7 +159,7 @@ parallel.DistributedDataParallel = functools.partial(made, static_graph=True)
     "thawed groups know their dtypes": Mend(
         """
 import fabric.strategies.layouts.sharded as sharded
-sharded._expect_thawed = lambda root: None
+sharded.expect_thawed = lambda root: None
 """,
         ("zero2-layers", "fsdp-layers", "fsdp-freed", "mesh"),
         "attempting to assign a gradient with dtype",

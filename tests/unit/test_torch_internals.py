@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from fabric.core import torch_internals as internals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def test_each_name_has_a_test() -> None:
@@ -115,13 +120,10 @@ def test_passes_that_accumulate_are_told_from_those_that_do_not() -> None:
     assert seen == [True, False]
 
 
-def _groups(path: str) -> None:
+def _groups() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.FileStore(path, 1), rank=0, world_size=1
-    )
     mesh = init_device_mesh("cpu", (1,))
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     for part in (*model, model):
@@ -140,11 +142,7 @@ def _groups(path: str) -> None:
 
 def test_groups_are_called_without_gathering(tmp_path: Path) -> None:
     """Trials of ContextParallel under FSDP: one row of ranks would send what the others do not take."""
-    torch.multiprocessing.spawn(_run_groups, (str(tmp_path / "store"),))
-
-
-def _run_groups(rank: int, path: str) -> None:
-    _groups(path)
+    _in_a_group(_groups, tmp_path)
 
 
 def test_function_transforms_say_that_they_run() -> None:
@@ -268,3 +266,143 @@ def test_a_worker_may_take_itself_for_the_only_process() -> None:
         assert torch.utils.data.get_worker_info() == "info"
     finally:
         worker._worker_info = before
+
+
+def _in_a_group(call: Callable[[], None], tmp_path: Path) -> None:
+    """In a process of its own, the only rank of a group."""
+    torch.multiprocessing.spawn(_as_rank, (str(tmp_path / "store"), call))
+
+
+def _as_rank(rank: int, path: str, call: Callable[[], None]) -> None:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(path, 1), rank=0, world_size=1
+    )
+    call()
+
+
+class _Half(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.rest = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+
+    def forward(self, both: bool) -> torch.Tensor:
+        return self.used * self.rest if both else self.used * 2
+
+
+def _one_reducer() -> None:
+    replica = torch.nn.parallel.DistributedDataParallel(_Half())
+    seen: list[int] = []
+
+    def hook(state, bucket):
+        state.append(1)
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    replica.register_comm_hook(seen, hook)
+    armed = replica(True)
+    internals.disarm(replica)
+    armed.backward()
+    assert not seen
+    replica(False).backward()
+    with pytest.raises(RuntimeError, match="finished reduction"):
+        internals.check_reduced(replica)
+    internals.renew_reducer(replica, [*replica.parameters()])
+    for turn in (1, 2):
+        replica(True).backward()
+        internals.check_reduced(replica)
+        internals.settle_buckets(replica, build=True)
+        assert len(seen) == turn
+    assert replica._has_rebuilt_buckets
+
+
+def test_reducers_of_ddp(tmp_path: Path) -> None:
+    """Passes that fail or keep gradients local, and nested ones: else gradients would be sent half-made."""
+    _in_a_group(_one_reducer, tmp_path)
+
+
+def _one_split_model() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    for part in (*model, model):
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    internals.begin_fsdp(model)
+    internals.expect_thawed(model)
+    state = internals.fsdp_state(model[1])
+    (group,) = internals.fsdp_groups([state])
+    weight = group.fsdp_params[0]
+    assert internals.is_fsdp(model[1])
+    assert len(internals.fsdp_states(model)) == 3
+    assert internals.computes_in(model[1]) is torch.bfloat16
+    assert (internals.owner_of(weight).module, internals.owner_of(weight).param_name) == (model[1], "weight")
+    assert internals.whole_of(weight) is None
+    assert internals.phase(state) == "IDLE"
+    hung: list[object] = []
+    internals.hang_in_place(state, lambda out: internals.hang(state, hung.append(out) or out))
+    seen: list[object] = []
+    look = lambda *_: seen.extend([internals.phase(state), internals.in_forward(state)])  # noqa: E731
+    model[1].register_forward_pre_hook(look)
+    out = model(torch.ones(1, 2))
+    assert seen == ["FORWARD", True]
+    assert len(hung) == 1
+    assert not internals.in_forward(state)
+    assert internals.is_gathered_ahead(group) is False
+    group.unshard(async_op=True)
+    group.reshard()
+    model[0].requires_grad_(True)
+    out.sum().backward()
+    assert weight.sharded_param.grad is not None
+    assert internals.whole_of(weight) is not None
+    root = internals.fsdp_state(model)
+    internals.gather_root(root, model)
+    internals.free_root(root, model, torch.ones(1, requires_grad=True) * 2)
+    group.unshard()
+    group.wait_for_unshard()
+    assert model[1].weight is internals.whole_of(weight)
+    internals.show_part(weight)
+    assert model[1].weight is weight.sharded_param
+
+
+def test_groups_and_parts_of_fsdp(tmp_path: Path) -> None:
+    """Calls of methods and layers, calls that fail, nested backwards: `layouts/gathered.py`."""
+    _in_a_group(_one_split_model, tmp_path)
+
+
+def _one_group() -> None:
+    from datetime import timedelta
+
+    world = torch.distributed.group.WORLD
+    internals.default_store().set("key", "value")
+    assert internals.default_store().get("key") == b"value"
+    assert len(internals.group_names()) == 1
+    assert internals.group_timeout(world, "cpu") == timedelta(minutes=30)
+    assert internals.group_timeout(world, "xpu") is None
+    torch.distributed.all_reduce(torch.ones(1))
+    last = internals.flight_record()[-1]
+    assert (last["profiling_name"], last["is_p2p"]) == ("gloo:all_reduce", False)
+
+
+def test_process_groups(tmp_path: Path) -> None:
+    """Where ranks wait, and for how long: without it mismatches in torch's own collectives are not found."""
+    _in_a_group(_one_group, tmp_path)
+
+
+def test_hooks_of_parameters_are_seen() -> None:
+    """Setup under FSDP would lose them."""
+    one, two = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    assert not internals.has_hooks(one)
+    one.register_hook(lambda grad: grad)
+    two.register_post_accumulate_grad_hook(lambda p: None)
+    assert internals.has_hooks(one)
+    assert internals.has_hooks(two)
+
+
+def test_shallow_copies_hold_the_same_children_in_tables_of_their_own() -> None:
+    """Replicas of `dp` would share what a forward puts on a module."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    copy = internals.shallow_copy(model)
+    assert type(copy) is type(model)
+    assert copy._modules is not model._modules
+    assert copy._modules == model._modules

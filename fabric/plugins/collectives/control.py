@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
+from fabric.core.torch_internals import default_store, group_timeout
 from fabric.plugins.collectives import mismatch
 from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, starts_of
 from fabric.plugins.collectives.job_store import StoreSilent
@@ -58,7 +59,7 @@ def waits_of_world() -> Waits:
     """This rank's view of the job, in the store of torch's default group."""
     world = dist.group.WORLD
     if world not in _waits:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         _waits[world] = Waits(store, dist.get_rank(), dist.get_world_size(), timeout_of(world))
     return _waits[world]
 
@@ -368,9 +369,5 @@ def reason_of(error: Exception) -> str:
 
 def timeout_of(group: Any) -> timedelta:
     """How long the group's collectives wait for a rank."""
-    for kind in ("cpu", "cuda"):
-        try:
-            return group._get_backend(torch.device(kind)).options._timeout  # type: ignore[no-any-return]
-        except (RuntimeError, AttributeError):  # no such backend in this group
-            continue
-    return timedelta(minutes=30)
+    found = [given for kind in ("cpu", "cuda") if (given := group_timeout(group, kind)) is not None]
+    return found[0] if found else timedelta(minutes=30)

@@ -15,13 +15,10 @@ Nor do ranks whose collectives of one number are of different kinds. That is jud
 from __future__ import annotations
 
 import json
-import pickle
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-
+from fabric.core.torch_internals import flight_record, group_names
 from fabric.plugins.collectives.job_store import JobStore
 from fabric.plugins.collectives.mismatch import Said, mismatch_text
 
@@ -228,7 +225,7 @@ class Waits:
 
 def latest() -> int:
     """The number of the last record: those of groups that come from now on have greater ones."""
-    return max([entry["record_id"] for entry in _entries()], default=-1)
+    return max([entry["record_id"] for entry in flight_record()], default=-1)
 
 
 def collectives_of(thread: int, after: int) -> Begun:
@@ -240,8 +237,8 @@ def collectives_of(thread: int, after: int) -> Begun:
             later ones have the same names.
     """
     others = {str(one.ident) for one in threading.enumerate()} - {str(thread)}
-    begun = Begun(dict.fromkeys(dist.distributed_c10d._world.pg_names.values(), 0), {})
-    for entry in _entries():
+    begun = Begun(dict.fromkeys(group_names(), 0), {})
+    for entry in flight_record():
         name, number = entry["process_group"][0], entry["collective_seq_id"]
         if entry["is_p2p"] or entry["record_id"] <= after:
             continue
@@ -251,10 +248,3 @@ def collectives_of(thread: int, after: int) -> Begun:
         if not entry["retired"] and str(entry["thread_id"]) not in others:
             begun.pending.setdefault(name, []).append((number, entry["profiling_name"]))
     return begun
-
-
-def _entries() -> list[dict[str, Any]]:
-    try:
-        return pickle.loads(torch._C._distributed_c10d._dump_fr_trace(True, False, False)).get("entries", [])  # type: ignore[attr-defined, no-any-return]
-    except (AttributeError, RuntimeError):  # a torch without it
-        return []

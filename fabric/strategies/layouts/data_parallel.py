@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import DataParallel, Module
 
-from fabric.core.torch_internals import in_function_transform
+from fabric.core.torch_internals import in_function_transform, shallow_copy
 from fabric.core.traits import Traits
 from fabric.strategies.layouts.parts import CallParts, gather_outputs
 from fabric.strategies.layouts.replicate import Replicate
@@ -244,7 +244,7 @@ def shallow_replica(module: Module) -> Module:
 def _copy(module: Module) -> Module:
     # Torch's own hook for this: an RNN copies its list of weights there.
     shared = isinstance(module, torch.jit.ScriptModule)
-    return module if shared else module._replicate_for_data_parallel()
+    return module if shared else shallow_copy(module)
 
 
 def _fill(

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.core.torch_internals import BatchNorm
+from fabric.core.torch_internals import BatchNorm, has_hooks
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import broadcast_from_zero
@@ -165,7 +165,7 @@ class FullyShard(Sharded):
                     "nn.Parameter(torch.ones(1)) instead of torch.tensor(1.0), or name it in "
                     "ignored_states=."
                 )
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            if has_hooks(parameter):
                 raise UsageError(
                     f"{name} has a hook on its gradient, which setup would lose: a part takes the place of "
                     "the parameter. Register hooks after fabric.setup, on model.named_parameters()."

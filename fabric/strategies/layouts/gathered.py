@@ -13,7 +13,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import backward_pass, fsdp_groups, fsdp_state, in_function_transform
+from fabric.core.torch_internals import (
+    backward_pass,
+    free_root,
+    fsdp_groups,
+    fsdp_state,
+    fsdp_states,
+    gather_root,
+    hang,
+    hang_in_place,
+    in_forward,
+    in_function_transform,
+    is_gathered_ahead,
+    owner_of,
+    phase,
+    show_part,
+    whole_of,
+)
 from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
 from fabric.plugins.collectives.frames import ALONE, call_of
@@ -54,8 +70,8 @@ class RootGate:
         for layer in _layers_of_root(root):
             layer.register_forward_pre_hook(self._before, prepend=True)
             layer.register_forward_hook(self._after, always_call=True)
-        for state in self.state._state_ctx.all_states:
-            state._register_pre_backward_hook = partial(self._hang, state)
+        for state in fsdp_states(root):
+            hang_in_place(state, partial(self._hang, state))
             for module in state._modules:
                 module.register_forward_pre_hook(partial(self._enter, state), prepend=True)
                 module.register_forward_hook(self._leave, always_call=True)
@@ -66,20 +82,19 @@ class RootGate:
         Raises:
             UsageError: `torch.func.functional_call` or the like has put other tensors in the place of parts.
         """
-        context = self.state._state_ctx
         if backward_pass() != -1:  # computed again, for the backward that runs
             self.give_back()
             return
         self._meets = method or not torch.is_grad_enabled()
-        if context.iter_forward_root is not None:
+        if in_forward(self.state):
             self.recover()  # after a part called by itself that failed
         idle = True
         for group in self._groups():
-            idle = idle and group.is_sharded and group._all_gather_result is None
+            idle = idle and group.is_sharded and not is_gathered_ahead(group)
             for part in group.fsdp_params:
-                here = part._module_info.module._parameters.get(part._module_info.param_name)
-                if here is not part.sharded_param:
-                    raise _swapped(part._module_info)
+                info = owner_of(part)
+                if info.module._parameters.get(info.param_name) is not part.sharded_param:
+                    raise _swapped(info)
         if not idle:
             self._reset()
         self._lent = False
@@ -105,7 +120,7 @@ class RootGate:
                 continue
             if lends:
                 for part in group.fsdp_params:
-                    part._setattr_on_modules(part.sharded_param)
+                    show_part(part)
                 self._lent = True
             else:
                 group.reshard()
@@ -137,12 +152,12 @@ class RootGate:
         """Gather the root group; `opener` closes it."""
         self.opener = opener
         self.meet()
-        self.state._pre_forward(self.root, (), {})
+        gather_root(self.state, self.root)
 
     def close(self, out: Any) -> Any:
         """Free the root group as after a forward; gives `out`, from which a backward gathers it again."""
         self.opener = None
-        return self.state._post_forward(self.root, (), out)
+        return free_root(self.state, self.root, out)
 
     def recover(self) -> None:
         """Forget a forward or backward that failed: groups are split again, half-made gradients are gone."""
@@ -151,8 +166,8 @@ class RootGate:
         self._reset()
         for group in self._groups():
             for part in group.fsdp_params:
-                if hasattr(part, "_unsharded_param"):
-                    part._unsharded_param.grad = None
+                if (whole := whole_of(part)) is not None:
+                    whole.grad = None
 
     def reduce_rest(self) -> None:
         """After a pass inside of a backward: reduce the gradients of groups that were reduced before.
@@ -161,7 +176,7 @@ class RootGate:
         gradients would stay whole, this rank's own, and out of `.grad`.
         """
         for group in self._groups():
-            if group._training_state.name == "POST_BACKWARD" and group.is_unsharded:
+            if phase(group) == "POST_BACKWARD" and group.is_unsharded:
                 group.post_backward()
 
     def _reset(self) -> None:
@@ -173,13 +188,13 @@ class RootGate:
             part.sharded_param.grad = grad
 
     def _groups(self) -> list[Any]:
-        return fsdp_groups(self.state._state_ctx.all_states)
+        return fsdp_groups(fsdp_states(self.root))
 
     def _make_room(self) -> None:
         """What torch allots at the first gathering; made under inference_mode it would serve only there."""
         with torch.inference_mode(False), torch.no_grad():
             for group in self._groups():
-                if not all([hasattr(part, "_unsharded_param") for part in group.fsdp_params]):
+                if any([whole_of(part) is None for part in group.fsdp_params]):
                     group.unshard()
                     group.wait_for_unshard()
                     group.reshard()
@@ -187,7 +202,7 @@ class RootGate:
     def _before(self, layer: Module, args: Any) -> None:
         if torch.compiler.is_compiling() or self.opener is not None:
             return
-        if self.state._training_state.name == "IDLE":
+        if phase(self.state) == "IDLE":
             if not self.running:
                 self.begin()
             self.open(self if self.method else layer)
@@ -202,17 +217,14 @@ class RootGate:
 
     def _enter(self, state: Any, module: Module, args: Any) -> None:
         """A group is called. torch takes calls in PRE_BACKWARD for ones of a backward, as trials are."""
-        if torch.compiler.is_compiling() or state._training_state.name == "PRE_BACKWARD":
+        if torch.compiler.is_compiling() or phase(state) == "PRE_BACKWARD":
             return
-        if not self.running and self.state._state_ctx.iter_forward_root is None:
+        if not (self.running or in_forward(self.state)):
             self.begin()
         self.meet()
 
     def _leave(self, module: Module, args: Any, out: Any) -> None:
-        if (
-            not (self.running or torch.compiler.is_compiling())
-            and self.state._state_ctx.iter_forward_root is None
-        ):
+        if not (self.running or torch.compiler.is_compiling() or in_forward(self.state)):
             self.end()
 
     def _hang(self, state: Any, out: Any) -> Any:
@@ -223,11 +235,11 @@ class RootGate:
         if not torch.is_grad_enabled():
             return out
         if in_function_transform():
-            return type(state)._register_pre_backward_hook(state, out)
+            return hang(state, out)
         if any([_is_given(leaf) for leaf in differentiable(out)]):
             out = map_tree(lambda leaf: leaf.clone() if _is_given(leaf) else leaf, out)
         leaves = [anchor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten(out)[0]]
-        type(state)._register_pre_backward_hook(state, leaves)
+        hang(state, leaves)
         for leaf in differentiable(leaves):
             if leaf.grad_fn is not None:  # a parameter that is an output keeps its hooks for ever
                 leaf.register_hook(self.reached)
@@ -312,6 +324,6 @@ def _name(root: Any) -> str:
 
 
 def _layers_of_root(root: Any) -> list[Module]:
-    owners = [p._module_info for group in fsdp_groups([fsdp_state(root)]) for p in group.fsdp_params]
+    owners = [owner_of(p) for group in fsdp_groups([fsdp_state(root)]) for p in group.fsdp_params]
     found = [m for info in owners for m in (info.module, *info.shared_modules)]
     return [m for m in dict.fromkeys(found) if m is not root]

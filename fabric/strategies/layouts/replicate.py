@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import backward_pass, call_after_backward
+from fabric.core.torch_internals import (
+    backward_pass,
+    call_after_backward,
+    check_reduced,
+    disarm,
+    renew_reducer,
+    settle_buckets,
+)
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, on_any_rank
@@ -157,7 +164,7 @@ class Replicate(Whole):
             yield
             return
         self._local.begin(replica)
-        replica.reducer._reset_state()  # armed for a pass that is not this one it would reduce
+        disarm(replica)  # armed for a pass that is not this one it would reduce
         with replica.no_sync():
             yield
 
@@ -203,7 +210,7 @@ class Replicate(Whole):
             run(tensors, *args, **kwargs)
         except BaseException as error:
             for replica in [replica for replica in syncing if not _is_finished(replica)]:
-                _renew(replica, self._replicas[replica].trained)
+                renew_reducer(replica, self._replicas[replica].trained)
                 _MeetsAgain(self, replica)
             if isinstance(error, RuntimeError):
                 from fabric.strategies.layouts.replica_errors import tell_apart
@@ -232,16 +239,13 @@ class Replicate(Whole):
 
     def _end(self, replica: DistributedDataParallel, reached: bool) -> None:
         try:
-            replica._check_reducer_finalized()
+            check_reduced(replica)
         except RuntimeError as error:
             from fabric.strategies.layouts.replica_errors import unused_parameters
 
             raise unused_parameters(replica.module, self._replicas[replica].names, error) from error
-        if replica._has_rebuilt_buckets:
-            replica.reducer._reset_state()  # after another reset it would build them again, perhaps alone
-        elif reached and not replica.find_unused_parameters:
-            # Here, where all ranks are, and not in whichever forward comes next on each of them.
-            replica._has_rebuilt_buckets = replica.reducer._rebuild_buckets()
+        # Built here, where all ranks are, and not in whichever forward comes next on each of them.
+        settle_buckets(replica, reached and not replica.find_unused_parameters)
 
     def teardown(self) -> None:
         """Let go of the process group; replicas cannot run after this.
@@ -330,31 +334,10 @@ class _MeetsAgain:
         return self
 
 
-def _renew(replica: Any, trained: list[Parameter]) -> None:
-    """A new reducer, with memory of its own, for a replica whose pass failed.
-
-    Reductions that the old one has begun end later, in memory that nothing reads any more.
-    """
-    group, hooks = replica.process_group, replica._comm_hooks
-    frozen = [p for p in trained if not p.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)  # the reducer is to know what it knew at setup
-    replica.reducer._remove_autograd_hooks()  # what torch.compile has made of the model may keep it
-    replica.__setstate__(replica.__getstate__())
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    replica._has_rebuilt_buckets, replica._comm_hooks = False, []
-    if group is not replica.process_group:
-        replica.process_group = group
-        replica.reducer._update_process_group(group)
-    for hook, state in hooks:
-        replica.register_comm_hook(state, hook)
-
-
 def _is_finished(replica: DistributedDataParallel) -> bool:
     """Whether its reducer waits for no gradient."""
     try:
-        replica._check_reducer_finalized()
+        check_reduced(replica)
     except RuntimeError:
         return False
     return True

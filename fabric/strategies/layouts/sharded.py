@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import fsdp_groups, fsdp_state, fsdp_states
+from fabric.core.torch_internals import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.gathered import GatheredCall, RootGate
@@ -119,8 +119,8 @@ class Sharded(Split):
 
     def open_gate(self, module: Any) -> None:
         """Call this when all groups of a model stand, and `module` is the outermost."""
-        fsdp_state(module)._lazy_init()  # the root is this one, whatever is called first
-        _expect_thawed(module)
+        begin_fsdp(module)  # the root is this one, whatever is called first
+        expect_thawed(module)
         module.__dict__["_fabric_gate"] = RootGate(module, next(self._numbers), self.channel)
 
     def _plan(
@@ -190,14 +190,3 @@ def _root(wrapped: Module) -> Any:
     while is_compiled(wrapped):
         wrapped = wrapped._orig_mod  # type: ignore[assignment]
     return wrapped
-
-
-def _expect_thawed(root: Module) -> None:
-    """A group that is frozen now gets gradients of its parameters' dtype, too, once somebody thaws it.
-
-    torch >= 2.14 does so itself, and has no `_orig_dtype`.
-    """
-    for group in fsdp_groups(fsdp_states(root)):
-        if getattr(group, "_orig_dtype", group) is None and group.fsdp_params:
-            first = group.fsdp_params[0]
-            group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import UsageError
 from fabric.core.source import is_users, line_name
-from fabric.core.torch_internals import fsdp_state
+from fabric.core.torch_internals import computes_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,7 @@ def split_error(
 
 def _half_error(error: RuntimeError, root: Any, name: str) -> UsageError | None:
     """Parameters are gathered in the half type for forwards under autocast; this method ran without it."""
-    half = fsdp_state(root)._mp_policy.param_dtype
+    half = computes_in(root)
     if half is None or "dtype" not in str(error):
         return None
     model = type(root).__name__.removeprefix("FSDP")
