@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._utils import _flatten_dense_tensors as flatten_tensors  # torch.cat of the flat tensors, in C++
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # what all batch norms are, SyncBatchNorm too
+from torch.nn.modules.dropout import _DropoutNd as Dropout  # what all dropouts are
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ __all__ = [
     "MODULE_TABLES",
     "STEPPED",
     "BatchNorm",
+    "Dropout",
     "accumulates",
     "backward_pass",
     "begin_fsdp",
@@ -70,6 +72,7 @@ __all__ = [
     "shallow_copy",
     "show_part",
     "ungathered",
+    "value_of",
     "whole_of",
     "will_run",
     "without_worker_info",
@@ -167,6 +170,10 @@ def dtensor_handlers() -> Any:
     from torch.distributed.tensor import DTensor
 
     return getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+
+
+value_of: Any = torch.ops.aten._local_scalar_dense.default
+"""The operation behind `tensor.item()`."""
 
 
 def memory_of(tensor: Any) -> int:

@@ -19,6 +19,7 @@ from zlib import crc32
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from fabric.core.torch_internals import BatchNorm, Dropout
 from fabric.core.tree import flatten
 from fabric.data.loader import _FabricDataLoader
 from fabric.fabric import Fabric
@@ -56,11 +57,11 @@ class Recorder:
         """A model is set up: without dropout from here on, since ranks draw other numbers than one."""
         self.models.append(module)
         for part in module.modules():
-            if isinstance(part, torch.nn.modules.dropout._DropoutNd):
+            if isinstance(part, Dropout):
                 part.p = 0.0
             elif isinstance(getattr(part, "dropout", None), float):
                 part.dropout = 0.0
-            if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
+            if isinstance(part, BatchNorm):
                 self.shared.add(type(part).__name__)
 
     def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:

@@ -27,6 +27,17 @@ def test_batch_norm_is_the_class_of_all_batch_norms() -> None:
     assert not issubclass(torch.nn.LayerNorm, internals.BatchNorm)
 
 
+def test_dropout_is_the_class_of_all_dropouts() -> None:
+    """`fabric check` compares gradients without it."""
+    for kind in (torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.AlphaDropout, torch.nn.FeatureAlphaDropout):
+        assert issubclass(kind, internals.Dropout)
+
+
+def test_the_operation_behind_item() -> None:
+    """`p.norm().item()` of a part would be this rank's, without a word."""
+    assert internals.value_of(torch.tensor(2.5)) == 2.5
+
+
 def test_passes_have_numbers_that_grow_and_calls_run_at_their_end() -> None:
     """Gradients and buffers are synchronised at the end of the outermost pass, once."""
     seen: list[object] = []

@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import dtensor_handlers, foreach_clamp_max_, foreach_clamp_min_, memory_of
+from fabric.core.torch_internals import (
+    dtensor_handlers,
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    memory_of,
+    value_of,
+)
 from fabric.core.tree import map_tree
 from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 from fabric.plugins.io.portable import kept_elsewhere
@@ -99,14 +105,14 @@ def mend_dtensors() -> None:
     """Let DTensors give what the same code gives on one process, or raise; torch does neither (2.13). Once.
 
     - `p.norm().item()` raises: torch gives this rank's part without a word. It means to allow whole values
-      only (its rule for `_local_scalar_dense`), and does not check.
+      only (its rule for that operation), and does not check.
     - `nn.init` draws what one process draws: on a CPU torch draws the same numbers for each rank's part.
     - `p.new_zeros(2, 3)` of a parameter is a plain tensor, as those are that a forward computes with.
     """
     handlers = dtensor_handlers()
     if isinstance(handlers, dict):
         aten = torch.ops.aten
-        handlers.setdefault(aten._local_scalar_dense.default, _number)
+        handlers.setdefault(value_of, _number)
         for op in (aten.normal_.default, aten.uniform_.default):
             handlers.setdefault(op, _draw)
     for name in _FACTORIES:
