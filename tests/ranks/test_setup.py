@@ -110,3 +110,38 @@ def test_batch_norm_over_several_ranks_is_warned_of_once(ranks):
 def test_one_process_keeps_its_data_parallel():
     model = Fabric(accelerator="cpu", devices=1).setup(nn.DataParallel(net()))
     assert isinstance(model.module, nn.DataParallel)
+
+
+class Rotary(nn.Module):
+    """Parts of complex numbers, as rotary embeddings keep them: between two of them is one of another's."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        table = torch.complex(torch.full((3, 4), 1.0 + rank), torch.full((3, 4), 10.0 + rank))
+        self.register_buffer("cos", table.real)
+        self.weight = nn.Parameter(torch.complex(torch.full((3, 4), 2.0 + rank), torch.zeros(3, 4)).real)
+        self.beside = table.imag
+
+    def forward(self, x):
+        return self.layer(x) + self.cos[0] + self.weight.sum(0)
+
+
+def strided(strategy: str) -> list:
+    fabric = started(strategy)
+    model = Rotary(fabric.global_rank)
+    if strategy == "fsdp":  # torch refuses parameters with gaps
+        model.weight = nn.Parameter(model.weight.detach().contiguous())
+    beside = model.beside
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    weight = model.weight.full_tensor() if strategy == "fsdp" else model.weight
+    return [model.cos.unique().tolist(), weight.detach().unique().tolist(), beside.unique().tolist()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_tensors_with_gaps_between_their_numbers(ranks, strategy):
+    """What lies in the gaps is not sent, and not written."""
+    for rank, found in enumerate(ranks.run(strided, strategy, world_size=2)):
+        assert found == [[1.0], [pytest.approx(1.8)], [10.0 + rank]]

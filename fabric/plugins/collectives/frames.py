@@ -155,8 +155,11 @@ def buckets(like: Sequence[Any], mixed: bool = False) -> list[list[int]]:
 
 
 def join(tensors: list[Tensor]) -> Tensor:
-    """The elements of tensors of one dtype, one after the other; no copy of a single contiguous one."""
-    return tensors[0].reshape(-1) if len(tensors) == 1 else flatten_tensors(tensors)
+    """The elements of tensors of one dtype, one after the other; no copy of a single contiguous one.
+
+    Without gaps: backends write into a view with gaps as if it had none, without a word.
+    """
+    return tensors[0].contiguous().view(-1) if len(tensors) == 1 else flatten_tensors(tensors)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
