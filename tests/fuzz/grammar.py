@@ -54,6 +54,7 @@ KINDS = [
     Kind("recurrent", "Recurrent()", x="words"),
     Kind("scaled", "Scaled()", chain=True, weight=1),
     Kind("phases", "Phases()", chain=True, weight=1),
+    Kind("gaps", "Gaps()", chain=True),
     Kind("attention", "Attention()", chain=True),
 ]  # fmt: skip
 
@@ -192,7 +193,11 @@ def make_models(scene: Scene) -> None:
             0.3
         ):  # where none is named the default dtype is not ours
             made = ("with fabric.init_module():", (made,))
-        scene.build += [f"torch.manual_seed({rng.randrange(9)})", made]
+        start = f"torch.manual_seed({rng.randrange(9)}"
+        if count == 1 and scene.chance(0.15):  # rank zero's values count
+            scene.build += [f"{start} + fabric.global_rank)", made, f"{start})"]
+        else:
+            scene.build += [f"{start})", made]
         if name != "net" and scene.chance(0.3):  # an average of weights, or a target network
             model.kind, model.trained = scene.models[0].kind, scene.chance(0.3)
             scene.build[-1] = f"{name} = copy.deepcopy({scene.models[0].name})"

@@ -283,6 +283,19 @@ class Phases(nn.Module):
         return self.out(torch.tanh((self.layer(x) * self.phase).imag))
 
 
+class Gaps(nn.Module):
+    """A parameter and a buffer between whose numbers others lie in memory, as in rotary tables."""
+
+    def __init__(self):
+        super().__init__()
+        table = torch.complex(torch.randn(5, 4), torch.randn(5, 4))
+        self.weight = nn.Parameter(table.real[:4])
+        self.register_buffer("shift", table.imag[4])
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight) + self.shift
+
+
 class Attention(nn.Module):
     """Rows as sequences of one position per feature, through torch's own layer."""
 
