@@ -147,3 +147,27 @@ def test_what_cannot_be_divided_is_found_without_the_parameters(ranks, masked):
     for error in ranks.run_expecting_errors(cannot_be_divided, masked, world_size=4):
         assert isinstance(error, UsageError)
         assert "Net gives other numbers for the parts of a sequence than for the whole" in str(error)
+
+
+class Shifts(nn.Module):
+    """Hands its parameter to what no mode of torch functions looks into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64))
+
+    def forward(self, x):
+        return torch.vmap(torch.mul, in_dims=(2, 0), out_dims=2)(x, self.shift)
+
+
+def mapped():
+    fabric = launched(None, {Shifts})
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 6).double(), Shifts())
+    model = fabric.setup(copy.deepcopy(plain))
+    x = batch(0, 0, 8, False)[0]
+    return (model(x) - plain(x)).abs().max().item()
+
+
+def test_functions_that_no_mode_sees_get_made_up_parameters(ranks):
+    assert max(ranks.run(mapped, world_size=2)) < 1e-12

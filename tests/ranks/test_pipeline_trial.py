@@ -15,6 +15,7 @@ from fabric import Fabric
 from fabric.core.errors import FabricError
 from fabric.strategies import PipelineStrategy
 from fabric.strategies.layouts.pipeline.trial import _differ
+from fabric.strategies.layouts.trial import distance
 
 X = torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(1))
 
@@ -132,3 +133,38 @@ def test_modules_that_count_batches_are_warned_of(ranks):
     assert counted.startswith("0 (Embedding): scale_grad_by_freq divides gradients by counts")
     assert others == []
     assert ranks.run(warned, 1, world_size=2) == [[], []]
+
+
+class SetsItselfUp(nn.Module):
+    """At its first call; counts rows past autograd's sight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.first = nn.Linear(4, 4), True
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        self.seen.data += len(x)
+        if self.first:
+            self.first = False
+            self.layer.register_forward_hook(lambda module, args, out: out + 1)
+            self.extra = nn.Identity()
+        return self.extra(self.layer(x))
+
+
+def traces() -> list:
+    fabric = start(num_microbatches=2, balance=[1, 1])
+    torch.manual_seed(0)
+    model = fabric.setup(nn.Sequential(SetsItselfUp(), nn.Linear(4, 2)))
+    model(torch.ones(6, 4))
+    block = model.module[0]
+    return [block.seen.item(), len(block.layer._forward_hooks)] if fabric.global_rank == 0 else []
+
+
+def test_a_trial_leaves_no_trace_in_buffers_hooks_and_modules(ranks):
+    assert ranks.run(traces, world_size=2)[0] == [6.0, 1]
+
+
+def test_parts_of_complex_numbers_differ_by_themselves():
+    one = torch.tensor([1 + 1j, 2 + 2j])
+    assert distance(one, one.conj()) == pytest.approx(2**0.5)

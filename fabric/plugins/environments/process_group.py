@@ -11,6 +11,7 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.plugins.environments.started import StartedEnvironment
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
 
     from torch.distributed import Store
@@ -44,15 +45,15 @@ class ProcessGroupEnvironment(StartedEnvironment):
 
     def local_rank(self) -> int:
         """LOCAL_RANK where it is set; else all ranks are taken to be on one machine."""
-        return _digits("LOCAL_RANK", self.global_rank())
+        return _digits("LOCAL_RANK", self.global_rank)
 
     def node_rank(self) -> int:
         """NODE_RANK or GROUP_RANK where set, else 0."""
-        return _digits("NODE_RANK", _digits("GROUP_RANK", 0))
+        return _digits("NODE_RANK", lambda: _digits("GROUP_RANK", int))
 
     def local_world_size(self) -> int | None:
         """LOCAL_WORLD_SIZE where it is set; else all ranks are taken to be on one machine."""
-        return _digits("LOCAL_WORLD_SIZE", self.world_size())
+        return _digits("LOCAL_WORLD_SIZE", self.world_size)
 
     def num_nodes(self) -> int | None:
         """Number of machines, as the local world size implies."""
@@ -83,6 +84,6 @@ class ProcessGroupEnvironment(StartedEnvironment):
         )
 
 
-def _digits(name: str, default: int) -> int:
+def _digits(name: str, default: Callable[[], int]) -> int:
     text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else default
+    return int(text) if text.isdigit() else default()

@@ -75,7 +75,7 @@ def parcels(tensors: list[Tensor]) -> list[list[Tensor]]:
     alone, packed = [], []
     filling: dict[Any, tuple[int, list[Tensor]]] = {}
     for tensor in tensors:
-        if tensor.nbytes > PACK_LIMIT:
+        if tensor.nbytes >= PACK_LIMIT:
             alone.append([tensor])
         elif tensor.nbytes:
             key = (tensor.dtype, tensor.device)

@@ -21,36 +21,48 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+Slots = list[tuple[dict[str, Any], str]]
+"""Places of tensors: a module's dictionary, and the name in it."""
+
+
+def buffers_of(modules: list[Module]) -> Slots:
+    """Where these modules have their buffers."""
+    return [(module._buffers, name) for module in modules for name in module._buffers]
+
+
 @contextmanager
-def kept_buffers(modules: list[Module]) -> Iterator[None]:
-    """Context after which these modules have the buffers that they had, and what was in them."""
-    slots = [(module._buffers, dict(module._buffers)) for module in modules]
-    values = [
-        (b, b._version, b.detach().clone()) for _, held in slots for b in held.values() if b is not None
-    ]
+def kept(slots: Slots) -> Iterator[None]:
+    """Context after which the same tensors are in these places, with what was in them."""
+    held = [(places, name, places[name]) for places, name in slots]
+    values = [None if tensor is None else tensor.detach().clone() for _, _, tensor in held]
     try:
         yield
     finally:
-        for now, before in slots:
-            now.update(before)
-        for buffer, version, value in values:
-            if buffer._version != version:
-                buffer.data.copy_(value)
+        for (places, name, tensor), value in zip(held, values, strict=True):
+            places[name] = tensor
+            if value is not None:
+                tensor.data.copy_(value)
 
 
 @contextmanager
 def untouched(modules: list[Module], device: torch.device) -> Iterator[None]:
-    """The same of modes, other attributes, and random generators, too. Nobody is warned inside."""
-    attributes = [(vars(module), dict(vars(module))) for module in modules]
-    with kept_buffers(modules), fork_rng(device), warnings.catch_warnings():
+    """The same of all buffers, modes, hooks, other attributes, and random generators. Nobody is warned."""
+    attributes = [vars(module) for module in modules]
+    tables = [value for held in attributes for name, value in held.items() if _is_table(name, value)]
+    before = [(held, dict(held)) for held in attributes + tables]
+    with kept(buffers_of(modules)), fork_rng(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is meant for training, and is not so here
         try:
             yield
         finally:
-            for now, before in attributes:
-                for name in now.keys() - before.keys():
-                    del now[name]
-                now.update(before)
+            for now, then in before:
+                now.clear()
+                now.update(then)
+
+
+def _is_table(name: str, value: Any) -> bool:
+    """Whether it is a table of a module's parts or hooks."""
+    return name.startswith("_") and isinstance(value, dict)
 
 
 def difference(expected: list[Any], found: list[Any], numbers: bool = False) -> str:
@@ -85,7 +97,8 @@ def distance(one: Tensor, other: Tensor) -> float:
     finite = torch.isfinite(one)
     if not torch.equal(finite, torch.isfinite(other)):
         return float("inf")
-    one, other = one[finite].double(), other[finite].double()
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    one, other = one[finite].to(wide), other[finite].to(wide)
     size = one.norm()
     return float((one - other).norm() / size) if size else float((one - other).norm())
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
-from fabric.strategies.layouts.trial import kept_buffers
+from fabric.strategies.layouts.trial import Slots, buffers_of, kept
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
     from torch.nn import Module
 
@@ -113,19 +115,33 @@ class _Again:
 
     def __init__(self, modules: list[Module]) -> None:
         self._modules, self._dtype = modules, torch.get_default_dtype()
+        self._changed: Slots = []
 
     def __call__(self) -> tuple[Any, Any]:
-        return nullcontext(), self
+        return self._noting(), self
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Note which buffers the forward changes."""
+        slots = buffers_of(self._modules)
+        before = [_look(places[name]) for places, name in slots]
+        yield
+        looks = zip(slots, before, strict=True)
+        self._changed = [(places, name) for (places, name), old in looks if _look(places.get(name)) != old]
 
     def __enter__(self) -> None:
         self._outside = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
-        self._kept = kept_buffers(self._modules)
+        self._kept = kept(self._changed)
         self._kept.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         torch.set_default_dtype(self._outside)
         self._kept.__exit__(*error)
+
+
+def _look(tensor: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if tensor is None else (id(tensor), tensor._version)
 
 
 class _Own(torch.autograd.Function):

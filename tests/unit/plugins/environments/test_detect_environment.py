@@ -127,3 +127,11 @@ def _in_group():
         environment.local_world_size(),
         environment.num_nodes(),
     )
+
+
+def test_ranks_of_a_process_group_by_variables_need_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in (("LOCAL_RANK", 1), ("GROUP_RANK", 2), ("LOCAL_WORLD_SIZE", 4)):
+        monkeypatch.setenv(name, str(number))
+    environment = ProcessGroupEnvironment()
+    found = environment.local_rank(), environment.node_rank(), environment.local_world_size()
+    assert found == (1, 2, 4)
