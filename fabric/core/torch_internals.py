@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from contextlib import contextmanager
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "accumulates",
     "backward_pass",
     "begin_fsdp",
+    "build_buckets",
     "call_after_backward",
     "call_when_cuda_starts",
     "check_reduced",
@@ -54,6 +56,7 @@ __all__ = [
     "groups_inside",
     "hang",
     "hang_in_place",
+    "has_built_buckets",
     "has_hooks",
     "in_forward",
     "in_function_transform",
@@ -68,7 +71,6 @@ __all__ = [
     "phase",
     "pin_memory",
     "renew_reducer",
-    "settle_buckets",
     "shallow_copy",
     "show_part",
     "ungathered",
@@ -243,28 +245,24 @@ def without_worker_info() -> Iterator[None]:
         worker._worker_info = info
 
 
-# DistributedDataParallel: one reducer for each replica.
+# DistributedDataParallel: one reducer for each replica. Without frames, since each backward calls them.
+
+check_reduced = methodcaller("_check_reducer_finalized")
+"""Raises RuntimeError, which names parameters, if a replica's reducer still waits for gradients."""
+
+disarm = methodcaller("_reset_state")
+"""Let a reducer wait for no gradient."""
 
 
-def check_reduced(replica: Any) -> None:
-    """Raises RuntimeError, which names parameters, if the reducer still waits for gradients."""
-    replica._check_reducer_finalized()
+has_built_buckets = attrgetter("_has_rebuilt_buckets")
+"""Whether a replica's reducer has put its buckets in the order of gradients; disarmed before, it would do
+so again in a later forward, perhaps alone.
+"""
 
 
-def disarm(replica: Any) -> None:
-    """Let the reducer wait for no gradient."""
-    replica.reducer._reset_state()
-
-
-def settle_buckets(replica: Any, build: bool) -> None:
-    """Disarm a reducer that has built its buckets by the order of gradients; else, if asked to, it does now.
-
-    Disarmed before, it would build them again in a later forward, perhaps alone.
-    """
-    if replica._has_rebuilt_buckets:
-        disarm(replica)
-    elif build:
-        replica._has_rebuilt_buckets = replica.reducer._rebuild_buckets()
+def build_buckets(replica: Any) -> None:
+    """Let its reducer do so now. All ranks."""
+    replica._has_rebuilt_buckets = replica.reducer._rebuild_buckets()
 
 
 def renew_reducer(replica: Any, trained: list[torch.nn.Parameter]) -> None:

@@ -20,11 +20,12 @@ import torch
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import (
     backward_pass,
+    build_buckets,
     call_after_backward,
     check_reduced,
     disarm,
+    has_built_buckets,
     renew_reducer,
-    settle_buckets,
 )
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
@@ -164,7 +165,7 @@ class Replicate(Whole):
             yield
             return
         self._local.begin(replica)
-        disarm(replica)  # armed for a pass that is not this one it would reduce
+        disarm(replica.reducer)  # armed for a pass that is not this one it would reduce
         with replica.no_sync():
             yield
 
@@ -244,8 +245,10 @@ class Replicate(Whole):
             from fabric.strategies.layouts.replica_errors import unused_parameters
 
             raise unused_parameters(replica.module, self._replicas[replica].names, error) from error
-        # Built here, where all ranks are, and not in whichever forward comes next on each of them.
-        settle_buckets(replica, reached and not replica.find_unused_parameters)
+        if has_built_buckets(replica):
+            disarm(replica.reducer)
+        elif reached and not replica.find_unused_parameters:
+            build_buckets(replica)  # here, where all ranks are, and not in whichever forward comes next
 
     def teardown(self) -> None:
         """Let go of the process group; replicas cannot run after this.
