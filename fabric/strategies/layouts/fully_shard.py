@@ -165,6 +165,11 @@ class FullyShard(Sharded):
                     "nn.Parameter(torch.ones(1)) instead of torch.tensor(1.0), or name it in "
                     "ignored_states=."
                 )
+            if not parameter.is_contiguous():
+                raise UsageError(
+                    f"{name} (shape {list(parameter.shape)}, stride {list(parameter.stride())}) is a view "
+                    "with gaps, or transposed, and cannot be split. Write nn.Parameter(tensor.contiguous())."
+                )
             if has_hooks(parameter):
                 raise UsageError(
                     f"{name} has a hook on its gradient, which setup would lose: a part takes the place of "
