@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.accelerators.registry import ACCELERATOR_REGISTRY
 from fabric.accelerators.select import select_accelerator, select_devices
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
-from fabric.core.policy import find_policy
+from fabric.core.precision import find_policy
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from fabric.plugins.environments.detect import find_environment
 from fabric.plugins.io.checkpoint_io import CheckpointIO

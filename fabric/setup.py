@@ -238,7 +238,7 @@ class SetupVerbs(RankFacts):
         uneven: str | None,
         iterable: bool | None,
     ) -> _FabricDataLoader:
-        from fabric.data.dealing import Share
+        from fabric.data.rules import Share
         from fabric.data.sharding import own_loader, shard_loader
 
         seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))

@@ -2,7 +2,7 @@
 verb here.
 
 Ranks that call different verbs, or one verb with different data, all get one `CollectiveMismatch`: a table of
-who called what, and where.
+who called what, and where. Each verb goes through `strategies/exchange.py` to `plugins/collectives/`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from fabric.strategies import (
     DDPStrategy,
     ParallelStrategy,
 )
-from fabric.strategies.layouts.whole import Whole
+from fabric.strategies.layouts.layout import Whole
 from fabric.testing.contract import PROMISES, check_strategy
 
 

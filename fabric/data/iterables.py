@@ -15,16 +15,16 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fabric.core.torch_internals import pin_memory, without_worker_info
-from fabric.data.dealing import Share
 from fabric.data.heads import Head
 from fabric.data.randomness import PrivateRandomness
+from fabric.data.rules import Share
 from fabric.data.workers import Dataset, seed_draws
 from fabric.utilities.seed import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fabric.data.dealing import Rule
+    from fabric.data.rules import Rule
 
 
 class Batch(NamedTuple):

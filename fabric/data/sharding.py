@@ -10,8 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.torch_internals import drop_workers, loader_iterator
-from fabric.data.dealing import Rule, Share, check_padding, check_uneven
 from fabric.data.order import SeededOrder, UserOrder, seed_worker_generator
+from fabric.data.rules import Rule, Share, check_padding, check_uneven
 from fabric.data.sources import IndexSource, Source, samplers_of
 from fabric.data.streams import IndexStream, Sampler
 from fabric.utilities.rank_zero import rank_zero_warn

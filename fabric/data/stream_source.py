@@ -8,8 +8,8 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import drop_workers
-from fabric.data.dealing import check_padding
 from fabric.data.heads import ONE_STREAM, shares_itself
+from fabric.data.rules import check_padding
 from fabric.data.sources import Drawing, check_same
 from fabric.data.streams import checksum
 from fabric.data.together import table

@@ -15,8 +15,8 @@ from fabric.core.errors import ConfigurationError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fabric.data.dealing import Rule
     from fabric.data.order import SeededOrder, UserOrder
+    from fabric.data.rules import Rule
 
 
 _CHECKED = 32

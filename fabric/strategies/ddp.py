@@ -33,6 +33,7 @@ class DDPStrategy(ParallelStrategy):
         startup_timeout: How long ranks wait for each other at the start.
         context_parallel: `ContextParallel(...)`: long sequences are divided over ranks; None: they are not.
         kwargs: Keywords of DistributedDataParallel (find_unused_parameters, bucket_cap_mb, ...).
+            Defaults that are not torch's: `layouts/replicate.py`.
             `static_graph=True` is taken and changes nothing: torch's static graphs leave gradients
             unsynchronised, without a word, where a backward is not as the first one was.
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
-from fabric.core.policy import POLICIES
+from fabric.core.precision import POLICIES
 from fabric.strategies.fsdp_keywords import check_mesh, check_ranks, sharding, translate
 from fabric.strategies.layouts.blocks import check_policy
 from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings, offload_error

@@ -16,7 +16,7 @@ from fabric.forward import BackwardGate, GuardedForward
 from fabric.plugins.precision.precision import CONVERSIONS, Precision
 from fabric.strategies import state as states
 from fabric.strategies.exchange import Exchange
-from fabric.strategies.layouts.whole import Whole
+from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.state_keys import clean_keys, fit_keys
 from fabric.wrappers import unwrap

@@ -18,6 +18,7 @@ OWED = [
     (r"setup took out of the model", "an optimizer that was forgotten in setup"),
     (r"auto_wrap_policy=.* matches no module", "a policy that names classes the model has not"),
     (r"CollectiveMismatch: Ranks made different calls", "a forward, or a verb, of some ranks alone"),
+    (r"is a view with gaps, or transposed", "parameters with gaps in memory of sharded models"),
     (r"CheckpointError", "a part that is frozen between the forward and its computing again"),
     (r"DistributedDataParallel|a DDP of your own", "a DDP of the user's own"),
     (r"share the same data|is a collective", "evaluation on one rank of a row"),

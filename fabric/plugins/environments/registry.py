@@ -1,4 +1,4 @@
-"""Environments by name, for FABRIC_ENVIRONMENT and for third parties' entry points."""
+"""Environments by name, for FABRIC_ENVIRONMENT and third parties; found unasked, in order: `detect.py`."""
 
 from fabric.core.registry import Registry
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabric.core.policy import parse_precision
+from fabric.core.precision import parse_precision
 from fabric.plugins.precision.precision import Precision
 from fabric.plugins.precision.select import make_precision
 

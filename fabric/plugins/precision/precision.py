@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.policy import POLICIES, DtypePolicy
+from fabric.core.precision import POLICIES, DtypePolicy
 from fabric.core.traits import overridden
 
 if TYPE_CHECKING:

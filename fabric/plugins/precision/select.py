@@ -1,4 +1,4 @@
-"""From a precision's name to its plugin."""
+"""From a precision's name to its plugin. What names there are, and their dtypes: `core/precision.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.policy import parse_precision
+from fabric.core.precision import parse_precision
 from fabric.core.registry import Registry
 
 if TYPE_CHECKING:

@@ -1,1 +1,1 @@
-"""How parameters sit on ranks: whole, replicated, and (in time) sharded, split and staged."""
+"""How parameters sit on ranks: whole (`layout.py`, the base of all), replicated, split, in stages."""

@@ -11,9 +11,9 @@ from torch.nn import DataParallel, Module
 
 from fabric.core.torch_internals import in_function_transform, shallow_copy
 from fabric.core.traits import Traits
+from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.parts import CallParts, gather_outputs
 from fabric.strategies.layouts.replicate import Replicate
-from fabric.strategies.layouts.whole import Whole
 from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.compile import eager, is_compiled, recompile
 

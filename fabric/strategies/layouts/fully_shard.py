@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from fabric.core.policy import DtypePolicy
+    from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
 
     Places = dict[int, list[tuple[dict[str, Any], str]]]
@@ -164,6 +164,11 @@ class FullyShard(Sharded):
                     f"{name} has no dimension (shape []) along which it could be split. Write "
                     "nn.Parameter(torch.ones(1)) instead of torch.tensor(1.0), or name it in "
                     "ignored_states=."
+                )
+            if not parameter.is_contiguous():
+                raise UsageError(
+                    f"{name} (shape {list(parameter.shape)}, stride {list(parameter.stride())}) is a view "
+                    "with gaps, or transposed, and cannot be split. Write nn.Parameter(tensor.contiguous())."
                 )
             if has_hooks(parameter):
                 raise UsageError(

@@ -30,8 +30,8 @@ from fabric.core.torch_internals import (
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, on_any_rank
+from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.local_gradients import LocalGradients, stamp
-from fabric.strategies.layouts.whole import Whole
 from fabric.utilities.backward_passes import attend_passes, outermost_pass
 from fabric.utilities.compile import is_compiled
 

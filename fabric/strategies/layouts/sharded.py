@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from fabric.core.policy import DtypePolicy
+    from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
 
 

@@ -13,7 +13,7 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.plugins.collectives.frames import call_of
-from fabric.strategies.layouts.whole import Whole
+from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.deferred import DeferredInit
 from fabric.utilities.init import has_meta_parameters
 from fabric.utilities.steps import watch_steps
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from fabric.core.policy import DtypePolicy
+    from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
 
 

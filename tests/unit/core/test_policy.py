@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.policy import POLICIES, find_policy, parse_precision
+from fabric.core.precision import POLICIES, find_policy, parse_precision
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from fabric.data.dealing import Share
+from fabric.data.rules import Share
 from fabric.data.sharding import own_loader, shard_loader
 from fabric.data.workers import SeedWorker
 from fabric.wrappers import _FabricDataLoader

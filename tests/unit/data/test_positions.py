@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from fabric.data.dealing import Share
 from fabric.data.loader import _FabricDataLoader
+from fabric.data.rules import Share
 from fabric.data.sharding import shard_loader
 from fabric.utilities.seed import collect_rng_states, set_rng_states
 

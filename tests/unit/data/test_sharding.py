@@ -20,7 +20,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from fabric.core.errors import ConfigurationError
-from fabric.data.dealing import Share
+from fabric.data.rules import Share
 from fabric.data.sharding import shard_loader
 from fabric.utilities.warnings import PossibleUserWarning
 from fabric.wrappers import _FabricDataLoader

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from fabric.core.errors import ConfigurationError
-from fabric.data.dealing import UNEVEN, Rule, Share
 from fabric.data.order import SeededOrder
+from fabric.data.rules import UNEVEN, Rule, Share
 from fabric.data.streams import IndexStream
 
 LENGTHS = st.integers(0, 40)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.policy import parse_precision
+from fabric.core.precision import parse_precision
 from fabric.utilities import flops
 from fabric.utilities.throughput import Throughput, ThroughputMonitor, get_available_flops, measure_flops
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-    from fabric.core.policy import DtypePolicy
+    from fabric.core.precision import DtypePolicy
     from fabric.plugins.collectives.channel import Channel
     from fabric.strategies.layouts.pipeline.cut import Blocks
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from fabric.core.policy import DtypePolicy
+    from fabric.core.precision import DtypePolicy
     from fabric.strategies.layouts.parts import Call
     from fabric.strategies.layouts.pipeline.run import Runner
     from fabric.strategies.layouts.pipeline.tied import Tied

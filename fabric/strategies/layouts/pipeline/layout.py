@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from fabric.core.policy import DtypePolicy
+    from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
     from fabric.strategies.layouts.pipeline.cut import Blocks, Shared
     from fabric.strategies.layouts.pipeline.run import Lanes

@@ -15,10 +15,10 @@ from fabric.plugins.collectives.frames import call_of
 from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
 from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 from fabric.plugins.io.portable import kept_elsewhere
+from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.norms import scale_
 from fabric.strategies.layouts.shares import WholeStateOnly, stand_in
 from fabric.strategies.layouts.split import Split
-from fabric.strategies.layouts.whole import Whole
 from fabric.utilities.state_keys import like
 
 if TYPE_CHECKING:

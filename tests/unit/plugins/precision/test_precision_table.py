@@ -8,7 +8,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError
-from fabric.core.policy import POLICIES, parse_precision
+from fabric.core.precision import POLICIES, parse_precision
 from fabric.plugins.precision import (
     PRECISION_REGISTRY,
     DoublePrecision,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from fabric.core.policy import DtypePolicy
+    from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
     from fabric.plugins.collectives.channel import Channel
     from fabric.strategies.layouts.norms import FiniteNorms
