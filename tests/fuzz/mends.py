@@ -60,14 +60,6 @@ Waits.judge = lambda *_: None
 """,
         (*DDP, *SPLIT, "tensor"),
     ),
-    "gaps in memory are not sent": Mend(
-        """
-import fabric.strategies.layouts.agree as agree
-from fabric.plugins.collectives.frames import flatten_tensors
-agree.join = lambda ts: ts[0].reshape(-1) if len(ts) == 1 else flatten_tensors(ts)
-""",
-        ("ddp", "zero1", "fsdp"),
-    ),
     "failed passes get a new reducer": Mend(
         """
 import fabric.strategies.layouts.replicate as replicate
