@@ -1,6 +1,6 @@
 """The forward plan that guards a backward pass: outputs whose plain `loss.backward()` would be wrong raise.
 
-What precisions add to a forward: strategies/plans.py.
+What precisions add to a forward: strategies/precise_forward.py.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class Strategy(Exchange):
         """What `model(x)` runs: the wrapped module's own call with only the stages that add something."""
         plan = call or self.layout.forward_plan(module)
         if overridden(type(self._precision), Precision, *CONVERSIONS):
-            from fabric.strategies.plans import precision_plan
+            from fabric.strategies.precise_forward import precision_plan
 
             plan = precision_plan(self._precision, plan)
         return self._guarded(plan)

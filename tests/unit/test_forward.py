@@ -17,7 +17,7 @@ from fabric.core.errors import UsageError
 from fabric.core.traits import overridden
 from fabric.forward import BackwardGate, GuardedForward, differentiable
 from fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from fabric.strategies.plans import AutocastForward, CastForward, PluginForward, precision_plan
+from fabric.strategies.precise_forward import AutocastForward, CastForward, PluginForward, precision_plan
 from fabric.utilities.dtypes import CastTo
 
 X = torch.ones(2, 4)
