@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -298,9 +299,11 @@ def test_a_step_with_gradients_of_this_rank_alone_is_refused(ranks, strategy, ho
 
 
 def steps_by_hand(strategy: str, average: bool) -> list[float]:
-    """Gradients that no backward has put there."""
-    fabric, model = Loop(strategy).fabric, net(1)
+    """Gradients that no backward has put there, beside a model that backwards train."""
+    loop, model = Loop(strategy), net(1)
+    fabric = loop.fabric
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    loop.backward(loss_of(loop.models[0], loop.batch()))
     rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     parameters = list(model.parameters())
     for p, grad in zip(
@@ -322,16 +325,18 @@ def test_gradients_made_by_hand_are_averaged_by_hand(ranks, strategy):
         assert "or put there by hand (torch.autograd.grad), were never synchronised" in str(error)
 
 
-def watched_with_a_teacher() -> list[int]:
+def step_beside_a_teacher() -> list[int]:
     loop = Loop("ddp")
     local = loop.fabric.strategy.layout._local
     before = len(local.replicas)
     loop.backward(loss_of(loop.models[0], loop.batch()))
+    local._layout = SimpleNamespace(channel=None, across=local._layout.across)  # so that it can ask nobody
+    loop.optimizers[0].step()
     return [before, len(local.replicas)]
 
 
-def test_a_teacher_that_is_never_trained_costs_no_step_a_look(ranks):
-    assert ranks.run(watched_with_a_teacher, world_size=2) == [[2, 0]] * 2
+def test_a_teacher_that_is_never_trained_costs_a_step_no_message(ranks):
+    assert ranks.run(step_beside_a_teacher, world_size=2) == [[2, 1]] * 2
 
 
 def backward_with_graph(strategy: str) -> None:

@@ -43,6 +43,14 @@ class Net(nn.Module):
     def loss(self, x):
         return self.head(self.first(x)).pow(2).mean()
 
+    def looks(self, x, times):
+        return sum(self(x).sum() for _ in range(times))
+
+    def rolls(self, x, times):
+        for _ in range(times):
+            x = self.first(x)
+        return x.sum()
+
 
 def replicas(model, mesh):
     for block in (model.first, model.shared, model.unused):
@@ -63,7 +71,8 @@ STRATEGIES = {
 
 
 def start(strategy: str):
-    fabric = Fabric(accelerator=ACCELERATOR, devices=dist.get_world_size(), strategy=STRATEGIES[strategy]())
+    made = ModelParallelStrategy(columns, 1, 2) if strategy == "columns" else STRATEGIES[strategy]()
+    fabric = Fabric(accelerator=ACCELERATOR, devices=dist.get_world_size(), strategy=made)
     fabric.launch()
     model = Net()
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
@@ -180,6 +189,37 @@ def test_a_rank_that_evaluates_alone_is_told_at_once(ranks, strategy, how):
     assert ranks.run(evaluates_more, strategy, how, world_size=2) == pytest.approx([expected] * 2, abs=1e-4)
 
 
+def calls_another_method(strategy: str, calls: list[tuple[str, int]]) -> None:
+    """Ranks differ in what a method calls of the model, or how often."""
+    fabric, model, _ = start(strategy)
+    name, times = calls[fabric.global_rank]
+
+    def differ() -> None:
+        with torch.no_grad():
+            getattr(model, name)(rows(0)[0], times)
+        fabric.barrier()
+
+    with pytest.raises(CollectiveMismatch, match=r"forward without gradients of model 0 \(Net\)"):
+        differ()
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [("looks", 2), ("looks", 1)],
+        [("rolls", 3), ("rolls", 2)],
+        [("looks", 3), ("rolls", 3)],
+        [("looks", 1), ("rolls", 2)],
+    ],
+    ids=lambda calls: "-".join([f"{name}{times}" for name, times in calls]),
+)
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "one-group", "mesh", "columns"])
+def test_what_a_method_calls_is_the_same_on_all_ranks(ranks, strategy, calls):
+    if strategy == "one-group" and ("rolls", 2) in calls:
+        return  # it gathers the one group once, however often it computes
+    ranks.run(calls_another_method, strategy, calls, world_size=2)
+
+
 def columns(model, mesh):
     plan = {"layer": ColwiseParallel(output_layouts=Replicate())}
     for block in (model.first, model.shared, model.unused):
@@ -189,9 +229,7 @@ def columns(model, mesh):
 
 def evaluates_alone_in_its_row() -> float:
     """What one rank of a tensor parallel group sends in evaluation, the others must answer."""
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(columns, 1, 2))
-    fabric.launch()
-    model = fabric.setup(Net())
+    fabric, model, _ = start("columns")
     with pytest.raises(CollectiveMismatch, match=r"forward without gradients of model 0 \(Net\)"):
         evaluate(model, rows(0)[:1], "no_grad") if fabric.is_global_zero else fabric.barrier()
     model.train()

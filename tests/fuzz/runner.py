@@ -179,13 +179,14 @@ class Runner:
                 return Outcome(INVALID, (described(error),), text=traceback.format_exc())
             if oracle.explodes(want, program.precision):
                 return Outcome(INVALID, ("numbers explode",))
-            if program.precision == "bf16-mixed":
-                (folder / "finer").mkdir()
-                given = namespace(program)["program"], folder / "finer", want, program.world, program.replicas
-                if not oracle.roughly(*given):
-                    return Outcome(INVALID, ("rounding decides",))
             owed = tuple(dict.fromkeys(plain.owed))
-            return self._on_ranks(program, folder / "ranks", want, owed, patience)
+            outcome = self._on_ranks(program, folder / "ranks", want, owed, patience)
+            if outcome.word == DIFFERENT and not owed:
+                (folder / "rounded").mkdir()
+                again = namespace(program)["program"], folder / "rounded", want
+                if oracle.rounding_decides(*again, program.world, program.precision, program.replicas):
+                    return Outcome(INVALID, ("rounding decides",))
+            return outcome
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from fabric.plugins.collectives.channel import Channel
+    from fabric.plugins.collectives.frames import Call
 
 
 class RootGate:
@@ -63,17 +64,19 @@ class RootGate:
         self.state = fsdp_state(root)
         self.channel = channel
         self.call = call_of(f"{ALONE} of model {number} ({_name(root)})")
-        self.running = self.method = False
+        self.running = self.method = self.inside = False
         self.opener: Any = None
         self._lent = False
         self._meets = False
         for layer in _layers_of_root(root):
             layer.register_forward_pre_hook(self._before, prepend=True)
             layer.register_forward_hook(self._after, always_call=True)
+        names = {module: name for name, module in root.named_modules()}
         for state in fsdp_states(root):
             hang_in_place(state, partial(self._hang, state))
             for module in state._modules:
-                module.register_forward_pre_hook(partial(self._enter, state), prepend=True)
+                call = self.call if module is root else call_of(f"{self.call.verb}, its {names[module]}")
+                module.register_forward_pre_hook(partial(self._enter, state, call), prepend=True)
                 module.register_forward_hook(self._leave, always_call=True)
 
     def begin(self, method: bool = False) -> None:
@@ -86,6 +89,7 @@ class RootGate:
             self.give_back()
             return
         self._meets = method or not torch.is_grad_enabled()
+        self.inside = False
         if in_forward(self.state):
             self.recover()  # after a part called by itself that failed
         idle = True
@@ -99,13 +103,13 @@ class RootGate:
             self._reset()
         self._lent = False
 
-    def meet(self) -> None:
+    def meet(self, call: Call | None = None) -> None:
         """Without gradients nothing else would tell a rank that it is alone: evaluation on rank zero only."""
         if not self._meets or torch.is_grad_enabled():
             return
         self._meets = False
         if self.channel is not None:
-            self.channel.meet(self.call)
+            self.channel.meet(call or self.call)
         if torch.is_inference_mode_enabled():
             self._make_room()
 
@@ -215,15 +219,20 @@ class RootGate:
             self.end()
         return out
 
-    def _enter(self, state: Any, module: Module, args: Any) -> None:
+    def _enter(self, state: Any, call: Call, module: Module, args: Any) -> None:
         """A group is called. torch takes calls in PRE_BACKWARD for ones of a backward, as trials are."""
         if torch.compiler.is_compiling() or phase(state) == "PRE_BACKWARD":
             return
         if not (self.running or in_forward(self.state)):
             self.begin()
-        self.meet()
+        if self.method and not self.inside:  # a method calls what it likes, as often as it likes
+            self._meets = True
+        self.meet(call)
+        self.inside = self.inside or module is self.root
 
     def _leave(self, module: Module, args: Any, out: Any) -> None:
+        if module is self.root:
+            self.inside = False
         if not (self.running or torch.compiler.is_compiling() or in_forward(self.state)):
             self.end()
 

@@ -30,15 +30,15 @@ class LocalGradients:
 
     def __init__(self, layout: Any) -> None:
         self._layout = weakref.proxy(layout)
-        self.replicas: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._new: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.replicas: weakref.WeakKeyDictionary[Any, dict[int, Tensor]] = weakref.WeakKeyDictionary()
+        """With their parameters by id: a teacher that nobody trains is looked up in each step."""
         self._unwatch: Any = None
         self._stays = False
 
     def begin(self, replica: Any, new: bool = False) -> None:
         """The replica's next backwards average nothing; or it is new, and none has averaged anything yet."""
-        self.replicas.add(replica)
-        (self._new.add if new else self._new.discard)(replica)
+        if replica not in self.replicas:
+            self.replicas[replica] = {id(p): p for p in replica.parameters()}
         self._stays = self._stays or not new
         if self._unwatch is None:
             self._unwatch = watch_steps(self)
@@ -51,10 +51,7 @@ class LocalGradients:
         """The backward has averaged the gradients of the replicas that it came to."""
         for replica, stamps in before:
             if stamps != [stamp(p) for p in replica.parameters()]:
-                self.replicas.discard(replica)
-                # Nor are new ones looked at in each step from now on: a teacher may never be trained.
-                self.replicas.difference_update(self._new)
-                self._new.clear()
+                self.replicas.pop(replica, None)
         if not self.replicas and not self._stays:  # a loop that averages in each backward pays for no look
             self._unwatch()
             self._unwatch = None
@@ -74,8 +71,8 @@ class LocalGradients:
         channel, across = self._layout.channel, self._layout.across
         if not self.replicas or across is None:
             return
-        known = {id(p) for replica in self.replicas for p in replica.parameters()}
-        grads = [p.grad for p in parameters if id(p) in known]
+        unaveraged = list(self.replicas.values())
+        grads = [p.grad for p in parameters if any([id(p) in known for known in unaveraged])]
         if not grads:
             return
         channel.meet(call_of(doing, "with gradients that no backward has averaged"))

@@ -7,6 +7,7 @@ agree.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,9 +187,7 @@ class Mesh(Sharded):
         if isinstance(module, FSDPModule):
             self.open_gate(module)
         elif self.channel is not None:
-            number = next(self._numbers)
-            call = call_of(f"{ALONE} of model {number} ({type(module).__name__})")
-            module.register_forward_pre_hook(Meets(call, self.channel))
+            Meets(module, next(self._numbers), self.channel)
 
 
 class Sources(TorchFunctionMode):
@@ -285,19 +284,38 @@ def _untraceable(name: str, tensor: Any) -> UsageError:
 
 
 class Meets:
-    """A forward pre-hook: without gradients nothing else would tell a rank that it is alone."""
+    """Without gradients nothing else would tell a rank that it is alone: calls of a model meet.
 
-    def __init__(self, call: Call, channel: Channel) -> None:
-        self.call = call
+    In a method that calls layers by themselves each of those does that may send something.
+    """
+
+    def __init__(self, root: Module, number: int, channel: Channel) -> None:
         self.channel = channel
-
-    def __call__(self, module: Module, args: Any) -> None:
-        """Meet the other ranks."""
-        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            self.channel.meet(self.call)
+        self.inside = False
+        verb = f"{ALONE} of model {number} ({type(root).__name__})"
+        for name, part in root.named_modules():
+            if part is root or part._forward_hooks or part._forward_pre_hooks or _holds_parts(part):
+                call = call_of(f"{verb}, its {name}" if name else verb)
+                part.register_forward_pre_hook(partial(self._enter, call, part is root))
+        root.register_forward_hook(self._leave, always_call=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Meets:
         return self
+
+    def _enter(self, call: Call, outermost: bool, module: Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not (torch.is_grad_enabled() or self.inside):
+            self.channel.meet(call)
+        self.inside = self.inside or outermost
+
+    def _leave(self, module: Module, args: Any, out: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.inside = False
+
+
+def _holds_parts(module: Module) -> bool:
+    return any([is_split(parameter) for parameter in module.parameters(recurse=False)])
 
 
 def _tensors(module: Module) -> list[tuple[str, Any]]:

@@ -325,7 +325,7 @@ class Pipeline(PipelineStates):
         module = flow.module()
         if module is None or self.across is None or module in self._waiting:
             return
-        self._local.replicas.discard(module)
+        self._local.replicas.pop(module, None)
         blocks = [block for _, block in flow.runner.stage.blocks]
         parameters = dict.fromkeys([p for block in blocks for p in block.parameters()])
         average_gradients(list(parameters), self.across, "a pipeline with several data parallel rows")
