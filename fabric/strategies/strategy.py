@@ -22,7 +22,7 @@ from fabric.utilities.state_keys import clean_keys, fit_keys
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     import torch
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fabric.core.types import Filter, Optimizable, PathLike
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.strategies.launchers.launcher import Launcher
+    from fabric.strategies.pending import PendingSave
     from fabric.strategies.plan import Plan
 
 
@@ -63,6 +64,7 @@ class Strategy(Exchange):
         self._bound = False
         self._accelerator = accelerator
         self._checkpoint_io = checkpoint_io
+        self.pending: PendingSave | None = None
         self.gate = BackwardGate()
         self.precision = precision or Precision()
 
@@ -359,20 +361,61 @@ class Strategy(Exchange):
         state: dict[str, Any],
         storage_options: Any | None = None,
         filter: Filter | None = None,
-    ) -> None:
+        *,
+        wait: bool = True,
+        then: Callable[[], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> PendingSave | None:
         """Write `state` to one file, on rank zero. All ranks must call this; a failure is raised on all of
         them.
+
+        Args:
+            path: Where to.
+            state: What `Fabric.save` is given.
+            storage_options: For the checkpoint IO.
+            filter: As in `Fabric.save`.
+            wait: False: write a copy beside the loop, which goes on.
+            then: What the writing rank does when the file is there.
+            facts: What is kept beside the data, for those who look at the file.
         """
+        self.finish_save()
         self.meet("save", states.split_content(self, state))
-        options = () if storage_options is None else (storage_options,)
         # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
-        # before
-        # the old file is touched.
+        # before the old file is touched.
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.is_global_zero):
             checkpoint = states.gather(self, state, filter)
+            if not wait:
+                from fabric.strategies.pending import PendingSave, snapshot
+
+                checkpoint = snapshot(checkpoint) if self.is_global_zero else {}
+        self.checkpoint_io.facts = {
+            "strategy": type(self).__name__,
+            "world_size": self.topology.world_size,
+            **(facts or {}),
+        }
+        options = () if storage_options is None else (storage_options,)
+
+        def write() -> None:
+            self.checkpoint_io.save_checkpoint(checkpoint, path, *options)
+            if then is not None:
+                then()
+
+        if not wait:
+            self.pending = PendingSave(self, path, write if self.is_global_zero else None)
+            return self.pending
         with states.together(self, f"saving {path}"):
             if self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(checkpoint, path, *options)
+                write()
+        return None
+
+    def finish_save(self) -> None:
+        """Wait for the save that goes on beside the loop, if there is one. All ranks must call this.
+
+        Raises:
+            OSError: It has failed.
+        """
+        if self.pending is not None:
+            self.pending.wait()
 
     def load_checkpoint(
         self,
@@ -382,12 +425,22 @@ class Strategy(Exchange):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Read the file at `path` into `state`; gives what was left over. All ranks must call this."""
+        checkpoint = self.read_checkpoint(path, weights_only)
+        return self.restore_checkpoint(path, checkpoint, state, strict)
+
+    def read_checkpoint(self, path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
+        """What is in the file at `path`, on each rank. All ranks must call this; a failure is one on all."""
+        self.finish_save()
         self.meet("load")
-        rest: dict[str, Any]
         with states.together(self, f"loading {path}"):
-            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            rest = states.restore(self, checkpoint, state, strict)
-        return rest
+            return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+
+    def restore_checkpoint(
+        self, path: PathLike, checkpoint: dict[str, Any], state: Any | None, strict: bool
+    ) -> dict[str, Any]:
+        """Put what was read into the objects of `state`; gives what was left over. All ranks."""
+        with states.together(self, f"loading {path}"):
+            return states.restore(self, checkpoint, state, strict)
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         """The full state dict under the user's own keys."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fabric.core.types import PathLike
 
 
 class CheckpointIO(ABC):
     """Storage of checkpoints. Called on rank zero to save, on every rank to load."""
+
+    facts: Mapping[str, Any] = MappingProxyType({})
+    """What is known of the run that saves (`strategy`, `world_size`, `step`), for those that keep it."""
 
     @abstractmethod
     def save_checkpoint(

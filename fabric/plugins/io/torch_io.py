@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import secrets
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,12 @@ import torch
 
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.plugins.io.checkpoint_io import CheckpointIO
+from fabric.plugins.io.seal import DamagedCheckpointError, SealedWriter, check
 from fabric.utilities.cloud_io import get_filesystem, is_local_path, is_url
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from fabric.core.types import PathLike
 
 
@@ -24,7 +28,15 @@ _DAMAGE = ("PytorchStreamReader", "zip archive", "unexpected EOF")
 
 
 class TorchCheckpointIO(CheckpointIO):
-    """Checkpoints as single files of `torch.save`, on a local disk or behind any fsspec URL."""
+    """Checkpoints as single files of `torch.save`, on a local disk or behind any fsspec URL.
+
+    Args:
+        verify: Whether loading reads a file to its end first and compares what was written. Files that others
+            wrote are loaded as they are.
+    """
+
+    def __init__(self, verify: bool = True) -> None:
+        self.verify = verify
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None
@@ -42,9 +54,9 @@ class TorchCheckpointIO(CheckpointIO):
             )
         local = _local_path(path)
         if local is None:
-            _save_to_url(checkpoint, str(path))
+            _save_to_url(checkpoint, str(path), self.facts)
         else:
-            _save_to_disk(checkpoint, local.absolute())
+            _save_to_disk(checkpoint, local.absolute(), self.facts)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
@@ -58,21 +70,23 @@ class TorchCheckpointIO(CheckpointIO):
 
         Raises:
             FileNotFoundError: Nothing is at `path`.
-            UsageError: The file holds objects that safe loading refuses, or is no checkpoint.
+            DamagedCheckpointError: The file is no checkpoint, or not what was written.
+            UsageError: The file holds objects that safe loading refuses.
         """
         safe = weights_only is not False
         local = _local_path(path)
         try:
             if local is None:
-                return _load_from_url(str(path), map_location, safe)
-            return _load_from_disk(local.absolute(), map_location, safe)
+                return self._load_from_url(str(path), map_location, safe)
+            return self._load_from_disk(local.absolute(), map_location, safe)
         except pickle.UnpicklingError as error:
-            raise UsageError(_refusal(path, str(error)) if safe else _damage(path)) from error
+            refused = _refusal(path, str(error)) if safe else None
+            raise UsageError(refused) if refused else DamagedCheckpointError(_damage(path)) from error
         except (EOFError, KeyError) as error:
-            raise UsageError(_damage(path)) from error
+            raise DamagedCheckpointError(_damage(path)) from error
         except RuntimeError as error:
             if any([sign in str(error) for sign in _DAMAGE]):
-                raise UsageError(_damage(path)) from error
+                raise DamagedCheckpointError(_damage(path)) from error
             raise
 
     def remove_checkpoint(self, path: PathLike) -> None:
@@ -82,6 +96,31 @@ class TorchCheckpointIO(CheckpointIO):
             local.unlink(missing_ok=True)
         elif (filesystem := get_filesystem(path)).exists(str(path)):
             filesystem.rm(str(path), recursive=True)
+
+    def _load_from_disk(self, path: Path, map_location: Any, safe: bool) -> dict[str, Any]:
+        if path.is_dir():
+            raise IsADirectoryError(f"{path} is a directory, not a checkpoint file.")
+        if not path.exists():
+            raise FileNotFoundError(f"There is no checkpoint file at {path}.")
+        if self.verify and path.is_file():
+            with path.open("rb", buffering=0) as file:
+                check(file, path)
+        # Objects that only an unsafe load reads may hold tensors where nobody finds and copies them.
+        on_host = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cpu"
+        try:
+            loaded: dict[str, Any] = torch.load(path, map_location, weights_only=safe, mmap=safe and on_host)
+            return loaded
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):  # a file in the old, unzipped format
+                raise
+            return torch.load(path, map_location=map_location, weights_only=safe)  # type: ignore[no-any-return]
+
+    def _load_from_url(self, url: str, map_location: Any, safe: bool) -> dict[str, Any]:
+        with get_filesystem(url).open(url, "rb") as file:
+            if self.verify:
+                check(file, url)
+                file.seek(0)
+            return torch.load(file, map_location=map_location, weights_only=safe)  # type: ignore[no-any-return]
 
 
 def _local_path(path: PathLike) -> Path | None:
@@ -101,10 +140,10 @@ def _local_path(path: PathLike) -> Path | None:
     return Path(path)
 
 
-def _refusal(path: PathLike, text: str) -> str:
+def _refusal(path: PathLike, text: str) -> str | None:
     reason = re.search(r"WeightsUnpickler error: (.*?)(\. |$)", text, re.MULTILINE)
     if reason is None or "Unsupported operand" in reason.group(1):
-        return _damage(path)
+        return None
     found = re.search(r"GLOBAL ([\w.]+)", text)
     what = f"refers to {found.group(1)}" if found else f"holds more than data ({reason.group(1)})"
     return (
@@ -117,7 +156,7 @@ def _damage(path: PathLike) -> str:
     return f"{path} is no complete checkpoint: it was cut short, or not written by fabric.save or torch.save."
 
 
-def _save_to_disk(checkpoint: dict[str, Any], path: Path) -> None:
+def _save_to_disk(checkpoint: dict[str, Any], path: Path, facts: Mapping[str, Any]) -> None:
     if path.is_dir():
         raise IsADirectoryError(
             f"{path} is a directory. Give a file name, for example {path / 'checkpoint.pt'}."
@@ -131,9 +170,8 @@ def _save_to_disk(checkpoint: dict[str, Any], path: Path) -> None:
         return
     part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.part")
     try:
-        with part.open("xb") as file:
-            _write(checkpoint, file)
-            file.flush()
+        with part.open("xb", buffering=0) as file:
+            _write(checkpoint, file, facts)
             os.fsync(file.fileno())
         if path.exists():
             part.chmod(path.stat().st_mode)
@@ -144,14 +182,28 @@ def _save_to_disk(checkpoint: dict[str, Any], path: Path) -> None:
     _flush_directory(path.parent)
 
 
-def _write(checkpoint: dict[str, Any], file: Any) -> None:
+def _write(checkpoint: dict[str, Any], file: Any, facts: Mapping[str, Any]) -> None:
+    sealed = SealedWriter(file)
+    with _without_crc():
+        try:
+            torch.save(checkpoint, sealed)  # type: ignore[arg-type]  # all that it calls is write()
+        except RuntimeError as error:
+            # torch's writer notices at its end that bytes are missing, which covers up why.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+    sealed.seal(facts)
+
+
+@contextmanager
+def _without_crc() -> Iterator[None]:
+    """torch's own checksums are slow, and nobody reads them: torch.load does not."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
     try:
-        torch.save(checkpoint, file)
-    except RuntimeError as error:
-        # torch's writer notices at its end that bytes are missing, which covers up why.
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _flush_directory(directory: Path) -> None:
@@ -166,31 +218,8 @@ def _flush_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _save_to_url(checkpoint: dict[str, Any], url: str) -> None:
+def _save_to_url(checkpoint: dict[str, Any], url: str, facts: Mapping[str, Any]) -> None:
     filesystem = get_filesystem(url)
     filesystem.makedirs(url.rsplit("/", 1)[0], exist_ok=True)
     with filesystem.transaction, filesystem.open(url, "wb") as file:
-        _write(checkpoint, file)
-
-
-def _load_from_disk(path: Path, map_location: Any, safe: bool) -> dict[str, Any]:
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory, not a checkpoint file.")
-    if not path.exists():
-        raise FileNotFoundError(f"There is no checkpoint file at {path}.")
-    # Objects that only an unsafe load reads may hold tensors where nobody finds and copies them.
-    mapped = (
-        safe and isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cpu"
-    )
-    try:
-        loaded: dict[str, Any] = torch.load(path, map_location, weights_only=safe, mmap=mapped)
-        return loaded
-    except RuntimeError as error:
-        if "mmap can only be used" not in str(error):  # a file in the old, unzipped format
-            raise
-        return torch.load(path, map_location=map_location, weights_only=safe)  # type: ignore[no-any-return]
-
-
-def _load_from_url(url: str, map_location: Any, safe: bool) -> dict[str, Any]:
-    with get_filesystem(url).open(url, "rb") as file:
-        return torch.load(file, map_location=map_location, weights_only=safe)  # type: ignore[no-any-return]
+        _write(checkpoint, file, facts)

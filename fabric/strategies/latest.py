@@ -1,0 +1,69 @@
+"""The checkpoints of a directory, by their step: save one more and retire the oldest, load the newest."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import ConfigurationError, UsageError
+from fabric.utilities.cloud_io import is_local_path, join_path, list_directory
+from fabric.utilities.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from fabric.core.types import PathLike
+
+_NAME = re.compile(r"step-(\d+)\.pt")
+_LEFT_BEHIND = re.compile(r"\.step-\d+\.pt\..*\.part")
+
+
+def save_latest(
+    strategy: Any, directory: PathLike, state: dict[str, Any], step: int, keep: int, wait: bool
+) -> Path | str:
+    """See `Fabric.save_latest`."""
+    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+        if type(value) is not int or value < least:
+            raise ConfigurationError(f"save_latest({name}={value!r}) must be an int of at least {least}.")
+    path = join_path(directory, f"step-{step:08d}.pt")
+    then = partial(retire, strategy.checkpoint_io, directory, keep)
+    strategy.save_checkpoint(path, state, wait=wait, then=then, facts={"step": step})
+    return Path(path) if is_local_path(path) else path
+
+
+def load_latest(strategy: Any, directory: PathLike, state: dict[str, Any], strict: bool) -> int | None:
+    """See `Fabric.load_latest`."""
+    names = strategy.broadcast(checkpoints(directory) if strategy.is_global_zero else None)
+    said = ""
+    for name in names:
+        path = join_path(directory, name)
+        try:
+            checkpoint = strategy.read_checkpoint(path)
+        except Exception as error:  # on all ranks: its own, or one that quotes another rank's
+            said = f"{type(error).__name__}: {error}"
+            rank_zero_warn(f"{path} cannot be loaded, and the one before it is tried. {said}")
+            continue
+        strategy.restore_checkpoint(path, checkpoint, state, strict)
+        return step_of(name)
+    if names:
+        raise UsageError(
+            f"None of the {len(names)} checkpoints in {directory} can be loaded. The oldest: {said}"
+        )
+    return None
+
+
+def checkpoints(directory: PathLike) -> list[str]:
+    """The names of a directory's checkpoints, the newest first."""
+    return sorted(filter(_NAME.fullmatch, list_directory(directory)), key=step_of, reverse=True)
+
+
+def step_of(name: str) -> int:
+    """The step in the name of a checkpoint."""
+    return int(_NAME.fullmatch(name)[1])  # type: ignore[index]
+
+
+def retire(io: Any, directory: PathLike, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what saves that were killed left behind."""
+    left = filter(_LEFT_BEHIND.fullmatch, list_directory(directory))
+    for name in [*checkpoints(directory)[keep:], *left]:
+        io.remove_checkpoint(join_path(directory, name))

@@ -1,0 +1,159 @@
+"""`fabric.save(..., wait=False)`: the copy that is written, errors that surface, one at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabric import Fabric
+from fabric.plugins.io import TorchCheckpointIO
+
+
+class Slow(TorchCheckpointIO):
+    """Writes when it is let."""
+
+    def __init__(self):
+        super().__init__()
+        self.let = threading.Event()
+        self.began = threading.Event()
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.began.set()
+        assert self.let.wait(60)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+class Full(TorchCheckpointIO):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        raise OSError(28, "No space left on device", str(path))
+
+
+def launched(strategy="ddp", **kwargs):
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **kwargs)
+    fabric.launch()
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters()))
+    return fabric, model, optimizer
+
+
+def step(fabric, model, optimizer):
+    optimizer.zero_grad()
+    fabric.backward(model(torch.randn(4, 4)).pow(2).sum())
+    optimizer.step()
+
+
+def values(model):
+    return {key: value.tolist() for key, value in model.state_dict().items()}
+
+
+def changed_meanwhile(strategy, path):
+    storage = Slow()
+    fabric, model, optimizer = launched(strategy, plugins=storage)
+    step(fabric, model, optimizer)
+    ema = torch.ones(3)
+    then = values(model), ema.tolist()
+    moments = fabric.strategy.get_optimizer_state(optimizer)["state"][0]["exp_avg"].tolist()
+    saving = fabric.save(
+        path, {"model": model, "optimizer": optimizer, "ema": ema, "tied": [ema, ema[1:]]}, wait=False
+    )
+    if fabric.is_global_zero:
+        assert storage.began.wait(60)
+        assert not saving.done()
+    for _ in range(3):
+        step(fabric, model, optimizer)
+    ema.add_(1)
+    assert not Path(path).exists()
+    fabric.barrier()
+    storage.let.set()
+    saving.wait()
+    assert Path(path).is_file(), "wait returned on a rank before the file was there"
+    assert saving.done()
+    saving.wait()
+    held = fabric.load(path)
+    assert held["tied"][1].data_ptr() is not None
+    return then == ({k: v.tolist() for k, v in held["model"].items()}, held["ema"].tolist()), (
+        moments == held["optimizer"]["state"][0]["exp_avg"].tolist()
+    )
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_what_changes_after_the_call_does_not_reach_the_file(ranks, tmp_path, strategy):
+    assert ranks.run(changed_meanwhile, strategy, str(tmp_path / "a.pt"), world_size=2) == [(True, True)] * 2
+
+
+def test_on_one_rank(ranks, tmp_path):
+    assert ranks.run(changed_meanwhile, "auto", str(tmp_path / "a.pt"), world_size=1) == [(True, True)]
+
+
+def one_after_the_other(folder):
+    storage = Slow()
+    fabric, model, _ = launched(plugins=storage)
+    first = fabric.save(f"{folder}/0.pt", {"model": model, "n": 0}, wait=False)
+    threading.Timer(0.2, storage.let.set).start()
+    second = fabric.save(f"{folder}/1.pt", {"model": model, "n": 1}, wait=False)
+    assert Path(f"{folder}/0.pt").is_file(), "two were under way"
+    assert first.done()
+    rest = fabric.load(f"{folder}/1.pt")  # waits, too
+    assert second.done()
+    return rest["n"]
+
+
+def test_one_is_under_way_at_a_time_and_a_load_waits(ranks, tmp_path):
+    assert ranks.run(one_after_the_other, str(tmp_path), world_size=2) == [1, 1]
+
+
+def error_surfaces(how, path):
+    fabric, model, _ = launched(plugins=Full())
+    saving = fabric.save(path, {"model": model}, wait=False)
+    try:
+        if how == "wait":
+            saving.wait()
+        elif how == "save":
+            fabric.save(path, {"model": model}, wait=False)
+        else:
+            fabric.load(path, {"model": model})
+    except Exception as error:
+        told = type(error).__name__, str(error)
+    saving.wait()  # said once
+    assert fabric.all_reduce(torch.tensor(1.0), reduce_op="sum") == fabric.world_size
+    return told
+
+
+@pytest.mark.parametrize("how", ["wait", "save", "load"])
+def test_an_error_surfaces_at_the_next_call_on_all_ranks(ranks, tmp_path, how):
+    path = str(tmp_path / "a.pt")
+    first, second = ranks.run(error_surfaces, how, path, world_size=2)
+    assert first == ("OSError", f"[Errno 28] No space left on device: '{path}'")
+    assert second == (
+        "RankError",
+        f"rank 0 failed while saving {path}: OSError: [Errno 28] No space left on device: '{path}'",
+    )
+
+
+def bad_value(path):
+    fabric, model, _ = launched()
+    fabric.save(path, {"model": model, "bad": object()}, wait=False)
+
+
+def test_what_cannot_be_saved_is_refused_at_the_call(ranks, tmp_path):
+    for error in ranks.run_expecting_errors(bad_value, str(tmp_path / "a.pt"), world_size=2):
+        assert "state['bad'] is a builtins.object" in str(error)
+    assert not list(tmp_path.iterdir())
+
+
+def ends_at_once(path, storage):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=storage)
+    fabric.launch()
+    fabric.save(path, {"w": torch.ones(2_000_000)}, wait=False)
+
+
+class Late(TorchCheckpointIO):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        time.sleep(1)
+        super().save_checkpoint(checkpoint, path, storage_options)

@@ -1,0 +1,118 @@
+"""The seal of a checkpoint file: whatever is changed in the file is found, and nobody else minds it."""
+
+from __future__ import annotations
+
+import io
+import random
+import zipfile
+
+import pytest
+import torch
+
+from fabric.core.errors import UsageError
+from fabric.plugins.io import DamagedCheckpointError, TorchCheckpointIO
+from fabric.plugins.io.seal import SealedWriter, check
+
+DATA = {"step": 7, "w": torch.arange(3.0), "text": "fabric-seal: a word of the data"}
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sealed") / "a.pt"
+    storage = TorchCheckpointIO()
+    storage.facts = {"strategy": "DDPStrategy", "step": 7}
+    storage.save_checkpoint(DATA, path)
+    return path
+
+
+def test_it_says_what_was_written(sealed):
+    with sealed.open("rb") as file:
+        told = check(file, sealed)
+    assert told == {
+        "format": 1,
+        "torch": torch.__version__,
+        "strategy": "DDPStrategy",
+        "step": 7,
+        "size": told["size"],
+        "crc32": told["crc32"],
+    }
+
+
+def test_torch_and_unzip_read_on(sealed):
+    for mmap in (False, True):
+        assert torch.load(sealed, weights_only=True, mmap=mmap)["w"].equal(DATA["w"])
+    assert zipfile.ZipFile(sealed).comment.startswith(b"\x93fabric-seal")
+    assert len(zipfile.ZipFile(sealed).namelist()) > 3
+
+
+def test_every_flipped_bit_is_found(sealed):
+    whole = sealed.read_bytes()
+    assert check(io.BytesIO(whole), "a.pt")["step"] == 7
+    for place in range(len(whole)):
+        for bit in range(8) if place > len(whole) - 300 else (place % 8,):
+            changed = bytearray(whole)
+            changed[place] ^= 1 << bit
+            with pytest.raises(DamagedCheckpointError, match=r"^a\.pt is damaged: "):
+                check(io.BytesIO(bytes(changed)), "a.pt")
+
+
+def test_every_cut_and_every_addition_is_found(sealed, tmp_path):
+    whole = sealed.read_bytes()
+    storage = TorchCheckpointIO()
+    cut = tmp_path / "cut.pt"
+    for length in [*range(0, len(whole), 61), *range(len(whole) - 400, len(whole))]:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(DamagedCheckpointError, match=r"cut\.pt"):
+            storage.load_checkpoint(cut)
+    cut.write_bytes(whole + b"more")
+    with pytest.raises(DamagedCheckpointError, match=r"cut\.pt is damaged"):
+        storage.load_checkpoint(cut)
+
+
+def test_a_file_of_others_is_loaded_as_it_is(tmp_path):
+    torch.save(DATA, tmp_path / "a.pt")
+    assert TorchCheckpointIO().load_checkpoint(tmp_path / "a.pt")["step"] == 7
+    with (tmp_path / "a.pt").open("rb") as file:
+        assert check(file, "a.pt") is None
+
+
+def test_verify_false_loads_what_torch_loads(sealed, tmp_path):
+    changed = bytearray(sealed.read_bytes())
+    place = changed.index(torch.arange(3.0).numpy().tobytes()) + 4
+    changed[place] ^= 1
+    (tmp_path / "a.pt").write_bytes(bytes(changed))
+    with pytest.raises(UsageError, match=r"a\.pt is damaged: its bytes are not those that were written"):
+        TorchCheckpointIO().load_checkpoint(tmp_path / "a.pt")
+    assert TorchCheckpointIO(verify=False).load_checkpoint(tmp_path / "a.pt")["step"] == 7
+
+
+class Trickle(io.BytesIO):
+    """Takes some bytes at a time, as a disk may."""
+
+    def write(self, data):
+        return super().write(bytes(data[: 1 + len(data) * 2 // 3]))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_writes_of_any_size_come_to_the_same(seed):
+    rng = random.Random(seed)
+    parts = [rng.randbytes(rng.choice([0, 1, 2, 3, 1000, (1 << 20) - 1, 1 << 20, 3 << 20])) for _ in range(6)]
+    file = Trickle()
+    writer = SealedWriter(file)
+    for part in parts:
+        assert writer.write(part) == len(part)
+    writer.seal({"n": seed})
+    content = b"".join(parts)
+    assert file.getvalue()[: max(0, len(content) - 2)] == content[:-2]
+    if len(content) >= 2:
+        file.seek(0)
+        assert check(file, "a.pt")["n"] == seed
+
+
+def test_checksums_of_torch_are_as_they_were(tmp_path):
+    TorchCheckpointIO().save_checkpoint(DATA, tmp_path / "a.pt")
+    assert torch.serialization.get_crc32_options()
+    with pytest.raises(AttributeError):
+        TorchCheckpointIO().save_checkpoint({"bad": lambda: None}, tmp_path / "b.pt")
+    assert torch.serialization.get_crc32_options()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.pt"]
