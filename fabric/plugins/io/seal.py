@@ -8,6 +8,7 @@ of other damages; it says nothing of who wrote the file.
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 import zlib
@@ -35,7 +36,7 @@ class DamagedCheckpointError(UsageError):
     """A checkpoint is not what was written: cut short, changed, or something else altogether."""
 
 
-class SealedWriter:
+class SealedWriter(io.BufferedWriter):
     """A file for `torch.save`, which takes a digest of what passes while it is written, and adds it.
 
     Args:
@@ -43,42 +44,51 @@ class SealedWriter:
     """
 
     def __init__(self, file: Any) -> None:
-        self._file = file
-        self._tail = b""  # the last bytes so far: at the end they make room for the comment
-        self._crc = self._size = 0
-
-    def write(self, data: Any) -> int:
-        """Write bytes."""
-        data = memoryview(data).cast("B")
-        length = len(data)
-        if length < _LARGE:
-            data = memoryview(self._tail + bytes(data))
-            self._put(data[:-_LENGTH])
-        else:
-            self._put(self._tail)
-            self._put(data[:-_LENGTH])
-        self._tail = bytes(data[-_LENGTH:])
-        return length
-
-    def flush(self) -> None:
-        """Nothing: `file` is flushed by who opened it."""
+        super().__init__(_Digest(file), _LARGE)  # torch writes an archive in many small pieces
 
     def seal(self, facts: Mapping[str, Any]) -> None:
         """Write the end. `facts` are kept with the digest, and read by `check`."""
+        self.flush()
+        self.raw.seal(facts)  # type: ignore[attr-defined]
+
+
+class _Digest(io.RawIOBase):
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._tail = b""  # the last bytes so far: at the end they make room for the comment
+        self._crc = self._size = 0
+        self._failed = False
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        data = memoryview(data).cast("B")
+        length = len(data)
+        if self._failed:  # whoever closes the writer after an error has it flushed once more
+            return length
+        if length < _LARGE:
+            data = memoryview(self._tail + bytes(data))
+        else:
+            self._put(self._tail)
+        self._put(data[:-_LENGTH])
+        self._tail = bytes(data[-_LENGTH:])
+        return length
+
+    def seal(self, facts: Mapping[str, Any]) -> None:
         told = {"format": 1, "torch": torch.__version__, **facts, "size": self._size, "crc32": self._crc}
         text = json.dumps(told).encode()
         comment = b"%s%08x%s%s" % (_OPEN, zlib.crc32(text), text, _CLOSE)
         write_all(self._file, len(comment).to_bytes(_LENGTH, "little") + comment)
 
     def _put(self, data: Any) -> None:
-        if len(data) < _LARGE:
-            self._digest(data)
-            write_all(self._file, data)
-            return
         beside = threading.Thread(target=self._digest, args=(data,))  # neither holds the interpreter
         beside.start()
         try:
             write_all(self._file, data)
+        except BaseException:
+            self._failed = True
+            raise
         finally:
             beside.join()
 

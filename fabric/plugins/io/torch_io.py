@@ -186,7 +186,7 @@ def _write(checkpoint: dict[str, Any], file: Any, facts: Mapping[str, Any]) -> N
     sealed = SealedWriter(file)
     with _without_crc():
         try:
-            torch.save(checkpoint, sealed)  # type: ignore[arg-type]  # all that it calls is write()
+            torch.save(checkpoint, sealed)
         except RuntimeError as error:
             # torch's writer notices at its end that bytes are missing, which covers up why.
             if isinstance(error.__context__, OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import random
 import zipfile
@@ -91,6 +92,28 @@ class Trickle(io.BytesIO):
 
     def write(self, data):
         return super().write(bytes(data[: 1 + len(data) * 2 // 3]))
+
+
+class Full(io.BytesIO):
+    def write(self, data):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_said_once(tmp_path):
+    for data in ({"w": torch.ones(3)}, {"w": torch.ones(1_000_000)}):
+        writer = SealedWriter(Full())
+        with pytest.raises(OSError, match="No space left"):
+            _write(data, writer)
+        del writer
+        gc.collect()  # an error there would be a warning
+
+
+def _write(data, writer):
+    try:
+        torch.save(data, writer)
+        writer.seal({})
+    except RuntimeError as error:  # torch's, of bytes that are missing
+        raise error.__context__ from None
 
 
 @pytest.mark.parametrize("seed", range(20))
