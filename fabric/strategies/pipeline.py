@@ -34,8 +34,8 @@ class PipelineStrategy(ParallelStrategy):
     forward and backward, with the same batch (loaders that are set up see to it). Seed all ranks alike.
 
     Args:
-        balance: How many blocks each stage has, [2, 3, 3]; "auto": stages that cost about the same, by the
-            time of forward and backward where `example_input` is given, else by parameters.
+        balance: How many blocks each stage has, [2, 3, 3]; "auto": stages of about as many parameters. Write
+            it where blocks with few parameters take long.
         num_microbatches: Into how many parts a batch is cut, at most; None: twice the number of stages. While
             they fill and drain the pipeline, stages wait: a step takes (m + p - 1) / m of the time of m full
             micro-batches on p stages. Batches may have any number of rows.
@@ -49,7 +49,6 @@ class PipelineStrategy(ParallelStrategy):
             further rows, which see different data and average their gradients.
         output: "all", or "last": only the last stage gets the output, others None. On all ranks write
             `loss = loss_fn(out, y) if out is not None else None` and `fabric.backward(loss)`.
-        example_input: An input of the model, or a tuple of several, for `balance="auto"`.
         process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
         timeout: How long a rank waits for the other ranks.
         accelerator: As in `Strategy`.
@@ -77,7 +76,6 @@ class PipelineStrategy(ParallelStrategy):
         *,
         num_stages: int | None = None,
         output: Literal["all", "last"] = "all",
-        example_input: Any = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(seconds=1800),
         accelerator: Accelerator | None = None,
@@ -111,7 +109,6 @@ class PipelineStrategy(ParallelStrategy):
                 schedule=schedule,
                 checkpoint=checkpoint,
                 output=output,
-                example=example_input,
             )
         )
         self._backend = process_group_backend

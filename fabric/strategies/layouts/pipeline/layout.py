@@ -27,7 +27,7 @@ from fabric.processes.lifeline import describe
 from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, copy_from_first
 from fabric.strategies.layouts.local_gradients import LocalGradients
 from fabric.strategies.layouts.materialise import Materialiser
-from fabric.strategies.layouts.pipeline.balance import agreed_balance, costs_of
+from fabric.strategies.layouts.pipeline.balance import even_balance
 from fabric.strategies.layouts.pipeline.cut import (
     check_enough,
     check_sum,
@@ -66,7 +66,7 @@ class PipelineSettings:
     """See `PipelineStrategy` for what users write."""
 
     balance: list[int] | None = None
-    """Blocks of each stage; None: chosen."""
+    """Blocks of each stage; None: even stages."""
     num_stages: int | None = None
     """None: as many as `balance` has, or all ranks."""
     num_microbatches: int | None = None
@@ -74,7 +74,6 @@ class PipelineSettings:
     schedule: str = "1f1b"
     checkpoint: str = "except_last"
     output: str = "all"
-    example: Any = None
 
 
 class Pipeline(PipelineStates):
@@ -166,9 +165,8 @@ class Pipeline(PipelineStates):
         blocks, stages = find_blocks(module), len(self._ranks)
         check_enough(blocks, stages, type(module).__name__)
         settings, policy = self.settings, cast("DtypePolicy", self.policy)
-        count, again = settings.num_microbatches or 2 * stages, settings.checkpoint != "never"
-        measure = partial(costs_of, module, blocks, settings.example, count, again, topology.device, policy)
-        balance = settings.balance or agreed_balance(type(module).__name__, measure, stages, self.channel)  # type: ignore[arg-type]
+        count = settings.num_microbatches or 2 * stages
+        balance = settings.balance or even_balance(blocks, stages, tell=topology.rank == 0)
         check_sum(balance, blocks, type(module).__name__)
         starts = list(itertools.accumulate([0, *balance]))
         stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
