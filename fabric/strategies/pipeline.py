@@ -30,7 +30,8 @@ class PipelineStrategy(ParallelStrategy):
     what their method `pipeline_blocks()` lists, modules of which each takes what the one before returned.
     Tensors of other stages keep their names here, and have no elements. `model(x)` cuts the batch into
     micro-batches, which follow each other through the stages; the output comes to all ranks, all compute the
-    loss, and `fabric.backward(loss)` goes back from the last stage. All ranks of a pipeline must make each
+    loss, and `fabric.backward(loss)` goes back from the last stage. An output that is too large for all ranks
+    stays on the last one with `model.pipeline_step(x, y, loss_fn)`. All ranks of a pipeline must make each
     forward and backward, with the same batch (loaders that are set up see to it). Seed all ranks alike.
 
     Args:
@@ -47,8 +48,6 @@ class PipelineStrategy(ParallelStrategy):
             "gpipe" the last one, of "1f1b" those of the last stage), "never".
         num_stages: Stages of a pipeline; None: as many as `balance` has, or all ranks. Further ranks make
             further rows, which see different data and average their gradients.
-        output: "all", or "last": only the last stage gets the output, others None. On all ranks write
-            `loss = loss_fn(out, y) if out is not None else None` and `fabric.backward(loss)`.
         process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
         timeout: How long a rank waits for the other ranks.
         accelerator: As in `Strategy`.
@@ -75,7 +74,6 @@ class PipelineStrategy(ParallelStrategy):
         checkpoint: Literal["always", "except_last", "never"] = "except_last",
         *,
         num_stages: int | None = None,
-        output: Literal["all", "last"] = "all",
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(seconds=1800),
         accelerator: Accelerator | None = None,
@@ -92,7 +90,6 @@ class PipelineStrategy(ParallelStrategy):
         for name, value, known in (
             ("schedule", schedule, tuple(SCHEDULES)),
             ("checkpoint", checkpoint, CHECKPOINT),
-            ("output", output, ("all", "last")),
             ("start_method", start_method, START_METHODS),
         ):
             if value not in known:
@@ -108,7 +105,6 @@ class PipelineStrategy(ParallelStrategy):
                 num_microbatches=num_microbatches,
                 schedule=schedule,
                 checkpoint=checkpoint,
-                output=output,
             )
         )
         self._backend = process_group_backend

@@ -14,7 +14,6 @@ from torch import nn
 from fabric import Fabric
 from fabric.core.errors import (
     ArgumentTypeError,
-    CollectiveMismatch,
     ConfigurationError,
     RankError,
     UsageError,
@@ -254,106 +253,6 @@ def test_models_without_memory(ranks):
     ranks.run(deferred, world_size=2)
 
 
-# Outputs on the last stage only
-
-
-def loss_of(out, target):
-    return nn.functional.cross_entropy(out * 2, target) + out.pow(2).mean() / 3
-
-
-def on_last(tied):
-    """Accumulation, two forwards in one backward, one that nobody goes back through; a module before it."""
-    fabric = start(balance=[2, 2], num_microbatches=4, output="last")
-    plain, model, before = deep(), deep(), nn.Linear(4, 4)
-    for one in (plain, model):
-        if tied:
-            one[3].weight = one[0].weight
-    model, other, last = fabric.setup(model), copy.deepcopy(before), fabric.strategy.is_last_stage
-    optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.01))
-    reference = torch.optim.Adam(plain.parameters(), lr=0.01)
-    target = torch.arange(8) % 4
-    for step in range(3):
-        out, unused, more = model(before(X)), model(X + 1), model(X + 2)
-        with torch.no_grad():
-            assert (model(X) is None) is not last
-        assert (out is None) is (more is None) is (unused is None) is not last
-        loss = loss_of(out, target) + 2 * loss_of(more, target) if out is not None else None
-        penalty = 0.1 * sum([p.square().sum() for p in model.parameters()])
-        fabric.backward(loss, retain_graph=True)
-        fabric.backward(penalty if loss is None else loss + penalty)
-        wanted = loss_of(plain(other(X)), target) + 2 * loss_of(plain(X + 2), target)
-        (2 * wanted + 0.1 * sum([p.square().sum() for p in plain.parameters()])).backward()
-        assert fabric.broadcast(loss, src=1).item() == pytest.approx(wanted.item(), rel=1e-5)
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
-        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        for one in (optimizer, reference):
-            one.step()
-            one.zero_grad()
-        assert step or torch.allclose(before.weight.grad, other.weight.grad, atol=1e-5)
-    assert_states(model.state_dict(), plain.state_dict())
-    flow = model._fabric_joined.forward
-    del out, unused, more, loss
-    with torch.no_grad():
-        model(X)
-    assert not flow._waiting, "a forward that nobody can go back through is let go"
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_loss_on_the_last_stage_trains_all_stages(ranks, tied):
-    ranks.run(on_last, tied, world_size=2)
-
-
-def on_last_in_rows():
-    fabric = start(num_stages=2, num_microbatches=2, output="last", precision="bf16-mixed")
-    model = fabric.setup(deep())
-    out = model(X * (1 + fabric.global_rank // 2))
-    assert out is None or out.dtype == torch.float32
-    fabric.backward(out.mean() if out is not None else None)
-    grads = [p.grad.tolist() for p in model.parameters() if p.numel()]
-    return model.pipeline_step(X, X, nn.functional.mse_loss).item(), grads
-
-
-def test_a_loss_on_the_last_stages_of_two_rows(ranks):
-    found = ranks.run(on_last_in_rows, world_size=4)
-    assert found[0][1] == found[2][1]
-    assert found[1][1] == found[3][1]
-    assert len({loss for loss, _ in found}) == 1
-
-
-def on_last_misused():
-    fabric = start(balance=[2, 2], num_microbatches=2, output="last")
-    model, last = fabric.setup(deep()), fabric.strategy.is_last_stage
-    out = model(X)
-    if last:
-        with pytest.raises(UsageError, match=r"Write fabric\.backward\(loss\)"):
-            out.sum().backward()
-        with pytest.raises(ArgumentTypeError, match="needs the loss as a tensor"):
-            fabric.backward(None)
-    with pytest.raises(UsageError, match="create_graph"):
-        fabric.backward(out.sum() if last else None, create_graph=True)
-    with pytest.raises(RuntimeError if last else RankError, match="does not require grad"):
-        fabric.backward(torch.zeros(()) if last else None)
-    fabric.backward(out.sum() if last else None)
-    with pytest.raises(UsageError, match="second backward through one forward"):
-        fabric.backward(out.sum() if last else None)
-    out = model(X)
-    with pytest.raises(CollectiveMismatch, match="forward of model 0"):
-        fabric.backward(out.sum()) if last else model(X)
-    with pytest.raises(CollectiveMismatch, match="forward of model 0"):
-        model(out)
-    model.zero_grad()
-    out = model(X)
-    fabric.backward(out.sum() if last else None)
-    plain = deep()
-    plain(X).sum().backward()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert not p.numel() or torch.allclose(p.grad, q.grad, atol=1e-6)
-
-
-def test_a_loss_on_the_last_stage_that_is_misused(ranks):
-    ranks.run(on_last_misused, world_size=2)
-
-
 # What is refused
 
 
@@ -385,10 +284,6 @@ def lambdas(model):
 
 def incomplete(model):
     return [model.first, model.norm, model.last]
-
-
-def text(model):
-    return [nn.Flatten(), *model]
 
 
 class Words(nn.Module):
@@ -487,7 +382,6 @@ def test_outputs_that_cannot_go_on(ranks, name):
             "schedule='gpip' is not one of '1f1b', 'gpipe'|Did you mean",
         ),
         ({"checkpoint": True}, ConfigurationError, "checkpoint=True is not one of 'always'"),
-        ({"output": "first"}, ConfigurationError, "output='first' is not one of 'all', 'last'"),
         ({"start_method": "thread"}, ConfigurationError, "start_method='thread' is not one of"),
     ],
 )
@@ -747,9 +641,9 @@ class Failing(nn.Module):
             raise ValueError("boom")
 
 
-def fails(stage, when, step, checkpoint, output="all"):
+def fails(stage, when, step, checkpoint):
     world = dist.get_world_size()
-    fabric = start(balance=[1] * world, num_microbatches=4, checkpoint=checkpoint, output=output)
+    fabric = start(balance=[1] * world, num_microbatches=4, checkpoint=checkpoint)
     torch.manual_seed(0)
     model = nn.Sequential(*[Failing() for _ in range(world)])
     model[-1].layer.weight = model[0].layer.weight  # of which nothing may be left over either
@@ -760,8 +654,7 @@ def fails(stage, when, step, checkpoint, output="all"):
         if step:
             model.pipeline_step(X, X, nn.functional.mse_loss)
         else:
-            out = model(X)
-            fabric.backward(None if out is None else nn.functional.mse_loss(out, X))
+            fabric.backward(nn.functional.mse_loss(model(X), X))
 
     expected = ValueError if fabric.global_rank == stage else RankError
     where = rf"failed on rank {stage}: ValueError: boom \(.*test_pipeline_stages.py:\d+\), in stage {stage}"
@@ -780,12 +673,6 @@ def fails(stage, when, step, checkpoint, output="all"):
 @pytest.mark.parametrize("step", [False, True])
 def test_a_stage_that_fails_is_named_and_nobody_waits(ranks, stage, when, step):
     ranks.run(fails, stage, when, step, "never", world_size=3)
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("when", [("F", 3), ("B", 6)])
-def test_a_stage_that_fails_is_named_where_the_output_is_on_the_last(ranks, stage, when):
-    ranks.run(fails, stage, when, False, "never", "last", world_size=3)
 
 
 @pytest.mark.parametrize("step", [False, True])

@@ -42,8 +42,6 @@ class Whole:
     """Whether `wrap` brings modules to the device, part by part."""
     fills = False
     """Whether `wrap` gives values to parameters on the meta device."""
-    takes_part = False
-    """Whether this rank makes a backward without a loss, with the ranks that have one."""
     channel: Channel | None = None
     """All ranks, for what a layout itself sends; there once this process is in place."""
     keeps_full = True

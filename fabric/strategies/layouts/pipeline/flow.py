@@ -13,7 +13,6 @@ from fabric.core.torch_internals import accumulates
 from fabric.core.tree import flatten, unflatten
 from fabric.forward import differentiable
 from fabric.plugins.collectives.frames import call_of
-from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.strategies.layouts.alike import Alike
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.joined import Joined
@@ -46,7 +45,6 @@ class Flow:
         tied: The parameters that this stage shares with others.
         count: How many micro-batches there may be.
         schedule: A key of `SCHEDULES`, for `pipeline_step`.
-        output: "all": every rank gets the output; "last": the last stage, and others None.
         policy: Of the precision.
         after: Called with this when a backward has ended on all stages.
     """
@@ -59,7 +57,6 @@ class Flow:
         tied: list[Tied],
         count: int,
         schedule: str,
-        output: str,
         policy: DtypePolicy,
         after: Callable[[Flow], None],
     ) -> None:
@@ -68,9 +65,6 @@ class Flow:
         self.schedule, self.policy, self.after = schedule, policy, after
         self.synchronised_in = -1
         """The last backward pass at whose end ranks synchronise, or have."""
-        self.to_all = output == "all" or runner.stage.count == 1
-        self._alive: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
-        self._waiting: dict[int, Tensor] = {}
         self.retain = False
         """Whether the graph outlives the backward that runs: `fabric.backward(loss, retain_graph=True)`."""
         self._forwards = 0
@@ -94,19 +88,10 @@ class Flow:
         self.finish(work, "forward")
         runner.random.go_on()
         record = Record(self, work, joined, parts, self._forwards, (args, kwargs))
-        if not self.to_all and not runner.stage.is_last:
-            self._wait(record, told.tolist())
-            return None
         leaves, spec = flatten(told)
         if torch.is_grad_enabled():
-            self._alive[record.number] = record
             leaves = record.connect(leaves)
         return unflatten(leaves, spec, told)
-
-    def go_back(self, forward: int, retain: bool) -> None:
-        """What a backward on the last stage has come to, where the output did not."""
-        self.retain = retain
-        self._waiting[forward].backward(retain_graph=retain)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UsageError(
@@ -224,22 +209,11 @@ class Flow:
             return None
 
     def _report(self, work: Pass, joined: Joined | None) -> Any:
-        """The output; where it does not come to, the numbers of forwards that a backward can still reach."""
+        """The output, on all ranks."""
         last, tree = self.runner.stage.count - 1, None
         if joined is not None:  # which must not keep it
             tree, joined.tree = joined.tree, None
-        if self.to_all:
-            return self.runner.report(work, last, tree)
-        reached = torch.is_grad_enabled() and bool(differentiable(tree))
-        told = torch.tensor([*self._alive, *[self._forwards] * reached], dtype=torch.int64)
-        told = self.runner.report(work, last, told)
-        return tree if self.runner.stage.is_last else told
-
-    def _wait(self, record: Record, reached: list[int]) -> None:
-        """Keep a forward for `go_back`, as long as the last stage can go back through it."""
-        self._waiting = {number: end for number, end in self._waiting.items() if number in reached}
-        if record.number in reached:
-            (self._waiting[record.number],) = record.connect([torch.zeros((), requires_grad=True)])
+        return self.runner.report(work, last, tree)
 
 
 class Record:
@@ -287,8 +261,6 @@ class Record:
             RankError: Another stage has failed.
         """
         flow, work, runner = self.flow, self._work, self.flow.runner
-        if not flow.to_all and runner.stage.is_last:
-            broadcast_tree((flow.number, self.number, flow.retain), runner.ranks[-1], runner.channel)
         runner.channel.meet(call_of(f"backward of {flow.name}", f"forward number {self.number}"))
         if work is None:
             raise UsageError(

@@ -10,20 +10,18 @@ from __future__ import annotations
 import itertools
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 
-from fabric.core.errors import CollectiveMismatch, RankError, UsageError
+from fabric.core.errors import UsageError
 from fabric.core.torch_internals import backward_pass, call_after_backward
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
-from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.plugins.collectives.torch_collective import TorchCollective
-from fabric.processes.lifeline import describe
 from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, copy_from_first
 from fabric.strategies.layouts.local_gradients import LocalGradients
 from fabric.strategies.layouts.materialise import Materialiser
@@ -35,7 +33,7 @@ from fabric.strategies.layouts.pipeline.cut import (
     shared_parameters,
 )
 from fabric.strategies.layouts.pipeline.flow import Flow
-from fabric.strategies.layouts.pipeline.link import Failed, Link
+from fabric.strategies.layouts.pipeline.link import Link
 from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
 from fabric.strategies.layouts.pipeline.states import PipelineStates, emptied, names_of, tensors_of
@@ -73,7 +71,6 @@ class PipelineSettings:
     """None: twice the number of stages."""
     schedule: str = "1f1b"
     checkpoint: str = "except_last"
-    output: str = "all"
 
 
 class Pipeline(PipelineStates):
@@ -94,8 +91,6 @@ class Pipeline(PipelineStates):
     def __init__(self, settings: PipelineSettings | None = None) -> None:
         super().__init__()
         self.settings = settings or PipelineSettings()
-        if self.settings.output == "last":  # other ranks hear of what a backward comes to
-            self.traits = replace(self.traits, owns_backward=True)
         self.balance: list[int] | None = None
         """Blocks of each stage, as the last setup has put them."""
         self.across: Channel | None = None
@@ -105,7 +100,6 @@ class Pipeline(PipelineStates):
         self._flows: weakref.WeakKeyDictionary[Module, Flow] = weakref.WeakKeyDictionary()
         self._waiting: set[Module] = set()
         self._local = LocalGradients(self)
-        self._due: dict[Flow, None] | None = None
         self._lanes: Lanes = (None, None, None)
         self._tags, self._numbers = itertools.count(3), itertools.count()
 
@@ -147,7 +141,6 @@ class Pipeline(PipelineStates):
         self.mesh = make_rows(topology, stages, DIMS)
         start = topology.rank - topology.rank % stages
         self._ranks, self._place = list(range(start, start + stages)), topology.rank - start
-        self.takes_part = self.settings.output == "last" and self._place < stages - 1
         wire = self.channel.wire  # type: ignore[union-attr]
         self.pipeline = Channel(TorchCollective(group=along_row(self.mesh)), wire)
         rows = self.mesh.size(0)
@@ -191,7 +184,6 @@ class Pipeline(PipelineStates):
             self._tie(module, shared, runner),
             count,
             settings.schedule,
-            settings.output,
             policy,
             self._after,
         )
@@ -231,13 +223,13 @@ class Pipeline(PipelineStates):
 
         Args:
             run: What does it.
-            tensor: The loss; None where there is no output.
+            tensor: The loss.
             args: Passed on.
             kwargs: Passed on.
 
         Raises:
             UsageError: `create_graph=True`.
-            RankError: The last stage has failed.
+            RankError: A stage has failed.
         """
         if kwargs.get("create_graph"):
             raise UsageError(
@@ -248,39 +240,10 @@ class Pipeline(PipelineStates):
         for flow in flows:
             flow.retain = bool(kwargs.get("retain_graph"))
         try:
-            if self.settings.output == "all" or len(self._ranks) == 1:
-                run(tensor, *args, **kwargs)
-            else:
-                self._from_last(partial(run, tensor, *args, **kwargs) if tensor is not None else None)
+            run(tensor, *args, **kwargs)
         finally:
             for flow in flows:
                 flow.retain = False
-
-    def _from_last(self, run: Callable[[], Any] | None) -> None:
-        """A backward in which the last stage says what it comes to, and at its end how it went."""
-        due = self._due = {}
-        error: Exception | None = None
-        told: Any = None
-        try:
-            if run is not None:
-                error = _failure(run)
-            if not self.takes_part:
-                told = error and Failed(self._ranks[-1], describe(error))
-                broadcast_tree(told, self._ranks[-1], self.pipeline)
-            else:
-                while type(told := broadcast_tree(None, self._ranks[-1], self.pipeline)) is tuple:
-                    number, forward, retain = told
-                    flow = next(flow for flow in self._flows.values() if flow.number == number)
-                    error = _failure(partial(flow.go_back, forward, retain)) or error
-        finally:
-            self._due = None
-        if error is None and told is not None:
-            error = RankError(f"The backward failed on rank {told.rank}: {told.text}")
-            error.fabric_raised_by = told.rank  # type: ignore[attr-defined]
-        if error is not None:
-            raise error
-        for flow in due:
-            self._synchronise(flow)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The user's own optimizer; what is on other stages has no gradients here, and is passed over.
@@ -308,9 +271,7 @@ class Pipeline(PipelineStates):
     def _after(self, flow: Flow) -> None:
         """A backward has ended on all stages of a model: synchronise, once, where autograd's pass ends."""
         running = backward_pass()
-        if self._due is not None:
-            self._due[flow] = None
-        elif running == -1:
+        if running == -1:
             self._synchronise(flow)
         elif running != flow.synchronised_in:
             flow.synchronised_in = running
@@ -388,17 +349,6 @@ def _on_device(tensors: list[Any], topology: Topology) -> None:
         if tensor.device != topology.device:
             tensor.data = tensor.data.to(topology.device)
     broadcast_from_zero(tensors)
-
-
-def _failure(run: Callable[[], Any]) -> Exception | None:
-    """What `run` raised, but for what all ranks raise."""
-    try:
-        run()
-    except CollectiveMismatch:
-        raise
-    except Exception as error:
-        return error
-    return None
 
 
 def _refuse_call(where: str, *args: Any, **kwargs: Any) -> NoReturn:
