@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.registry import did_you_mean
 from fabric.strategies.layouts.pipeline.cut import checked_balance
-from fabric.strategies.layouts.pipeline.layout import Pipeline, PipelineSettings
-from fabric.strategies.layouts.pipeline.orders import SCHEDULES
+from fabric.strategies.layouts.pipeline.layout import Pipeline
 from fabric.strategies.layouts.pipeline.stage import CHECKPOINT
 from fabric.strategies.parallel import START_METHODS, ParallelStrategy
 
@@ -40,12 +39,9 @@ class PipelineStrategy(ParallelStrategy):
         num_microbatches: Into how many parts a batch is cut, at most; None: twice the number of stages. While
             they fill and drain the pipeline, stages wait: a step takes (m + p - 1) / m of the time of m full
             micro-batches on p stages. Batches may have any number of rows.
-        schedule: For `model.pipeline_step`: "1f1b" (a stage holds the activations of as many micro-batches as
-            there are stages after it, and one more) or "gpipe" (of all). A loop with `model(x)` and
-            `fabric.backward` computes the loss of the whole batch in between, which is "gpipe".
         checkpoint: Which micro-batches keep their inputs only, and compute their activations again in
-            backward: "always", "except_last" (all but those that go back right after their forward: of
-            "gpipe" the last one, of "1f1b" those of the last stage), "never".
+            backward: "always", "except_last" (all but those that go back right after their forward: the last
+            one, with `model.pipeline_step` those of the last stage), "never".
         num_stages: Stages of a pipeline; None: as many as `balance` has, or all ranks. Further ranks make
             further rows, which see different data and average their gradients.
         process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
@@ -70,7 +66,6 @@ class PipelineStrategy(ParallelStrategy):
         self,
         balance: Literal["auto"] | list[int] = "auto",
         num_microbatches: int | None = None,
-        schedule: Literal["1f1b", "gpipe"] = "1f1b",
         checkpoint: Literal["always", "except_last", "never"] = "except_last",
         *,
         num_stages: int | None = None,
@@ -88,7 +83,6 @@ class PipelineStrategy(ParallelStrategy):
         _check_number("num_stages", num_stages)
         _check_number("num_microbatches", num_microbatches)
         for name, value, known in (
-            ("schedule", schedule, tuple(SCHEDULES)),
             ("checkpoint", checkpoint, CHECKPOINT),
             ("start_method", start_method, START_METHODS),
         ):
@@ -98,15 +92,7 @@ class PipelineStrategy(ParallelStrategy):
                     f"{did_you_mean(value, known) if isinstance(value, str) else ''}"
                 )
         sizes = checked_balance(balance, num_stages)
-        self.layout: Pipeline = Pipeline(
-            PipelineSettings(
-                balance=sizes,
-                num_stages=num_stages or (None if sizes is None else len(sizes)),
-                num_microbatches=num_microbatches,
-                schedule=schedule,
-                checkpoint=checkpoint,
-            )
-        )
+        self.layout: Pipeline = Pipeline(sizes, num_stages, num_microbatches, checkpoint)
         self._backend = process_group_backend
         self.process_group_timeout = timeout or timedelta(seconds=1800)
         self.startup_timeout = startup_timeout

@@ -376,12 +376,8 @@ def test_outputs_that_cannot_go_on(ranks, name):
         ({"balance": [1, 2], "num_stages": 3}, ConfigurationError, "for 2 stages, not 3"),
         ({"num_microbatches": 0}, ConfigurationError, "num_microbatches=0 must be 1 or more"),
         ({"num_microbatches": 2.5}, ArgumentTypeError, "num_microbatches=2.5 must be a whole number"),
-        (
-            {"schedule": "gpip"},
-            ConfigurationError,
-            "schedule='gpip' is not one of '1f1b', 'gpipe'|Did you mean",
-        ),
         ({"checkpoint": True}, ConfigurationError, "checkpoint=True is not one of 'always'"),
+        ({"checkpoint": "alway"}, ConfigurationError, "is not one of 'always', .* Did you mean"),
         ({"start_method": "thread"}, ConfigurationError, "start_method='thread' is not one of"),
     ],
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -33,7 +32,6 @@ from fabric.strategies.layouts.pipeline.cut import (
     shared_parameters,
 )
 from fabric.strategies.layouts.pipeline.flow import Flow
-from fabric.strategies.layouts.pipeline.link import Link
 from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
 from fabric.strategies.layouts.pipeline.states import PipelineStates, emptied, names_of, tensors_of
@@ -59,25 +57,14 @@ if TYPE_CHECKING:
 DIMS = ("data_parallel", "pipeline")
 
 
-@dataclass
-class PipelineSettings:
-    """See `PipelineStrategy` for what users write."""
-
-    balance: list[int] | None = None
-    """Blocks of each stage; None: even stages."""
-    num_stages: int | None = None
-    """None: as many as `balance` has, or all ranks."""
-    num_microbatches: int | None = None
-    """None: twice the number of stages."""
-    schedule: str = "1f1b"
-    checkpoint: str = "except_last"
-
-
 class Pipeline(PipelineStates):
     """Stages of one model on consecutive ranks.
 
     Args:
-        settings: See `PipelineSettings`.
+        balance: Blocks of each stage; None: even stages.
+        num_stages: None: as many as `balance` has, or all ranks.
+        num_microbatches: None: twice the number of stages.
+        checkpoint: One of `CHECKPOINT`.
     """
 
     moves = True
@@ -88,9 +75,11 @@ class Pipeline(PipelineStates):
         precisions_why="torch's loss scaling would skip a step on one stage and not on another",
     )
 
-    def __init__(self, settings: PipelineSettings | None = None) -> None:
+    def __init__(
+        self, balance: list[int] | None, num_stages: int | None, num_microbatches: int | None, checkpoint: str
+    ) -> None:
         super().__init__()
-        self.settings = settings or PipelineSettings()
+        self.asked = (balance, num_stages, num_microbatches, checkpoint)
         self.balance: list[int] | None = None
         """Blocks of each stage, as the last setup has put them."""
         self.across: Channel | None = None
@@ -100,12 +89,12 @@ class Pipeline(PipelineStates):
         self._flows: weakref.WeakKeyDictionary[Module, Flow] = weakref.WeakKeyDictionary()
         self._waiting: set[Module] = set()
         self._local = LocalGradients(self)
-        self._lanes: Lanes = (None, None, None)
-        self._tags, self._numbers = itertools.count(3), itertools.count()
+        self._lanes: Lanes = (None, None)
+        self._numbers = itertools.count()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Groups and models belong to their process; a spawned rank joins anew.
-        return type(self), (self.settings,)
+        return type(self), self.asked
 
     @property
     def data_rank(self) -> tuple[int, int] | None:
@@ -128,7 +117,8 @@ class Pipeline(PipelineStates):
         Raises:
             ConfigurationError: The ranks cannot be divided into rows of this many stages.
         """
-        stages = self.settings.num_stages or world_size
+        balance, num_stages, *_ = self.asked
+        stages = num_stages or (len(balance) if balance else world_size)
         return check_rows(
             stages, world_size, f"pipelines of {stages} stages", "num_stages= (or a balance= with)"
         )
@@ -143,9 +133,10 @@ class Pipeline(PipelineStates):
         self._ranks, self._place = list(range(start, start + stages)), topology.rank - start
         wire = self.channel.wire  # type: ignore[union-attr]
         self.pipeline = Channel(TorchCollective(group=along_row(self.mesh)), wire)
-        rows = self.mesh.size(0)
-        self._lanes = self._make_lanes(topology, rows, stages)
-        if rows > 1:
+        own = self.pipeline.collective.group
+        apart = topology.device.type != "cpu" and stages > 1
+        self._lanes = own, self._group_of(range(stages)) if apart else own
+        if self.mesh.size(0) > 1:
             self.across = Channel(TorchCollective(group=across_rows(self.mesh)), wire)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
@@ -157,9 +148,9 @@ class Pipeline(PipelineStates):
         """
         blocks, stages = find_blocks(module), len(self._ranks)
         check_enough(blocks, stages, type(module).__name__)
-        settings, policy = self.settings, cast("DtypePolicy", self.policy)
-        count = settings.num_microbatches or 2 * stages
-        balance = settings.balance or even_balance(blocks, stages, tell=topology.rank == 0)
+        given, _, count, checkpoint = self.asked
+        count = count or 2 * stages
+        balance = given or even_balance(blocks, stages, tell=topology.rank == 0)
         check_sum(balance, blocks, type(module).__name__)
         starts = list(itertools.accumulate([0, *balance]))
         stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
@@ -172,7 +163,7 @@ class Pipeline(PipelineStates):
                 where = f"Block {number} ({path}) is on stage {stage} (rank {self._ranks[stage]})"
                 block.__dict__["forward"] = partial(_refuse_call, f"{where}, and this is stage {self._place}")
         self.balance = balance
-        own_stage = Stage(self._place, stages, own, starts[self._place], self.settings.checkpoint)
+        own_stage = Stage(self._place, stages, own, starts[self._place], checkpoint)
         self.names[module] = names_of(module, own)
         runner = Runner(own_stage, self._ranks, self.pipeline, self._lanes)
         if count > 1 and topology.rank == 0:
@@ -183,8 +174,7 @@ class Pipeline(PipelineStates):
             runner,
             self._tie(module, shared, runner),
             count,
-            settings.schedule,
-            policy,
+            cast("DtypePolicy", self.policy),
             self._after,
         )
         # Its own methods may call self(x).
@@ -218,33 +208,6 @@ class Pipeline(PipelineStates):
         """Raise on all ranks if gradients that no_sync left differ between rows. All ranks."""
         self._local.check(parameters, doing)
 
-    def backward(self, run: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass; all ranks of a pipeline together.
-
-        Args:
-            run: What does it.
-            tensor: The loss.
-            args: Passed on.
-            kwargs: Passed on.
-
-        Raises:
-            UsageError: `create_graph=True`.
-            RankError: A stage has failed.
-        """
-        if kwargs.get("create_graph"):
-            raise UsageError(
-                "create_graph=True cannot go through a pipeline: the graph of the gradients would be spread "
-                'over its stages. Leave it out, or use strategy="ddp".'
-            )
-        flows = list(self._flows.values())
-        for flow in flows:
-            flow.retain = bool(kwargs.get("retain_graph"))
-        try:
-            run(tensor, *args, **kwargs)
-        finally:
-            for flow in flows:
-                flow.retain = False
-
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The user's own optimizer; what is on other stages has no gradients here, and is passed over.
 
@@ -265,7 +228,7 @@ class Pipeline(PipelineStates):
     def teardown(self) -> None:
         """Let go of the groups; models cannot run after this."""
         self._flows.clear()
-        self.across, self._lanes = None, (None, None, None)
+        self.across, self._lanes = None, (None, None)
         super().teardown()
 
     def _after(self, flow: Flow) -> None:
@@ -292,15 +255,15 @@ class Pipeline(PipelineStates):
             buffers = dict.fromkeys([b for block in blocks for b in block.buffers()])
             copy_from_first(list(buffers), self.across)
 
-    def _make_lanes(self, topology: Topology, rows: int, stages: int) -> Lanes:
-        own = self.pipeline.collective.group
-        if topology.device.type == "cpu" or stages == 1:
-            return own, own, own
-        made = []
-        for _ in range(2):  # all ranks make the groups of all rows
-            groups = [dist.new_group(list(range(row * stages, (row + 1) * stages))) for row in range(rows)]
-            made.append(groups[topology.rank // stages])
-        return own, made[0], made[1]
+    def _group_of(self, stages: Iterable[int]) -> ProcessGroup | None:
+        """A group of these stages of this pipeline. All ranks make those of all pipelines."""
+        size = len(self._ranks)
+        rows: Any = [
+            dist.new_group([row * size + stage for stage in stages])
+            for row in range(self.mesh.size(0))  # type: ignore[union-attr]
+        ]
+        group: ProcessGroup | None = rows[self._ranks[0] // size]
+        return group
 
     def _bring(self, module: Module, blocks: Blocks, own: Blocks, topology: Topology) -> None:
         """Values for all blocks, one after the other; those of other stages are emptied again."""
@@ -326,20 +289,15 @@ class Pipeline(PipelineStates):
         self.note_absent(module, absent)
 
     def _tie(self, module: Module, shared: list[Shared], runner: Runner) -> list[Tied]:
+        """What this stage shares with others. All ranks must call this."""
         made = []
         for one in shared:
-            tag, (first, *rest) = next(self._tags), list(one.stages)
-            if self._place not in one.stages:
-                continue
-            parameter = module.get_parameter(one.stages[self._place])
-            others = rest if self._place == first else [first]
-            group, wire = self._lanes[2], self.pipeline.wire
-            links = [
-                (Link(self._ranks[o], group, wire, tag), Link(self._ranks[o], group, wire, tag))
-                for o in others
-            ]
-            made.append(Tied(parameter, links, self._place == first, runner.passing))
-            parameter._fabric_answers = self._place == first  # type: ignore[attr-defined]
+            group = self._group_of(one.stages)
+            if self._place in one.stages:
+                parameter = module.get_parameter(one.stages[self._place])
+                parameter._fabric_answers = self._place == min(one.stages)  # type: ignore[attr-defined]
+                channel = Channel(TorchCollective(group=group), self.pipeline.wire)
+                made.append(Tied(parameter, channel, runner.passing))
         return made
 
 
