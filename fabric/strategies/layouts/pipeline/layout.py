@@ -257,12 +257,9 @@ class Pipeline(PipelineStates):
 
     def _group_of(self, stages: Iterable[int]) -> ProcessGroup | None:
         """A group of these stages of this pipeline. All ranks make those of all pipelines."""
-        size = len(self._ranks)
-        rows: Any = [
-            dist.new_group([row * size + stage for stage in stages])
-            for row in range(self.mesh.size(0))  # type: ignore[union-attr]
-        ]
-        group: ProcessGroup | None = rows[self._ranks[0] // size]
+        firsts = range(0, self.mesh.size(), len(self._ranks))  # type: ignore[union-attr]
+        ranks = [[first + stage for stage in stages] for first in firsts]
+        group: ProcessGroup | None = dist.new_subgroups_by_enumeration(ranks)[0]
         return group
 
     def _bring(self, module: Module, blocks: Blocks, own: Blocks, topology: Topology) -> None:
