@@ -145,19 +145,17 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         self._launched = self._ready = True
 
     def backward(
-        self, tensor: torch.Tensor | None, *args: Any, model: _FabricModule | None = None, **kwargs: Any
+        self, tensor: torch.Tensor, *args: Any, model: _FabricModule | None = None, **kwargs: Any
     ) -> None:
         """In place of `loss.backward()`: gradients are right on every rank afterwards. All ranks.
 
         Args:
-            tensor: The loss; None on ranks that `PipelineStrategy(output="last")` gives no output.
+            tensor: The loss.
             args: Passed on to `Tensor.backward`.
             model: The model that the loss came from, for engines that need it.
             kwargs: Passed on.
         """
-        if not isinstance(tensor, torch.Tensor) and (
-            tensor is not None or not self._strategy.layout.takes_part
-        ):
+        if not isinstance(tensor, torch.Tensor):
             raise ArgumentTypeError(
                 f"fabric.backward needs the loss as a tensor, but got {type(tensor).__name__}. "
                 f"Write fabric.backward(loss) without .item()."
@@ -167,7 +165,7 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         gate.passes += 1
         gate.open = True
         try:
-            if strategy.plain_backward and tensor is not None:
+            if strategy.plain_backward:
                 tensor.backward(*args, **kwargs)
                 return
             strategy.backward(tensor, None if model is None else model._forward_module, *args, **kwargs)

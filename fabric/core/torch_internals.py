@@ -167,6 +167,11 @@ def accumulates() -> bool:
     return valid
 
 
+def keeps_graph() -> bool:
+    """Whether the graph outlives the backward pass that runs now: `retain_graph=True`."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def dtensor_handlers() -> Any:
     """What DTensor does for single operations in place of its own ways, by operation; None: no such thing."""
     from torch.distributed.tensor import DTensor

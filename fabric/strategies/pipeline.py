@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.registry import did_you_mean
 from fabric.strategies.layouts.pipeline.cut import checked_balance
-from fabric.strategies.layouts.pipeline.layout import Pipeline, PipelineSettings
-from fabric.strategies.layouts.pipeline.orders import SCHEDULES
+from fabric.strategies.layouts.pipeline.layout import Pipeline
 from fabric.strategies.layouts.pipeline.stage import CHECKPOINT
 from fabric.strategies.parallel import START_METHODS, ParallelStrategy
 
@@ -30,26 +29,21 @@ class PipelineStrategy(ParallelStrategy):
     what their method `pipeline_blocks()` lists, modules of which each takes what the one before returned.
     Tensors of other stages keep their names here, and have no elements. `model(x)` cuts the batch into
     micro-batches, which follow each other through the stages; the output comes to all ranks, all compute the
-    loss, and `fabric.backward(loss)` goes back from the last stage. All ranks of a pipeline must make each
+    loss, and `fabric.backward(loss)` goes back from the last stage. An output that is too large for all ranks
+    stays on the last one with `model.pipeline_step(x, y, loss_fn)`. All ranks of a pipeline must make each
     forward and backward, with the same batch (loaders that are set up see to it). Seed all ranks alike.
 
     Args:
-        balance: How many blocks each stage has, [2, 3, 3]; "auto": stages that cost about the same, by the
-            time of forward and backward where `example_input` is given, else by parameters.
+        balance: How many blocks each stage has, [2, 3, 3]; "auto": stages of about as many parameters. Write
+            it where blocks with few parameters take long.
         num_microbatches: Into how many parts a batch is cut, at most; None: twice the number of stages. While
             they fill and drain the pipeline, stages wait: a step takes (m + p - 1) / m of the time of m full
             micro-batches on p stages. Batches may have any number of rows.
-        schedule: For `model.pipeline_step`: "1f1b" (a stage holds the activations of as many micro-batches as
-            there are stages after it, and one more) or "gpipe" (of all). A loop with `model(x)` and
-            `fabric.backward` computes the loss of the whole batch in between, which is "gpipe".
         checkpoint: Which micro-batches keep their inputs only, and compute their activations again in
-            backward: "always", "except_last" (all but those that go back right after their forward: of
-            "gpipe" the last one, of "1f1b" those of the last stage), "never".
+            backward: "always", "except_last" (all but those that go back right after their forward: the last
+            one, with `model.pipeline_step` those of the last stage), "never".
         num_stages: Stages of a pipeline; None: as many as `balance` has, or all ranks. Further ranks make
             further rows, which see different data and average their gradients.
-        output: "all", or "last": only the last stage gets the output, others None. On all ranks write
-            `loss = loss_fn(out, y) if out is not None else None` and `fabric.backward(loss)`.
-        example_input: An input of the model, or a tuple of several, for `balance="auto"`.
         process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
         timeout: How long a rank waits for the other ranks.
         accelerator: As in `Strategy`.
@@ -72,12 +66,9 @@ class PipelineStrategy(ParallelStrategy):
         self,
         balance: Literal["auto"] | list[int] = "auto",
         num_microbatches: int | None = None,
-        schedule: Literal["1f1b", "gpipe"] = "1f1b",
         checkpoint: Literal["always", "except_last", "never"] = "except_last",
         *,
         num_stages: int | None = None,
-        output: Literal["all", "last"] = "all",
-        example_input: Any = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(seconds=1800),
         accelerator: Accelerator | None = None,
@@ -92,9 +83,7 @@ class PipelineStrategy(ParallelStrategy):
         _check_number("num_stages", num_stages)
         _check_number("num_microbatches", num_microbatches)
         for name, value, known in (
-            ("schedule", schedule, tuple(SCHEDULES)),
             ("checkpoint", checkpoint, CHECKPOINT),
-            ("output", output, ("all", "last")),
             ("start_method", start_method, START_METHODS),
         ):
             if value not in known:
@@ -103,17 +92,7 @@ class PipelineStrategy(ParallelStrategy):
                     f"{did_you_mean(value, known) if isinstance(value, str) else ''}"
                 )
         sizes = checked_balance(balance, num_stages)
-        self.layout: Pipeline = Pipeline(
-            PipelineSettings(
-                balance=sizes,
-                num_stages=num_stages or (None if sizes is None else len(sizes)),
-                num_microbatches=num_microbatches,
-                schedule=schedule,
-                checkpoint=checkpoint,
-                output=output,
-                example=example_input,
-            )
-        )
+        self.layout: Pipeline = Pipeline(sizes, num_stages, num_microbatches, checkpoint)
         self._backend = process_group_backend
         self.process_group_timeout = timeout or timedelta(seconds=1800)
         self.startup_timeout = startup_timeout

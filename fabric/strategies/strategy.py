@@ -264,11 +264,10 @@ class Strategy(Exchange):
         return None
 
     def backward(self, tensor: Any, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass from `tensor`; None: take part in that of other ranks."""
+        """Run the backward pass from `tensor`."""
         precision = self._precision
-        if tensor is None or not self._precise_backward:
-            run: Any = getattr(tensor.__class__, "backward", None)
-            self.layout.backward(run, tensor, *args, **kwargs)
+        if not self._precise_backward:
+            self.layout.backward(tensor.__class__.backward, tensor, *args, **kwargs)
             return
         replaced = precision.pre_backward(tensor, module)
         tensor = tensor if replaced is None else replaced

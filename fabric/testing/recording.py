@@ -110,7 +110,7 @@ class RecordedFabric(Fabric):
     def backward(self, tensor: Any, *args: Any, **kwargs: Any) -> None:
         """As the base; the loss is written down."""
         super().backward(tensor, *args, **kwargs)
-        if tensor is not None and tensor.numel() == 1:  # None: the loss is on another stage
+        if tensor.numel() == 1:
             RECORDER.losses.append(float(tensor.detach()))
 
     def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:

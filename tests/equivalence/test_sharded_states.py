@@ -174,8 +174,6 @@ def small(module) -> None:
 
 def small_in_function(where: str):
     def function(model, mesh):
-        if where == "first":
-            model.apply(small)
         if where == "to_empty":
             tensor_parallel(model, mesh).to_empty(device=ACCELERATOR)
             model.head.weight = model.embed.weight  # torch makes two of them
@@ -184,10 +182,7 @@ def small_in_function(where: str):
             for buffer in model.buffers():
                 nn.init.ones_(buffer)
             return model
-        (tensor_and_sharded if mesh.size(0) > 1 else tensor_parallel)(model, mesh)
-        if where == "last":
-            model.apply(small)
-        return model
+        return (tensor_and_sharded if mesh.size(0) > 1 else tensor_parallel)(model, mesh)
 
     return function
 
@@ -219,8 +214,8 @@ def initialised_later(strategy: str, where: str) -> None:
 
 
 LATER = [
-    *[(strategy, "before") for strategy in ("zero3", "one-group", "tp")],
-    *[(strategy, where) for strategy in ("tp", "tp-fsdp") for where in ("first", "last", "to_empty")],
+    *[(strategy, "before") for strategy in ("zero3", "one-group")],
+    *[(strategy, where) for strategy in ("tp", "tp-fsdp") for where in ("before", "to_empty")],
 ]
 
 
@@ -238,25 +233,26 @@ def tied_late(model) -> None:
 
 
 IN_FUNCTION = {
-    "list": (lambda m: torch._foreach_mul_(list(m.parameters()), 0.5), "_foreach_mul_ reads a tensor"),
+    "initialised": (lambda m: m.apply(small), "_ in parallelize_fn changes .*the change would be lost"),
+    "list": (lambda m: torch._foreach_mul_(list(m.parameters()), 0.5), "_foreach_mul_ in parallelize_fn"),
     "transposed": (
         lambda m: m.blocks[0].inner.weight.t().data.zero_(),
         r"zero_ in parallelize_fn changes a tensor of shape \[6, 8\] .*the change would be lost",
     ),
+    "local": (lambda m: m.blocks[0].inner.weight.to_local().zero_(), "zero_ in parallelize_fn changes"),
     "doubled": (doubled, "parallelize_fn put another tensor in the place of weight of BatchNorm1d"),
     "tied": (tied_late, "parallelize_fn put another tensor in the place of weight of Linear"),
     "copied": (
         lambda m: m.norm.weight.data.copy_(m.norm.bias),
-        r"copy_ reads a tensor of shape \[3\] that has no values yet",
+        r"copy_ in parallelize_fn changes a tensor of shape \[3\] that has no values yet",
     ),
     "data": (
         lambda m: setattr(m.blocks[0].inner.weight, "data", m.blocks[0].inner.weight.data * 2),
         r"\.data = other in parallelize_fn .*the change would be lost",
     ),
-    "data with values": (lambda m: setattr(m.norm.weight, "data", torch.full((3,), 2.0)), None),
-    "values": (lambda m: m.blocks[0].inner.weight.data.copy_(torch.ones(8, 6)), None),
+    "values": (lambda m: m.norm.weight.data.copy_(torch.ones(3)), "copy_ in parallelize_fn changes"),
     "dtype": (lambda m: m.double(), None),
-    "row": (lambda m: m.blocks[0].inner.weight.data[3].fill_(3), None),
+    "row": (lambda m: m.blocks[0].inner.weight.data[3].fill_(3), "fill_ in parallelize_fn changes"),
 }
 
 

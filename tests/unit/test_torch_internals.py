@@ -131,6 +131,17 @@ def test_passes_that_accumulate_are_told_from_those_that_do_not() -> None:
     assert seen == [True, False]
 
 
+def test_passes_that_keep_the_graph_are_told_from_those_that_do_not() -> None:
+    """A pipeline's stages would let go of what a second backward needs, or hold it for ever."""
+    seen: list[bool] = []
+    middle = torch.ones(1, requires_grad=True) * 2
+    middle.register_hook(lambda grad: seen.append(internals.keeps_graph()))
+    loss = (middle * 3).sum()
+    for keep in (True, False):
+        loss.backward(retain_graph=keep)
+    assert seen == [True, False]
+
+
 def _groups() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -6,11 +6,9 @@ For layouts that shard or split. All ranks of the mesh must make each call that 
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fabric.core.errors import UsageError
@@ -22,17 +20,13 @@ from fabric.core.torch_internals import (
     value_of,
 )
 from fabric.core.tree import map_tree
-from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 from fabric.plugins.io.portable import kept_elsewhere
-from fabric.strategies.layouts.norms import norms, scale_
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import Tensor
     from torch.optim import Optimizer
-
-    from fabric.strategies.layouts.norms import FiniteNorms
 
 
 def full_tree(tree: Any, keep: bool) -> Any:
@@ -155,31 +149,12 @@ def _plain_factory(name: str) -> Any:
     return make
 
 
-def clip_norm_(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float, finite: FiniteNorms | None
-) -> Tensor:
-    """Scale gradients to a total norm of at most `max_norm`; the norm before, alike on all ranks. All ranks.
-
-    One reduction per kind of layout (mesh and placements), whatever the number of parameters. `finite` checks
-    the norm.
-    """
-    grads = _local_grads(parameters)
-    wide = (
-        torch.float64 if any([g.dtype == torch.float64 for group in grads.values() for g in group]) else None
-    )
-    totals = [
-        _group_power(group, layout, norm_type, wide or torch.float32) for layout, group in grads.items()
+def spread_gradients(parameters: Iterable[Tensor]) -> list[tuple[list[Tensor], list[Any]]]:
+    """This rank's parts of gradients, in place, as they lie, each with the groups that have the others."""
+    return [
+        (grads, [layout[0].get_group(dim) for dim, one in enumerate(layout[1]) if not one.is_replicate()])
+        for layout, grads in _local_grads(parameters).items()
     ]
-    everything = [g for group in grads.values() for g in group]
-    if not everything:
-        return torch.tensor(0.0)
-    stacked = torch.stack([t.to(everything[0].device) for t in totals])
-    norm = stacked.max() if math.isinf(norm_type) else stacked.sum().pow(1.0 / norm_type)
-    norm = norm.to(everything[0].dtype)
-    if finite is not None:
-        finite.check(norm, norm_type)
-    scale_(everything, norm, max_norm)
-    return norm
 
 
 def clip_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
@@ -211,30 +186,10 @@ def _local_grads(parameters: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
         if grad is None:
             continue
         if not isinstance(grad, DTensor):
-            grads.setdefault(None, []).append(grad.detach())
+            grads.setdefault((None, ()), []).append(grad.detach())
             continue
         if any([p.is_partial() for p in grad.placements]):  # a sum that has not been made yet
             whole = [Replicate() if p.is_partial() else p for p in grad.placements]
             parameter.grad = grad = grad.redistribute(placements=whole)
         grads.setdefault((grad.device_mesh, grad.placements), []).append(grad.to_local().detach())
     return grads
-
-
-def _group_power(grads: list[Tensor], layout: Any, norm_type: float, dtype: torch.dtype) -> Tensor:
-    """The norm to the power of its order (for infinity: the norm) of one group, summed over its ranks."""
-    infinite = math.isinf(norm_type)
-    held = [g for g in grads if g.numel()]
-    each = norms(held, norm_type, dtype)
-    local = torch.stack(each) if each else torch.zeros(1, dtype=dtype, device=grads[0].device)
-    power = local.max() if infinite else local.pow(norm_type).sum()
-    if layout is None:
-        return power
-    mesh, placements = layout
-    power = power.to(mesh.device_type)
-    if infinite:  # backends lose NaN in a maximum
-        power = to_ordered(power, largest=True)
-    for dim, placement in enumerate(placements):
-        if not placement.is_replicate():
-            op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-            dist.all_reduce(power, op, group=mesh.get_group(dim))
-    return from_ordered(power, dtype) if infinite else power

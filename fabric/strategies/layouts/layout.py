@@ -42,8 +42,6 @@ class Whole:
     """Whether `wrap` brings modules to the device, part by part."""
     fills = False
     """Whether `wrap` gives values to parameters on the meta device."""
-    takes_part = False
-    """Whether this rank makes a backward without a loss, with the ranks that have one."""
     channel: Channel | None = None
     """All ranks, for what a layout itself sends; there once this process is in place."""
     keeps_full = True
@@ -147,13 +145,17 @@ class Whole:
         """
         from fabric.strategies.layouts.norms import scale_
 
-        grads = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads, norm_type)
+        grads, norm = self.total_norm(list(parameters), norm_type)
         if error_if_nonfinite:
             self.finite.check(norm, norm_type)
         with torch.no_grad():
             scale_(grads, norm, max_norm)
         return norm
+
+    def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
+        """The gradients, and their norm in the whole model. All ranks must call this."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        return grads, torch.nn.utils.get_total_norm(grads, norm_type)
 
     @cached_property
     def finite(self) -> FiniteNorms:

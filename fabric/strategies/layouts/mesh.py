@@ -17,18 +17,19 @@ from torch.overrides import TorchFunctionMode
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import memory_of
 from fabric.core.traits import Traits
-from fabric.core.tree import flatten, map_tree
+from fabric.core.tree import flatten
 from fabric.plugins.collectives.frames import ALONE, call_of
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.rows import across_rows, row_of
 from fabric.strategies.layouts.sharded import Sharded
 from fabric.strategies.layouts.split import is_split
-from fabric.utilities.deferred import Unmade, asks_is_meta, target_of
+from fabric.utilities.deferred import target_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -132,7 +133,7 @@ class Mesh(Sharded):
         with self.following(module):
             # As a context: parameters without memory are replaced when the function has placed them.
             places = [(m, n, p) for m in module.modules() for n, p in _tensors(m) if p.is_meta]
-            with Sources(places):
+            with Splitting(places):
                 returned = self.parallelize(module, self.mesh)  # type: ignore[arg-type]
             if returned is not module:
                 raise ArgumentTypeError(
@@ -190,22 +191,20 @@ class Mesh(Sharded):
             Meets(module, next(self._numbers), self.channel)
 
 
-class Sources(TorchFunctionMode):
-    """A context in which the user's function splits parameters without memory, and may initialise them.
+class Splitting(TorchFunctionMode):
+    """A context in which the user's function splits parameters without memory, and may not change them.
 
-    What it does to their values is recorded of the whole tensors that were there at first, whose values the
-    parts get in the end: on the meta device it would leave no trace.
+    They get the values that were recorded of them as wholes; what is done to a meta tensor leaves no trace.
 
     Args:
-        places: Where those tensors are; the function finds plain ones, which torch splits, in their places.
+        places: Where they are; the function finds plain tensors, which torch splits, in their places.
     """
 
     def __init__(self, places: Places) -> None:
         super().__init__()
-        self._known: dict[int, tuple[dict[str, Any], str, Any]] = {}
-        self._places = [place for place in places if isinstance(place[2], Unmade)]
+        self._places = places
         shown: dict[int, Any] = {}
-        for slots, name, source in _slots(self._places):
+        for slots, name, source in _slots(places):
             if id(source) not in shown:
                 plain = source.detach().as_subclass(torch.Tensor)
                 named = isinstance(source, Parameter)
@@ -215,42 +214,23 @@ class Sources(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Changes, and what `torch.nn.init` asks before them, go to the whole tensors."""
+        """The function, unless it changes one of them."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        target = subject = target_of(name, args, kwargs)
+        target = target_of(name, args, kwargs)
         if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
             one, other = args
-            if not other.is_meta:
-                subject = one
-            elif one.dtype == other.dtype and self._whole(one) is not one:
-                raise _untraceable(".data = other", one)
-        if subject is None and args and (asks_is_meta(func) or (name == "__getitem__" and is_split(args[0]))):
-            subject = args[0]
-        if not any([self._whole(leaf) is not leaf for leaf in flatten(subject)[0]]):
-            if target is not None and is_split(target) and target.is_meta:
-                raise _untraceable(name, target)
-            return func(*args, **kwargs)
-        out = func(*map_tree(self._whole, tuple(args)), **map_tree(self._whole, kwargs))
-        return out if target is None else target
+            # What has values keeps them, and `model.to(dtype)` is repeated.
+            lost = other.is_meta and other.dtype == one.dtype and memory_of(other) != memory_of(one)
+            target, name = one if lost else None, ".data = other"
+        for tensor in flatten(target)[0]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta and self._has(tensor):
+                raise _untraceable(name, tensor)
+        return func(*args, **kwargs)
 
-    def _whole(self, leaf: Any) -> Any:
-        """Of a part of one of the tensors that were there at first, or a view of it: that. Else as it is."""
-        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, Unmade) or not leaf.is_meta:
-            return leaf
-        source = self._source(leaf)
-        if not is_split(leaf):
-            return leaf if source is None else source.recorder.marked(leaf)
-        return leaf if source is None or source.shape != leaf.shape else source
-
-    def _source(self, leaf: Any) -> Any:
-        key = memory_of(leaf)
-        slots, name, source = self._known.get(key, ({}, "", None))
-        if source is None or memory_of(slots[name]) != key:
-            self._known = {
-                memory_of(slots[name]): (slots, name, s) for slots, name, s in _slots(self._places)
-            }
-            source = self._known.get(key, ({}, "", None))[2]
-        return source
+    def _has(self, tensor: Tensor) -> bool:
+        """Whether it is one of them, a view of one, or a part."""
+        held = {memory_of(slots[name]) for slots, name, _ in _slots(self._places)}
+        return is_split(tensor) or memory_of(tensor) in held
 
 
 def _slots_of(owner: Module, name: str) -> Any:
@@ -277,9 +257,9 @@ def _replaced(name: str, owner: Module) -> UsageError:
 
 def _untraceable(name: str, tensor: Any) -> UsageError:
     return UsageError(
-        f"{name} in parallelize_fn changes a tensor of shape {list(tensor.shape)} in a way that cannot be "
-        "repeated once the parameters of the model have values: the change would be lost. Do it before "
-        "fabric.setup, on the model that init_module(empty_init=True) has made."
+        f"{name} in parallelize_fn changes a tensor of shape {list(tensor.shape)} that has no values yet: "
+        "the change would be lost. Initialise the model before fabric.setup, as init_module(empty_init=True) "
+        "has made it, or call to_empty(device=...) on it first, and then initialise all of it."
     )
 
 

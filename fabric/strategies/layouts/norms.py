@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from fabric.core.source import user_place
 from fabric.core.torch_internals import foreach_mul_, foreach_norm
@@ -76,10 +77,32 @@ def _text(norm_type: float, value: float) -> str:
     return f"The total norm of order {norm_type} of the gradients of the whole model is {value} (non-finite)"
 
 
-def norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    """The norm of each tensor."""
-    found = foreach_norm(tensors, norm_type, dtype=dtype) if tensors else ()
-    return list(found)
+def norm_over_ranks(spread: list[tuple[list[Tensor], list[Any]]], norm_type: float, via: Any) -> Tensor:
+    """The norm of tensors of which ranks have different ones, or parts. All ranks of the groups.
+
+    Args:
+        spread: This rank's tensors, and the groups whose ranks have the others; the same groups on all ranks.
+        norm_type: Its order.
+        via: The device that messages travel from.
+    """
+    from fabric.plugins.collectives.ordered import from_ordered, to_ordered
+
+    infinite = math.isinf(norm_type)
+    wide = torch.float32 if torch.device(via).type == "mps" else torch.float64
+    powers = []
+    for tensors, groups in spread:
+        held = [tensor.detach() for tensor in tensors if tensor.numel()]
+        exact = torch.float64 if any([tensor.dtype == torch.float64 for tensor in held]) else torch.float32
+        each = torch.stack(foreach_norm(held, norm_type, dtype=exact)) if held else torch.zeros(1, device=via)
+        each = each.to(via, wide)
+        power = each.max() if infinite else each.pow(norm_type).sum()
+        if infinite:  # backends lose NaN in a maximum
+            power = to_ordered(power, largest=True)
+        for group in groups:
+            dist.all_reduce(power, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+        powers.append(from_ordered(power, wide) if infinite else power)
+    total = torch.stack(powers)
+    return total.max() if infinite else total.sum().pow(1.0 / norm_type)
 
 
 def scale_(tensors: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:

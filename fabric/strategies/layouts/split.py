@@ -117,13 +117,23 @@ class Split(Whole):
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
         """As `Whole`; the norm is that of the whole model, the same on all ranks, which all call this."""
-        from fabric.strategies.layouts.dtensors import clip_norm_
-
         parameters = list(parameters)
         self._refuse_moved(parameters)
         if self.channel is not None:
             self.channel.meet(call_of("clip_gradients", f"max_norm={max_norm}, norm_type={norm_type}"))
-        return clip_norm_(parameters, max_norm, norm_type, self.finite if error_if_nonfinite else None)
+        return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
+        """As `Whole`; this rank's parts of the gradients."""
+        from fabric.strategies.layouts.dtensors import spread_gradients
+        from fabric.strategies.layouts.norms import norm_over_ranks
+
+        spread = spread_gradients(parameters)
+        grads = [grad for part, _ in spread for grad in part]
+        if not grads:
+            return [], torch.tensor(0.0)
+        via = self.mesh.device_type if self.mesh is not None else self.device
+        return grads, norm_over_ranks(spread, norm_type, via).to(grads[0].device, grads[0].dtype)
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""

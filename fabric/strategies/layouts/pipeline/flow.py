@@ -6,19 +6,16 @@ import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.torch_internals import accumulates
-from fabric.core.tree import flatten, unflatten
+from fabric.core.torch_internals import accumulates, keeps_graph
+from fabric.core.tree import flatten, map_tree, unflatten
 from fabric.forward import differentiable
 from fabric.plugins.collectives.frames import call_of
-from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.strategies.layouts.alike import Alike
 from fabric.strategies.layouts.parts import CallParts
-from fabric.strategies.layouts.pipeline.joined import Joined
-from fabric.strategies.layouts.pipeline.orders import SCHEDULES, backwards, forwards
-from fabric.strategies.layouts.pipeline.run import Pass
+from fabric.strategies.layouts.pipeline.joined import joined
+from fabric.strategies.layouts.pipeline.run import Pass, alternating, backwards, forwards
 from fabric.strategies.layouts.pipeline.trial import try_rows
 from fabric.utilities.dtypes import CastTo
 
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from fabric.core.precision import DtypePolicy
-    from fabric.strategies.layouts.parts import Call
     from fabric.strategies.layouts.pipeline.run import Runner
     from fabric.strategies.layouts.pipeline.tied import Tied
 
@@ -45,8 +41,6 @@ class Flow:
         runner: This rank's stage and its links.
         tied: The parameters that this stage shares with others.
         count: How many micro-batches there may be.
-        schedule: A key of `SCHEDULES`, for `pipeline_step`.
-        output: "all": every rank gets the output; "last": the last stage, and others None.
         policy: Of the precision.
         after: Called with this when a backward has ended on all stages.
     """
@@ -58,21 +52,14 @@ class Flow:
         runner: Runner,
         tied: list[Tied],
         count: int,
-        schedule: str,
-        output: str,
         policy: DtypePolicy,
         after: Callable[[Flow], None],
     ) -> None:
-        self.number, self.runner, self.tied, self.count = number, runner, tied, count
+        self.runner, self.tied, self.count = runner, tied, count
         self.module, self.name = weakref.ref(module), type(module).__name__
-        self.schedule, self.policy, self.after = schedule, policy, after
+        self.policy, self.after = policy, after
         self.synchronised_in = -1
         """The last backward pass at whose end ranks synchronise, or have."""
-        self.to_all = output == "all" or runner.stage.count == 1
-        self._alive: weakref.WeakValueDictionary[int, Record] = weakref.WeakValueDictionary()
-        self._waiting: dict[int, Tensor] = {}
-        self.retain = False
-        """Whether the graph outlives the backward that runs: `fabric.backward(loss, retain_graph=True)`."""
         self._forwards = 0
         self._alike = Alike(runner.channel, number, self.name)
         self._tried = False
@@ -85,28 +72,60 @@ class Flow:
         if not self._tried and self.count > 1 and sum(parts.sizes) > 1 and len(parts) > 1:
             self._tried = True
             self.finish(try_rows(self.name, self.runner, parts, self.policy.compute), "forward")
-        work = Pass([_detached(call) for call in parts])
+        calls = list(parts)
+        work = Pass([map_tree(_cut_off, call) for call in calls], number=self._forwards)
         runner = self.runner
         with runner.random():
-            runner.run(forwards(len(work.calls)), work)
-        joined = self._join(work, parts)
-        told = self._report(work, joined)
+            runner.run(forwards(len(calls)), work)
+        here, out = runner.stage.is_last, None
+        if here and work.failed is None:
+            try:
+                outputs = [work.outputs.pop(index) for index in range(len(calls))]
+                out = joined(self._connected(outputs, work, calls), parts.sizes)
+            except Exception as error:
+                runner.note(error, work, "joining the outputs")
+        told = runner.report(work, runner.stage.count - 1, out)
         self.finish(work, "forward")
         runner.random.go_on()
-        record = Record(self, work, joined, parts, self._forwards, (args, kwargs))
-        if not self.to_all and not runner.stage.is_last:
-            self._wait(record, told.tolist())
-            return None
-        leaves, spec = flatten(told)
-        if torch.is_grad_enabled():
-            self._alive[record.number] = record
-            leaves = record.connect(leaves)
-        return unflatten(leaves, spec, told)
+        return out if here else self._connected(told, work, calls)
 
-    def go_back(self, forward: int, retain: bool) -> None:
-        """What a backward on the last stage has come to, where the output did not."""
-        self.retain = retain
-        self._waiting[forward].backward(retain_graph=retain)
+    def backward(self, work: Pass, grads: tuple[Any, ...]) -> list[Any]:
+        """Gradients of the inputs that want one, micro-batch by micro-batch. All ranks of the pipeline.
+
+        Args:
+            work: The forward.
+            grads: Of the outputs that want one, on the last stage.
+
+        Raises:
+            UsageError: The graph is gone.
+            RankError: Another stage has failed.
+        """
+        runner = self.runner
+        runner.channel.meet(call_of(f"backward of {self.name}", f"forward number {work.number}"))
+        if not work.kept:
+            raise UsageError(
+                f"A second backward through one forward of {self.name}, whose activations are gone. Write "
+                "fabric.backward(loss, retain_graph=True) the first time, or call the model again."
+            )
+        work.retain = keeps_graph()
+        if runner.stage.is_last:
+            given = iter(grads)
+            work.grads = {
+                index: [None if edge is None else next(given) for edge in work.kept[index].outputs]
+                for index in range(len(work.calls))
+            }
+        runner.run(backwards(len(work.calls)), work)
+        found = None
+        if runner.stage.is_first and work.failed is None:
+            made = [grad for index in range(len(work.calls)) for grad in work.input_grads.pop(index)]
+            found = [
+                grad for grad, leaf in zip(made, flatten(work.calls)[0], strict=True) if _needs_grad(leaf)
+            ]
+        found = runner.report(work, 0, found)
+        if not work.retain:
+            work.kept.clear()
+        self.finish(work, "backward")
+        return list(found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise UsageError(
@@ -126,11 +145,11 @@ class Flow:
         reduction: str = "mean",
         **kwargs: Any,
     ) -> Tensor:
-        """Forward, loss and backward in the order of the strategy's schedule; gives the loss, on all ranks.
+        """Forward, loss and backward of one micro-batch after the other (1F1B); gives the loss, on all ranks.
 
         In place of `loss = loss_fn(model(x), target)` and `fabric.backward(loss)`. No rank ever holds the
-        output of the whole batch, and with "1f1b" stages hold fewer activations. Under `no_grad` it gives the
-        loss alone. All ranks of the pipeline must call this, with the same data.
+        output of the whole batch, and stages hold fewer activations. Under `no_grad` it gives the loss alone.
+        All ranks of the pipeline must call this, with the same data.
 
         Args:
             x: What the model is called with, shape (rows, ...).
@@ -177,21 +196,19 @@ class Flow:
                 value = loss_fn(cast, cut[index][0][1])
             return _checked_loss(value, needed) * weights[index]
 
-        work = Pass([_detached(((args[0],), named)) for args, named in cut], loss)
-        runner, count = self.runner, len(cut)
-        order = SCHEDULES[self.schedule](runner.stage.index, runner.stage.count, count)
-        if not torch.is_grad_enabled():
-            order = forwards(count)
+        work = Pass([((args[0],), named) for args, named in cut], loss)
+        runner, count, trains = self.runner, len(cut), torch.is_grad_enabled()
+        stage = runner.stage
         with runner.random():
-            runner.run(order, work)
+            runner.run(alternating(stage.index, stage.count, count) if trains else forwards(count), work)
         total = None
-        if runner.stage.is_last and work.failed is None:
+        if stage.is_last and work.failed is None:
             total = torch.stack([work.outputs[index].detach() for index in range(count)]).sum()
-        total = runner.report(work, runner.stage.count - 1, total)
-        runner.report(work, 0, [])
+        total = runner.report(work, stage.count - 1, total)
+        runner.report(work, 0, None)
         self.finish(work, "pipeline_step")
         runner.random.go_on()
-        if torch.is_grad_enabled():
+        if trains:
             self.after(self)
         result: Tensor = total
         return result
@@ -212,157 +229,57 @@ class Flow:
         # The first stage takes the input, the last one the target: of two batches nobody would notice.
         self._alike.meet(verb, *flatten(data))
 
-    def _join(self, work: Pass, parts: CallParts) -> Joined | None:
-        """The output of all micro-batches, on the last stage."""
-        if not self.runner.stage.is_last or work.failed is not None:
-            return None
-        try:
-            outputs = [work.outputs.pop(index) for index in range(len(work.calls))]
-            return Joined(outputs, parts.sizes)
-        except Exception as error:
-            self.runner.note(error, work, "joining the outputs")
-            return None
-
-    def _report(self, work: Pass, joined: Joined | None) -> Any:
-        """The output; where it does not come to, the numbers of forwards that a backward can still reach."""
-        last, tree = self.runner.stage.count - 1, None
-        if joined is not None:  # which must not keep it
-            tree, joined.tree = joined.tree, None
-        if self.to_all:
-            return self.runner.report(work, last, tree)
-        reached = torch.is_grad_enabled() and bool(differentiable(tree))
-        told = torch.tensor([*self._alive, *[self._forwards] * reached], dtype=torch.int64)
-        told = self.runner.report(work, last, told)
-        return tree if self.runner.stage.is_last else told
-
-    def _wait(self, record: Record, reached: list[int]) -> None:
-        """Keep a forward for `go_back`, as long as the last stage can go back through it."""
-        self._waiting = {number: end for number, end in self._waiting.items() if number in reached}
-        if record.number in reached:
-            (self._waiting[record.number],) = record.connect([torch.zeros((), requires_grad=True)])
-
-
-class Record:
-    """One forward, as a backward needs it.
-
-    Args:
-        flow: Of the model.
-        work: The forward pass.
-        joined: Its output, on the last stage.
-        parts: How its input was cut.
-        number: Of the forward.
-        given: What the model was called with.
-    """
-
-    def __init__(
-        self, flow: Flow, work: Pass, joined: Joined | None, parts: CallParts, number: int, given: Any
-    ) -> None:
-        self.flow, self.joined, self.number = flow, joined, number
-        self.sizes = parts.sizes
-        leaves = flatten(given)[0]
-        self.wanted = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and v.requires_grad]
-        self._inputs = [leaves[i] for i in self.wanted]
-        self._work: Pass | None = work
-        self._places: list[int] = []
-
-    def connect(self, leaves: list[Any]) -> list[Any]:
-        """The output's leaves with this record behind those that require gradients."""
-        self._places = [i for i, v in enumerate(leaves) if v is not None and v.requires_grad]
-        if not self._places:
-            return leaves
-        anchor = torch.empty(0, requires_grad=True)
+    def _connected(self, tree: Any, work: Pass, calls: list[Any]) -> Any:
+        """The tree, with the backward of a pass behind the leaves that require gradients."""
+        leaves, spec = flatten(tree)
+        wanted = [leaf for leaf in leaves if _needs_grad(leaf)]
+        if not wanted:
+            return tree
+        inputs = [leaf for leaf in flatten(calls)[0] if _needs_grad(leaf)]
         apply: Any = _Boundary.apply
-        made = apply(self, [leaves[i] for i in self._places], anchor, *self._inputs)
-        self._inputs = [torch.empty(0) if v is None else v.detach() for v in self._inputs]
-        out = list(leaves)
-        for place, leaf in zip(self._places, made, strict=True):
-            out[place] = leaf
-        return out
-
-    def backward(self, grads: tuple[Any, ...]) -> list[Any]:
-        """Gradients of the inputs that want one, from those of the output. All ranks of the pipeline.
-
-        Raises:
-            UsageError: The graph is gone.
-            RankError: Another stage has failed.
-        """
-        flow, work, runner = self.flow, self._work, self.flow.runner
-        if not flow.to_all and runner.stage.is_last:
-            broadcast_tree((flow.number, self.number, flow.retain), runner.ranks[-1], runner.channel)
-        runner.channel.meet(call_of(f"backward of {flow.name}", f"forward number {self.number}"))
-        if work is None:
-            raise UsageError(
-                f"A second backward through one forward of {flow.name}, whose activations are gone. Write "
-                "fabric.backward(loss, retain_graph=True) the first time, or call the model again."
-            )
-        work.retain = flow.retain
-        if not work.retain:
-            self._work = None
-        if self.joined is not None:
-            given = dict(zip(self._places, grads, strict=True))
-            work.grads = dict(enumerate(self.joined.split(given)))
-        runner.run(backwards(len(work.calls)), work)
-        found = runner.report(work, 0, self._gather(work) if runner.stage.is_first else None)
-        flow.finish(work, "backward")
-        if runner.stage.is_first and work.failed is None:
-            found = self._gather(work)
-        return list(found)
-
-    def _gather(self, work: Pass) -> list[Any] | None:
-        if work.failed is not None:
-            return None
-        found: list[Any] = []
-        for place, whole in zip(self.wanted, self._inputs, strict=True):
-            parts = [work.input_grads[index][place] for index in range(len(work.calls))]
-            filled = [
-                torch.zeros_like(part) if grad is None else grad
-                for grad, part in zip(parts, self._cut(whole), strict=True)
-            ]
-            found.append(torch.cat(filled) if whole.dim() and len(filled) > 1 else sum(filled[1:], filled[0]))
-        return found
-
-    def _cut(self, whole: Tensor) -> list[Tensor]:
-        if len(self.sizes) == 1 or not whole.dim():
-            return [whole] * len(self.sizes)
-        return list(whole.split(self.sizes))
+        made = iter(apply(self, work, wanted, torch.empty(0, requires_grad=True), *inputs))
+        return unflatten([next(made) if _needs_grad(leaf) else leaf for leaf in leaves], spec, tree)
 
 
 class _Boundary(torch.autograd.Function):
-    """Where autograd of the user's loop ends and the pipeline begins."""
+    """Where autograd of the user's loop ends and the pipeline begins: between the parts of what the model was
+    called with, and the parts of its output (on ranks that did not compute it, the output).
+    """
 
     @staticmethod
-    def forward(ctx: Any, record: Record, leaves: list[Tensor], anchor: Tensor, *inputs: Tensor) -> Any:
-        ctx.record = record
+    def forward(
+        ctx: Any, flow: Flow, work: Pass, leaves: list[Tensor], anchor: Tensor, *inputs: Tensor
+    ) -> Any:
+        ctx.flow, ctx.work = flow, work
         ctx.set_materialize_grads(False)
         return tuple([leaf.detach() for leaf in leaves])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        record: Record = ctx.record
-        flow = record.flow
+        flow: Flow = ctx.flow
         if not accumulates():
             raise UsageError(
                 f"torch.autograd.grad, or backward(inputs=...), went through {flow.name}, whose stages would "
                 "accumulate into .grad of all parameters. Write fabric.backward(loss): inputs that require a "
                 "gradient have it in .grad afterwards."
             )
-        found = record.backward(grads)
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "create_graph=True cannot go through a pipeline: the graph of the gradients would be spread "
+                'over its stages. Leave it out, or use strategy="ddp".'
+            )
+        found = flow.backward(ctx.work, grads)
         flow.after(flow)
-        return None, None, None, *found
+        return None, None, None, None, *found
 
 
-def _detached(call: Call) -> Call:
-    """The arguments of a micro-batch, cut off from the graph outside: gradients of inputs go back by hand."""
-    leaves, spec = flatten(call)
-    if not any([isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]):
-        return call
-    own = [
-        leaf.detach().requires_grad_() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
-        for leaf in leaves
-    ]
-    made: Call = unflatten(own, spec, call)
-    return made
+def _needs_grad(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def _cut_off(leaf: Any) -> Any:
+    """An argument without the graph outside: its gradient goes back through `_Boundary`."""
+    return leaf.detach().requires_grad_() if _needs_grad(leaf) else leaf
 
 
 def _checked_loss(value: Any, needed: bool) -> Tensor:

@@ -10,24 +10,21 @@ from __future__ import annotations
 import itertools
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 
-from fabric.core.errors import CollectiveMismatch, RankError, UsageError
+from fabric.core.errors import UsageError
 from fabric.core.torch_internals import backward_pass, call_after_backward
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
-from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.plugins.collectives.torch_collective import TorchCollective
-from fabric.processes.lifeline import describe
 from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, copy_from_first
 from fabric.strategies.layouts.local_gradients import LocalGradients
 from fabric.strategies.layouts.materialise import Materialiser
-from fabric.strategies.layouts.pipeline.balance import agreed_balance, costs_of
+from fabric.strategies.layouts.pipeline.balance import even_balance
 from fabric.strategies.layouts.pipeline.cut import (
     check_enough,
     check_sum,
@@ -35,7 +32,6 @@ from fabric.strategies.layouts.pipeline.cut import (
     shared_parameters,
 )
 from fabric.strategies.layouts.pipeline.flow import Flow
-from fabric.strategies.layouts.pipeline.link import Failed, Link
 from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
 from fabric.strategies.layouts.pipeline.states import PipelineStates, emptied, names_of, tensors_of
@@ -61,27 +57,14 @@ if TYPE_CHECKING:
 DIMS = ("data_parallel", "pipeline")
 
 
-@dataclass
-class PipelineSettings:
-    """See `PipelineStrategy` for what users write."""
-
-    balance: list[int] | None = None
-    """Blocks of each stage; None: chosen."""
-    num_stages: int | None = None
-    """None: as many as `balance` has, or all ranks."""
-    num_microbatches: int | None = None
-    """None: twice the number of stages."""
-    schedule: str = "1f1b"
-    checkpoint: str = "except_last"
-    output: str = "all"
-    example: Any = None
-
-
 class Pipeline(PipelineStates):
     """Stages of one model on consecutive ranks.
 
     Args:
-        settings: See `PipelineSettings`.
+        balance: Blocks of each stage; None: even stages.
+        num_stages: None: as many as `balance` has, or all ranks.
+        num_microbatches: None: twice the number of stages.
+        checkpoint: One of `CHECKPOINT`.
     """
 
     moves = True
@@ -92,11 +75,11 @@ class Pipeline(PipelineStates):
         precisions_why="torch's loss scaling would skip a step on one stage and not on another",
     )
 
-    def __init__(self, settings: PipelineSettings | None = None) -> None:
+    def __init__(
+        self, balance: list[int] | None, num_stages: int | None, num_microbatches: int | None, checkpoint: str
+    ) -> None:
         super().__init__()
-        self.settings = settings or PipelineSettings()
-        if self.settings.output == "last":  # other ranks hear of what a backward comes to
-            self.traits = replace(self.traits, owns_backward=True)
+        self.asked = (balance, num_stages, num_microbatches, checkpoint)
         self.balance: list[int] | None = None
         """Blocks of each stage, as the last setup has put them."""
         self.across: Channel | None = None
@@ -106,13 +89,12 @@ class Pipeline(PipelineStates):
         self._flows: weakref.WeakKeyDictionary[Module, Flow] = weakref.WeakKeyDictionary()
         self._waiting: set[Module] = set()
         self._local = LocalGradients(self)
-        self._due: dict[Flow, None] | None = None
-        self._lanes: Lanes = (None, None, None)
-        self._tags, self._numbers = itertools.count(3), itertools.count()
+        self._lanes: Lanes = (None, None)
+        self._numbers = itertools.count()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Groups and models belong to their process; a spawned rank joins anew.
-        return type(self), (self.settings,)
+        return type(self), self.asked
 
     @property
     def data_rank(self) -> tuple[int, int] | None:
@@ -135,7 +117,8 @@ class Pipeline(PipelineStates):
         Raises:
             ConfigurationError: The ranks cannot be divided into rows of this many stages.
         """
-        stages = self.settings.num_stages or world_size
+        balance, num_stages, *_ = self.asked
+        stages = num_stages or (len(balance) if balance else world_size)
         return check_rows(
             stages, world_size, f"pipelines of {stages} stages", "num_stages= (or a balance= with)"
         )
@@ -148,12 +131,12 @@ class Pipeline(PipelineStates):
         self.mesh = make_rows(topology, stages, DIMS)
         start = topology.rank - topology.rank % stages
         self._ranks, self._place = list(range(start, start + stages)), topology.rank - start
-        self.takes_part = self.settings.output == "last" and self._place < stages - 1
         wire = self.channel.wire  # type: ignore[union-attr]
         self.pipeline = Channel(TorchCollective(group=along_row(self.mesh)), wire)
-        rows = self.mesh.size(0)
-        self._lanes = self._make_lanes(topology, rows, stages)
-        if rows > 1:
+        own = self.pipeline.collective.group
+        apart = topology.device.type != "cpu" and stages > 1
+        self._lanes = own, self._group_of(range(stages)) if apart else own
+        if self.mesh.size(0) > 1:
             self.across = Channel(TorchCollective(group=across_rows(self.mesh)), wire)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
@@ -165,10 +148,9 @@ class Pipeline(PipelineStates):
         """
         blocks, stages = find_blocks(module), len(self._ranks)
         check_enough(blocks, stages, type(module).__name__)
-        settings, policy = self.settings, cast("DtypePolicy", self.policy)
-        count, again = settings.num_microbatches or 2 * stages, settings.checkpoint != "never"
-        measure = partial(costs_of, module, blocks, settings.example, count, again, topology.device, policy)
-        balance = settings.balance or agreed_balance(type(module).__name__, measure, stages, self.channel)  # type: ignore[arg-type]
+        given, _, count, checkpoint = self.asked
+        count = count or 2 * stages
+        balance = given or even_balance(blocks, stages, tell=topology.rank == 0)
         check_sum(balance, blocks, type(module).__name__)
         starts = list(itertools.accumulate([0, *balance]))
         stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
@@ -181,7 +163,7 @@ class Pipeline(PipelineStates):
                 where = f"Block {number} ({path}) is on stage {stage} (rank {self._ranks[stage]})"
                 block.__dict__["forward"] = partial(_refuse_call, f"{where}, and this is stage {self._place}")
         self.balance = balance
-        own_stage = Stage(self._place, stages, own, starts[self._place], self.settings.checkpoint)
+        own_stage = Stage(self._place, stages, own, starts[self._place], checkpoint)
         self.names[module] = names_of(module, own)
         runner = Runner(own_stage, self._ranks, self.pipeline, self._lanes)
         if count > 1 and topology.rank == 0:
@@ -192,9 +174,7 @@ class Pipeline(PipelineStates):
             runner,
             self._tie(module, shared, runner),
             count,
-            settings.schedule,
-            settings.output,
-            policy,
+            cast("DtypePolicy", self.policy),
             self._after,
         )
         # Its own methods may call self(x).
@@ -228,62 +208,6 @@ class Pipeline(PipelineStates):
         """Raise on all ranks if gradients that no_sync left differ between rows. All ranks."""
         self._local.check(parameters, doing)
 
-    def backward(self, run: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> None:
-        """Run a backward pass; all ranks of a pipeline together.
-
-        Args:
-            run: What does it.
-            tensor: The loss; None where there is no output.
-            args: Passed on.
-            kwargs: Passed on.
-
-        Raises:
-            UsageError: `create_graph=True`.
-            RankError: The last stage has failed.
-        """
-        if kwargs.get("create_graph"):
-            raise UsageError(
-                "create_graph=True cannot go through a pipeline: the graph of the gradients would be spread "
-                'over its stages. Leave it out, or use strategy="ddp".'
-            )
-        flows = list(self._flows.values())
-        for flow in flows:
-            flow.retain = bool(kwargs.get("retain_graph"))
-        try:
-            if self.settings.output == "all" or len(self._ranks) == 1:
-                run(tensor, *args, **kwargs)
-            else:
-                self._from_last(partial(run, tensor, *args, **kwargs) if tensor is not None else None)
-        finally:
-            for flow in flows:
-                flow.retain = False
-
-    def _from_last(self, run: Callable[[], Any] | None) -> None:
-        """A backward in which the last stage says what it comes to, and at its end how it went."""
-        due = self._due = {}
-        error: Exception | None = None
-        told: Any = None
-        try:
-            if run is not None:
-                error = _failure(run)
-            if not self.takes_part:
-                told = error and Failed(self._ranks[-1], describe(error))
-                broadcast_tree(told, self._ranks[-1], self.pipeline)
-            else:
-                while type(told := broadcast_tree(None, self._ranks[-1], self.pipeline)) is tuple:
-                    number, forward, retain = told
-                    flow = next(flow for flow in self._flows.values() if flow.number == number)
-                    error = _failure(partial(flow.go_back, forward, retain)) or error
-        finally:
-            self._due = None
-        if error is None and told is not None:
-            error = RankError(f"The backward failed on rank {told.rank}: {told.text}")
-            error.fabric_raised_by = told.rank  # type: ignore[attr-defined]
-        if error is not None:
-            raise error
-        for flow in due:
-            self._synchronise(flow)
-
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The user's own optimizer; what is on other stages has no gradients here, and is passed over.
 
@@ -304,15 +228,13 @@ class Pipeline(PipelineStates):
     def teardown(self) -> None:
         """Let go of the groups; models cannot run after this."""
         self._flows.clear()
-        self.across, self._lanes = None, (None, None, None)
+        self.across, self._lanes = None, (None, None)
         super().teardown()
 
     def _after(self, flow: Flow) -> None:
         """A backward has ended on all stages of a model: synchronise, once, where autograd's pass ends."""
         running = backward_pass()
-        if self._due is not None:
-            self._due[flow] = None
-        elif running == -1:
+        if running == -1:
             self._synchronise(flow)
         elif running != flow.synchronised_in:
             flow.synchronised_in = running
@@ -333,15 +255,12 @@ class Pipeline(PipelineStates):
             buffers = dict.fromkeys([b for block in blocks for b in block.buffers()])
             copy_from_first(list(buffers), self.across)
 
-    def _make_lanes(self, topology: Topology, rows: int, stages: int) -> Lanes:
-        own = self.pipeline.collective.group
-        if topology.device.type == "cpu" or stages == 1:
-            return own, own, own
-        made = []
-        for _ in range(2):  # all ranks make the groups of all rows
-            groups = [dist.new_group(list(range(row * stages, (row + 1) * stages))) for row in range(rows)]
-            made.append(groups[topology.rank // stages])
-        return own, made[0], made[1]
+    def _group_of(self, stages: Iterable[int]) -> ProcessGroup | None:
+        """A group of these stages of this pipeline. All ranks make those of all pipelines."""
+        firsts = range(0, self.mesh.size(), len(self._ranks))  # type: ignore[union-attr]
+        ranks = [[first + stage for stage in stages] for first in firsts]
+        group: ProcessGroup | None = dist.new_subgroups_by_enumeration(ranks)[0]
+        return group
 
     def _bring(self, module: Module, blocks: Blocks, own: Blocks, topology: Topology) -> None:
         """Values for all blocks, one after the other; those of other stages are emptied again."""
@@ -367,20 +286,15 @@ class Pipeline(PipelineStates):
         self.note_absent(module, absent)
 
     def _tie(self, module: Module, shared: list[Shared], runner: Runner) -> list[Tied]:
+        """What this stage shares with others. All ranks must call this."""
         made = []
         for one in shared:
-            tag, (first, *rest) = next(self._tags), list(one.stages)
-            if self._place not in one.stages:
-                continue
-            parameter = module.get_parameter(one.stages[self._place])
-            others = rest if self._place == first else [first]
-            group, wire = self._lanes[2], self.pipeline.wire
-            links = [
-                (Link(self._ranks[o], group, wire, tag), Link(self._ranks[o], group, wire, tag))
-                for o in others
-            ]
-            made.append(Tied(parameter, links, self._place == first, runner.passing))
-            parameter._fabric_answers = self._place == first  # type: ignore[attr-defined]
+            group = self._group_of(one.stages)
+            if self._place in one.stages:
+                parameter = module.get_parameter(one.stages[self._place])
+                parameter._fabric_answers = self._place == min(one.stages)  # type: ignore[attr-defined]
+                channel = Channel(TorchCollective(group=group), self.pipeline.wire)
+                made.append(Tied(parameter, channel, runner.passing))
         return made
 
 
@@ -390,17 +304,6 @@ def _on_device(tensors: list[Any], topology: Topology) -> None:
         if tensor.device != topology.device:
             tensor.data = tensor.data.to(topology.device)
     broadcast_from_zero(tensors)
-
-
-def _failure(run: Callable[[], Any]) -> Exception | None:
-    """What `run` raised, but for what all ranks raise."""
-    try:
-        run()
-    except CollectiveMismatch:
-        raise
-    except Exception as error:
-        return error
-    return None
 
 
 def _refuse_call(where: str, *args: Any, **kwargs: Any) -> NoReturn:

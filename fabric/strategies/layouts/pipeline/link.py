@@ -1,13 +1,12 @@
 """`Link`: trees of tensors from one rank of a pipeline to another, of any shapes, and word of a failure.
 
-One message has a head of fixed size. While shapes stay, the tensors follow it directly, small ones in one
-piece with it, and the receiver has asked for them before. When they change, the head says so, and tensors of
-the old shapes, which nobody reads, come before the new description.
+A message is one piece: a head of fixed size, and the tensors of the form that both ends know, so that the
+receiver has asked for it before. (Two pieces, where tensors of a device travel by themselves.) When the form
+changes, a head says so, with room for tensors of the old one that nobody reads, and the new form follows.
 """
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,20 +15,15 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.frames import as_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor
 
     from fabric.plugins.collectives.channel import Wire
 
 _KNOWN, _NEW, _FAILED = 0, 1, 2
-_HEAD = 24
-"""Bytes: kind, size of what follows, flag."""
-_PACKED = 1 << 18
-"""Bytes up to which a message is one piece on the host: a copy costs less than a second message."""
+_HEAD = 32
+"""Bytes: kind, size of what follows, flag, nothing."""
 _ALIGN = 16
 _ON_THE_WAY = 2
 """Messages. With one or more, no stages wait in a circle: each comes to what it has not taken yet."""
@@ -62,14 +56,31 @@ class Form(NamedTuple):
 _NOTHING = Form(None, ())
 
 
-class Room(NamedTuple):
-    """Memory of one message."""
+class Room:
+    """Memory of one message, alike at both ends.
 
-    pieces: list[Tensor]
-    """What travels, each at once: bytes."""
-    head: Tensor
-    leaves: list[Tensor | None]
-    """In one piece with the head, or in pieces of their own."""
+    Args:
+        form: Of its tensors.
+        host: Where the head is, and what is on the host.
+        via: Where the other tensors travel.
+    """
+
+    def __init__(self, form: Form, host: torch.device, via: torch.device) -> None:
+        sizes = {host: _HEAD, via: _HEAD if via == host else 0}
+        spans = []
+        for leaf in form.leaves:
+            where = host if leaf is None or leaf.on_host else via
+            size = 0 if leaf is None else leaf.shape.numel() * leaf.dtype.itemsize
+            spans.append((where, slice(sizes[where], sizes[where] + size)))
+            sizes[where] -= -size // _ALIGN * _ALIGN
+        pieces = {where: torch.empty(size, dtype=torch.uint8, device=where) for where, size in sizes.items()}
+        self.pieces = [piece for piece in pieces.values() if len(piece)]
+        """What travels."""
+        self.head = pieces[host][:_HEAD].view(torch.int64)
+        self.leaves = [
+            None if leaf is None else pieces[where][span].view(leaf.dtype).view(leaf.shape)
+            for leaf, (where, span) in zip(form.leaves, spans, strict=True)
+        ]
 
 
 def form_of(tree: Any) -> tuple[list[Tensor | None], Form]:
@@ -95,135 +106,90 @@ class Link:
     def __init__(self, peer: int, group: Any, wire: Wire, tag: int) -> None:
         self.peer, self._group, self._wire, self._tag = peer, group, wire, tag
         self._host = torch.device("cpu") if "cpu" in wire.sendable else wire.via
-        self._starts: list[int] = []
-        """Where the leaves begin, and where the last one ends, that travel in one piece with the head."""
-        self._know(_NOTHING)
+        self._form = _NOTHING
+        """Of the next messages, until there is word of another one."""
         self._expected: tuple[Room, list[Any]] | None = None
         self._sent: deque[list[tuple[Any, Tensor]]] = deque()
         self.flag = False
         """A bit that rides along; of the last message that was taken."""
 
     def send(self, tree: Any, flag: bool = False) -> None:
-        """Start to send a tree of tensors, or a `Failed`. Its tensors must stay as they are until `flush`.
+        """Start to send a tree of tensors, or a `Failed`.
 
         A few messages may be on the way; then it waits until the first of them has been taken. (gloo does not
         tell without waiting, and a sender that is far ahead would hold all that it has sent.)
         """
         while len(self._sent) >= _ON_THE_WAY:
-            _wait([work for work, _ in self._sent.popleft()])
+            _wait(self._sent.popleft())
         self._sent.append([])
         if isinstance(tree, Failed):
-            text = pickle.dumps(tuple(tree))
-            self._say(_FAILED, flag, text)
+            self._tell(_FAILED, flag, tuple(tree))
             return
         leaves, form = form_of(tree)
         if form != self._form:
-            self._say(_NEW, flag, pickle.dumps(form))
-            self._know(form)
-            self._start(_pieces(self._ready(leaves)))
-        else:
-            self._start(self._room([_KNOWN, 0, flag], leaves).pieces)
+            self._tell(_NEW, flag, form)
+            self._form = form
+        self._start(_KNOWN, 0, flag, leaves)
 
     def expect(self) -> None:
         """Ask for the next message, so that it comes while something else is computed."""
         if self._expected is None:
-            room = self._room()
-            self._expected = room, self._ask(room.pieces)
+            room = Room(self._form, self._host, self._wire.via)
+            self._expected = room, [self._ask(piece) for piece in room.pieces]
 
     def take(self) -> Any:
         """The next message: a tree whose leaves require gradients where the sender's do, or a `Failed`."""
         self.expect()
         (room, asked), self._expected = self._expected, None  # type: ignore[misc]
         _wait(asked)
-        kind, size, flag = room.head.tolist()
+        kind, size, flag, _ = room.head.tolist()
         self.flag = bool(flag)
-        leaves = room.leaves
         if kind != _KNOWN:
             raw = torch.empty(size, dtype=torch.uint8, device=self._host)
-            _wait(self._ask([raw]))
+            _wait([self._ask(raw)])
             told = pickle.loads(raw.cpu().numpy().tobytes())
             if kind == _FAILED:
                 return Failed(*told)
-            self._know(told)
-            leaves = self._empty()
-            _wait(self._ask(_pieces(leaves)))
+            self._form = told
+            return self.take()
+        # .data: each counts its changes in place by itself, as they share memory, and nothing in it.
         found = [
             None
             if leaf is None or known is None
-            else leaf.to("cpu" if known.on_host else self._wire.device).requires_grad_(known.needs_grad)
-            for leaf, known in zip(leaves, self._form.leaves, strict=True)
+            else leaf.data.to("cpu" if known.on_host else self._wire.device).requires_grad_(known.needs_grad)
+            for leaf, known in zip(room.leaves, self._form.leaves, strict=True)
         ]
         return unflatten(found, self._form.spec, None)
 
     def flush(self) -> None:
         """Wait until all that was sent has been taken."""
         while self._sent:
-            _wait([work for work, _ in self._sent.popleft()])
+            _wait(self._sent.popleft())
 
-    def _know(self, form: Form) -> None:
-        """The next messages look like this, until there is word of another form."""
-        self._form = form
-        sizes = [_HEAD, *[_bytes_of(leaf) for leaf in form.leaves]]
-        starts = list(itertools.accumulate([-(-size // _ALIGN) * _ALIGN for size in sizes]))
-        self._starts = starts if self._wire.via.type == "cpu" and starts[-1] <= _PACKED else []
+    def _tell(self, kind: int, flag: bool, what: Any) -> None:
+        raw = torch.frombuffer(bytearray(pickle.dumps(what)), dtype=torch.uint8).to(self._host)
+        self._start(kind, len(raw), flag, [])
+        self._give(raw)
 
-    def _room(self, head: list[int] | None = None, leaves: list[Tensor | None] | None = None) -> Room:
-        """Memory of a message of the form that is known, alike at both ends; with what is given in it."""
-        numbers = head or [0] * (_HEAD // 8)
-        if not self._starts:
-            first = torch.tensor(numbers, dtype=torch.int64, device=self._host)
-            rest = self._empty() if leaves is None else self._ready(leaves)
-            return Room([as_bytes(first), *_pieces(rest)], first, rest)
-        piece = torch.zeros(self._starts[-1], dtype=torch.uint8)
-        first = piece[:_HEAD].view(torch.int64)
-        first.copy_(torch.tensor(numbers))
-        rest = [
-            None if leaf is None else piece[start : start + _bytes_of(leaf)].view(leaf.dtype).view(leaf.shape)
-            for start, leaf in zip(self._starts[:-1], self._form.leaves, strict=True)
-        ]
-        with torch.no_grad():
-            for place, leaf in zip(rest, leaves or (), strict=False):
-                if place is not None and leaf is not None:
-                    place.copy_(leaf)
-        return Room([piece], first, rest)
+    @torch.no_grad()
+    def _start(self, kind: int, size: int, flag: bool, leaves: list[Tensor | None]) -> None:
+        """Send a message of the form that is known."""
+        room = Room(self._form, self._host, self._wire.via)
+        room.head.copy_(torch.tensor([kind, size, flag, 0]))
+        for place, leaf in zip(room.leaves, leaves, strict=False):
+            if place is not None and leaf is not None:
+                place.copy_(leaf)
+        for piece in room.pieces:
+            self._give(piece)
 
-    def _empty(self) -> list[Tensor | None]:
-        """Memory for leaves that travel by themselves; for those of the host on the host, where that goes."""
-        return [
-            None
-            if leaf is None
-            else torch.empty(
-                leaf.shape, dtype=leaf.dtype, device=self._host if leaf.on_host else self._wire.via
-            )
-            for leaf in self._form.leaves
-        ]
+    def _give(self, piece: Tensor) -> None:
+        work = dist.isend(piece, self.peer, group=self._group, tag=self._tag)
+        self._sent[-1].append((work, piece))
 
-    def _ready(self, leaves: list[Tensor | None]) -> list[Tensor | None]:
-        return [None if leaf is None else self._wire.ready(leaf) for leaf in leaves]
-
-    def _say(self, kind: int, flag: bool, text: bytes) -> None:
-        """Text; before it what the other end has asked for, of the shapes that it knows."""
-        raw = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._host)
-        self._start([*self._room([kind, len(text), flag]).pieces, raw])
-
-    def _start(self, pieces: list[Tensor]) -> None:
-        for piece in pieces:
-            work = dist.isend(piece, self.peer, group=self._group, tag=self._tag)
-            self._sent[-1].append((work, piece))
-
-    def _ask(self, pieces: list[Tensor]) -> list[Any]:
-        return [dist.irecv(piece, self.peer, group=self._group, tag=self._tag) for piece in pieces]
+    def _ask(self, piece: Tensor) -> tuple[Any, Tensor]:
+        return dist.irecv(piece, self.peer, group=self._group, tag=self._tag), piece
 
 
-def _pieces(leaves: list[Tensor | None]) -> list[Tensor]:
-    """What travels of leaves: their bytes, where there are some."""
-    return [as_bytes(leaf) for leaf in leaves if leaf is not None and leaf.numel()]
-
-
-def _bytes_of(leaf: Leaf | None) -> int:
-    return 0 if leaf is None else leaf.shape.numel() * leaf.dtype.itemsize
-
-
-def _wait(works: Iterable[Any]) -> None:
-    for work in works:
+def _wait(works: list[tuple[Any, Tensor]]) -> None:
+    for work, _ in works:
         work.wait()

@@ -8,17 +8,17 @@ end of a pass all ranks know.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from fabric.core.errors import RankError
 from fabric.core.torch_internals import backward_pass
-from fabric.core.tree import flatten
+from fabric.core.tree import flatten, map_tree
+from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.processes.lifeline import describe
 from fabric.strategies.layouts.pipeline.link import Failed, Link
-from fabric.strategies.layouts.pipeline.orders import at_once
 from fabric.strategies.layouts.pipeline.stage import own
 from fabric.utilities.random_stream import RandomStream
 
@@ -29,11 +29,31 @@ if TYPE_CHECKING:
 
     from fabric.plugins.collectives.channel import Channel
     from fabric.strategies.layouts.parts import Call
-    from fabric.strategies.layouts.pipeline.orders import Order
     from fabric.strategies.layouts.pipeline.stage import Stage
 
 
-Lanes = tuple[Any, Any, Any]
+Lanes = tuple[Any, Any]
+Order = list[tuple[Literal["F", "B"], int]]
+"""("F", 2): forward of micro-batch 2."""
+
+
+def forwards(count: int) -> Order:
+    """All forwards."""
+    return [("F", index) for index in range(count)]
+
+
+def backwards(count: int) -> Order:
+    """All backwards, the last micro-batch first: its activations are the youngest."""
+    return [("B", index) for index in reversed(range(count))]
+
+
+def alternating(stage: int, stages: int, count: int) -> Order:
+    """A backward as soon as there can be one: a stage holds those of at most `stages - stage` at once."""
+    ahead = min(stages - stage - 1, count)
+    order = forwards(ahead)
+    for index in range(count - ahead):
+        order += [("F", ahead + index), ("B", index)]
+    return order + [("B", index) for index in range(count - ahead, count)]
 
 
 class Kept(NamedTuple):
@@ -52,8 +72,8 @@ class Runner:
         stage: This rank's blocks.
         ranks: Global ranks of the pipeline, by stage.
         channel: Of these ranks.
-        lanes: Their process groups for activations, gradients and reports. Where tensors wait in the order
-            of their calls (NCCL), three of them: two ranks may then send to each other at once.
+        lanes: Their process groups for activations and for gradients. Where tensors wait in the order of
+            their calls (NCCL), two of them: two ranks may then send to each other at once.
     """
 
     def __init__(self, stage: Stage, ranks: list[int], channel: Channel, lanes: Lanes) -> None:
@@ -67,15 +87,10 @@ class Runner:
 
         self._arriving = {"F": link(here - 1, 0), "B": link(here + 1, 1)}
         self._leaving = {"F": link(here + 1, 0), "B": link(here - 1, 1)}
-        # Reports: from the last stage (outputs, losses) and from the first (the end of a backward) to all.
-        others = [place for place in range(len(ranks)) if place != here]
-        self._to_all = [Link(ranks[place], lanes[2], wire, 2) for place in others]
-        self._reports = {place: Link(ranks[place], lanes[2], wire, 2) for place in others}
 
     def run(self, order: Order, work: Pass) -> None:
         """One pass. Afterwards, and not before, ask `finish`."""
         left = Counter([kind for kind, _ in order])
-        work.at_once = at_once(order, len(work.calls))
         self._around = backward_pass()
         for kind, index in order:
             left[kind] -= 1
@@ -88,16 +103,13 @@ class Runner:
 
     def report(self, work: Pass, place: int, tree: Any) -> Any:
         """The tree that the stage at `place` has, on all ranks; on failure a `Failed`."""
-        if self.stage.index == place:
-            tree = work.failed or tree
-            for link in self._to_all:
-                link.send(tree, self.random.drawn)
-            return tree
-        told = self._reports[place].take()
-        self.random.drawn |= self._reports[place].flag
+        here = self.stage.index == place
+        sent = (work.failed or map_tree(_leaf_like, tree), self.random.drawn) if here else None
+        told, drawn = broadcast_tree(sent, self.ranks[place], self.channel)
+        self.random.drawn |= drawn
         if isinstance(told, Failed):
             work.failed = work.failed or told
-        return told
+        return told if work.failed or not here else tree
 
     def finish(self, work: Pass, doing: str) -> None:
         """After the last report: everything that was sent has been taken. Raises what went wrong.
@@ -105,7 +117,7 @@ class Runner:
         Raises:
             RankError: Another stage has failed. On the rank itself: what it has failed with.
         """
-        for link in (*self._leaving.values(), *self._to_all):
+        for link in self._leaving.values():
             if link is not None:
                 link.flush()
         if work.error is not None:
@@ -145,7 +157,10 @@ class Runner:
         call = work.calls[index] if self.stage.is_first else ((arrived,), {})
         grad = torch.is_grad_enabled()
         args, kwargs = own(call) if grad else call
-        out = self.stage.forward(args, kwargs, at_once=index in work.at_once)
+        # Which one goes back right after: with a loss, each one of the last stage.
+        alone = work.loss is None or len(work.calls) == 1
+        at_once = index == len(work.calls) - 1 if alone else self.stage.is_last
+        out = self.stage.forward(args, kwargs, at_once)
         if work.loss is not None and self.stage.is_last:
             out = work.loss(index, out)
             work.grads[index] = [torch.ones_like(out)]
@@ -163,7 +178,7 @@ class Runner:
 
     def _differentiate(self, index: int, grads: Any, work: Pass) -> list[Any]:
         if self.stage.is_last:
-            grads = work.grads.get(index)
+            grads = work.grads.pop(index)
         kept = work.kept[index] if work.retain else work.kept.pop(index)
         pairs = [
             (edge, grad)
@@ -189,12 +204,13 @@ class Pass:
     Args:
         calls: The arguments of each micro-batch. Only the first stage looks at them.
         loss: (micro-batch, output) -> loss, on the last stage; None: outputs are what is wanted.
+        number: Of the forward.
     """
 
-    def __init__(self, calls: list[Call], loss: Callable[[int, Any], Tensor] | None = None) -> None:
-        self.calls, self.loss = calls, loss
-        self.at_once: set[int] = set()
-        """Micro-batches that go back right after their forward."""
+    def __init__(
+        self, calls: list[Call], loss: Callable[[int, Any], Tensor] | None = None, number: int = 0
+    ) -> None:
+        self.calls, self.loss, self.number = calls, loss, number
         self.kept: dict[int, Kept] = {}
         self.outputs: dict[int, Any] = {}
         self.grads: dict[int, list[Any]] = {}
@@ -203,3 +219,8 @@ class Pass:
         self.retain = False
         self.failed: Failed | None = None
         self.error: Exception | None = None
+
+
+def _leaf_like(leaf: Tensor | None) -> Tensor | None:
+    """The tensor without its graph, of which it says whether it has one."""
+    return None if leaf is None else leaf.detach().requires_grad_(leaf.requires_grad)

@@ -11,18 +11,16 @@ from torch.nn import Parameter
 
 from fabric.core.errors import UsageError
 from fabric.core.tree import iter_paths, map_tree
-from fabric.plugins.collectives.frames import call_of
 from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
-from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 from fabric.plugins.io.portable import kept_elsewhere
 from fabric.strategies.layouts.layout import Whole
-from fabric.strategies.layouts.norms import scale_
+from fabric.strategies.layouts.norms import norm_over_ranks
 from fabric.strategies.layouts.shares import WholeStateOnly, stand_in
 from fabric.strategies.layouts.split import Split
 from fabric.utilities.state_keys import like
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
     from torch.nn import Module
@@ -49,34 +47,13 @@ class PipelineStates(Split):
         self._absent: weakref.WeakKeyDictionary[Module, list[Slot]] = weakref.WeakKeyDictionary()
         self._attended: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    def clip_norm(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
-    ) -> Tensor:
-        """As `Whole`; the norm is that of the whole model, the same on all ranks, which all call this.
-
-        Raises:
-            RuntimeError: As `Whole`.
-        """
-        self.pipeline.meet(call_of("clip_gradients", f"max_norm={max_norm}, norm_type={norm_type}"))
-        held = [p for p in parameters if p.grad is not None]
-        counted = [p.grad for p in held if getattr(p, "_fabric_answers", True)]  # tied ones once
-        power = float(norm_type)
-        own = torch.nn.utils.get_total_norm(counted, power)  # type: ignore[arg-type]
-        infinite = power == float("inf")
-        sent = own.detach().to(self.device, torch.float64 if self.device.type != "mps" else torch.float32)
-        sent = self.pipeline.wire.ready(sent if infinite else sent**power)
-        if len(self._ranks) > 1:
-            if infinite:  # backends lose NaN in a maximum
-                keys = to_ordered(sent, largest=True)
-                self.pipeline.collective.all_reduce(keys, "max")
-                sent = from_ordered(keys, sent.dtype)
-            else:
-                self.pipeline.collective.all_reduce(sent, "sum")
-        total = (sent if infinite else sent ** (1.0 / power)).to(self.device, own.dtype)
-        if error_if_nonfinite:
-            self.finite.check(total, norm_type)
-        scale_([p.grad for p in held], total, max_norm)  # type: ignore[misc]
-        return total
+    def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
+        """As `Whole`; of tied parameters the first stage's count."""
+        held: list[Any] = [p for p in parameters if p.grad is not None]
+        counted = [p.grad for p in held if getattr(p, "_fabric_answers", True)]
+        pipeline = self.pipeline
+        norm = norm_over_ranks([(counted, [pipeline.collective.group])], norm_type, pipeline.wire.via)
+        return [p.grad for p in held], norm.to(self.device, held[0].grad.dtype if held else torch.float32)
 
     clip_value = Whole.clip_value
 

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fabric.strategies.layouts.agree import on_any_rank
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
     from torch.nn import Parameter
 
-    from fabric.strategies.layouts.pipeline.link import Link
+    from fabric.plugins.collectives.channel import Channel
 
 
 class Tied:
@@ -23,21 +25,13 @@ class Tied:
 
     Args:
         parameter: This stage's copy.
-        links: (to, from) each of the other stages, if this one is the first of them; else the first alone.
-        first: Whether it is.
+        channel: Those stages of this pipeline.
         passing: Whether gradients come from the stage's blocks now. Others (of a penalty) are the same on all
             stages, and are not added up.
     """
 
-    def __init__(
-        self,
-        parameter: Parameter,
-        links: list[tuple[Link, Link]],
-        first: bool,
-        passing: Callable[[], bool],
-    ) -> None:
-        self.parameter, self._links, self.first = parameter, links, first
-        self._passing = passing
+    def __init__(self, parameter: Parameter, channel: Channel, passing: Callable[[], bool]) -> None:
+        self.parameter, self._channel, self._passing = parameter, channel, passing
         self._own: Tensor | None = None
         self._hooked = False
 
@@ -47,28 +41,18 @@ class Tied:
             self._hooked = True
             self.parameter.register_hook(self._hold_back)
 
+    @torch.no_grad()
     def add_up(self) -> None:
         """The sum over stages into `.grad`. All these stages must call this."""
-        total, self._own = self._own, None
-        if not self.parameter.requires_grad:
+        own, self._own = self._own, None
+        if not self.parameter.requires_grad or not any(on_any_rank([own is not None], self._channel)):
             return
-        if self.first:
-            for _, arriving in self._links:
-                (other,) = arriving.take()
-                total = other if total is None else total if other is None else total + other
-            for leaving, _ in self._links:
-                leaving.send([total])
-                leaving.flush()
-        else:
-            ((leaving, arriving),) = self._links
-            leaving.send([total])
-            (total,) = arriving.take()
-            leaving.flush()
-        if total is None:
-            return
+        total = torch.zeros_like(self.parameter) if own is None else own
+        total = self._channel.wire.ready(total.contiguous())
+        self._channel.collective.all_reduce(total, "sum")
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
-        self.parameter.grad += total
+        self.parameter.grad += total.to(self.parameter.device)
 
     def forget(self) -> None:
         """Drop what a backward that failed has left."""
@@ -77,5 +61,6 @@ class Tied:
     def _hold_back(self, grad: Tensor) -> Tensor:
         if not self._passing():
             return grad
+        grad = grad.to_dense()  # of an embedding it may be sparse, where a linear layer's is not
         self._own = grad.clone() if self._own is None else self._own + grad
         return torch.zeros_like(grad)

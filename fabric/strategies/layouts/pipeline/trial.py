@@ -9,10 +9,9 @@ import torch
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import BatchNorm
 from fabric.core.tree import flatten, map_tree
-from fabric.strategies.layouts.pipeline.joined import Joined
+from fabric.strategies.layouts.pipeline.joined import joined
 from fabric.strategies.layouts.pipeline.link import Failed
-from fabric.strategies.layouts.pipeline.orders import forwards
-from fabric.strategies.layouts.pipeline.run import Pass
+from fabric.strategies.layouts.pipeline.run import Pass, forwards
 from fabric.strategies.layouts.trial import distance, rounding, untouched
 from fabric.utilities.rank_zero import rank_zero_warn
 
@@ -118,7 +117,7 @@ def _look(name: str, work: Pass, compute: torch.dtype) -> bool:
             )
         return False
     one, again, two = [work.outputs[index] for index in range(3)]
-    Joined([one, two], [1, 2])
+    joined([one, two], [1, 2])
     return any(
         [
             isinstance(a, torch.Tensor)
