@@ -29,6 +29,8 @@ from fabric.plugins.collectives.mismatch import Said
 from fabric.plugins.collectives.waits import PATIENCE, Here, Waits, Whereabouts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from fabric.plugins.collectives.frames import Call
@@ -105,24 +107,43 @@ class Meeting(NamedTuple):
 
 
 class Arrival:
-    """The first call of a group, through the store: there is no control group to meet on yet."""
+    """Ranks that come to a point each in its own time, through the store: the first call of a group, which
+    has no control group yet; and what may take longer than collectives wait.
 
-    def __init__(self, store: Any, name: str, attempt: int, members: list[int]) -> None:
-        self._store, self._prefix = store, f"{name}/{attempt}"
+    Args:
+        waits: Of the job.
+        name: Of the point; ranks come to it any number of times, all of them as often.
+        members: The ranks that come.
+        why: What to say if they do not.
+        patient: Whether to wait as long as they live, however long the group's collectives wait.
+    """
+
+    def __init__(
+        self, waits: Waits, name: str, members: Sequence[int], why: str, patient: bool = False
+    ) -> None:
+        self.name, self.members, self.why, self.patient = name, members, why, patient
+        self.turn = waits.counts.get(name, 0) + 1
+        self._store, self._prefix = waits.store, f"{name}/{self.turn}"
         self._keys = [f"{self._prefix}/{rank}" for rank in members]
+        self._pause = 0.0005
 
-    def tell(self, rank: int, text: str) -> None:
+    def tell(self, rank: int, text: str = "") -> None:
         """Say that this rank is here."""
         self._store.set(f"{self._prefix}/{rank}", text)
         self._store.add(self._prefix, 1)  # all look at this one: N keys at each look would be N times N
 
-    def came(self) -> set[int]:
-        """The members that are here."""
-        return {int(key.rpartition("/")[2]) for key in self._store.get_all(self._keys)}
+    def missing(self) -> set[int]:
+        """The members that are not here."""
+        return {*self.members} - {int(key.rpartition("/")[2]) for key in self._store.get_all(self._keys)}
 
     def told(self) -> list[str]:
         """What every member said."""
         return [text.decode() for text in self._store.get_all(self._keys).values()]
+
+    def forget(self) -> None:
+        """Take away what was told, once nobody asks for it any more."""
+        for key in (self._prefix, *self._keys):
+            self._store.delete_key(key)
 
     def is_completed(self) -> bool:
         """Whether all members are here."""
@@ -132,12 +153,12 @@ class Arrival:
 
     def wait(self, timeout: timedelta) -> None:
         """Wait until all members are here; raises RuntimeError when `timeout` has passed."""
-        end, pause = time.monotonic() + timeout.total_seconds(), 0.0005
+        end = time.monotonic() + timeout.total_seconds()
         while not self.is_completed():
             if time.monotonic() > end:
                 raise RuntimeError("not all ranks are here")
-            time.sleep(pause)
-            pause = min(1.5 * pause, 0.02)
+            time.sleep(self._pause)
+            self._pause = min(1.5 * self._pause, 0.05)
 
 
 class Guard:
@@ -185,12 +206,12 @@ class Guard:
             words = torch.frombuffer(self._sent, dtype=torch.int64, count=3)
             both = torch.cat([words, ~words])
             work = control.allreduce(both, dist.ReduceOp.MAX)
-            self._finish(work, call, name)
+            self._finish(work, call)
             if not torch.equal(both[:3], ~both[3:]):
                 self._disagree(control, call)
             return None
         work = control.allgather(self._each, self._own)  # what dist.all_gather does around it takes 40 us
-        self._finish(work, call, name)
+        self._finish(work, call)
         # One comparison for each rank: the rest is looked at only where they differ.
         key, got = self._sent[:KEY_BYTES], self._got
         for at in range(0, len(got), FRAME_BYTES):
@@ -213,7 +234,7 @@ class Guard:
 
     def _all_gather(self, control: Any, own: Tensor, call: Call) -> list[Tensor]:
         rows = [torch.empty_like(own) for _ in self.members]
-        self._finish(control.allgather(rows, own), call, self.name)
+        self._finish(control.allgather(rows, own), call)
         return rows
 
     def _open(self, call: Call) -> Any:
@@ -223,10 +244,9 @@ class Guard:
             ConfigurationError: FABRIC_GUARD is none of its values, or differs between ranks; on all of them.
         """
         name = f"open {self.name}"
-        attempt = self._counts[name] = self._counts.get(name, 0) + 1
-        arrival = Arrival(self._waits.store, name, attempt, self.members)
+        arrival = Arrival(self._waits, name, self.members, "it was the first call of the group")
         arrival.tell(self._waits.rank, self.mode)
-        self._finish(arrival, call, name)
+        self.wait_for(arrival, call)
         modes = arrival.told()
         if len(set(modes)) > 1 or self.mode not in MODES:
             table = ", ".join([f"{mode} on rank {r}" for r, mode in zip(self.members, modes, strict=True)])
@@ -238,16 +258,26 @@ class Guard:
             return None
         # Not dist.new_group: all ranks of the job would have to call it; and its name for a group that only
         # the members make depends on how many groups a rank has made before: it may differ between them.
-        store = dist.PrefixStore(f"control/{name}/{attempt}", self._waits.store.raw)
+        store = dist.PrefixStore(f"control/{name}/{arrival.turn}", self._waits.store.raw)
         place = self.members.index(self._waits.rank)
         self._control = dist.ProcessGroupGloo(store, place, len(self.members), self.timeout)
         return self._control
 
-    def _finish(self, work: Any, call: Call, name: str) -> None:
+    def wait_for(self, arrival: Arrival, call: Call) -> None:
+        """Wait until its members have come.
+
+        Raises:
+            CollectiveMismatch: They wait for this rank, elsewhere.
+            RankError: One of them went away, or did not come in time.
+        """
+        self._counts[arrival.name] = arrival.turn
+        self._finish(arrival, call)
+
+    def _finish(self, work: Any, call: Call) -> None:
         """Wait for the others; after a while, look where they are."""
         try:
             if not _is_done(work, PATIENCE):
-                self._wait_long(work, call, name)
+                self._wait_long(work, call)
         except CollectiveMismatch:
             raise
         except RuntimeError as error:
@@ -273,27 +303,24 @@ class Guard:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
         self._make_buffers()
 
-    def _wait_long(self, work: Any, call: Call, name: str) -> None:
-        waits, start = self._waits, time.monotonic()
+    def _wait_long(self, work: Any, call: Call) -> None:
+        waits, heard = self._waits, time.monotonic()
         longest = max(1.0, waits.world_size / 64)  # between two looks, for the store's sake
         seconds = 0.2 * longest
-        limit = self.timeout.total_seconds() - PATIENCE
+        point = work if isinstance(work, Arrival) else self
         row, stamp = self._row(call), None
-        waits.here = Here(row.verb, row.where, start - PATIENCE)
+        waits.here = Here(row.verb, row.where, heard - PATIENCE)
         try:
             while not _is_done(work, seconds):
                 with suppress(StoreSilent):  # what the ranks wait for may come, all the same
-                    stamp = stamp or waits.post(name, self._counts[name], self.members, row)
+                    stamp = stamp or waits.post(point.name, self._counts[point.name], [*point.members], row)
                     waits.judge()
                 if waits.broken is not None:
                     if not isinstance(work, Arrival):
                         self._leave(work)
                     raise CollectiveMismatch(waits.broken)
-                with suppress(StoreSilent):
-                    if isinstance(work, Arrival) and waits.have_left(set(self.members) - work.came()):
-                        limit = 0.0
-                if isinstance(work, Arrival) and time.monotonic() - start > limit:  # others have their own
-                    raise RuntimeError("it was the first call of the group")
+                if isinstance(work, Arrival):  # others have a limit of their own
+                    heard = self._heard(work, heard)
                 seconds = min(1.5 * seconds, longest)
         finally:
             if stamp is not None:
@@ -312,6 +339,21 @@ class Guard:
         if size:
             self._rows = torch.frombuffer(self._got, dtype=torch.uint8).view(-1, FRAME_BYTES)
             self._each = list(self._rows)
+
+    def _heard(self, arrival: Arrival, heard: float) -> float:
+        """When the missing ones gave a sign of life, if they must; raises RuntimeError: too long ago."""
+        limit, now = self.timeout.total_seconds() - PATIENCE, time.monotonic()
+        with suppress(StoreSilent):
+            missing = arrival.missing()
+            if self._waits.have_left(missing):
+                limit = 0.0
+            elif arrival.patient and now - heard > limit / 2 and self._waits.explain:
+                found = self._waits.explain()
+                if found.table and not missing & {*found.left, *found.silent}:
+                    return time.monotonic()
+        if now - heard > limit:
+            raise RuntimeError(arrival.why)
+        return heard
 
     def _row(self, call: Call) -> Said:
         return Said(self._waits.rank, f"{call.verb} #{max(self.count, 1)}", call.what, user_place())
@@ -343,9 +385,8 @@ class Guard:
         """Who has not come to this call, and the rows of the others that wait."""
         waits = self._waits.read()
         came = {wait.rank for wait in waits.values() if wait.counts.get(self.name, 0) >= self.count}
-        if isinstance(work, Arrival):
-            came = work.came()
-        missing = [str(rank) for rank in self.members if rank not in {*came, self._waits.rank}]
+        away = work.missing() if isinstance(work, Arrival) else {*self.members} - came
+        missing = [str(rank) for rank in sorted(away - {self._waits.rank})]
         return missing, [wait.row() for wait in waits.values() if wait.rank != self._waits.rank]
 
 
