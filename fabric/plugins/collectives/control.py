@@ -23,7 +23,7 @@ from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
 from fabric.core.torch_internals import default_store, group_timeout
 from fabric.plugins.collectives import mismatch
-from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, starts_of
+from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM
 from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.mismatch import Said
 from fabric.plugins.collectives.waits import PATIENCE, Here, Waits, Whereabouts
@@ -67,19 +67,10 @@ def waits_of_world() -> Waits:
 
 
 class Meeting(NamedTuple):
-    """What the frames of all ranks brought. The tensors are overwritten by the next call: copy them."""
+    """What the frames of all ranks brought."""
 
-    size: int
-    """Bytes of data that this rank announced."""
     rows: Tensor
-    """(world_size, FRAME_BYTES): every rank's frame."""
-    views: dict[torch.dtype, list[Tensor]]
-    """Each rank's frame in other dtypes, made when first asked for."""
-
-    @property
-    def rides(self) -> bool:
-        """Whether this rank's data are in the frames; on all ranks alike, if all have as many bytes."""
-        return self.size <= ROOM
+    """(world_size, FRAME_BYTES): every rank's frame. Overwritten by the next call."""
 
     def sizes(self) -> list[int]:
         """Bytes of data that each rank announced, for calls in which they may differ."""
@@ -87,19 +78,10 @@ class Meeting(NamedTuple):
         sizes: list[int] = head.flatten().tolist()
         return sizes
 
-    def each(self, start: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """What each rank sent from byte `start` of its data on. No copies."""
-        rows = self.views.get(dtype)
-        if rows is None:
-            rows = self.views[dtype] = list(self.rows.view(dtype))
-        at = (HEADER.size + start) // dtype.itemsize
-        return [row[at : at + numel] for row in rows]
-
-    def column(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """(world_size, numel): the same, in one tensor. A copy."""
+    def column(self, start: int, size: int) -> Tensor:
+        """(world_size, size): the bytes that each rank sent, from byte `start` of its data on. A copy."""
         at = HEADER.size + start
-        bytes_ = self.rows[:, at : at + numel * dtype.itemsize]
-        return bytes_.clone(memory_format=torch.contiguous_format).view(dtype)
+        return self.rows[:, at : at + size].clone(memory_format=torch.contiguous_format)
 
     def data(self, place: int, size: int) -> Tensor:
         """The first `size` bytes of the member at `place`. A copy."""
@@ -189,15 +171,9 @@ class Guard:
         control = self._control or self._open(call)
         if control is None:
             return None
-        starts, size = starts_of(payload) if payload else ([], 0)
+        size = sum([data.numel() for data in payload or ()])
         if payload and size <= ROOM and self.whole:
-            for start, data in zip(starts, payload, strict=True):
-                slots = self._slots.get(data.dtype)
-                if slots is None:
-                    with torch.inference_mode(False):  # else nobody could write to it outside of that mode
-                        slots = self._slots[data.dtype] = self._own.view(data.dtype)
-                at = (HEADER.size + start) // data.itemsize
-                slots[at : at + data.numel()].copy_(data)
+            torch.cat(payload, out=self._own[HEADER.size : HEADER.size + size])
         counts, name = self._counts, self.name
         count = counts[name] = counts.get(name, 0) + 1  # last: nothing can fail between it and the frame
         HEADER.pack_into(self._sent, 0, count, call.digest, size)
@@ -217,7 +193,7 @@ class Guard:
         for at in range(0, len(got), FRAME_BYTES):
             if got[at : at + KEY_BYTES] != key:
                 self._disagree(control, call)
-        return Meeting(size, self._rows, self._views)
+        return Meeting(self._rows)
 
     def _disagree(self, control: Any, call: Call) -> NoReturn:
         """All ranks see that the keys differ: say what each was about to do, and raise on all."""
@@ -332,8 +308,6 @@ class Guard:
         """Memory for frames; made in evaluation it must serve outside of it, too."""
         self._sent = bytearray(FRAME_BYTES)
         self._own = torch.frombuffer(self._sent, dtype=torch.uint8)
-        self._slots: dict[torch.dtype, Tensor] = {}
-        self._views: dict[torch.dtype, list[Tensor]] = {}
         size = FRAME_BYTES if self.whole else 0
         self._got = bytearray(size * len(self.members))
         if size:
