@@ -85,11 +85,6 @@ class SetupVerbs(RankFacts):
             The optimizer, or a tuple where several were given.
         """
         self._require_launch("setup_optimizers()")
-        if self._strategy.traits.joint_setup:
-            raise UsageError(
-                f"{type(self._strategy).__name__} needs model and optimizer in one call. "
-                f"Write model, optimizer = fabric.setup(model, optimizer)."
-            )
         if not optimizers:
             raise ConfigurationError("fabric.setup_optimizers() needs at least one optimizer.")
         check_optimizers(optimizers, "fabric.setup_optimizers")
@@ -250,7 +245,6 @@ class SetupVerbs(RankFacts):
         else:
             source = own_loader(given, self._data_rank, seed, uneven)
         loader = self._strategy.process_dataloader(source.loader)
-        moves = move_to_device and not self._strategy.traits.owns_transfer
         peers = together = None
         if self.world_size > 1:
             from fabric.data.together import Peers, Together
@@ -260,7 +254,7 @@ class SetupVerbs(RankFacts):
             together = Together(exchange, uneven) if shard or uneven else None
         return _FabricDataLoader(
             loader,
-            self.device if moves else None,
+            self.device if move_to_device else None,
             move=self._strategy.batch_to_device,
             given=given,
             source=source,

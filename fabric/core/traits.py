@@ -13,12 +13,8 @@ class Traits:
     """Collectives work only after `fabric.launch()`."""
     late_optimizers: bool = False
     """Optimizers must be made after `setup_module`, from the parameters that the model has then."""
-    joint_setup: bool = False
-    """Module and optimizers must be set up in one call."""
     owns_backward: bool = False
     """`loss.backward()` is wrong: only `fabric.backward(loss)` gives right gradients."""
-    owns_transfer: bool = False
-    """The engine moves modules and batches to the device itself."""
     data_parallel: bool = False
     """Each rank sees its own part of the data."""
     one_process_per_node: bool = False

@@ -13,7 +13,7 @@ import torch
 from fabric.core.errors import ConfigurationError, FabricError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.channel import Channel, Wire
-from fabric.plugins.collectives.single_device import SingleDeviceCollective, gather_alone, reduce_alone
+from fabric.plugins.collectives.single_device import SingleDeviceCollective
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,12 +112,9 @@ class Exchange:
             from fabric.plugins.collectives.grads import all_reduce_with_grads
 
             return all_reduce_with_grads(tensor, reduce_op, self.channel(group))
-        channel = self.channel(group)
-        if channel.world_size == 1:
-            return reduce_alone(tensor, reduce_op, channel, async_op=async_op)
         from fabric.plugins.collectives.reduce import reduce_tree
 
-        return reduce_tree(tensor, reduce_op, channel, async_op=async_op)
+        return reduce_tree(tensor, reduce_op, self.channel(group), async_op=async_op)
 
     def all_gather(
         self,
@@ -130,12 +127,9 @@ class Exchange:
     ) -> Any:
         """The tree with leaves of shape (world_size, *shape), or as `uneven` says."""
         if not sync_grads and uneven == "error":
-            channel = self.channel(group)
-            if channel.world_size == 1:
-                return gather_alone(tensor, channel, async_op=async_op)
             from fabric.plugins.collectives.gather import gather_tree
 
-            return gather_tree(tensor, channel, async_op=async_op)
+            return gather_tree(tensor, self.channel(group), async_op=async_op)
         from fabric.plugins.collectives.grads import all_gather_uneven, all_gather_with_grads
 
         if uneven == "error":
@@ -216,7 +210,7 @@ class Exchange:
             ConfigurationError: A tensor of several elements.
             ArgumentTypeError: A value that is neither real number nor tensor; or that no rank of a row has.
         """
-        from fabric.plugins.collectives.scalars import flat_scalars, reduce_rows, reduce_scalars
+        from fabric.plugins.collectives.scalars import flat_scalars, reduce_rows
 
         channel, size = self._parts()
         names, label = sorted(values, key=str), f"log_dict({reduce_op})"  # in whatever order a rank has them
@@ -225,10 +219,7 @@ class Exchange:
         if not names:
             channel.announce(label, "nothing")
             return {}
-        if size == 1:
-            reduced = reduce_scalars(names, flat, reduce_op, channel, label)
-        else:
-            reduced = reduce_rows(names, flat, there, reduce_op, size, channel, label)
+        reduced = reduce_rows(names, flat, there, reduce_op, size, channel, label)
         by_name = dict(zip(names, reduced, strict=True))
         return {name: by_name[name] for name in values}
 

@@ -247,8 +247,6 @@ def training_equals_plain_torch(fabric: Fabric, folder: Path) -> None:
 
 def models_are_independent(fabric: Fabric, folder: Path) -> None:
     """Two models with a setup and a backward of their own do not disturb each other."""
-    if fabric.strategy.traits.joint_setup:
-        return
     (first, step_first), (second, _) = (_ready(fabric, subject()[0]) for _ in range(2))
     before = _weights(fabric, second)
     _, share = _batches(fabric, 1)[0]

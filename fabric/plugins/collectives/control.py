@@ -23,12 +23,14 @@ from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
 from fabric.core.torch_internals import default_store, group_timeout
 from fabric.plugins.collectives import mismatch
-from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, starts_of
+from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM
 from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.mismatch import Said
 from fabric.plugins.collectives.waits import PATIENCE, Here, Waits, Whereabouts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from fabric.plugins.collectives.frames import Call
@@ -65,19 +67,10 @@ def waits_of_world() -> Waits:
 
 
 class Meeting(NamedTuple):
-    """What the frames of all ranks brought. The tensors are overwritten by the next call: copy them."""
+    """What the frames of all ranks brought."""
 
-    size: int
-    """Bytes of data that this rank announced."""
     rows: Tensor
-    """(world_size, FRAME_BYTES): every rank's frame."""
-    views: dict[torch.dtype, list[Tensor]]
-    """Each rank's frame in other dtypes, made when first asked for."""
-
-    @property
-    def rides(self) -> bool:
-        """Whether this rank's data are in the frames; on all ranks alike, if all have as many bytes."""
-        return self.size <= ROOM
+    """(world_size, FRAME_BYTES): every rank's frame. Overwritten by the next call."""
 
     def sizes(self) -> list[int]:
         """Bytes of data that each rank announced, for calls in which they may differ."""
@@ -85,19 +78,10 @@ class Meeting(NamedTuple):
         sizes: list[int] = head.flatten().tolist()
         return sizes
 
-    def each(self, start: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """What each rank sent from byte `start` of its data on. No copies."""
-        rows = self.views.get(dtype)
-        if rows is None:
-            rows = self.views[dtype] = list(self.rows.view(dtype))
-        at = (HEADER.size + start) // dtype.itemsize
-        return [row[at : at + numel] for row in rows]
-
-    def column(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """(world_size, numel): the same, in one tensor. A copy."""
+    def column(self, start: int, size: int) -> Tensor:
+        """(world_size, size): the bytes that each rank sent, from byte `start` of its data on. A copy."""
         at = HEADER.size + start
-        bytes_ = self.rows[:, at : at + numel * dtype.itemsize]
-        return bytes_.clone(memory_format=torch.contiguous_format).view(dtype)
+        return self.rows[:, at : at + size].clone(memory_format=torch.contiguous_format)
 
     def data(self, place: int, size: int) -> Tensor:
         """The first `size` bytes of the member at `place`. A copy."""
@@ -105,24 +89,43 @@ class Meeting(NamedTuple):
 
 
 class Arrival:
-    """The first call of a group, through the store: there is no control group to meet on yet."""
+    """Ranks that come to a point each in its own time, through the store: the first call of a group, which
+    has no control group yet; and what may take longer than collectives wait.
 
-    def __init__(self, store: Any, name: str, attempt: int, members: list[int]) -> None:
-        self._store, self._prefix = store, f"{name}/{attempt}"
+    Args:
+        waits: Of the job.
+        name: Of the point; ranks come to it any number of times, all of them as often.
+        members: The ranks that come.
+        why: What to say if they do not.
+        patient: Whether to wait as long as they live, however long the group's collectives wait.
+    """
+
+    def __init__(
+        self, waits: Waits, name: str, members: Sequence[int], why: str, patient: bool = False
+    ) -> None:
+        self.name, self.members, self.why, self.patient = name, members, why, patient
+        self.turn = waits.counts.get(name, 0) + 1
+        self._store, self._prefix = waits.store, f"{name}/{self.turn}"
         self._keys = [f"{self._prefix}/{rank}" for rank in members]
+        self._pause = 0.0005
 
-    def tell(self, rank: int, text: str) -> None:
+    def tell(self, rank: int, text: str = "") -> None:
         """Say that this rank is here."""
         self._store.set(f"{self._prefix}/{rank}", text)
         self._store.add(self._prefix, 1)  # all look at this one: N keys at each look would be N times N
 
-    def came(self) -> set[int]:
-        """The members that are here."""
-        return {int(key.rpartition("/")[2]) for key in self._store.get_all(self._keys)}
+    def missing(self) -> set[int]:
+        """The members that are not here."""
+        return {*self.members} - {int(key.rpartition("/")[2]) for key in self._store.get_all(self._keys)}
 
     def told(self) -> list[str]:
         """What every member said."""
         return [text.decode() for text in self._store.get_all(self._keys).values()]
+
+    def forget(self) -> None:
+        """Take away what was told, once nobody asks for it any more."""
+        for key in (self._prefix, *self._keys):
+            self._store.delete_key(key)
 
     def is_completed(self) -> bool:
         """Whether all members are here."""
@@ -132,12 +135,12 @@ class Arrival:
 
     def wait(self, timeout: timedelta) -> None:
         """Wait until all members are here; raises RuntimeError when `timeout` has passed."""
-        end, pause = time.monotonic() + timeout.total_seconds(), 0.0005
+        end = time.monotonic() + timeout.total_seconds()
         while not self.is_completed():
             if time.monotonic() > end:
                 raise RuntimeError("not all ranks are here")
-            time.sleep(pause)
-            pause = min(1.5 * pause, 0.02)
+            time.sleep(self._pause)
+            self._pause = min(1.5 * self._pause, 0.05)
 
 
 class Guard:
@@ -168,15 +171,9 @@ class Guard:
         control = self._control or self._open(call)
         if control is None:
             return None
-        starts, size = starts_of(payload) if payload else ([], 0)
+        size = sum([data.numel() for data in payload or ()])
         if payload and size <= ROOM and self.whole:
-            for start, data in zip(starts, payload, strict=True):
-                slots = self._slots.get(data.dtype)
-                if slots is None:
-                    with torch.inference_mode(False):  # else nobody could write to it outside of that mode
-                        slots = self._slots[data.dtype] = self._own.view(data.dtype)
-                at = (HEADER.size + start) // data.itemsize
-                slots[at : at + data.numel()].copy_(data)
+            torch.cat(payload, out=self._own[HEADER.size : HEADER.size + size])
         counts, name = self._counts, self.name
         count = counts[name] = counts.get(name, 0) + 1  # last: nothing can fail between it and the frame
         HEADER.pack_into(self._sent, 0, count, call.digest, size)
@@ -185,18 +182,18 @@ class Guard:
             words = torch.frombuffer(self._sent, dtype=torch.int64, count=3)
             both = torch.cat([words, ~words])
             work = control.allreduce(both, dist.ReduceOp.MAX)
-            self._finish(work, call, name)
+            self._finish(work, call)
             if not torch.equal(both[:3], ~both[3:]):
                 self._disagree(control, call)
             return None
         work = control.allgather(self._each, self._own)  # what dist.all_gather does around it takes 40 us
-        self._finish(work, call, name)
+        self._finish(work, call)
         # One comparison for each rank: the rest is looked at only where they differ.
         key, got = self._sent[:KEY_BYTES], self._got
         for at in range(0, len(got), FRAME_BYTES):
             if got[at : at + KEY_BYTES] != key:
                 self._disagree(control, call)
-        return Meeting(size, self._rows, self._views)
+        return Meeting(self._rows)
 
     def _disagree(self, control: Any, call: Call) -> NoReturn:
         """All ranks see that the keys differ: say what each was about to do, and raise on all."""
@@ -213,7 +210,7 @@ class Guard:
 
     def _all_gather(self, control: Any, own: Tensor, call: Call) -> list[Tensor]:
         rows = [torch.empty_like(own) for _ in self.members]
-        self._finish(control.allgather(rows, own), call, self.name)
+        self._finish(control.allgather(rows, own), call)
         return rows
 
     def _open(self, call: Call) -> Any:
@@ -223,10 +220,9 @@ class Guard:
             ConfigurationError: FABRIC_GUARD is none of its values, or differs between ranks; on all of them.
         """
         name = f"open {self.name}"
-        attempt = self._counts[name] = self._counts.get(name, 0) + 1
-        arrival = Arrival(self._waits.store, name, attempt, self.members)
+        arrival = Arrival(self._waits, name, self.members, "it was the first call of the group")
         arrival.tell(self._waits.rank, self.mode)
-        self._finish(arrival, call, name)
+        self.wait_for(arrival, call)
         modes = arrival.told()
         if len(set(modes)) > 1 or self.mode not in MODES:
             table = ", ".join([f"{mode} on rank {r}" for r, mode in zip(self.members, modes, strict=True)])
@@ -238,16 +234,26 @@ class Guard:
             return None
         # Not dist.new_group: all ranks of the job would have to call it; and its name for a group that only
         # the members make depends on how many groups a rank has made before: it may differ between them.
-        store = dist.PrefixStore(f"control/{name}/{attempt}", self._waits.store.raw)
+        store = dist.PrefixStore(f"control/{name}/{arrival.turn}", self._waits.store.raw)
         place = self.members.index(self._waits.rank)
         self._control = dist.ProcessGroupGloo(store, place, len(self.members), self.timeout)
         return self._control
 
-    def _finish(self, work: Any, call: Call, name: str) -> None:
+    def wait_for(self, arrival: Arrival, call: Call) -> None:
+        """Wait until its members have come.
+
+        Raises:
+            CollectiveMismatch: They wait for this rank, elsewhere.
+            RankError: One of them went away, or did not come in time.
+        """
+        self._counts[arrival.name] = arrival.turn
+        self._finish(arrival, call)
+
+    def _finish(self, work: Any, call: Call) -> None:
         """Wait for the others; after a while, look where they are."""
         try:
             if not _is_done(work, PATIENCE):
-                self._wait_long(work, call, name)
+                self._wait_long(work, call)
         except CollectiveMismatch:
             raise
         except RuntimeError as error:
@@ -273,27 +279,24 @@ class Guard:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
         self._make_buffers()
 
-    def _wait_long(self, work: Any, call: Call, name: str) -> None:
-        waits, start = self._waits, time.monotonic()
+    def _wait_long(self, work: Any, call: Call) -> None:
+        waits, heard = self._waits, time.monotonic()
         longest = max(1.0, waits.world_size / 64)  # between two looks, for the store's sake
         seconds = 0.2 * longest
-        limit = self.timeout.total_seconds() - PATIENCE
+        point = work if isinstance(work, Arrival) else self
         row, stamp = self._row(call), None
-        waits.here = Here(row.verb, row.where, start - PATIENCE)
+        waits.here = Here(row.verb, row.where, heard - PATIENCE)
         try:
             while not _is_done(work, seconds):
                 with suppress(StoreSilent):  # what the ranks wait for may come, all the same
-                    stamp = stamp or waits.post(name, self._counts[name], self.members, row)
+                    stamp = stamp or waits.post(point.name, self._counts[point.name], [*point.members], row)
                     waits.judge()
                 if waits.broken is not None:
                     if not isinstance(work, Arrival):
                         self._leave(work)
                     raise CollectiveMismatch(waits.broken)
-                with suppress(StoreSilent):
-                    if isinstance(work, Arrival) and waits.have_left(set(self.members) - work.came()):
-                        limit = 0.0
-                if isinstance(work, Arrival) and time.monotonic() - start > limit:  # others have their own
-                    raise RuntimeError("it was the first call of the group")
+                if isinstance(work, Arrival):  # others have a limit of their own
+                    heard = self._heard(work, heard)
                 seconds = min(1.5 * seconds, longest)
         finally:
             if stamp is not None:
@@ -305,13 +308,26 @@ class Guard:
         """Memory for frames; made in evaluation it must serve outside of it, too."""
         self._sent = bytearray(FRAME_BYTES)
         self._own = torch.frombuffer(self._sent, dtype=torch.uint8)
-        self._slots: dict[torch.dtype, Tensor] = {}
-        self._views: dict[torch.dtype, list[Tensor]] = {}
         size = FRAME_BYTES if self.whole else 0
         self._got = bytearray(size * len(self.members))
         if size:
             self._rows = torch.frombuffer(self._got, dtype=torch.uint8).view(-1, FRAME_BYTES)
             self._each = list(self._rows)
+
+    def _heard(self, arrival: Arrival, heard: float) -> float:
+        """When the missing ones gave a sign of life, if they must; raises RuntimeError: too long ago."""
+        limit, now = self.timeout.total_seconds() - PATIENCE, time.monotonic()
+        with suppress(StoreSilent):
+            missing = arrival.missing()
+            if self._waits.have_left(missing):
+                limit = 0.0
+            elif arrival.patient and now - heard > limit / 2 and self._waits.explain:
+                found = self._waits.explain()
+                if found.table and not missing & {*found.left, *found.silent}:
+                    return time.monotonic()
+        if now - heard > limit:
+            raise RuntimeError(arrival.why)
+        return heard
 
     def _row(self, call: Call) -> Said:
         return Said(self._waits.rank, f"{call.verb} #{max(self.count, 1)}", call.what, user_place())
@@ -343,9 +359,8 @@ class Guard:
         """Who has not come to this call, and the rows of the others that wait."""
         waits = self._waits.read()
         came = {wait.rank for wait in waits.values() if wait.counts.get(self.name, 0) >= self.count}
-        if isinstance(work, Arrival):
-            came = work.came()
-        missing = [str(rank) for rank in self.members if rank not in {*came, self._waits.rank}]
+        away = work.missing() if isinstance(work, Arrival) else {*self.members} - came
+        missing = [str(rank) for rank in sorted(away - {self._waits.rank})]
         return missing, [wait.row() for wait in waits.values() if wait.rank != self._waits.rank]
 
 

@@ -128,16 +128,6 @@ def _draw(spec: Spec, leaves: Iterator[str]) -> str:
     return f"{spec.kind.__name__}({', '.join(named)})"
 
 
-def starts_of(payload: list[Tensor]) -> tuple[list[int], int]:
-    """Where each flat tensor begins in a frame's data, as its dtype needs it, and where the last one ends."""
-    starts, at = [], 0
-    for data in payload:
-        at += -at % data.itemsize
-        starts.append(at)
-        at += data.nbytes
-    return starts, at
-
-
 def buckets(like: Sequence[Any], mixed: bool = False) -> list[list[int]]:
     """Positions of what travels together: of a dtype (or `mixed`) and device; large ones alone, none empty.
 
@@ -228,10 +218,10 @@ def fold(rows: list[Tensor] | Tensor, op: Any) -> Tensor:
 
     Half-precision data are added up in float32.
     """
-    first = rows[0]
+    first, *others = rows
     total = first.float() if first.dtype in (torch.bfloat16, torch.float16) else first.clone()
     step = FOLDS[op if first.dtype is not torch.bool else for_bools(op)]
-    for row in rows[1:]:
+    for row in others:
         step(total, row)
     return total.div_(len(rows)) if op == _Op.AVG else total
 

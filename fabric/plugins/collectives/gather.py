@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import to_tensors
 from fabric.plugins.collectives.frames import ROOM, all_on_host, buckets, pack, tree_call, unpack
@@ -53,13 +51,11 @@ def gather_tree(
         from fabric.plugins.collectives.handle import Handle
 
         return Handle(verb, works, build)
-    for work in works:
-        work.wait()
     return build()
 
 
 def start_gather(tensors: list[Tensor], call: Call, channel: Channel, dst: int | None = None) -> Any:
-    """What to wait for, and a function that then gives a (world_size, *shape) tensor for each tensor.
+    """What is on its way, and a function that waits and gives a (world_size, *shape) tensor for each tensor.
 
     Args:
         tensors: Of equal shapes and dtypes on all ranks.
@@ -89,6 +85,9 @@ def start_gather(tensors: list[Tensor], call: Call, channel: Channel, dst: int |
                 channel.collective.gather(raw, list(table), dst)
 
     def finish() -> list[Tensor]:
+        for work in works:
+            if work is not None:
+                work.wait()
         gathered: list[Any] = [None if t.nbytes else t.new_empty(world, *t.shape) for t in tensors]
         for group, table in zip(groups, tables, strict=True):
             parts = [tensors[i] for i in group]
@@ -97,24 +96,25 @@ def start_gather(tensors: list[Tensor], call: Call, channel: Channel, dst: int |
                 gathered[i] = column.reshape(world, *part.shape)
         return gathered
 
-    return [work for work in works if work is not None], finish
+    return works, finish
 
 
 def ride(
     channel: Channel, call: Call, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
 ) -> tuple[list[Tensor] | None, Any]:
-    """As `Channel.meet`, with data that may ride: (world_size, bytes) of all ranks for each of `flats`.
+    """As `Channel.meet`, with bytes that may ride: (world_size, bytes) of all ranks for each of `flats`.
 
     None if they must be sent by themselves, with what `room()` gave: memory, asked for before the call
     where that is known by then. A rank without it must not leave the others in the message after it.
     """
     fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= ROOM
     made = None if fits else room()
-    meeting = channel.meet(call, flats if fits else None) if channel.world_size > 1 else None
+    guard = channel.guard
+    meeting = None if guard is None else guard.meet(call, flats if fits else None)
     if not fits or meeting is None:
         return None, room() if fits else made
     tables, start = [], 0
     for flat in flats:
-        tables.append(meeting.column(start, flat.numel(), torch.uint8))
+        tables.append(meeting.column(start, flat.numel()))
         start += flat.numel()
     return tables, None

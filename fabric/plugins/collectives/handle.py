@@ -24,7 +24,7 @@ class Handle:
     Args:
         verb: The call, for the report.
         works: What the engine gave for each message; None for those that are done.
-        finish: Makes the result once all messages are there.
+        finish: Waits for all messages, and makes the result.
     """
 
     def __init__(self, verb: str, works: list[Any], finish: Callable[[], Any]) -> None:
@@ -37,8 +37,6 @@ class Handle:
     def wait(self) -> Any:
         """The data, the same object on each call. Needs no other rank to call it."""
         if self._finish is not None:
-            for work in self._works:
-                work.wait()
             self._result, self._finish, self._works = self._finish(), None, []
             _waited(self._key)
         return self._result

@@ -120,22 +120,17 @@ class Dumped:
         self.tensors.append(tensor)
         return _arrived, (len(self.tensors) - 1,)
 
-    def message(self, data: list[Tensor] | None = None, labels: list[Label] | None = None) -> Tensor:
-        """As flat bytes: the pickle, labels, and `data` (all tensors), packed, if they are small.
-
-        Args:
-            data: What travels, where it is not the object's own tensors.
-            labels: Those of what a rank gets of it.
-        """
-        file, data = self._file, self.tensors if data is None else data
+    def message(self) -> Tensor:
+        """As flat bytes: the pickle, labels, and all tensors, packed, if they are small."""
+        file, tensors = self._file, self.tensors
         middle = file.tell()
-        pickle.dump([tuple(label) for label in (self.labels if labels is None else labels)], file)
+        pickle.dump([tuple(label) for label in self.labels], file)
         file.write(b"\0" * (-file.tell() % 16))
         end = file.tell()
-        inline = all_on_host(data) and end + packed_size(data) + _TAIL.size <= ROOM
-        if inline and data:
-            file.write(to_bytes(pack(data)))
-        file.write(_TAIL.pack(middle, end, inline))
+        self.inline = all_on_host(tensors) and end + packed_size(tensors) + _TAIL.size <= ROOM
+        if self.inline and tensors:
+            file.write(to_bytes(pack(tensors)))
+        file.write(_TAIL.pack(middle, end, self.inline))
         return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
@@ -166,17 +161,10 @@ class Arrived:
         loader.tensors = tensors
         return loader.load()
 
-    def dressed(self, row: Tensor, device: torch.device, copies: bool = True) -> list[Tensor]:
-        """The tensors out of flat bytes; without `copies` all of them share this memory."""
-        columns = unpack(row[None], self.labels)
-        return [
-            label.dress(column.clone() if copies else column, device)
-            for label, column in zip(self.labels, columns, strict=True)
-        ]
-
     def whole(self, device: torch.device, copies: bool = True) -> Any:
-        """The object, whose tensors came along."""
-        return self.load(self.dressed(self.data, device, copies))
+        """The object, whose tensors came along; without `copies` they share the message's memory."""
+        columns = zip(self.labels, unpack(self.data[None], self.labels), strict=True)
+        return self.load([label.dress(c.clone() if copies else c, device) for label, c in columns])
 
 
 class _Loader(pickle.Unpickler):
@@ -284,29 +272,7 @@ def broadcast_tree(data: Any, src: int, channel: Channel) -> Any:
         ArgumentTypeError: `src`'s object does not pickle; raised on every rank.
         CollectiveMismatch: Ranks made different calls; raised on all of them.
     """
-    if channel.world_size == 1:
-        return data
-    verb, here = f"broadcast(src={src})", channel.wire.device
-    if channel.collective.rank != src:
-        came = _told(None, verb, src, channel)
-        if came.inline:
-            return _accepted(came.whole(here))
-        tensors = _receive(came, channel, lambda raw, _: channel.collective.broadcast(raw, src))
-        return _accepted(came.load(tensors))
-    try:
-        dumped = Dumped(data, verb, f"rank {src}'s object")
-    except ArgumentTypeError as error:
-        _told(Dumped(_Refusal(error), verb).message(), verb, src, channel)
-        raise
-    message = dumped.message()
-    _told(message, verb, src, channel)
-    if not _TAIL.unpack(to_bytes(message[-_TAIL.size :]))[2]:
-        # Receivers know one device of their own besides the host, so all others' leave from one device, too.
-        sent = [t if t.is_cpu else t.to(here) for t in dumped.tensors]
-        for bucket in buckets(dumped.labels, mixed=True):
-            raw = channel.wire.ready(pack([sent[i] for i in bucket]).view(-1))
-            channel.collective.broadcast(raw, src)
-    return data
+    return data if channel.world_size == 1 else _told(data, f"broadcast(src={src})", src, channel)
 
 
 def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
@@ -329,69 +295,83 @@ def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
     """
     world, here, verb = channel.world_size, channel.wire.device, f"scatter(src={src})"
     tensors: list[Tensor] = []
-    message = None
+    told: Any = None
     if channel.collective.rank == src or world == 1:
         try:
             leaves, spec = flatten(data)
-            tensors = [t.detach() for t in to_tensors(leaves, here, verb)]
+            tensors = [t.detach().resolve_conj().resolve_neg() for t in to_tensors(leaves, here, verb)]
             check_parts([list(t.shape) for t in tensors], world, verb)
             if world == 1:
                 return unflatten([t.clone() for t in tensors], spec, data)
-            labels = [label_of(t)._replace(shape=(t.shape[0] // world, *t.shape[1:])) for t in tensors]
             shell = unflatten([None] * len(tensors), spec, data)
             small = all_on_host(tensors) and sum([t.nbytes for t in tensors]) <= ROOM
-            message = Dumped((shell, spec), verb).message(
-                [pack(tensors, world)] if small else tensors, labels
-            )
+            parts = [label_of(t)._replace(shape=(t.shape[0] // world, *t.shape[1:])) for t in tensors]
+            told = shell, spec, tensors if small else [], [] if small else parts
         except Exception as error:
-            known = error if isinstance(error, FabricError) else ArgumentTypeError(str(error))
-            _told(Dumped(_Refusal(known), verb).message(), verb, src, channel)
-            raise
-    came = _told(message, verb, src, channel)
-    shell, spec = _accepted(came.load([]))
-    if came.inline and came.labels:
-        row = came.data.view(world, -1)[channel.collective.rank_in_group]
-        mine = came.dressed(row, here)
+            if world == 1:
+                raise
+            told = _Refusal(error if isinstance(error, FabricError) else ArgumentTypeError(str(error)))
+    shell, spec, small_ones, labels = _told(told, verb, src, channel)
+    place = channel.collective.rank_in_group
+
+    def take(raw: Tensor, bucket: list[int]) -> None:
+        rows = list(pack([tensors[i] for i in bucket], world)) if tensors else []
+        channel.collective.scatter(raw, [channel.wire.ready(row) for row in rows], src)
+
+    mine = [t.tensor_split(world)[place].clone(memory_format=torch.contiguous_format) for t in small_ones]
+    return unflatten(mine or _receive(labels, channel, take), spec, shell)
+
+
+def _told(obj: Any, verb: str, src: int, channel: Channel) -> Any:
+    """`src`'s object on every rank; a `_Refusal` in its place is raised on all."""
+    here, collective = channel.wire.device, channel.collective
+    if collective.rank != src:
+        came = Arrived(_message(None, verb, src, channel))
+        if came.inline:
+            obj = came.whole(here)
+        else:
+            tensors = _receive(came.labels, channel, lambda raw, _: collective.broadcast(raw, src))
+            obj = came.load(tensors)
     else:
-
-        def take(raw: Tensor, bucket: list[int]) -> None:
-            rows = list(pack([tensors[i] for i in bucket], world)) if tensors else []
-            channel.collective.scatter(raw, [channel.wire.ready(row) for row in rows], src)
-
-        mine = _receive(came, channel, take)
-    return unflatten(mine, spec, shell)
-
-
-def _receive(came: Arrived, channel: Channel, take: Callable[[Tensor, list[int]], Any]) -> list[Tensor]:
-    """The tensors of a message, in buckets as `take` brings them into flat memory."""
-    here = channel.wire.device
-    tensors: list[Any] = [None if o.nbytes else torch.empty(o.shape, dtype=o.dtype) for o in came.labels]
-    for bucket in buckets(came.labels, mixed=True):
-        labels = [came.labels[i] for i in bucket]
-        device = torch.device("cpu") if labels[0].on_host else here
-        raw = channel.wire.ready(torch.empty(packed_size(labels), dtype=torch.uint8, device=device))
-        take(raw, bucket)
-        for i, column in zip(bucket, unpack(raw[None].to(device), labels), strict=True):
-            tensors[i] = column.clone() if len(bucket) > 1 else column
-    return [label.dress(t, here) for label, t in zip(came.labels, tensors, strict=True)]
+        try:
+            dumped = Dumped(obj, verb, f"rank {src}'s object")
+        except ArgumentTypeError as error:
+            obj = _Refusal(error)
+            dumped = Dumped(obj, verb)
+        _message(dumped.message(), verb, src, channel)
+        # Receivers know one device of their own besides the host, so all others' leave from one device, too.
+        sent = [t if dumped.inline or t.is_cpu else t.to(here) for t in dumped.tensors]
+        for bucket in [] if dumped.inline else buckets(dumped.labels, mixed=True):
+            collective.broadcast(channel.wire.ready(pack([sent[i] for i in bucket]).view(-1)), src)
+    if isinstance(obj, _Refusal):
+        raise obj.error
+    return obj
 
 
-def _told(message: Tensor | None, verb: str, src: int, channel: Channel) -> Arrived:
+def _message(message: Tensor | None, verb: str, src: int, channel: Channel) -> Tensor:
     """`src`'s message (None on the others) on every rank: in the frame, or after it where it does not fit."""
     own = torch.empty(0, dtype=torch.uint8) if message is None else message
     place = channel.collective.place_of(src)
     sizes, meeting = _sizes(call_of(verb), own, channel)
     if meeting is not None and sizes[place] <= ROOM:
-        return Arrived(meeting.data(place, sizes[place]))
+        return meeting.data(place, sizes[place])
     raw = channel.wire.ready(own if message is not None else torch.empty(sizes[place], dtype=torch.uint8))
     channel.collective.broadcast(raw, src)
-    return Arrived(raw.cpu())
+    return raw.cpu()
 
 
-def _accepted(obj: Any) -> Any:
-    if isinstance(obj, _Refusal):
-        raise obj.error
-    return obj
+def _receive(labels: list[Label], channel: Channel, take: Callable[[Tensor, list[int]], Any]) -> list[Tensor]:
+    """The tensors of these labels, in buckets as `take` brings them into flat memory."""
+    here = channel.wire.device
+    tensors: list[Any] = [None if o.nbytes else torch.empty(o.shape, dtype=o.dtype) for o in labels]
+    for bucket in buckets(labels, mixed=True):
+        some = [labels[i] for i in bucket]
+        device = torch.device("cpu") if some[0].on_host else here
+        raw = channel.wire.ready(torch.empty(packed_size(some), dtype=torch.uint8, device=device))
+        take(raw, bucket)
+        for i, column in zip(bucket, unpack(raw[None].to(device), some), strict=True):
+            tensors[i] = column.clone() if len(bucket) > 1 else column
+    return [label.dress(t, here) for label, t in zip(labels, tensors, strict=True)]
 
 
 def to_bytes(raw: Tensor) -> bytes:

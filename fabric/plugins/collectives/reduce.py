@@ -13,19 +13,10 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.torch_internals import foreach_copy_
-from fabric.core.tree import LEAF, flatten, unflatten
+from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import WIDER, check_writable, op_name, reducible, torch_op
-from fabric.plugins.collectives.frames import (
-    FOLDS,
-    ROOM,
-    all_on_host,
-    buckets,
-    fold,
-    join,
-    starts_of,
-    tree_call,
-)
-from fabric.plugins.collectives.ordered import from_ordered, to_ordered
+from fabric.plugins.collectives.frames import FOLDS, all_on_host, as_bytes, buckets, fold, join, tree_call
+from fabric.plugins.collectives.gather import ride
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,10 +24,6 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.channel import Channel
 
 _Op = dist.ReduceOp
-_PLAIN = {name: (f"all_reduce({name})", torch_op(name)) for name in ("mean", "sum", "min", "max", "product")}
-"""For the plain names of operations: the call's label, and torch's operation."""
-_SMALL = 1024
-"""Bytes of a tensor that is reduced in few steps."""
 
 
 def reduce_tree(
@@ -60,8 +47,6 @@ def reduce_tree(
         UsageError: This rank does not belong to the group.
     """
     world = channel.world_size
-    if type(data) is torch.Tensor and not async_op and label is None and _reduce_small(data, op, channel):
-        return data
     leaves, spec = flatten(data)
     with channel.refusing("all_reduce"):
         op = torch_op("sum" if op is None else op)
@@ -74,70 +59,27 @@ def reduce_tree(
     if world > 1:
         with _writable(tensors):
             parcels = [_Parcel([tensors[i] for i in bucket], op, channel) for bucket in buckets(tensors)]
+            flats = [as_bytes(parcel.sent) for parcel in parcels]
             may = foldable(op) and all_on_host(tensors)
-            payload = [parcel.sent.reshape(-1) for parcel in parcels] if may else []
-            starts, size = starts_of(payload)
-            rides = bool(payload) and size <= ROOM
-            if not rides:  # copies before the frame: a rank without the memory must not leave others after it
-                _make_ready(parcels, op)
-            meeting = channel.meet(tree_call(label, spec, tensors), payload if rides else None)
-            if rides and meeting is not None:
-                for parcel, start, flat in zip(parcels, starts, payload, strict=True):
-                    parcel.deliver(fold(meeting.each(start, flat.numel(), flat.dtype), op))
-            else:
-                if rides:
-                    _make_ready(parcels, op)
+            call = tree_call(label, spec, tensors)
+            tables, _ = ride(channel, call, flats, lambda: _part(parcels), may)
+            if tables is None:
                 start_reduce = channel.collective.start_all_reduce
-                works = [start_reduce(parcel.sent, engine_op(op)) for parcel in parcels]
-    if works and not async_op:
-        for work, parcel in zip(works, parcels, strict=True):
-            _arrive(work, parcel, op, world)
-    if not async_op:
-        return result
+                works = [start_reduce(parcel.sent, op) for parcel in parcels]
+            else:
+                for parcel, table in zip(parcels, tables, strict=True):
+                    parcel.deliver(fold(table.view(parcel.sent.dtype), op))
 
     def finish() -> Any:
         for work, parcel in zip(works, parcels if works else [], strict=True):
-            _arrive(work, parcel, op, world)
+            _arrive(work, parcel)
         return result
 
+    if not async_op:
+        return finish()
     from fabric.plugins.collectives.handle import Handle
 
     return Handle(label, works, finish)
-
-
-def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
-    """Reduce one small plain tensor as `reduce_tree` does, in half the operations; gives whether it did.
-
-    A loop's loss, every step. What is not plain, or not allowed, goes the general way.
-    """
-    dtype, guard = tensor.dtype, channel.guard
-    name = _PLAIN.get(op) if isinstance(op, str) else None
-    if (
-        name is None
-        or guard is None
-        or not guard.whole
-        or (dtype is not torch.float32 and dtype is not torch.float64)
-        or tensor.layout is not torch.strided
-        or tensor.is_nested
-        or not tensor.is_cpu
-        or tensor.nbytes > _SMALL
-        or not tensor.is_contiguous()
-        or tensor.is_neg()
-        or tensor.is_inference()
-    ):
-        return False
-    with torch.no_grad():
-        flat = tensor.view(-1)
-        meeting = guard.meet(tree_call(name[0], LEAF, [tensor]), [flat])
-        if meeting is None:  # the first call of the group, which turned the guard off
-            return False
-        flat.copy_(fold(meeting.each(0, flat.numel(), dtype), name[1]))
-    return True
-
-
-def engine_op(op: Any) -> Any:
-    """What the engine is asked for: not every backend knows a mean."""
-    return _Op.SUM if op == _Op.AVG else op
 
 
 def wire_dtype(dtype: torch.dtype, op: Any) -> torch.dtype:
@@ -162,8 +104,6 @@ class _Parcel:
         first, wire = tensors[0], channel.wire
         dtype = wire_dtype(first.dtype, op)
         self.tensors = tensors
-        self.ordered: torch.dtype | None = None
-        """The dtype of floats that travel as integers."""
         if (
             len(tensors) == 1
             and dtype is first.dtype
@@ -180,8 +120,6 @@ class _Parcel:
     def deliver(self, flat: Tensor) -> None:
         """Write the result into the tensors."""
         first = self.tensors[0]
-        if self.ordered is not None:
-            flat = from_ordered(flat, self.ordered)
         if flat is first:
             return  # it was reduced where it is
         if len(self.tensors) == 1:
@@ -196,26 +134,21 @@ class _Parcel:
                 tensor.copy_(value)
 
 
-def _make_ready(parcels: list[_Parcel], op: Any) -> None:
-    """What the engine may reduce in place: engines lose NaN in a minimum, so floats go as integers; and a
-    tensor may stand in a tree twice.
-    """
+def _part(parcels: list[_Parcel]) -> None:
+    """Give each parcel memory of its own: a tensor may stand in a tree twice, and is reduced in place."""
     taken = set()
     for parcel in parcels:
-        if op in (_Op.MIN, _Op.MAX) and parcel.sent.is_floating_point():
-            parcel.ordered = parcel.sent.dtype
-            parcel.sent = to_ordered(parcel.sent, largest=op == _Op.MAX)
         memory = parcel.sent.untyped_storage().data_ptr()
         if memory in taken:
             parcel.sent = parcel.sent.clone()
         taken.add(memory)
 
 
-def _arrive(work: Any, parcel: _Parcel, op: Any, world: int) -> None:
-    if work is not None:
-        work.wait()
+def _arrive(work: Any, parcel: _Parcel) -> None:
     with _writable(parcel.tensors):
-        parcel.deliver(parcel.sent.div_(world) if op == _Op.AVG else parcel.sent)
+        if work is not None:
+            work.wait()
+        parcel.deliver(parcel.sent)
 
 
 def _writable(tensors: list[Tensor]) -> Any:

@@ -10,8 +10,7 @@ from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
 from fabric.plugins.collectives.frames import as_bytes, buckets, fold, pack, tree_call, unpack
 from fabric.plugins.collectives.gather import ride
-from fabric.plugins.collectives.ordered import from_ordered, to_ordered
-from fabric.plugins.collectives.reduce import engine_op, foldable, wire_dtype
+from fabric.plugins.collectives.reduce import foldable, wire_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,16 +96,8 @@ def all_to_all_tree(data: Any, channel: Channel, *, verb: str = "all_to_all") ->
 
 
 def _reduce_row(matrix: Tensor, op: Any, channel: Channel) -> Tensor:
-    collective, world = channel.collective, matrix.shape[0]
-    ordered = matrix.is_floating_point() and op_name(op) in ("min", "max")
-    sent = to_ordered(matrix, largest=op_name(op) == "max") if ordered else matrix
+    collective = channel.collective
     if matrix.device.type == "cpu":  # gloo's reduce_scatter takes four times as long as its all_reduce
-        sent = sent if ordered else sent.clone(memory_format=torch.contiguous_format)
-        collective.all_reduce(sent, engine_op(op))
-        row = sent[collective.rank_in_group]
-    else:
-        row = torch.empty_like(sent[0])
-        collective.reduce_scatter(row, list(sent), engine_op(op))
-    if ordered:
-        return from_ordered(row, matrix.dtype)
-    return row / world if op == torch_op("mean") else row
+        sent = matrix.clone(memory_format=torch.contiguous_format)
+        return collective.all_reduce(sent, op)[collective.rank_in_group]
+    return collective.reduce_scatter(torch.empty_like(matrix[0]), list(matrix), op)

@@ -14,7 +14,6 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.plugins.collectives.channel import to_tensors, torch_op
 from fabric.plugins.collectives.frames import fold
 from fabric.plugins.collectives.gather import gather_tree
-from fabric.plugins.collectives.reduce import reduce_tree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,26 +46,20 @@ def flat_scalars(values: list[tuple[str, Any]], absent: bool) -> tuple[Tensor, l
     return flat.to("cpu", torch.float64), there
 
 
-def reduce_scalars(names: list[str], flat: Tensor, op: Any, channel: Channel, label: str) -> Tensor:
-    """Every rank's values reduced. All ranks must call this."""
-    reduced: dict[str, Tensor] = reduce_tree({", ".join(map(str, names)): flat}, op, channel, label=label)
-    return next(iter(reduced.values()))
-
-
 def reduce_rows(
     names: list[str], flat: Tensor, there: list[bool], op: Any, size: int, channel: Channel, label: str
 ) -> Tensor:
-    """Values reduced over rows of ranks that see the same data, each row's once. All ranks must call this.
+    """Every rank's values reduced, those of ranks that see the same data once. All ranks must call this.
 
-    Of a row counts the value of the last rank that has one: the last stage of a pipeline, where others have
-    None. Minimum and maximum are those of all ranks.
+    Of such a row counts the value of the last rank that has one: the last stage of a pipeline, where others
+    have None. Minimum and maximum are those of all ranks.
 
     Args:
         names: Of the values.
         flat: This rank's values.
         there: Which of them it has.
         op: As for `reduce_tree`.
-        size: Ranks of a row.
+        size: Ranks of a row; 1: each rank sees data of its own.
         channel: All ranks.
         label: What the call is to the user.
 
@@ -75,7 +68,7 @@ def reduce_rows(
         ConfigurationError: Unknown `op`.
     """
     with channel.refusing("log_dict"):
-        op = torch_op(op)
+        op = torch_op("sum" if op is None else op)
     sent = torch.stack([flat, torch.tensor(there, dtype=torch.float64)])
     table = gather_tree({", ".join(map(str, names)): sent}, channel, verb=label)
     held = next(iter(table.values())).unflatten(0, (-1, size))  # (rows, ranks of a row, 2, names)

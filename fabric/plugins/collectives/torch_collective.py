@@ -12,6 +12,8 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.plugins.collectives.channel import torch_op
 from fabric.plugins.collectives.collective import Collective
 from fabric.plugins.collectives.control import guard_of, waits_of_world
+from fabric.plugins.collectives.frames import for_bools
+from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -23,17 +25,43 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.waits import Waits
 
 
-def _engine_op(tensor: Tensor, op: Any) -> Any:
-    """What the engine is asked for: not every backend knows a mean, and some add bools as bytes."""
-    if op == dist.ReduceOp.AVG:
-        if not (tensor.is_floating_point() or tensor.is_complex()):
+class _Reduction:
+    """A reduction of a tensor, as engines are asked for it: not every backend knows a mean, some add bools as
+    bytes, and all lose NaN in a minimum or maximum, where floats go as integers of the same order.
+    """
+
+    work: Any = None
+    """What the engine gave; None: it has done it, or this rank is not in the group, and torch has warned."""
+
+    def __init__(self, tensor: Tensor, op: Any, size: int) -> None:
+        self.tensor, self.op, self.size = tensor, torch_op(op), size
+        if self.op == dist.ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
             raise ArgumentTypeError(
                 f"The mean of {tensor.dtype} would round. Use op='sum', or convert first."
             )
-        return dist.ReduceOp.SUM
-    if tensor.dtype is torch.bool:
-        return {dist.ReduceOp.SUM: dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT: dist.ReduceOp.MIN}.get(op, op)
-    return op
+        self._ordered = tensor.is_floating_point() and self.op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+        self.engine_op = for_bools(self.op) if tensor.dtype is torch.bool else self.op
+        if self.op == dist.ReduceOp.AVG:
+            self.engine_op = dist.ReduceOp.SUM
+        self.sent = self.to_send(tensor)
+
+    def to_send(self, tensor: Tensor) -> Tensor:
+        """What the engine reduces in place of such a tensor."""
+        return to_ordered(tensor, largest=self.op == dist.ReduceOp.MAX) if self._ordered else tensor
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> Tensor:
+        """The tensor, with the result."""
+        if self.work is not None:
+            self.work.wait()
+        if self._ordered:
+            self.tensor.copy_(from_ordered(self.sent, self.tensor.dtype))
+        elif self.op == dist.ReduceOp.AVG and self.size > 1:
+            self.tensor.div_(self.size)
+        return self.tensor
 
 
 class TorchCollective(Collective):
@@ -110,19 +138,21 @@ class TorchCollective(Collective):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """The reduction over ranks, written into `tensor` on every rank."""
-        wanted = torch_op(op)
-        dist.all_reduce(tensor, _engine_op(tensor, wanted), group=self._group)
-        return self._averaged(tensor, wanted)
+        one = _Reduction(tensor, op, self.world_size)
+        dist.all_reduce(one.sent, one.engine_op, group=self._group)
+        return one.wait()
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
-        """As `all_reduce` by an operation other than the mean, without waiting: gives torch's Work."""
-        return dist.all_reduce(tensor, _engine_op(tensor, torch_op(op)), group=self._group, async_op=True)
+        """As `all_reduce`, without waiting: the result is there after `.wait()` of what this gives."""
+        one = _Reduction(tensor, op, self.world_size)
+        one.work = dist.all_reduce(one.sent, one.engine_op, group=self._group, async_op=True)
+        return one
 
     def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
         """The reduction over ranks, written into `tensor` on `dst`."""
-        wanted = torch_op(op)
-        dist.reduce(tensor, dst, _engine_op(tensor, wanted), group=self._group)
-        return self._averaged(tensor, wanted) if self.rank == dst else tensor
+        one = _Reduction(tensor, op, self.world_size)
+        dist.reduce(one.sent, dst, one.engine_op, group=self._group)
+        return one.wait() if self.rank == dst else tensor
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, written into `tensor_list` in rank order."""
@@ -150,9 +180,10 @@ class TorchCollective(Collective):
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
         """This rank's part of the reduced `input_list`, written into `output`."""
-        wanted = torch_op(op)
-        dist.reduce_scatter(output, input_list, _engine_op(output, wanted), group=self._group)
-        return self._averaged(output, wanted)
+        one = _Reduction(output, op, self.world_size)
+        parts = [one.to_send(part) for part in input_list]
+        dist.reduce_scatter(one.sent, parts, one.engine_op, group=self._group)
+        return one.wait()
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
         """The tensor that each rank has for this one, written into `output_tensor_list`."""
@@ -193,10 +224,6 @@ class TorchCollective(Collective):
             scatter_object_output_list, scatter_object_input_list, src, group=self._group
         )
         return scatter_object_output_list
-
-    def _averaged(self, tensor: Tensor, op: Any) -> Tensor:
-        size = self.world_size  # -1 on a rank outside the group, where torch does nothing but warn
-        return tensor.div_(size) if op == dist.ReduceOp.AVG and size > 1 else tensor
 
     def barrier(self, device_ids: list[int] | None = None) -> None:
         """Wait until every rank of the group is here."""

@@ -23,7 +23,7 @@ from fabric.processes.garbage import forked
 from fabric.processes.lifeline import Ending, describe, die_with_creator, die_with_parent
 from fabric.processes.signals import flush_output
 from fabric.strategies.launchers.failure import exit_reason
-from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable
+from fabric.strategies.launchers.pickling import explain_unpicklable
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -135,5 +135,7 @@ def _ending_of(error: BaseException) -> Ending:
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next
     trace = "".join(traceback.format_exception(error.with_traceback(tb))) if tb is not None else ""
-    whole = pickle.dumps(error) if can_pickle(error) else None
+    whole = None
+    with contextlib.suppress(Exception):  # what cannot be pickled is told in words
+        whole = pickle.dumps(error)
     return Ending(when, describe(error), trace, error=whole)

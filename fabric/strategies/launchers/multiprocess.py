@@ -30,7 +30,7 @@ from fabric.strategies.launchers.child import Task, run_rank
 from fabric.strategies.launchers.cuda_touched import cuda_line, watch_cuda
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.openmp import rest_openmp
-from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable, interactive_name
+from fabric.strategies.launchers.pickling import explain_unpicklable, interactive_name
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.supervisor import Supervisor
@@ -288,10 +288,8 @@ def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     start = 0 if owner is function else -1
     named = [(_own_name(value, index), value) for index, value in enumerate((owner, *args), start)]
     named += list(kwargs.items())
-    return next(
-        (explain_unpicklable(value, name) for name, value in named if not can_pickle(value)),
-        "the environment plugin",
-    )
+    texts = (explain_unpicklable(value, name) for name, value in named)
+    return next((text for text in texts if text), "the environment plugin")
 
 
 def _own_name(value: Any, position: int) -> str:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import pickle
+import re
 import sys
-import time
 import traceback
 import types
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fabric.core.source import is_users, line_name
 from fabric.processes.lifeline import describe
@@ -21,9 +22,11 @@ from fabric.processes.lifeline import describe
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SEARCH_S = 10.0
 _SHOWN_STEPS = 30
-_TABLES = ("_modules", "_parameters", "_buffers")  # of nn.Module: users reach what is in them as attributes
+_DEPTH = 5000
+"""Frames that the search may take: some seven for each level, so that it comes as deep as pickle in C."""
+_IN_TABLE = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+"""In an nn.Module: users reach what is in these tables as attributes."""
 _RUNNING = {"gi_code": "generator", "cr_code": "coroutine", "ag_code": "asynchronous generator"}
 
 
@@ -34,10 +37,18 @@ class _Sink:
         return len(data)
 
 
-class _Pickler(pickle.Pickler):
+class _Tracer(pickle._Pickler):  # pickle as it is written in Python: it can be looked at
+    """Pickles, and knows the way to what it is at: where it fails, that is the culprit."""
+
     def __init__(self, tensors: bool) -> None:
-        super().__init__(_Sink())
+        super().__init__(_Sink(), protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors = tensors
+        self.way: list[Any] = []
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        self.way.append(obj)
+        super().save(obj, save_persistent_id)  # type: ignore[misc]
+        self.way.pop()
 
     def reducer_override(self, obj: Any) -> Any:
         # Plain tensors always pickle, and their data would take most of the time.
@@ -56,11 +67,6 @@ class _MainFinder(pickle.Pickler):
         return NotImplemented
 
 
-def can_pickle(obj: Any) -> bool:
-    """Whether `pickle.dumps(obj)` works."""
-    return _error(obj, tensors=True) is None
-
-
 def interactive_name(obj: Any) -> str | None:
     """The first function or class of `__main__` that a pickle of `obj` names. None where there is none."""
     finder = _MainFinder(_Sink())
@@ -70,135 +76,77 @@ def interactive_name(obj: Any) -> str | None:
 
 
 def explain_unpicklable(obj: Any, name: str) -> str:
-    """`model.head.act: <lambda> at train.py:12`: the innermost part of `obj` that cannot be pickled.
+    """`model.head.act: <lambda> at train.py:12`: the innermost part that pickle refuses; "": it takes `obj`.
 
     Args:
-        obj: An object that `pickle.dumps` refuses.
+        obj: Any object.
         name: What its owner calls it.
     """
-    search = _Search(tensors=_error(obj, tensors=False) is None)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, _DEPTH))
     try:
-        steps, owners, culprit, by_name = search.find(obj, (), ()) or ((), (), obj, False)
-    except TimeoutError:
-        return f"{name}: {_kind(obj)}"
-    except RecursionError:
+        for tensors in (False, True):
+            tracer = _Tracer(tensors)
+            try:
+                tracer.dump(obj)
+            except Exception as error:  # pickle's own, and what a user's __getstate__ or __reduce__ raises
+                return _explain(tracer.way, error, name)
+    finally:
+        sys.setrecursionlimit(limit)
+    return ""
+
+
+def _explain(way: list[Any], error: Exception, name: str) -> str:
+    if isinstance(error, RecursionError):
         return f"{name}: nested too deeply for pickle"
+    by_name = len(way) > 1 and way[-1] is type(way[-2])
+    way = way[:-1] if by_name else way
+    steps = list(_steps(way))
     if len(steps) > _SHOWN_STEPS:
-        steps = (*steps[:5], " ... ", *steps[-5:])
-    path, cls = f"{name}{''.join(steps)}: ", type(culprit)
+        steps = [*steps[:5], " ... ", *steps[-5:]]
+    shown = _IN_TABLE.sub(lambda m: f"[{m[1]}]" if m[1].isdigit() else f".{m[1]}", "".join(steps))
+    culprit, cls = way[-1], type(way[-1])
     if by_name:
         unknown = f", a class{_class_at(cls)} that cannot be imported by that name"
-        return f"{path}{_kind(culprit)}{'' if '<locals>' in cls.__qualname__ else unknown}"
-    return path + _describe(culprit, _error(culprit, search.tensors), owners)
+        return f"{name}{shown}: {_kind(culprit)}{'' if '<locals>' in cls.__qualname__ else unknown}"
+    return f"{name}{shown}: {_describe(culprit, error, [type(owner) for owner in way[:-1]])}"
 
 
-def _error(obj: Any, tensors: bool) -> Exception | None:
-    try:
-        _Pickler(tensors).dump(obj)
-    except Exception as error:  # pickle's own errors, and whatever a user's __getstate__ or __reduce__ raises
-        return error
-    return None
-
-
-class _Found(NamedTuple):
-    steps: tuple[str, ...]
-    owners: tuple[type, ...]
-    """The classes of objects on the way of which the next step is an attribute."""
-    culprit: Any
-    by_name: bool
-    """Whether its class is what pickle refuses."""
-
-
-class _Search:
-    """Depth first, into the parts that cannot be pickled, until none of something's parts is to blame."""
-
-    def __init__(self, tensors: bool) -> None:
-        self.tensors = tensors
-        self._deadline = time.monotonic() + _SEARCH_S
-        self._seen: dict[int, Any] = {}
-
-    def find(self, obj: Any, steps: tuple[str, ...], owners: tuple[type, ...]) -> _Found | None:
-        """The culprit; None if all that leads to it is being searched already."""
-        self._seen[id(obj)], cycle = obj, False
-        for step, part in _parts(obj):
-            if not self._refuses(part):
-                continue
-            if part is type(obj):
-                return _Found(steps, owners, obj, True)
-            cycle = cycle or id(part) in self._seen
-            inside = (*owners, type(obj)) if step[0] == "." else owners
-            if id(part) not in self._seen and (found := self.find(part, (*steps, step), inside)):
-                return found
-        return None if cycle else _Found(steps, owners, obj, False)
-
-    def _refuses(self, part: Any) -> bool:
-        if time.monotonic() > self._deadline:
-            raise TimeoutError
-        error = _error(part, self.tensors)
-        if isinstance(error, RecursionError):
-            raise error
-        return error is not None
-
-
-def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """What pickle takes of an object, each with the way to it as it is written."""
-    if isinstance(obj, dict):
-        for key, value in obj.items():
-            yield f" (the key {key!r})", key
-            yield f"[{key!r}]", value
-    elif isinstance(obj, list | tuple | set | frozenset | deque):
-        fields = dict(enumerate(getattr(obj, "_fields", ())))
-        yield from ((f".{fields[i]}" if fields else f"[{i}]", item) for i, item in enumerate(obj))
-    try:
-        function, arguments, *more = obj.__reduce_ex__(4)
-        state, arguments = more[0] if more else None, tuple(arguments)
-    except Exception:  # it refuses, or is no more than a name
-        return
-    if type(obj) in (function, *arguments[:1]):
-        yield "", type(obj)
-    whole = _attribute(obj, arguments)
-    if getattr(function, "__name__", "") == "__newobj_ex__":
-        arguments = (*arguments[1], *arguments[2].values())
-    taken: dict[str, Any] = (
-        {".__reduce__()[1]": arguments} if whole else _numbered(".__reduce__()[1]", arguments)
-    )
-    if isinstance(state, tuple) and len(state) == 2 and not hasattr(obj, "__setstate__"):
-        taken |= {"attributes": state[0], "slots": state[1]}
-    elif isinstance(state, tuple | list) and not _attribute(obj, state):
-        taken |= _numbered(".__reduce__()[2]", state)
-    else:
-        taken[".__reduce__()[2]"] = state
-    for step, part in taken.items():
-        name = _attribute(obj, part)
-        if isinstance(part, dict) and (
-            part is state or name == "__dict__" or step in ("attributes", "slots")
-        ):
-            yield from _attributes(part)
-        elif part is not type(obj):
-            yield f".{name}" if name else step, part
-
-
-def _numbered(step: str, parts: tuple[Any, ...] | list[Any]) -> dict[str, Any]:
-    return {f"{step}[{index}]": part for index, part in enumerate(parts)}
-
-
-def _attributes(table: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if name in _TABLES and isinstance(value, dict):  # `._modules['head']` is `.head`, `['0']` is `[0]`
-            yield from (
-                (f"[{key}]" if str(key).isdigit() else f".{key}", part) for key, part in value.items()
-            )
+def _steps(way: list[Any]) -> Iterator[str]:
+    """How a person would write the way from its first object to its last."""
+    owner, pending = way[0], ""
+    for outer, part in itertools.pairwise(way):
+        name = _attribute(owner, part)
+        if name == "__dict__":
+            continue  # its values are attributes
+        if name:
+            pending = f".{name}"
         else:
-            yield f".{name}", value
+            pending += _item(outer, part)
+        if name or not isinstance(part, dict | list | tuple):
+            yield pending
+            owner, pending = part, ""
+    yield pending
+
+
+def _item(outer: Any, part: Any) -> str:
+    """The way from a container to what is in it; from another object to what its `__reduce__` gave."""
+    if isinstance(outer, dict):
+        keys = [key for key, value in outer.items() if value is part]
+        return f"[{keys[0]!r}]" if keys else f" (the key {part!r})"
+    if isinstance(outer, list | tuple | set | frozenset | deque):
+        places = [place for place, item in enumerate(outer) if item is part]
+        return f"[{places[0]}]" if places else " (its __reduce__)"
+    return " (its __reduce__)"
 
 
 def _attribute(owner: Any, part: Any) -> str:
     """The name of what is kept outside of __dict__, too, such as `func` of functools.partial."""
     kept = (types.MemberDescriptorType, types.GetSetDescriptorType)  # never properties: they run code
     names = [n for cls in type(owner).__mro__ for n, value in vars(cls).items() if isinstance(value, kept)]
-    for name in (*getattr(owner, "__dict__", ()), *names):
+    for name in (*getattr(owner, "__dict__", ()), *getattr(owner, "_fields", ()), *names):
         with contextlib.suppress(Exception):  # a descriptor that refuses
-            if part is not None and getattr(owner, name, None) is part:
+            if getattr(owner, name) is part:
                 return str(name)
     return ""
 
@@ -206,7 +154,7 @@ def _attribute(owner: Any, part: Any) -> str:
 # the culprit
 
 
-def _describe(culprit: Any, error: Exception | None, owners: tuple[type, ...]) -> str:
+def _describe(culprit: Any, error: Exception, owners: list[type]) -> str:
     if isinstance(culprit, types.FunctionType):
         return _describe_function(culprit)
     if isinstance(culprit, type):
@@ -216,9 +164,9 @@ def _describe(culprit: Any, error: Exception | None, owners: tuple[type, ...]) -
         code = getattr(culprit, attribute, None)
         if isinstance(code, types.CodeType):
             return f"the {kind} {code.co_name} at {line_name(code.co_filename, code.co_firstlineno)}"
-    frames = traceback.extract_tb(error.__traceback__ if error else None)
-    hooks = [frame.name for frame in frames if frame.filename != __file__]
-    raised = f", whose {hooks[0]} raises {describe(error)}" if hooks and error else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    hooks = [frame.name for frame in frames if frame.filename not in (__file__, pickle.__file__)]
+    raised = f", whose {hooks[0]} raises {describe(error)}" if hooks else ""
     for owner in dict.fromkeys(reversed(owners)):  # the innermost of the user's
         if where := _class_at(owner):
             return f"{_kind(culprit)}{raised}, in a {owner.__name__} (class{where})"

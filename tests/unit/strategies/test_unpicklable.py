@@ -18,8 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabric.strategies.launchers import pickling
-from fabric.strategies.launchers.pickling import can_pickle, explain_unpicklable, interactive_name
+from fabric.strategies.launchers.pickling import explain_unpicklable, interactive_name
 
 SOURCE = Path(__file__).read_text().splitlines()
 
@@ -369,7 +368,7 @@ ROWS = {
         ["x.rule: <lambda> at ", line("Chooses.rule")],
     ),
     "a state that is a pair of dicts": (PairState, [f"x.state[1]['b']: {LOCK}"]),
-    "arguments of __reduce__": (Maker, [f"x.__reduce__()[1][1]: {LOCK}"]),
+    "arguments of __reduce__": (Maker, [f"x (its __reduce__)[1]: {LOCK}"]),
     "arguments of __new__": (lambda: ByNew(threading.Lock()), [f"x.lock: {LOCK}"]),
     "keywords of __new__": (lambda: ByKeyword(threading.Lock()), [f"x.lock: {LOCK}"]),
     "a weak reference": (
@@ -417,7 +416,6 @@ ROWS = {
 def test_the_path_and_the_line(row):
     make, parts = ROWS[row]
     obj = make()
-    assert not can_pickle(obj)
     text = explain_unpicklable(obj, "x")
     assert text.startswith(parts[0])
     at = 0
@@ -449,7 +447,6 @@ def test_a_hook_of_a_tensor_is_named_where_warnings_are_errors():
     weight.register_hook(lambda grad: grad)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not can_pickle({"w": weight})
         text = explain_unpicklable({"w": weight}, "x")
     assert text.startswith(
         "x['w']: an object of torch.Tensor, whose __reduce_ex__ raises UserWarning: backward hook"
@@ -470,14 +467,7 @@ def test_a_hook_of_a_tensor_is_named_where_warnings_are_errors():
 )
 def test_what_pickle_takes(obj):
     pickle.dumps(obj)
-    assert can_pickle(obj)
-
-
-def test_the_search_is_bounded_in_time(monkeypatch):
-    monkeypatch.setattr(pickling, "_SEARCH_S", -1.0)
-    assert (
-        explain_unpicklable(Holder(thing=threading.Lock()), "x") == "x: an object of test_unpicklable.Holder"
-    )
+    assert explain_unpicklable(obj, "x") == ""
 
 
 def test_the_search_copies_no_tensors(monkeypatch):
