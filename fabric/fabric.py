@@ -307,20 +307,34 @@ class Fabric(SetupVerbs, CollectiveVerbs):
             seed_rank(used, self._data_rank)
         return used
 
-    def save(self, path: PathLike, state: dict[str, Any], filter: Filter | None = None) -> None:
-        """Write `state` to one file, which plain `torch.load(path, weights_only=True)` reads. All ranks.
+    def save(
+        self,
+        path: PathLike,
+        state: dict[str, Any],
+        filter: Filter | None = None,
+        *,
+        format: str | None = None,
+    ) -> None:
+        """Write `state`, complete or not at all: beside `path`, flushed, and renamed. All ranks.
 
         Args:
-            path: A file; written aside, flushed and renamed, so that it is complete or untouched.
+            path: A file or directory, which is replaced if it is a checkpoint.
             state: Models, optimizers, anything with `state_dict`, and plain data, by name.
             filter: For a name of `state`: which of its entries to keep, (key, value) -> bool.
+            format: "full", one file by rank zero, which plain `torch.load(path, weights_only=True)` reads.
+                "sharded", a directory into which each rank writes its part, and nothing is gathered, which
+                `torch.distributed.checkpoint.load` reads, and `fabric consolidate` makes one file of. None:
+                as the strategy says (`state_dict_type`): "sharded" for "fsdp", "zero2", "zero3", "hsdp" and
+                ModelParallelStrategy on file systems, without a CheckpointIO of yours; else "full".
 
         Raises:
             ArgumentTypeError: A value that loading would not read back; the message names its place.
+            ConfigurationError: Unknown `format`; "sharded" to a URL or with a CheckpointIO of yours.
             KeyError: `filter` names something that is not in `state`.
         """
         self._require_launch("save()")
-        self._strategy.save_checkpoint(path, state, filter=filter)
+        given: Any = {} if format is None else {"format": format}
+        self._strategy.save_checkpoint(path, state, filter=filter, **given)
 
     def load(
         self,
@@ -330,21 +344,22 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         *,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a file of `save` into the objects of `state`. All ranks.
+        """Read a checkpoint of `save`, of any format, strategy and number of ranks, into `state`. All ranks.
 
         Args:
-            path: The file.
+            path: The file, or the directory, which is checked first; also one that torch alone has written.
             state: As for `save`; objects are loaded in place, plain data are replaced. None: everything is
                 returned.
-            strict: Whether the file must hold every name of `state`, and every key of its models.
-            weights_only: False trusts the file and unpickles arbitrary objects.
+            strict: Whether it must hold every name of `state`, and every key of its models.
+            weights_only: False trusts it and unpickles arbitrary objects.
 
         Returns:
-            What the file holds beyond `state`.
+            What it holds beyond `state`.
 
         Raises:
-            FileNotFoundError: There is no file.
-            KeyError: With `strict`, the file lacks a name of `state`.
+            FileNotFoundError: There is none.
+            KeyError: With `strict`, it lacks a name of `state`.
+            UsageError: A file of it is missing, or damaged.
         """
         self._require_launch("load()")
         return self._strategy.load_checkpoint(path, state, strict, weights_only)

@@ -49,6 +49,9 @@ class Strategy(Exchange):
         precision: Dtypes and loss scaling; None: chosen by `Fabric`.
     """
 
+    state_dict_type = "full"
+    """The format of checkpoints: "full" or "sharded"."""
+
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -359,11 +362,24 @@ class Strategy(Exchange):
         state: dict[str, Any],
         storage_options: Any | None = None,
         filter: Filter | None = None,
+        *,
+        format: str | None = None,
     ) -> None:
-        """Write `state` to one file, on rank zero. All ranks must call this; a failure is raised on all of
-        them.
+        """Write `state`: "full" to one file, on rank zero; "sharded" to a directory, each rank its part. All
+        ranks must call this; a failure is raised on all of them. None: as `state_dict_type` says.
         """
-        self.meet("save", states.split_content(self, state))
+        from fabric.strategies.sharded_save import choose_format, save_sharded
+
+        try:
+            format, where = choose_format(self, path, format, storage_options)
+        except ConfigurationError as error:
+            self.refuse("save", error)
+        content = states.split_content(self, state)
+        if format == "sharded":
+            self.meet("save", f"{content}, sharded")
+            save_sharded(self, where, state, filter)
+            return
+        self.meet("save", content)
         options = () if storage_options is None else (storage_options,)
         # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
         # before
@@ -381,12 +397,12 @@ class Strategy(Exchange):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read the file at `path` into `state`; gives what was left over. All ranks must call this."""
-        self.meet("load")
-        rest: dict[str, Any]
-        with states.together(self, f"loading {path}"):
-            checkpoint = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-            rest = states.restore(self, checkpoint, state, strict)
+        """Read the checkpoint at `path`, of either format, into `state`; gives what was left over. All ranks
+        must call this.
+        """
+        from fabric.strategies.sharded_save import load_either
+
+        rest: dict[str, Any] = load_either(self, path, state, strict, weights_only)
         return rest
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
