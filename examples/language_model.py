@@ -9,6 +9,7 @@ Order of reading: Model, train, evaluate. Run it under any launcher, for example
 
 import argparse
 import math
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -172,8 +173,7 @@ def save_and_load(fabric, model, optimizer, loader, vocabulary):
     loss = evaluate(fabric, fresh, loader)
     fabric.barrier()
     if fabric.is_global_zero:
-        path.unlink()
-        path.parent.rmdir()
+        shutil.rmtree(folder)
     return loss
 
 

@@ -73,7 +73,8 @@ def train(fabric, args):
     loss = fabric.all_reduce(loss).item()
 
     path = Path(fabric.broadcast(tempfile.mkdtemp() if fabric.is_global_zero else None), "model.ckpt")
-    fabric.save(path, {"model": model})  # one file, with the plain model's names, whatever the strategy
+    # One file with the plain model's names; without format= a directory into which each rank writes its part.
+    fabric.save(path, {"model": model}, format="full")
     if fabric.is_global_zero:
         plain = make_model().to(fabric.device)
         plain.load_state_dict(torch.load(path, weights_only=True)["model"])

@@ -1,5 +1,6 @@
 """`fabric run`: starts all ranks of this machine at once and supervises them. Imports no torch: the ranks
-do. `fabric check` compares a script's first steps on one rank and on several.
+do. `fabric check` compares a script's first steps on one rank and on several; `fabric consolidate` makes one
+file of a sharded checkpoint.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
     try:
-        return _check(options) if options.command == "check" else _run(options)
+        return {"run": _run, "check": _check, "consolidate": _consolidate}[options.command](options)
     except ConfigurationError as error:
         print(f"fabric {options.command}: {error}", file=sys.stderr)
         return 2
@@ -103,6 +104,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("--devices", metavar="N", default="2", help="how many ranks to compare; default: 2")
     check.add_argument("--steps", metavar="N", default="3", help="how many steps of optimizers; default: 3")
+    merge = commands.add_parser(
+        "consolidate",
+        help="make one file of a sharded checkpoint",
+        description="Make one file of a sharded checkpoint, which torch.load reads. Needs the memory of one "
+        "tensor, and no ranks.",
+    )
+    merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory that fabric.save has written")
+    merge.add_argument("--output", metavar="F", help="the file; default: CHECKPOINT.full.pt")
     for command in (run, check):
         command.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module, like python -m")
         command.add_argument("script", nargs="?", help="the script")
@@ -116,6 +125,19 @@ def _check(options: argparse.Namespace) -> int:
     numbers = {name: Setting(getattr(options, name), f"--{name}") for name in ("devices", "steps")}
     ranks, steps = _whole(numbers["devices"], "--devices", 2), _whole(numbers["steps"], "--steps", 1)
     return check(_command_line(options)[1:], ranks, steps)
+
+
+def _consolidate(options: argparse.Namespace) -> int:
+    from fabric.plugins.io.sharded import consolidate
+
+    output = Path(options.output or f"{options.checkpoint.rstrip(os.sep)}.full.pt")
+    try:
+        consolidate(Path(options.checkpoint), output)
+    except OSError as error:
+        print(f"fabric consolidate: {error}", file=sys.stderr)
+        return 1
+    say(f"{options.checkpoint} is now also one file: {output}")
+    return 0
 
 
 def _run(options: argparse.Namespace) -> int:

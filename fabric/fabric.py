@@ -17,6 +17,7 @@ import torch
 from fabric.checks import check_forward_module, check_optimizer, item_count
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.resolve import Machine, Request, resolve
+from fabric.saving import CheckpointVerbs
 from fabric.setup import SetupVerbs
 from fabric.utilities.compile import eager
 from fabric.utilities.seed import seed_everything, seed_rank
@@ -26,15 +27,11 @@ from fabric.wrappers import unwrap
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from torch.nn import Module
-    from torch.optim import Optimizer
 
     from fabric.accelerators.accelerator import Accelerator
-    from fabric.core.types import Filter, PathLike
     from fabric.loggers.logger import Logger
-    from fabric.strategies.pending import PendingSave
     from fabric.strategies.strategy import Strategy
     from fabric.wrappers import _FabricModule
 
@@ -43,7 +40,7 @@ def _do_nothing(*_: Any) -> None:
     """The function of `fabric.launch()` where none is given."""
 
 
-class Fabric(SetupVerbs, CollectiveVerbs):
+class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
     """Your own training loop on one or many processes, with the same numbers.
 
     Args:
@@ -306,126 +303,6 @@ class Fabric(SetupVerbs, CollectiveVerbs):
         if per_rank:
             seed_rank(used, self._data_rank)
         return used
-
-    def save(
-        self,
-        path: PathLike,
-        state: dict[str, Any],
-        filter: Filter | None = None,
-        *,
-        wait: bool = True,
-    ) -> PendingSave | None:
-        """Write `state` to one file, which plain `torch.load(path, weights_only=True)` reads. All ranks.
-
-        Args:
-            path: A file; written aside, flushed and renamed, so that it is complete or untouched.
-            state: Models, optimizers, anything with `state_dict`, and plain data, by name.
-            filter: For a name of `state`: which of its entries to keep, (key, value) -> bool.
-            wait: False: copy the state to host memory and return; the copy is written while the loop goes on.
-                One at a time: the next save or load waits for it.
-
-        Returns:
-            With `wait=False` the save under way: `.wait()` on all ranks, `.done()`. Its error is raised by
-            that, by the next save or load, or ends the process with exit code 1.
-
-        Raises:
-            ArgumentTypeError: A value that loading would not read back; the message names its place.
-            KeyError: `filter` names something that is not in `state`.
-            OSError: The file cannot be written (a RankError that says so on ranks that do not write).
-        """
-        self._require_launch("save()")
-        if wait:  # strategies of others take what Lightning's do
-            return self._strategy.save_checkpoint(path, state, filter=filter)
-        return self._strategy.save_checkpoint(path, state, filter=filter, wait=False)
-
-    def save_latest(
-        self, directory: PathLike, state: dict[str, Any], *, step: int, keep: int = 3, wait: bool = True
-    ) -> Path | str:
-        """Save as the checkpoint of `step` in a directory, and remove all but the newest `keep`. All ranks.
-
-        The oldest ones go when the new one is complete. One run writes into a directory.
-
-        Args:
-            directory: Made if it is not there; a path or a URL.
-            state: As for `save`.
-            step: By which checkpoints are ordered; one of the same step is replaced.
-            keep: How many stay, at least 1.
-            wait: As for `save`; the next `save_latest` tells of an error.
-
-        Returns:
-            Where the checkpoint is, or will be: DIRECTORY/step-00000042.pt.
-        """
-        from fabric.strategies.latest import save_latest
-
-        self._require_launch("save_latest()")
-        return save_latest(self._strategy, directory, state, step, keep, wait)
-
-    def load_latest(self, directory: PathLike, state: dict[str, Any], strict: bool = True) -> int | None:
-        """Load the newest checkpoint of `save_latest` that is complete and valid. All ranks.
-
-        One that is damaged is named in a warning, and the one before it is loaded.
-
-        Args:
-            directory: Where they are; it need not exist.
-            state: As for `load`.
-            strict: As for `load`.
-
-        Returns:
-            The step of the checkpoint; None: there is none, and `state` is as it was.
-
-        Raises:
-            UsageError: There are checkpoints, and none of them can be read.
-        """
-        from fabric.strategies.latest import load_latest
-
-        self._require_launch("load_latest()")
-        return load_latest(self._strategy, directory, state, strict)
-
-    def load(
-        self,
-        path: PathLike,
-        state: dict[str, Any] | None = None,
-        strict: bool = True,
-        *,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Read a file of `save` into the objects of `state`. All ranks.
-
-        Args:
-            path: The file.
-            state: As for `save`; objects are loaded in place, plain data are replaced. None: everything is
-                returned.
-            strict: Whether the file must hold every name of `state`, and every key of its models.
-            weights_only: False trusts the file and unpickles arbitrary objects.
-
-        Returns:
-            What the file holds beyond `state`.
-
-        Raises:
-            FileNotFoundError: There is no file.
-            DamagedCheckpointError: The file is not what was written, or no checkpoint.
-            KeyError: With `strict`, the file lacks a name of `state`.
-        """
-        self._require_launch("load()")
-        return self._strategy.load_checkpoint(path, state, strict, weights_only)
-
-    def load_raw(
-        self,
-        path: PathLike,
-        obj: Module | Optimizer,
-        strict: bool = True,
-        *,
-        weights_only: bool | None = None,
-    ) -> None:
-        """Read a bare state dict (`torch.save(model.state_dict(), path)`) into a model or optimizer. All
-        ranks.
-        """
-        self._require_launch("load_raw()")
-        if isinstance(obj, dict):
-            raise ArgumentTypeError(
-                "load_raw(path, obj) takes one model or optimizer. Use fabric.load for dictionaries."
-            )
-        self._strategy.load_checkpoint(path, obj, strict, weights_only)
 
 
 def _as_list(value: Any) -> list[Any]:

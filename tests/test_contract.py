@@ -180,9 +180,10 @@ def test_a_strategy_without_gradient_sync_is_found_out(ranks):
         "clipping_sees_the_whole_gradient",
         "state_keys_are_the_users",
         "checkpoints_round_trip",
+        "sharded_checkpoints_round_trip",
         "overrides_take_effect",
     }
-    assert f"strategy 'NoGradientSync' on 2 x cpu breaks 7 of {len(PROMISES)} promises" in message
+    assert f"strategy 'NoGradientSync' on 2 x cpu breaks 8 of {len(PROMISES)} promises" in message
     training = found["training_equals_plain_torch"]
     assert "the model after three steps['body.0.weight'] differs from plain torch" in training
     assert "['state']" in found["state_keys_are_the_users"]
@@ -191,7 +192,8 @@ def test_a_strategy_without_gradient_sync_is_found_out(ranks):
 @pytest.mark.slow
 def test_a_strategy_that_sums_for_means_is_found_out(ranks):
     found, _ = broken(SumsForMeans, ranks)
-    assert set(found) == {"collectives_are_right", "checkpoints_round_trip"}
+    trips = {"checkpoints_round_trip", "sharded_checkpoints_round_trip"}
+    assert set(found) == {"collectives_are_right", *trips}
     assert "all_reduce(mean)['a'] differs" in found["collectives_are_right"]
     assert "one step after loading" in found["checkpoints_round_trip"]
 
@@ -212,7 +214,8 @@ def test_a_strategy_of_one_process_that_loses_rows_is_found_out(ranks):
 @pytest.mark.slow
 def test_a_strategy_that_raises_is_found_out(ranks):
     found, _ = broken(Dies, ranks)
-    assert set(found) == {"collectives_are_right", "loaders_are_split", "overrides_take_effect"}
+    needs_it = {"loaders_are_split", "overrides_take_effect", "sharded_checkpoints_round_trip"}
+    assert set(found) == {"collectives_are_right", *needs_it}
     assert "NotImplementedError: no broadcast here" in found["collectives_are_right"]
 
 

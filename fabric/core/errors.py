@@ -4,6 +4,7 @@ FabricError
 - ConfigurationError (ValueError): arguments that are wrong, impossible here, or contradict each other
 - ArgumentTypeError (TypeError): a value of the wrong kind
 - UsageError (RuntimeError): a call at the wrong time or on the wrong object
+  - DamagedCheckpointError: a file of a checkpoint is not what was written
 - LaunchError (RuntimeError): processes that could not be started or joined
 - RankError (RuntimeError): another rank failed inside a call that all ranks make
 - CollectiveMismatch (RuntimeError, ValueError): ranks called different things, or with different data
@@ -26,6 +27,10 @@ class ArgumentTypeError(FabricError, TypeError):
 
 class UsageError(FabricError, RuntimeError):
     """A call came at the wrong time or on the wrong object."""
+
+
+class DamagedCheckpointError(UsageError):
+    """A file of a checkpoint is missing, was cut short or changed, or is something else altogether."""
 
 
 class LaunchError(FabricError, RuntimeError):

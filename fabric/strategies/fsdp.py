@@ -57,7 +57,7 @@ class FSDPStrategy(ParallelStrategy):
         sharding_strategy: "FULL_SHARD" (zero3), "SHARD_GRAD_OP" (zero2: parameters stay whole between forward
             and backward), "HYBRID_SHARD" (split within a node, replicated across), "_HYBRID_SHARD_ZERO2",
             "NO_SHARD", or torch's ShardingStrategy.
-        state_dict_type: "full" or "sharded". Until sharded files exist, both save one full file.
+        state_dict_type: "sharded" or "full": what `fabric.save` writes without `format=`.
         device_mesh: (replicate, shard) sizes, or a DeviceMesh; None: all ranks.
         checkpoint_io: As in `Strategy`.
         start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError, UsageError
+from fabric.strategies.sharded_save import choose_format
+from fabric.strategies.state import restore, together
 from fabric.utilities.cloud_io import is_local_path, join_path, list_directory
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from fabric.core.types import PathLike
 
-_NAME = re.compile(r"step-(\d+)\.pt")
-_LEFT_BEHIND = re.compile(r"\.step-\d+\.pt\..*\.part")
+_NAME = re.compile(r"step-(\d+)(\.pt)?")
+_LEFT_BEHIND = re.compile(r"\.step-\d+(\.pt)?\.[0-9a-f]{8}\.(part|old)")
 
 
 def save_latest(
@@ -25,26 +28,31 @@ def save_latest(
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if type(value) is not int or value < least:
             raise ConfigurationError(f"save_latest({name}={value!r}) must be an int of at least {least}.")
-    path = join_path(directory, f"step-{step:08d}.pt")
+    path = join_path(directory, f"step-{step:08d}")
+    format, _ = choose_format(strategy, path, None, None)
+    path += ".pt" * (format == "full")
     then = partial(retire, strategy.checkpoint_io, directory, keep)
-    strategy.save_checkpoint(path, state, wait=wait, then=then, facts={"step": step})
+    strategy.save_checkpoint(path, state, format=format, wait=wait, then=then, facts={"step": step})
     return Path(path) if is_local_path(path) else path
 
 
 def load_latest(strategy: Any, directory: PathLike, state: dict[str, Any], strict: bool) -> int | None:
     """See `Fabric.load_latest`."""
+    strategy.finish_save()
     names = strategy.broadcast(checkpoints(directory) if strategy.is_global_zero else None)
     said = ""
     for name in names:
         path = join_path(directory, name)
-        try:
-            checkpoint = strategy.read_checkpoint(path)
-        except Exception as error:  # on all ranks: its own, or one that quotes another rank's
-            said = f"{type(error).__name__}: {error}"
-            rank_zero_warn(f"{path} cannot be loaded, and the one before it is tried. {said}")
-            continue
-        strategy.restore_checkpoint(path, checkpoint, state, strict)
-        return step_of(name)
+        with ExitStack() as stack:
+            try:
+                tree = stack.enter_context(strategy.opened(path))
+            except Exception as error:  # on all ranks: its own, or one that quotes another rank's
+                said = f"{type(error).__name__}: {error}"
+                rank_zero_warn(f"{path} cannot be loaded, and the one before it is tried. {said}")
+                continue
+            with together(strategy, f"loading {path}"):
+                restore(strategy, tree, state, strict)
+            return step_of(name)
     if names:
         raise UsageError(
             f"None of the {len(names)} checkpoints in {directory} can be loaded. The oldest: {said}"
@@ -54,7 +62,8 @@ def load_latest(strategy: Any, directory: PathLike, state: dict[str, Any], stric
 
 def checkpoints(directory: PathLike) -> list[str]:
     """The names of a directory's checkpoints, the newest first."""
-    return sorted(filter(_NAME.fullmatch, list_directory(directory)), key=step_of, reverse=True)
+    names = filter(_NAME.fullmatch, list_directory(directory))
+    return sorted(names, key=lambda name: (step_of(name), name), reverse=True)
 
 
 def step_of(name: str) -> int:

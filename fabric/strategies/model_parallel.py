@@ -34,7 +34,7 @@ class ModelParallelStrategy(ParallelStrategy):
         parallelize_fn: (model, device_mesh) -> model, in place.
         data_parallel_size: Groups that see different data; "auto": the number of nodes.
         tensor_parallel_size: Ranks that share one replica; "auto": the number of devices of a node.
-        save_distributed_checkpoint: Until sharded files exist, one full file is saved either way.
+        save_distributed_checkpoint: True: `fabric.save` without `format=` writes "sharded"; False: "full".
         process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
         timeout: How long a collective waits for the other ranks.
         accelerator: As in `Strategy`.
@@ -76,6 +76,7 @@ class ModelParallelStrategy(ParallelStrategy):
             )
         self.layout: Mesh = Mesh(parallelize_fn, data_parallel_size, tensor_parallel_size)
         self.save_distributed_checkpoint = save_distributed_checkpoint
+        self.state_dict_type = "sharded" if save_distributed_checkpoint else "full"
         self._set_processes(process_group_backend, timeout, startup_timeout, start_method)
 
     def bind(self, plan: Plan) -> None:

@@ -136,9 +136,7 @@ def _whole(strategy: Any, state: dict[str, Any]) -> dict[str, Any]:
     """
     if not strategy.layout.splits or not any([_is_part(leaf) for leaf in flatten(state)[0]]):
         return state
-    from fabric.strategies.layouts.dtensors import full_tree
-
-    whole: dict[str, Any] = full_tree(state, strategy.layout.keeps_full)
+    whole: dict[str, Any] = strategy.layout.whole_tree(state)
     return whole
 
 
@@ -152,7 +150,7 @@ def _load_entries(
     """Load `saved` into the entries of `state`, a dictionary that holds objects, in place."""
     if not isinstance(saved, dict):
         raise UsageError(
-            f"The checkpoint holds a {type(saved).__name__} where {name} is a dictionary. Load it with "
+            f"The checkpoint holds a {_kind(saved)} where {name} is a dictionary. Load it with "
             f"fabric.load(path), or fabric.load_raw(path, model) if it is the state of one object."
         )
     missing = [key for key in state if key not in saved]
@@ -179,7 +177,7 @@ def _load_value(strategy: Any, target: Any, value: Any, strict: bool, name: str)
         _load_entries(strategy, target, value, strict, name)
         return target
     if not isinstance(value, list | tuple) or len(value) != len(target):
-        held = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+        held = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {_kind(value)}"
         raise UsageError(f"The checkpoint holds {held} where {name} has {len(target)}. Give as many objects.")
     loaded = [
         _load_value(strategy, old, new, strict, f"{name}[{i}]")
@@ -195,10 +193,10 @@ def _load_into(strategy: Any, target: Any, value: Any, strict: bool, name: str) 
     inner = unwrap(target)
     if isinstance(inner, torch.nn.Module):
         if not isinstance(value, dict):
-            raise UsageError(f"The checkpoint holds a {type(value).__name__} where {name} is a module.")
+            raise UsageError(f"The checkpoint holds a {_kind(value)} where {name} is a module.")
         strategy.load_module_state_dict(target, module_entries(value), strict=strict)
     elif isinstance(inner, torch.optim.Optimizer):
-        strategy.load_optimizer_state(target, from_portable(value))
+        strategy.load_optimizer_state(target, from_portable(value, stored=True))
     elif _is_stateful(target):
         target.load_state_dict(from_portable(value))
     else:
@@ -207,6 +205,10 @@ def _load_into(strategy: Any, target: Any, value: Any, strict: bool, name: str) 
             f"load_state_dict(), but got {type(target).__name__}. Write data = fabric.load(path) "
             f"to read plain data."
         )
+
+
+def _kind(value: Any) -> str:
+    return "Tensor" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _is_stateful(value: Any) -> bool:

@@ -14,15 +14,13 @@ from fabric.core.topology import Topology
 from fabric.core.traits import overridden
 from fabric.forward import BackwardGate, GuardedForward
 from fabric.plugins.precision.precision import CONVERSIONS, Precision
-from fabric.strategies import state as states
+from fabric.strategies.checkpoints import Checkpoints
 from fabric.strategies.exchange import Exchange
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.apply_func import move_data_to_device
-from fabric.utilities.state_keys import clean_keys, fit_keys
-from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     import torch
@@ -34,14 +32,13 @@ if TYPE_CHECKING:
 
     from fabric.accelerators.accelerator import Accelerator
     from fabric.core.traits import Traits
-    from fabric.core.types import Filter, Optimizable, PathLike
+    from fabric.core.types import Optimizable
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.strategies.launchers.launcher import Launcher
-    from fabric.strategies.pending import PendingSave
     from fabric.strategies.plan import Plan
 
 
-class Strategy(Exchange):
+class Strategy(Checkpoints):
     """How models, optimizers and data meet devices and ranks: a composition of parts.
 
     Args:
@@ -64,7 +61,6 @@ class Strategy(Exchange):
         self._bound = False
         self._accelerator = accelerator
         self._checkpoint_io = checkpoint_io
-        self.pending: PendingSave | None = None
         self.gate = BackwardGate()
         self.precision = precision or Precision()
 
@@ -116,19 +112,6 @@ class Strategy(Exchange):
     def precision(self, precision: Precision) -> None:
         self._precision = precision
         self._decide_backward()
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """How checkpoints reach storage."""
-        if self._checkpoint_io is None:
-            from fabric.plugins.io.torch_io import TorchCheckpointIO
-
-            self._checkpoint_io = TorchCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     @property
     def launcher(self) -> Launcher | None:
@@ -353,110 +336,6 @@ class Strategy(Exchange):
         """The plan, whose outputs refuse a plain `loss.backward()` where that would be wrong."""
         needed = self._changed_backward or self.traits.owns_backward
         return GuardedForward(plan, self.gate) if needed else plan
-
-    def save_checkpoint(
-        self,
-        path: PathLike,
-        state: dict[str, Any],
-        storage_options: Any | None = None,
-        filter: Filter | None = None,
-        *,
-        wait: bool = True,
-        then: Callable[[], None] | None = None,
-        facts: Mapping[str, Any] | None = None,
-    ) -> PendingSave | None:
-        """Write `state` to one file, on rank zero. All ranks must call this; a failure is raised on all of
-        them.
-
-        Args:
-            path: Where to.
-            state: What `Fabric.save` is given.
-            storage_options: For the checkpoint IO.
-            filter: As in `Fabric.save`.
-            wait: False: write a copy beside the loop, which goes on.
-            then: What the writing rank does when the file is there.
-            facts: What is kept beside the data, for those who look at the file.
-        """
-        self.finish_save()
-        self.meet("save", states.split_content(self, state))
-        # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
-        # before the old file is touched.
-        with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.is_global_zero):
-            checkpoint = states.gather(self, state, filter)
-            if not wait:
-                from fabric.strategies.pending import PendingSave, snapshot
-
-                checkpoint = snapshot(checkpoint) if self.is_global_zero else {}
-        self.checkpoint_io.facts = {
-            "strategy": type(self).__name__,
-            "world_size": self.topology.world_size,
-            **(facts or {}),
-        }
-        options = () if storage_options is None else (storage_options,)
-
-        def write() -> None:
-            self.checkpoint_io.save_checkpoint(checkpoint, path, *options)
-            if then is not None:
-                then()
-
-        if not wait:
-            self.pending = PendingSave(self, path, write if self.is_global_zero else None)
-            return self.pending
-        with states.together(self, f"saving {path}"):
-            if self.is_global_zero:
-                write()
-        return None
-
-    def finish_save(self) -> None:
-        """Wait for the save that goes on beside the loop, if there is one. All ranks must call this.
-
-        Raises:
-            OSError: It has failed.
-        """
-        if self.pending is not None:
-            self.pending.wait()
-
-    def load_checkpoint(
-        self,
-        path: PathLike,
-        state: Any | None = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Read the file at `path` into `state`; gives what was left over. All ranks must call this."""
-        checkpoint = self.read_checkpoint(path, weights_only)
-        return self.restore_checkpoint(path, checkpoint, state, strict)
-
-    def read_checkpoint(self, path: PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-        """What is in the file at `path`, on each rank. All ranks must call this; a failure is one on all."""
-        self.finish_save()
-        self.meet("load")
-        with states.together(self, f"loading {path}"):
-            return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-
-    def restore_checkpoint(
-        self, path: PathLike, checkpoint: dict[str, Any], state: Any | None, strict: bool
-    ) -> dict[str, Any]:
-        """Put what was read into the objects of `state`; gives what was left over. All ranks."""
-        with states.together(self, f"loading {path}"):
-            return states.restore(self, checkpoint, state, strict)
-
-    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        """The full state dict under the user's own keys."""
-        return clean_keys(self.layout.module_state(unwrap(module)))
-
-    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load a state dict saved under any wrapping; gives torch's missing and unexpected keys."""
-        plain = unwrap(module)
-        return self.layout.load_module_state(plain, fit_keys(state_dict, plain), strict)
-
-    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state of an optimizer."""
-        return self.layout.optimizer_state(unwrap(optimizer))
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a full state into an optimizer."""
-        self.layout.load_optimizer_state(unwrap(optimizer), state)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

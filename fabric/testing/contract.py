@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, ContractError, RankError
 from fabric.core.tree import flatten, iter_paths
 from fabric.fabric import Fabric
+from fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabric.resolve import name_strategy
 from fabric.testing.failures import RankFailure
 from fabric.testing.pool import RankPool
@@ -296,11 +297,21 @@ def state_keys_are_the_users(fabric: Fabric, folder: Path) -> None:
 
 def checkpoints_round_trip(fabric: Fabric, folder: Path) -> None:
     """What save writes, load restores on every rank: weights, the optimizer's momentum and plain data."""
-    path = folder / "checkpoint"
+    _round_trip(fabric, folder / "checkpoint", "full")
+
+
+def sharded_checkpoints_round_trip(fabric: Fabric, folder: Path) -> None:
+    """So it is of checkpoints into which each rank writes its part, unless the strategy brings its storage."""
+    if type(fabric.strategy.checkpoint_io) is TorchCheckpointIO:
+        _round_trip(fabric, folder / "checkpoint", "sharded")
+
+
+def _round_trip(fabric: Fabric, path: Path, format: str) -> None:
     model, optimizer = _train(fabric, 2)
     saved = _weights(fabric, model)
-    fabric.save(path, {"model": model, "optimizer": optimizer, "epoch": 7})
+    fabric.save(path, {"model": model, "optimizer": optimizer, "epoch": 7}, format=format)
     fabric.barrier()
+    _must(path.is_dir() == (format == "sharded"), f"format={format!r} did not write {path}")
     other, stepped = _ready(fabric, subject()[0])
     state = {"model": other, "optimizer": stepped, "epoch": 0}
     fabric.load(path, state)
@@ -425,6 +436,7 @@ PROMISES: tuple[Callable[[Fabric, Path], None], ...] = (
     clipping_sees_the_whole_gradient,
     state_keys_are_the_users,
     checkpoints_round_trip,
+    sharded_checkpoints_round_trip,
     collectives_are_right,
     overrides_take_effect,
     loaders_are_split,

@@ -6,10 +6,11 @@ Called by loggers and checkpoint IO. Never caches a remote file.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import MissingExtraError
+from fabric.core.errors import ConfigurationError, MissingExtraError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -42,6 +43,23 @@ def is_url(path: PathLike) -> bool:
 def is_local_path(path: PathLike) -> bool:
     """Whether `path` is on this machine's file systems, with or without `file://`."""
     return not is_url(path) or os.fspath(path).startswith(("file://", "local://"))
+
+
+def local_path(path: PathLike) -> Path | None:
+    """The path on this machine's file systems; None for a URL of another kind.
+
+    Raises:
+        ConfigurationError: A URL went through `pathlib`, which takes out a slash.
+    """
+    if is_url(path):
+        return Path(str(path).partition("://")[2]) if is_local_path(path) else None
+    broken = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", str(path))
+    if isinstance(path, Path) and broken:
+        raise ConfigurationError(
+            f"{path!r} was a URL, and Path took a slash out of it. Pass the string "
+            f"{str(path).replace(':/', '://', 1)!r}."
+        )
+    return Path(path)
 
 
 def join_path(root: PathLike, *parts: str) -> str:

@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, RankError, UsageError
+from fabric.plugins.io.sharded import consolidate
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 
 
@@ -438,7 +439,7 @@ def trained(fabric: Fabric, steps: int, seed: int = 21):
 def saved(strategy: str, path) -> None:
     fabric = launched(strategy)
     model, optimizer = trained(fabric, 2)
-    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 2})
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 2}, format="full")
 
 
 def loaded(strategy: str, path) -> tuple[dict, dict, dict]:
@@ -504,7 +505,9 @@ def saved_by_hand(strategy: str, path) -> None:
     fabric = launched(strategy)
     model, optimizer = trained(fabric, 2)
     parts = {"model": model.module.state_dict(), "optimizers": [optimizer.optimizer.state_dict()]}
-    fabric.save(path, {**parts, "whole": {"model": model, "optimizers": [optimizer]}})
+    state = {**parts, "whole": {"model": model, "optimizers": [optimizer]}}
+    fabric.save(path, state, format="full")
+    fabric.save(f"{path}-parts", state, format="sharded")
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "tp"])
@@ -512,6 +515,8 @@ def test_what_the_user_took_from_his_own_objects_is_saved_whole(ranks, tmp_path,
     path = tmp_path / "checkpoint"
     ranks.run(saved_by_hand, strategy, path, world_size=2)
     plain = torch.load(path, weights_only=True)
+    consolidate(tmp_path / "checkpoint-parts", tmp_path / "one")
+    torch.testing.assert_close(torch.load(tmp_path / "one", weights_only=True), plain, atol=0, rtol=0)
     torch.testing.assert_close(dict(plain["model"]), dict(plain["whole"]["model"]), atol=0, rtol=0)
     assert plain["model"]._metadata == plain["whole"]["model"]._metadata
     states = [held["optimizers"][0]["state"] for held in (plain, plain["whole"])]
@@ -546,7 +551,7 @@ def who_keeps(path) -> list[bool]:
         seen.append(value.is_meta)
         return value.dim() == 2
 
-    fabric.save(path, {"model": model}, filter={"model": keep})
+    fabric.save(path, {"model": model}, filter={"model": keep}, format="full")
     return sorted(set(seen))
 
 

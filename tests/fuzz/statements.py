@@ -446,7 +446,7 @@ def saved(scene: Scene) -> list[Node]:
         f"{model.name}.state_dict()" if form < 0.7 or not model.ready else f"{model.name}.module.state_dict()"
     )
     return [
-        f"fabric.save({path}, {{'m': {what}}})",
+        f"fabric.save({path}, {{'m': {what}}}, format='full')",
         f"note.same('file', torch.load({path}, weights_only=True)['m'])",
     ]
 

@@ -6,16 +6,14 @@ from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fabric.plugins.io.checkpoint_io import CheckpointIO
-    from fabric.plugins.io.seal import DamagedCheckpointError
     from fabric.plugins.io.torch_io import TorchCheckpointIO
 
-__all__ = ["CheckpointIO", "DamagedCheckpointError", "TorchCheckpointIO"]
+__all__ = ["CheckpointIO", "TorchCheckpointIO"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "CheckpointIO": "fabric.plugins.io.checkpoint_io",
-        "DamagedCheckpointError": "fabric.plugins.io.seal",
         "TorchCheckpointIO": "fabric.plugins.io.torch_io",
     },
 )

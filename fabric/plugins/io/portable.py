@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import ArgumentTypeError
+from fabric.core.torch_internals import no_subclass_functions
+from fabric.core.tree import map_tree
 from fabric.utilities.state_keys import PLAIN_DICTS, like
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray),
@@ -19,10 +24,68 @@ _TAG = "__fabric_type__"
 
 
 def kept_elsewhere(value: torch.Tensor) -> torch.Tensor:
-    """What a rank that takes part in a save, but writes nothing, has in place of a value."""
-    absent = torch.empty_like(value, device="meta")
-    absent.kept_elsewhere = True  # type: ignore[attr-defined]
-    return absent
+    """What a rank that takes part in a save, but does not write a value, has in place of it."""
+    shape = torch.empty_like(value, device="meta")
+    shape.kept_elsewhere = True  # type: ignore[attr-defined]
+    return shape
+
+
+def elsewhere(value: Any) -> Any:
+    """What other ranks have of a value: of a tensor its shape."""
+    return kept_elsewhere(value) if isinstance(value, torch.Tensor) else value
+
+
+def is_elsewhere(value: Any) -> bool:
+    """Whether `kept_elsewhere` has made it."""
+    return getattr(value, "kept_elsewhere", False)
+
+
+class Stored(torch.Tensor):
+    """A tensor of a checkpoint that is read when it is used, each time anew: shape and dtype until then."""
+
+    fill: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+    """Reads a part, of the shape of a tensor and from these offsets on, into that tensor."""
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, fill: Callable[..., torch.Tensor]) -> Stored:
+        """A tensor that `fill` reads."""
+        made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
+        made.fill = fill
+        return made
+
+    def read(self, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Its values."""
+        return self.fill(torch.empty(self.shape, dtype=self.dtype) if into is None else into, [0] * self.ndim)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Any operation, on the values."""
+        asked = getattr(getattr(func, "__self__", func), "__name__", "")  # of a getter: the attribute's name
+        with no_subclass_functions():
+            if asked not in _FACTS:
+                args, kwargs = map_tree(read_stored, tuple(args)), map_tree(read_stored, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+
+_FACTS = {
+    "shape",
+    "dtype",
+    "ndim",
+    "layout",
+    "requires_grad",
+    "is_quantized",
+    "is_nested",
+    "size",
+    "dim",
+    "numel",
+}
+
+
+def read_stored(value: Any) -> Any:
+    """The values of a tensor that is `Stored`; anything else as it is."""
+    return value.read() if isinstance(value, Stored) else value
 
 
 def to_portable(data: Any, name: str) -> Any:
@@ -77,12 +140,14 @@ def _portable_items(data: dict[Any, Any], name: str) -> dict[Any, Any]:
     return items
 
 
-def from_portable(data: Any) -> Any:
+def from_portable(data: Any, stored: bool = False) -> Any:
     """Undo `to_portable`: a copy with paths and numpy values again, whose tensors own their memory.
 
     Tensors of a memory-mapped file must not outlive the load: whoever overwrites the file in place would
-    crash them.
+    crash them. With `stored` those that are read when they are used are left so.
     """
+    if isinstance(data, Stored):
+        return data if stored else data.read()
     if isinstance(data, torch.Tensor):
         copied = data.detach().clone()
         if isinstance(data, torch.nn.Parameter):
@@ -91,9 +156,9 @@ def from_portable(data: Any) -> Any:
     if type(data) in PLAIN_DICTS:
         if data.get(_TAG) in _READERS:
             return _READERS[data[_TAG]](data)
-        return like(data, {key: from_portable(value) for key, value in data.items()})
+        return like(data, {key: from_portable(value, stored) for key, value in data.items()})
     if type(data) in (list, tuple):
-        return type(data)([from_portable(value) for value in data])
+        return type(data)([from_portable(value, stored) for value in data])
     return data
 
 
@@ -122,7 +187,7 @@ def _plain_key(key: Any, name: str) -> Any:
 
 
 def _check_tensor(data: torch.Tensor, name: str) -> None:
-    if data.is_meta and not getattr(data, "kept_elsewhere", False):
+    if data.is_meta and not is_elsewhere(data):
         raise ArgumentTypeError(
             f"{name} is on the meta device and holds no values. Give it some before saving, for example with "
             f"model.to_empty(device=fabric.device) and loading."

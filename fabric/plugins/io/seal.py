@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import UsageError
+from fabric.core.errors import DamagedCheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,10 +30,6 @@ _LENGTH = 2
 _COMMENT = 65_535
 _LARGE = 1 << 20
 _PIECE = 4 << 20
-
-
-class DamagedCheckpointError(UsageError):
-    """A checkpoint is not what was written: cut short, changed, or something else altogether."""
 
 
 class SealedWriter(io.BufferedWriter):

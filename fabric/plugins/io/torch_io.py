@@ -7,18 +7,19 @@ import pickle
 import re
 import secrets
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.errors import ConfigurationError, DamagedCheckpointError, UsageError
 from fabric.plugins.io.checkpoint_io import CheckpointIO
-from fabric.plugins.io.seal import DamagedCheckpointError, SealedWriter, check
-from fabric.utilities.cloud_io import get_filesystem, is_local_path, is_url
+from fabric.plugins.io.directory import flush_directory, remove
+from fabric.plugins.io.seal import SealedWriter, check
+from fabric.utilities.cloud_io import get_filesystem, local_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from fabric.core.types import PathLike
 
@@ -52,7 +53,7 @@ class TorchCheckpointIO(CheckpointIO):
                 f"storage_options={storage_options!r} mean nothing to TorchCheckpointIO. Pass a CheckpointIO "
                 "of your own as Fabric(plugins=...) that reads them."
             )
-        local = _local_path(path)
+        local = local_path(path)
         if local is None:
             _save_to_url(checkpoint, str(path), self.facts)
         else:
@@ -74,7 +75,7 @@ class TorchCheckpointIO(CheckpointIO):
             UsageError: The file holds objects that safe loading refuses.
         """
         safe = weights_only is not False
-        local = _local_path(path)
+        local = local_path(path)
         try:
             if local is None:
                 return self._load_from_url(str(path), map_location, safe)
@@ -90,10 +91,10 @@ class TorchCheckpointIO(CheckpointIO):
             raise
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Delete the file at `path`, if it is there."""
-        local = _local_path(path)
+        """Delete the file or directory at `path`, if it is there."""
+        local = local_path(path)
         if local is not None:
-            local.unlink(missing_ok=True)
+            remove(local)
         elif (filesystem := get_filesystem(path)).exists(str(path)):
             filesystem.rm(str(path), recursive=True)
 
@@ -121,23 +122,6 @@ class TorchCheckpointIO(CheckpointIO):
                 check(file, url)
                 file.seek(0)
             return torch.load(file, map_location=map_location, weights_only=safe)  # type: ignore[no-any-return]
-
-
-def _local_path(path: PathLike) -> Path | None:
-    """The path on this machine's disks; None for a URL of another kind.
-
-    Raises:
-        ConfigurationError: A URL went through `pathlib`, which takes out a slash.
-    """
-    if is_url(path):
-        return Path(str(path).partition("://")[2]) if is_local_path(path) else None
-    broken = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", str(path))
-    if isinstance(path, Path) and broken:
-        raise ConfigurationError(
-            f"{path!r} was a URL, and Path took a slash out of it. Pass the string "
-            f"{str(path).replace(':/', '://', 1)!r}."
-        )
-    return Path(path)
 
 
 def _refusal(path: PathLike, text: str) -> str | None:
@@ -179,7 +163,7 @@ def _save_to_disk(checkpoint: dict[str, Any], path: Path, facts: Mapping[str, An
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _flush_directory(path.parent)
+    flush_directory(path.parent)
 
 
 def _write(checkpoint: dict[str, Any], file: Any, facts: Mapping[str, Any]) -> None:
@@ -204,18 +188,6 @@ def _without_crc() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-def _flush_directory(directory: Path) -> None:
-    # The rename itself must reach the disk. Some systems cannot open directories; there it does so by itself.
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _save_to_url(checkpoint: dict[str, Any], url: str, facts: Mapping[str, Any]) -> None:

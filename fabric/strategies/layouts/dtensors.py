@@ -20,7 +20,7 @@ from fabric.core.torch_internals import (
     value_of,
 )
 from fabric.core.tree import map_tree
-from fabric.plugins.io.portable import kept_elsewhere
+from fabric.plugins.io.portable import Stored, kept_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,7 +53,7 @@ def full_tree(tree: Any, keep: bool) -> Any:
 
 
 def own_part(full: Tensor, like: DTensor, name: str) -> DTensor:
-    """This rank's part of a full tensor, laid out as `like`. No message is sent.
+    """This rank's part of a full tensor, laid out as `like`; of a `Stored` one no more is read. No message.
 
     Raises:
         UsageError: The shapes differ.
@@ -64,8 +64,18 @@ def own_part(full: Tensor, like: DTensor, name: str) -> DTensor:
             f"Load it into the model that it was saved from."
         )
     local = like.to_local()
+    if isinstance(full, Stored):
+        return _stored_part(full, like, torch.empty_like(local, dtype=full.dtype))
     here = full if local.is_meta else full.to(local.device)
     return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _stored_part(full: Stored, like: DTensor, local: Tensor) -> DTensor:
+    if like.device_mesh.get_coordinate() is not None:
+        full.fill(local, like.__create_chunk_list__()[0].offsets)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def part_of(value: Any, target: Any, name: str) -> Any:

@@ -10,6 +10,8 @@ import torch
 
 from fabric.core.torch_internals import foreach_div_
 from fabric.core.traits import Traits
+from fabric.core.tree import map_tree
+from fabric.plugins.io.portable import read_stored
 from fabric.utilities.init import EmptyInit
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class Whole:
     """All ranks, for what a layout itself sends; there once this process is in place."""
     keeps_full = True
     """Whether this rank keeps the full values that it gathers, or only takes part."""
+    keeps_parts = False
+    """Whether nothing is gathered: states have this rank's parts, and the shapes of what other ranks have."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
         return self
@@ -84,18 +88,20 @@ class Whole:
         return wrapped
 
     @contextmanager
-    def gathering(self, keep: bool) -> Iterator[None]:
+    def gathering(self, keep: bool, parts: bool = False) -> Iterator[None]:
         """Context in which full states are gathered on all ranks, and kept by those that say so.
+
+        With `parts` nothing is gathered: see `keeps_parts`.
 
         Raises:
             RuntimeError: The gradients that were clipped last had a norm that is not finite.
         """
         self.finite.look()
-        self.keeps_full = keep
+        self.keeps_full, self.keeps_parts = keep, parts
         try:
             yield
         finally:
-            del self.keeps_full
+            del self.keeps_full, self.keeps_parts
 
     def check_saved(self, state: dict[str, Any]) -> None:
         """Raise if rank zero, which writes, lacks something of this state. All ranks must call this."""
@@ -218,7 +224,7 @@ class Whole:
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a full state into an optimizer."""
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(map_tree(read_stored, state))
 
     def teardown(self) -> None:
         """Let go of what the layout holds."""

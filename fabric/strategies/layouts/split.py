@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.tree import map_tree
 from fabric.plugins.collectives.frames import call_of
+from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.deferred import DeferredInit
 from fabric.utilities.init import has_meta_parameters
@@ -145,18 +147,20 @@ class Split(Whole):
 
     def whole_values(self, module: Module) -> dict[str, Tensor]:
         """Tensors of the user's module, in host memory. All ranks must call this."""
+        held = dict([*module.named_parameters(), *module.named_buffers()])
+        values: dict[str, Tensor] = self.whole_tree(held)
+        return values
+
+    def whole_tree(self, tree: Any) -> Any:
+        """The tree with whole tensors in the place of parts, which stay where nothing is gathered."""
         from fabric.strategies.layouts.dtensors import full_tree
 
-        held = dict([*module.named_parameters(), *module.named_buffers()])
-        values: dict[str, Tensor] = full_tree(held, self.keeps_full)
-        return values
+        return tree if self.keeps_parts else full_tree(tree, self.keeps_full)
 
     def module_state(self, module: Module) -> dict[str, Any]:
         """The full state dict, in host memory. All ranks must call this."""
-        from fabric.strategies.layouts.dtensors import full_tree
-
         state: dict[str, Any] = module.state_dict()
-        state.update(full_tree(dict(state), self.keeps_full))
+        state.update(self.whole_tree(dict(state)))
         return state
 
     def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
@@ -171,16 +175,15 @@ class Split(Whole):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state, in host memory. All ranks must call this."""
-        from fabric.strategies.layouts.dtensors import full_tree
-
         state = optimizer.state_dict()
-        return {**state, "state": full_tree(state["state"], self.keeps_full)}
+        return {**state, "state": self.whole_tree(state["state"])}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load this rank's part of a full state."""
         from fabric.strategies.layouts.dtensors import place_optimizer_state
 
-        optimizer.load_state_dict(place_optimizer_state(optimizer, state))
+        placed = place_optimizer_state(optimizer, state)
+        optimizer.load_state_dict(map_tree(read_stored, placed))
 
     def teardown(self) -> None:
         """Let go of the mesh."""

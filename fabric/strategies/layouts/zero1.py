@@ -17,6 +17,7 @@ from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.tree import map_tree
 from fabric.plugins.collectives.frames import call_of
 from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
+from fabric.plugins.io.portable import elsewhere
 from fabric.strategies.layouts.replicate import Replicate
 from fabric.strategies.layouts.shares import Share, Step, WholeStateOnly, divide, send, stand_in
 
@@ -96,7 +97,11 @@ class ShardedStates(Replicate):
         gathered: dict[int, Any] = {}
         for src in range(channel.world_size):
             own = src == share.rank
-            part = broadcast_tree(mine if own else None, src, channel)
+            sent = map_tree(elsewhere, mine) if self.keeps_parts else mine
+            part = broadcast_tree(sent if own else None, src, channel)
+            if self.keeps_parts:
+                gathered.update(mine if own else part)
+                continue
             # One owner's tensors at a time: all of them on the device is what this layout is there to avoid.
             gathered.update(map_tree(partial(_full, keep=self.keeps_full, copy=own), part))
         state: defaultdict[Any, Any] = defaultdict(dict)
@@ -108,7 +113,7 @@ class ShardedStates(Replicate):
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load this rank's share of a full state."""
         self.attend(optimizer)
-        super().load_optimizer_state(optimizer, state)
+        super().load_optimizer_state(optimizer, self._keep_own_state(optimizer, state) or state)
         if optimizer in self._shares:
             self._shares[optimizer].drop_foreign(optimizer)  # of classes that load in a way of their own
 

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from fabric.core.errors import UsageError
 from fabric.core.tree import iter_paths, map_tree
 from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
-from fabric.plugins.io.portable import kept_elsewhere
+from fabric.plugins.io.portable import elsewhere, read_stored
 from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.norms import norm_over_ranks
 from fabric.strategies.layouts.shares import WholeStateOnly, stand_in
@@ -105,7 +105,7 @@ class PipelineStates(Split):
         with self.complete(module):
             away = {k for k, v in module.state_dict().items() if isinstance(v, torch.Tensor) and v.is_meta}
             parts = {
-                key: value.to("meta") if key in away and isinstance(value, torch.Tensor) else value
+                key: _shape_of(value) if key in away and isinstance(value, torch.Tensor) else value
                 for key, value in state.items()
             }
             return module.load_state_dict(like(state, parts), strict=strict)
@@ -149,7 +149,7 @@ class PipelineStates(Split):
         if len(self._ranks) == 1:
             return state
         here = _numbers_here(optimizer, state)
-        own = {n: map_tree(_on_host, entry) for n, entry in state["state"].items() if n in here}
+        own = {n: self._kept(entry) for n, entry in state["state"].items() if n in here}
         merged: dict[Any, Any] = {}
         for part in self._parts(own):
             merged.update(part)
@@ -159,19 +159,27 @@ class PipelineStates(Split):
         """Load this stage's part of a full state."""
         here = _numbers_here(optimizer, state)
         part = {key: value for key, value in state["state"].items() if key in here}
-        optimizer.load_state_dict({**state, "state": part})
+        optimizer.load_state_dict({**state, "state": map_tree(read_stored, part)})
 
     def _parts(self, own: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
         """What each stage has, the first one last."""
         for rank in reversed(self._ranks):
-            part = broadcast_tree(own if rank == self._ranks[self._place] else None, rank, self.pipeline)
-            yield part if self.keeps_full else map_tree(_absent, part)
+            here = rank == self._ranks[self._place]
+            sent = map_tree(elsewhere, own) if self.keeps_parts else own
+            part = broadcast_tree(sent if here else None, rank, self.pipeline)
+            if self.keeps_parts:
+                yield own if here else part
+            else:
+                yield part if self.keeps_full else map_tree(elsewhere, part)
+
+    def _kept(self, tree: Any) -> Any:
+        return tree if self.keeps_parts else map_tree(_on_host, tree)
 
     def _filled(self, module: Module, values: dict[str, Any]) -> dict[str, Any]:
         """The values with those of other stages in their places."""
         if len(self._ranks) > 1 and module in self._absent:
             own = {
-                key: _on_host(value)
+                key: self._kept(value)
                 for key, value in values.items()
                 if (
                     not value.is_meta
@@ -226,8 +234,8 @@ def _numbers_here(optimizer: Optimizer, state: dict[str, Any]) -> set[int]:
     return {number for number, p in zip(numbers, held, strict=True) if p.numel()}
 
 
-def _absent(value: Any) -> Any:
-    return kept_elsewhere(value) if isinstance(value, torch.Tensor) else value
+def _shape_of(value: Tensor) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _on_host(value: Any) -> Any:

@@ -10,8 +10,8 @@ import zipfile
 import pytest
 import torch
 
-from fabric.core.errors import UsageError
-from fabric.plugins.io import DamagedCheckpointError, TorchCheckpointIO
+from fabric.core.errors import DamagedCheckpointError, UsageError
+from fabric.plugins.io import TorchCheckpointIO
 from fabric.plugins.io.seal import SealedWriter, check
 
 DATA = {"step": 7, "w": torch.arange(3.0), "text": "fabric-seal: a word of the data"}

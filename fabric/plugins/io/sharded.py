@@ -1,0 +1,347 @@
+"""Sharded checkpoints by torch.distributed.checkpoint (DCP): each rank writes its part, and reads its part.
+
+Imported where one is written or read: DCP takes seconds to import. The tree of a checkpoint is that of a full
+file. DCP flattens it ("model.0.weight"); what that loses (kinds of containers, numbers as keys) lies beside,
+in `.metadata`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
+
+from fabric.core.errors import UsageError
+from fabric.core.torch_internals import memory_of
+from fabric.core.tree import map_tree
+from fabric.plugins.io.directory import MANIFEST, METADATA, check, damaged, digest, sharded_at, write_manifest
+from fabric.plugins.io.portable import Stored, is_elsewhere
+from fabric.plugins.io.torch_io import TorchCheckpointIO
+from fabric.utilities.state_keys import PLAIN_DICTS, like
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+LARGE = 1 << 20
+"""Bytes from which on a tensor is kept in a file while a checkpoint is made one file."""
+
+
+class Pickled(NamedTuple):
+    """A tensor that is more than its values: a Parameter, a sparse one. It is written as any object."""
+
+    value: Tensor
+
+
+class Planner(DefaultSavePlanner):
+    """What one rank writes, of a flat dictionary. Rank zero's values count where several ranks have some."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        """The object as bytes; a tensor as it is."""
+        plain = object.value if isinstance(object, Pickled) else object
+        return super().transform_object(write_item, plain)
+
+
+class Part:
+    """What one rank writes of a checkpoint.
+
+    Args:
+        tree: The checkpoint, alike on all ranks: of a split tensor a rank has its part (a DTensor), of
+            one that other ranks have, its shape (`kept_elsewhere`).
+    """
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        self.values: dict[str, Any] = {}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.tied: dict[str, str] = {}
+        self._first: dict[Any, str] = {}
+        self._planner = Planner()
+        self.tree = self._flatten(tree, ())
+
+    @property
+    def open(self) -> list[str]:
+        """The names of what other ranks write, or parts of it."""
+        return [k for k, value in self.values.items() if isinstance(value, DTensor) or is_elsewhere(value)]
+
+    def plan(self, names: Sequence[str]) -> Any:
+        """What this rank could write of `names`."""
+        held = {name: self.values.get(name) for name in names}
+        own = {k: v for k, v in held.items() if k in self.values and not is_elsewhere(v)}
+        self._planner.set_up_planner(own)
+        return self._planner.create_local_plan()
+
+    def write(self, directory: Path, plans: list[Any], rank: int) -> tuple[list[Any], dict[str, Any]]:
+        """Write what is for this rank of all plans; gives torch's notes, and size and digest of its file.
+
+        Raises:
+            UsageError: No rank has a value, or the parts do not make up a tensor.
+        """
+        try:
+            plans, self._metadata = self._planner.create_global_plan(plans)
+        except ValueError as error:
+            raise UsageError(f"The ranks hold parts that do not make up one tensor: {error}") from error
+        lost = [name for name in self.values if name not in self._metadata.state_dict_metadata]
+        if lost and rank == 0:
+            raise UsageError(f"No rank holds the value of {', '.join(lost[:3])}, so that it cannot be saved.")
+        if not plans[rank].items:
+            return [], {}
+        writer = FileSystemWriter(directory)
+        plan = self._planner.finish_plan(writer.prepare_global_plan(plans)[rank])
+        notes: list[Any] = writer.write_data(plan, self._planner).value()
+        names = {note.storage_data.relative_path for note in notes}
+        return notes, {name: digest(directory / name) for name in names}
+
+    def finish(self, directory: Path, told: list[tuple[list[Any], dict[str, Any]]], facts: Any) -> None:
+        """On rank zero: write what describes the whole checkpoint, of what all ranks have told."""
+        notes = [note for some, _ in told for note in some]
+        metadata: Any = self._metadata
+        for name, first in self.tied.items():
+            metadata.state_dict_metadata[name] = metadata.state_dict_metadata[first]
+            same = [note for note in notes if note.index.fqn == first]
+            notes += [replace(note, index=replace(note.index, fqn=name)) for note in same]
+        metadata.planner_data, metadata.fabric_tree = self.paths, self.tree
+        FileSystemWriter(directory).finish(metadata, [notes])
+        files = {name: said for _, some in told for name, said in some.items()}
+        files[METADATA] = digest(directory / METADATA)
+        write_manifest(directory, files, torch=torch.__version__, **facts)
+
+    def _flatten(self, node: Any, path: tuple[str | int, ...]) -> Any:
+        """The tree with names in the places of values, under which DCP has them."""
+        if type(node) in PLAIN_DICTS:
+            return like(node, {key: self._flatten(value, (*path, str(key))) for key, value in node.items()})
+        if _is_open(node):
+            return type(node)([self._flatten(value, (*path, i)) for i, value in enumerate(node)])
+        name = ".".join([str(step) for step in path])
+        while name in self.paths:  # {"a.b": 1, "a": {"b": 2}}
+            name += "'"
+        self.paths[name] = path
+        if isinstance(node, torch.Tensor):
+            node = node if is_elsewhere(node) or _is_plain(node) else Pickled(node)
+            first = self._first.setdefault(_place_of(node) or name, name)
+            if first != name:
+                self.tied[name] = first
+                return MetadataIndex(name)
+        self.values[name] = node
+        return MetadataIndex(name)
+
+
+class Checkpoint:
+    """A sharded checkpoint that is read, also one that `torch.distributed.checkpoint.save` has written.
+
+    Args:
+        directory: Where it is.
+        safe: Whether to refuse objects that only unpickling any code would read.
+    """
+
+    def __init__(self, directory: Path, safe: bool = True) -> None:
+        self.directory, self.safe = directory, safe
+        self._metadata = self._read_metadata()
+        if hasattr(self._metadata, "fabric_tree") and not (directory / MANIFEST).exists():
+            raise damaged(directory, f"{MANIFEST} is missing")
+        self._reader: FileSystemReader | None = FileSystemReader(directory)
+        self._reader.set_up_storage_reader(self._metadata, False)
+        self._made: dict[Any, Any] = {}
+
+    def tree(self) -> dict[str, Any]:
+        """All that is in it; tensors are read when they are used (see `Stored`), until `close`."""
+        known = self._metadata.state_dict_metadata
+        tree = getattr(self._metadata, "fabric_tree", None)
+        if tree is None:
+            paths = self._metadata.planner_data or {}
+            tree = _nested([(paths.get(name, (name,)), MetadataIndex(name)) for name in known])
+        made: dict[str, Any] = self._values(tree)
+        return made
+
+    def close(self) -> None:
+        """Tensors that were not used cannot be any more: the files may change."""
+        self._reader = None
+
+    def _values(self, node: Any) -> Any:
+        if isinstance(node, MetadataIndex):
+            return self._value(node.fqn)
+        if type(node) in PLAIN_DICTS:
+            return like(node, {key: self._values(value) for key, value in node.items()})
+        return type(node)([self._values(value) for value in node])
+
+    def _value(self, name: str) -> Any:
+        known: Any = self._metadata.state_dict_metadata[name]
+        if isinstance(known, TensorStorageMetadata):
+            places = [self._metadata.storage_data[MetadataIndex(name, c.offsets)] for c in known.chunks]
+            key = tuple([(place.relative_path, place.offset) for place in places])
+            if key not in self._made:
+                self._made[key] = Stored.of(known.size, known.properties.dtype, partial(self._fill, name))
+            return self._made[key]
+        read, size, index = _Read(), torch.Size([0]), MetadataIndex(name)
+        self._read([ReadItem(LoadItemType.BYTE_IO, index, size, index, size, size)], read)
+        try:
+            return torch.load(read.data, map_location="cpu", weights_only=self.safe)
+        except pickle.UnpicklingError as error:
+            raise UsageError(
+                f"{name!r} in {self.directory} is an object that safe loading refuses, because reading it "
+                "can run any code. If you trust it, write fabric.load(path, ..., weights_only=False)."
+            ) from error
+
+    def _fill(self, name: str, target: Tensor, offsets: Sequence[int]) -> Tensor:
+        """Read a part of a tensor, of the shape of `target`, into it."""
+        wanted = ChunkStorageMetadata(torch.Size(offsets), target.size())
+        known: Any = self._metadata.state_dict_metadata[name]
+        self._read(create_read_items_for_chunk_list(name, known, [wanted]), _Read(target))
+        return target
+
+    def _read(self, items: list[ReadItem], into: Any) -> None:
+        if self._reader is None:
+            raise UsageError(f"A tensor of {self.directory} was kept, and used after it was loaded. Copy it.")
+        self._reader.read_data(LoadPlan(items), into).wait()
+
+    def _read_metadata(self) -> Any:
+        file = self.directory / METADATA
+        try:
+            with file.open("rb") as stream:
+                return (_MetadataUnpickler if self.safe else pickle.Unpickler)(stream).load()
+        except UsageError:
+            raise
+        except Exception as error:
+            raise damaged(self.directory, f"{METADATA} cannot be read ({error})") from error
+
+
+class _Read:
+    """Where DCP puts what it reads: bytes here, values into `target`."""
+
+    def __init__(self, target: Any = None) -> None:
+        self.target = target
+        self.data: Any = None
+
+    def load_bytes(self, item: Any, value: Any) -> None:
+        self.data = value
+
+    def resolve_tensor(self, item: Any) -> Any:
+        where = zip(item.dest_offsets, item.lengths, strict=True)
+        return self.target[tuple([slice(start, start + length) for start, length in where])]
+
+    def commit_tensor(self, item: Any, tensor: Any) -> None:
+        pass
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Reads torch's description of a checkpoint, which is a pickle, without running any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name in the pickle stands for.
+
+        Raises:
+            UsageError: It is nothing that such a description has.
+        """
+        known = f"{module}.{name}" in _KNOWN or module == "torch.distributed.checkpoint.metadata"
+        found = super().find_class(module, name) if known or module in ("torch", "pathlib") else None
+        plain = isinstance(found, torch.dtype) or (isinstance(found, type) and issubclass(found, PurePath))
+        if "." not in name and (plain or (known and getattr(found, "__module__", "") == module)):
+            return found
+        raise UsageError(
+            f"{METADATA} refers to {module}.{name}, which safe loading refuses, because reading it can run "
+            "any code. If you trust it, write fabric.load(path, ..., weights_only=False)."
+        )
+
+
+_KNOWN = {
+    "collections.OrderedDict",
+    "collections.Counter",
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+}
+
+
+def consolidate(path: Path, output: Path) -> None:
+    """Make one full file of a sharded checkpoint, in the memory of one tensor.
+
+    Raises:
+        UsageError: At `path` is no sharded checkpoint, or one with a damaged file.
+    """
+    if sharded_at(path) is None:
+        raise UsageError(f"{path} is no sharded checkpoint: a directory that fabric.save has written.")
+    check(path, 0, 1)
+    checkpoint = Checkpoint(path)
+    made: dict[int, Tensor] = {}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name[:100]}.") as folder:
+
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, Stored):
+                return leaf
+            if id(leaf) not in made:  # else tied
+                made[id(leaf)] = leaf.read(_on_disk(Path(folder) / str(len(made)), leaf))
+            return made[id(leaf)]
+
+        TorchCheckpointIO().save_checkpoint(map_tree(whole, checkpoint.tree()), output)
+
+
+def _on_disk(file: Path, like: Tensor) -> Tensor | None:
+    """Memory for a large tensor that is a file, so that it need not be in memory; None: it is not large."""
+    if like.numel() * like.dtype.itemsize < LARGE:
+        return None
+    flat = torch.from_file(str(file), shared=True, size=like.numel(), dtype=like.dtype)
+    file.unlink()
+    return flat.view(like.shape)
+
+
+def _is_open(node: Any) -> bool:
+    """Whether the entries of a list or tuple have names of their own, as DCP wants it."""
+    if type(node) not in (list, tuple):
+        return False
+    return any([isinstance(v, torch.Tensor) or type(v) in PLAIN_DICTS or _is_open(v) for v in node])
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its values, and no more."""
+    if isinstance(tensor, DTensor):
+        return True
+    odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or vars(tensor)
+    return type(tensor) is torch.Tensor and not (odd or tensor.requires_grad)
+
+
+def _place_of(value: Any) -> Any:
+    """What two names of the same values have in common; None: nothing can."""
+    if isinstance(value, Pickled) or is_elsewhere(value):
+        return None
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if not local.numel():
+        return None
+    layout = getattr(value, "placements", None)
+    return memory_of(value), local.storage_offset(), local.stride(), value.shape, value.dtype, layout
+
+
+def _nested(leaves: list[tuple[Any, Any]]) -> Any:
+    """The tree of leaves by path, as plain DCP knows it: steps that are numbers are those of lists."""
+    tree: dict[Any, Any] = {}
+    for path, leaf in leaves:
+        node = tree
+        for step in path[:-1]:
+            node = node.setdefault(step, {})
+        node[path[-1]] = leaf
+    return _with_lists(tree)
+
+
+def _with_lists(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    made = {key: _with_lists(value) for key, value in node.items()}
+    if all([type(key) is int for key in made]):
+        return [made[key] for key in sorted(made)]
+    if "param_groups" in made and set(made) <= {"state", "param_groups"}:  # parameters have numbers
+        state = made.get("state", {})
+        made["state"] = {int(key) if key.isdigit() else key: value for key, value in state.items()}
+    return made

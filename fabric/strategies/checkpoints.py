@@ -1,0 +1,206 @@
+"""`Checkpoints`: what a strategy does to save and to load, with files of either format."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import ConfigurationError
+from fabric.plugins.collectives.objects import gather_objects
+from fabric.plugins.io.directory import check, present, sharded_at
+from fabric.strategies import state as states
+from fabric.strategies.exchange import Exchange
+from fabric.utilities.state_keys import clean_keys, fit_keys
+from fabric.wrappers import unwrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from fabric.core.types import Filter, PathLike
+    from fabric.plugins.io.checkpoint_io import CheckpointIO
+    from fabric.strategies.layouts.layout import Whole
+    from fabric.strategies.pending import PendingSave
+
+
+class Checkpoints(Exchange):
+    """Saving and loading: all ranks make each of these calls, and a failure on one is raised on all."""
+
+    layout: Whole
+    state_dict_type = "full"
+    """The format of checkpoints: "full" or "sharded"."""
+    pending: PendingSave | None = None
+    """The save that goes on beside the loop."""
+    _checkpoint_io: CheckpointIO | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "pending": None}
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """How checkpoints reach storage."""
+        if self._checkpoint_io is None:
+            from fabric.plugins.io.torch_io import TorchCheckpointIO
+
+            self._checkpoint_io = TorchCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(
+        self,
+        path: PathLike,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: Filter | None = None,
+        *,
+        format: str | None = None,
+        wait: bool = True,
+        then: Callable[[], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> PendingSave | None:
+        """Write `state`: "full" to one file, on rank zero; "sharded" to a directory, each rank its part.
+
+        Args:
+            path: Where to.
+            state: As in `Fabric.save`.
+            storage_options: For the checkpoint IO.
+            filter: As in `Fabric.save`.
+            format: None: as `state_dict_type` says.
+            wait: False: write a copy beside the loop, which goes on.
+            then: What rank zero does when the checkpoint is there.
+            facts: What is kept beside the data, for those who look at the files.
+        """
+        from fabric.strategies.sharded_save import choose_format, save_sharded
+
+        self.finish_save()
+        try:
+            format, where = choose_format(self, path, format, storage_options)
+        except ConfigurationError as error:
+            self.refuse("save", error)
+        sharded = format == "sharded"
+        self.meet("save", states.split_content(self, state) + ", sharded" * sharded)
+        facts = {
+            "strategy": type(self).__name__,
+            "world_size": self.topology.world_size,
+            **(facts or {}),
+        }
+        if sharded:
+            save_sharded(self, where, state, filter, facts, then)
+            write = None
+        else:
+            write = self._gathered(path, state, storage_options, filter, wait, facts, then)
+        if not wait:
+            from fabric.strategies.pending import PendingSave
+
+            self.pending = PendingSave(self, path, write)
+            return self.pending
+        if not sharded:
+            with states.together(self, f"saving {path}"):
+                if write is not None:
+                    write()
+        return None
+
+    def _gathered(
+        self,
+        path: PathLike,
+        state: dict[str, Any],
+        storage_options: Any,
+        filter: Filter | None,
+        wait: bool,
+        facts: Mapping[str, Any],
+        then: Callable[[], None] | None,
+    ) -> Callable[[], None] | None:
+        """What writes one file, on rank zero; None elsewhere."""
+        # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
+        # before the old file is touched.
+        with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
+            checkpoint = states.gather(self, state, filter)
+            if self.topology.rank == 0 and not wait:
+                from fabric.strategies.pending import snapshot
+
+                checkpoint = snapshot(checkpoint)
+        if self.topology.rank != 0:
+            return None
+        self.checkpoint_io.facts = facts
+        options = () if storage_options is None else (storage_options,)
+
+        def write() -> None:
+            self.checkpoint_io.save_checkpoint(checkpoint, path, *options)
+            if then is not None:
+                then()
+
+        return write
+
+    def finish_save(self) -> None:
+        """Wait for the save that goes on beside the loop, if there is one.
+
+        Raises:
+            OSError: It has failed.
+        """
+        if self.pending is not None:
+            self.pending.wait()
+
+    def load_checkpoint(
+        self,
+        path: PathLike,
+        state: Any | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read the checkpoint at `path`, of either format, into `state`; gives what was left over."""
+        with self.opened(path, weights_only) as tree, states.together(self, f"loading {path}"):
+            return states.restore(self, tree, state, strict)
+
+    @contextmanager
+    def opened(self, path: PathLike, weights_only: bool | None = None) -> Iterator[dict[str, Any]]:
+        """What is in the checkpoint at `path`, which was checked; tensors are there until this context ends.
+
+        Raises:
+            DamagedCheckpointError: A file of it is missing, or not what was written.
+        """
+        self.finish_save()
+        doing, storage, found = f"loading {path}", self.checkpoint_io, present(path)
+        verify = getattr(storage, "verify", None)
+        directory = sharded_at(found, only_ours=verify is None)
+        # Ranks of one machine that read the same files share their check.
+        mine = None if directory is None else (self.topology.node_rank, str(directory))
+        told = gather_objects(mine, self.channel(), "load")
+        with states.together(self, doing):
+            if directory is None:
+                tree = storage.load_checkpoint(found, weights_only=weights_only)
+            elif verify is not False:
+                same = [rank for rank, where in enumerate(told) if where == mine]
+                check(directory, same.index(self.topology.rank), len(same))
+        checkpoint: Any = None
+        if any(told):
+            with states.together(self, doing):
+                if directory is not None:
+                    from fabric.plugins.io.sharded import Checkpoint
+
+                    checkpoint = Checkpoint(directory, weights_only is not False)
+                    tree = checkpoint.tree()
+        yield tree
+        if checkpoint is not None:
+            checkpoint.close()
+
+    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
+        """The full state dict under the user's own keys."""
+        return clean_keys(self.layout.module_state(unwrap(module)))
+
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:
+        """Load a state dict saved under any wrapping; gives torch's missing and unexpected keys."""
+        plain = unwrap(module)
+        return self.layout.load_module_state(plain, fit_keys(state_dict, plain), strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The full state of an optimizer."""
+        return self.layout.optimizer_state(unwrap(optimizer))
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a full state into an optimizer."""
+        self.layout.load_optimizer_state(unwrap(optimizer), state)

@@ -1,0 +1,506 @@
+"""Sharded checkpoints on real ranks: each writes its part; any layout and world size loads what any saved."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fabric import Fabric
+from fabric.plugins.io import CheckpointIO, directory, sharded
+from fabric.plugins.io.portable import Stored
+from fabric.strategies import FSDPStrategy, ModelParallelStrategy, PipelineStrategy
+
+
+class Scaled(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.LayerNorm(6), Scaled(6, 5))
+
+
+def over_ranks(model, mesh):
+    parallelize_module(model, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    if mesh["data_parallel"].size() > 1:
+        fully_shard(model, mesh=mesh["data_parallel"])
+    return model
+
+
+SPECIAL = {
+    "single": lambda: "auto",
+    "hsdp": lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)),
+    "tp": lambda: ModelParallelStrategy(over_ranks, data_parallel_size=1),
+    "tp-fsdp": lambda: ModelParallelStrategy(over_ranks, data_parallel_size=2, tensor_parallel_size=2),
+    "pipeline": lambda: PipelineStrategy(num_stages=2, num_microbatches=2),
+}
+
+
+def launched(name, **kwargs):
+    strategy = SPECIAL.get(name, lambda: name)()
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **kwargs)
+    fabric.launch()
+    return fabric
+
+
+def trained(fabric, steps=2, seed=0):
+    model = net(seed)
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    for step in range(steps):
+        optimizer.zero_grad()
+        fabric.backward(model(torch.arange(16.0).view(4, 4) - step).pow(2).mean())
+        optimizer.step()
+    return model, optimizer
+
+
+PLAIN = {
+    "step": 2,
+    "config": {"name": "x", "path": Path("a/b"), 7: {}, "sizes": (1, [2, 3])},
+    "table": [{"w": torch.arange(6.0).view(2, 3)}, (torch.ones(2, dtype=torch.bfloat16), None)],
+}
+
+
+def failure(fabric, verb, *args, **kwargs):
+    """(kind, text) of what the call raises here; the group must be usable afterwards."""
+    try:
+        getattr(fabric, verb)(*args, **kwargs)
+    except Exception as error:
+        told = type(error).__name__, str(error)
+    else:
+        told = None
+    assert fabric.all_reduce(torch.tensor(1.0), reduce_op="sum") == fabric.world_size
+    return told
+
+
+def same(got, expected):
+    """Equal to the bit, in containers of the same kinds and order."""
+    assert type(got) is type(expected), (got, expected)
+    if isinstance(got, dict):
+        assert list(got) == list(expected)
+        [same(got[key], value) for key, value in expected.items()]
+        assert getattr(got, "_metadata", None) == getattr(expected, "_metadata", None)
+    elif isinstance(got, list | tuple):
+        assert len(got) == len(expected)
+        [same(one, other) for one, other in zip(got, expected, strict=True)]
+    elif isinstance(got, torch.Tensor):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    else:
+        assert got == expected
+
+
+# from any layout to any other
+
+
+def save_both(name, folder):
+    fabric = launched(name)
+    model, optimizer = trained(fabric)
+    state = {"model": model, "optimizer": optimizer, **PLAIN}
+    fabric.save(folder / "full", state, format="full")
+    full_tensor, DTensor.full_tensor = DTensor.full_tensor, None  # nothing is gathered
+    try:
+        fabric.save(folder / "parts", state, format="sharded")
+    finally:
+        DTensor.full_tensor = full_tensor
+
+
+def load_parts(name, folder, source):
+    fabric = launched(name)
+    model, optimizer = trained(fabric, steps=1, seed=5)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    rest = fabric.load(folder / "parts", state)
+    assert set(rest) == {"config", "table"}
+    fabric.save(folder / f"by-{name}", {**state, **rest}, format="full")
+
+
+PLACES = {
+    "single": 1, "ddp": 2, "zero1": 3, "zero2": 2, "zero3": 4, "hsdp": 4, "tp": 2, "tp-fsdp": 4,
+    "pipeline": 4,
+}  # fmt: skip
+TRIPS = {
+    "single": ["zero3", "pipeline"],
+    "ddp": ["zero1", "tp"],
+    "zero1": ["zero1", "zero2", "single"],
+    "zero2": ["hsdp", "pipeline"],
+    "zero3": ["single", "ddp", "tp-fsdp", "zero1"],
+    "hsdp": ["zero3", "tp"],
+    "tp": ["zero2", "ddp"],
+    "tp-fsdp": ["tp-fsdp", "pipeline", "single"],
+    "pipeline": ["pipeline", "zero1", "zero3", "tp"],
+}
+
+
+@pytest.mark.parametrize("source", PLACES)
+def test_any_layout_loads_what_any_other_saved(ranks, tmp_path, source):
+    ranks.run(save_both, source, tmp_path, world_size=PLACES[source])
+    expected = torch.load(tmp_path / "full", weights_only=True)
+    assert len(expected["optimizer"]["state"]) == len(list(net().parameters()))
+    for target in TRIPS[source]:
+        ranks.run(load_parts, target, tmp_path, source, world_size=PLACES[target])
+        same(torch.load(tmp_path / f"by-{target}", weights_only=True), expected)
+
+
+def written_files(folder):
+    manifest = json.loads((folder / directory.MANIFEST).read_text())
+    return {
+        name: said["size"] for name, said in manifest["files"].items() if name.endswith(".distcp")
+    }, manifest
+
+
+WIDE = 64 * 1024
+
+
+def save_wide(name, folder):
+    fabric = launched(name)
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDE // 64, 64, bias=False), nn.Linear(64, WIDE // 64, bias=False)])
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters()))
+    fabric.backward(model(torch.ones(2, WIDE // 64)).sum())
+    optimizer.step()
+    fabric.save(folder / name, {"model": model, "optimizer": optimizer}, format="sharded")
+    read = []
+    original = Stored.of.__func__
+
+    def counted(cls, shape, dtype, fill):
+        def count(target, offsets):
+            read.append(target.numel() * target.element_size())
+            return fill(target, offsets)
+
+        return original(cls, shape, dtype, count)
+
+    Stored.of = classmethod(counted)
+    try:
+        fabric.load(folder / name, {"model": model, "optimizer": optimizer})
+    finally:
+        Stored.of = classmethod(original)
+    return sum(read)
+
+
+@pytest.mark.parametrize("name", ["zero3", "pipeline"])
+def test_a_rank_writes_and_reads_its_part_only(ranks, tmp_path, name):
+    read = ranks.run(save_wide, name, tmp_path, world_size=2)
+    files, manifest = written_files(tmp_path / name)
+    total = 3 * 2 * WIDE * 4
+    assert len(files) == 2
+    assert all(size < 0.6 * total for size in files.values())
+    assert all(size < 0.6 * total for size in read)
+    assert (manifest["format"], manifest["world_size"]) == (1, 2)
+    assert manifest["strategy"] == {"zero3": "FSDPStrategy", "pipeline": "PipelineStrategy"}[name]
+
+
+def save_zero1(folder):
+    fabric = launched("zero1")
+    _, optimizer = trained(fabric)
+    fabric.save(folder / "c", {"optimizer": optimizer}, format="sharded")
+    own = [p for p in optimizer.optimizer.state if p.numel()]
+    return sum([p.numel() for p in own])
+
+
+def test_a_rank_writes_its_own_optimizer_states(ranks, tmp_path):
+    owned = ranks.run(save_zero1, tmp_path, world_size=2)
+    assert all(owned)
+    files, _ = written_files(tmp_path / "c")
+    assert len(files) == 2
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+
+
+def save_tied(name, folder):
+    fabric = launched(name)
+    torch.manual_seed(0)
+    model = fabric.setup(Tied())
+    fabric.save(folder / name, {"model": model}, format="sharded")
+    torch.manual_seed(1)
+    other = fabric.setup(Tied())
+    fabric.load(folder / name, {"model": other})
+    got, expected = (fabric.strategy.get_module_state_dict(m) for m in (other, model))
+    same(got, expected)
+    fabric.load_raw(folder / name, other, strict=False)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_tied_weights_are_written_once(ranks, tmp_path, name):
+    ranks.run(save_tied, name, tmp_path, world_size=2)
+    files, _ = written_files(tmp_path / name)
+    assert 64 * 32 * 4 < sum(files.values()) < 1.9 * 64 * 32 * 4
+
+
+# which format is written
+
+
+def save_as_the_strategy_says(folder):
+    fabric = launched("zero3")
+    fabric.save(folder / "zero3", {"model": fabric.setup(net())})
+    full = Fabric(
+        accelerator="cpu",
+        devices=2,
+        strategy=FSDPStrategy(state_dict_type="full", sharding_strategy="SHARD_GRAD_OP"),
+    )
+    full.launch()
+    full.save(folder / "zero2", {"model": full.setup(net())})
+    for name, distributed in (("tp", True), ("tp-full", False)):
+        strategy = ModelParallelStrategy(over_ranks, 1, save_distributed_checkpoint=distributed)
+        mesh = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        mesh.launch()
+        mesh.save(folder / name, {"model": mesh.setup(net())})
+    ddp = launched("ddp")
+    ddp.save(folder / "ddp", {"model": ddp.setup(net())})
+
+
+def test_the_strategy_chooses_the_format(ranks, tmp_path):
+    ranks.run(save_as_the_strategy_says, tmp_path, world_size=2)
+    assert [(tmp_path / name).is_dir() for name in ("zero3", "tp", "zero2", "tp-full", "ddp")] == [
+        True
+    ] * 2 + [False] * 3
+
+
+class Recorded(CheckpointIO):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        torch.save(checkpoint, path)
+
+    def load_checkpoint(self, path, map_location=None, weights_only=None):
+        return torch.load(path, weights_only=True)
+
+    def remove_checkpoint(self, path):
+        Path(path).unlink()
+
+
+def save_elsewhere(folder):
+    fabric = launched("zero3", plugins=[Recorded()])
+    fabric.save(folder / "own", {"step": 1})
+    plain = launched("zero3")
+    return [
+        fabric.load(folder / "own"),
+        failure(fabric, "save", folder / "b", {"step": 1}, format="sharded"),
+        failure(plain, "save", "memory://b", {"step": 1}, format="sharded"),
+        failure(plain, "save", folder / "b", {"step": 1}, format="shraded"),
+        failure(plain, "save", folder / "b", {"step": 1}, format="full" if plain.global_rank else "sharded"),
+    ]
+
+
+def test_what_cannot_be_sharded_says_so(ranks, tmp_path):
+    for loaded, plugin, url, unknown, differ in ranks.run(save_elsewhere, tmp_path, world_size=2):
+        assert loaded == {"step": 1}
+        assert plugin[0] == url[0] == unknown[0] == "ConfigurationError"
+        assert "Recorded stores one dictionary. Write format='full'." in plugin[1]
+        assert "memory://b is no path of a file system. Write format='full'." in url[1]
+        assert "format='shraded'): write 'full' or 'sharded'. Did you mean 'sharded'?" in unknown[1]
+        assert differ[0] == "CollectiveMismatch"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["own"]
+
+
+# filters, and what does not fit
+
+
+def save_filtered(folder):
+    fabric = launched("zero3")
+    model, optimizer = trained(fabric)
+    keep = {"model": lambda name, value: name.startswith("0")}
+    fabric.save(folder / "c", {"model": model, "optimizer": optimizer}, filter=keep)
+    other, _ = trained(fabric, seed=5)
+    before = {k: v.clone() for k, v in fabric.strategy.get_module_state_dict(other).items()}
+    fabric.load(folder / "c", {"model": other}, strict=False)
+    after, saved = (fabric.strategy.get_module_state_dict(m) for m in (other, model))
+    return {key: (value.equal(before[key]), value.equal(saved[key])) for key, value in after.items()}
+
+
+def test_filters(ranks, tmp_path):
+    for found in ranks.run(save_filtered, tmp_path, world_size=2):
+        assert found["0.weight"] == found["0.bias"] == (False, True)
+        assert found["2.weight"] == (True, False)
+
+
+def load_what_does_not_fit(name, folder):
+    fabric = launched(name)
+    model, _ = trained(fabric)
+    state = dict(model.state_dict())
+    missing = {key: value for key, value in state.items() if key != "2.bias"} | {"2.bas": torch.ones(6)}
+    cases = {"keys": missing, "shape": {**state, "2.weight": torch.ones(3, 3)}, "tensor": torch.ones(2)}
+    told = []
+    for case, saved in cases.items():
+        for format in ("full", "sharded"):
+            fabric.save(folder / f"{case}-{format}", {"model": saved}, format=format)
+    before = {key: value.clone() for key, value in fabric.strategy.get_module_state_dict(model).items()}
+    for case in cases:
+        for wanted in ({"model": model}, {"model": model, "epoch": 1}, {"model": [model]}):
+            texts = [failure(fabric, "load", folder / f"{case}-{f}", wanted) for f in ("full", "sharded")]
+            told.append([(kind, text.replace("-sharded", "-full")) for kind, text in texts])
+            if name == "zero3" and case != "keys":
+                same(dict(fabric.strategy.get_module_state_dict(model)), before)
+    told.append([failure(fabric, "load_raw", folder / f"keys-{f}", model) for f in ("full", "sharded")])
+    return told
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3", "pipeline"])
+def test_what_does_not_fit_is_told_as_of_a_full_file(ranks, tmp_path, name):
+    for told in ranks.run(load_what_does_not_fit, name, tmp_path, world_size=2):
+        assert len(told) == 10
+        for full, parts in told:
+            assert full is not None
+            assert full == parts
+
+
+# all or nothing
+
+
+def names(folder):
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def overwrite(folder):
+    fabric = launched("zero3")
+    model, optimizer = trained(fabric)
+    if fabric.is_global_zero:
+        (folder / "c").write_text("a file")
+    fabric.barrier()
+    for step in range(3):
+        fabric.save(folder / "c", {"model": model, "optimizer": optimizer, "step": step})
+        assert fabric.load(folder / "c")["step"] == step
+
+
+def test_a_checkpoint_or_file_at_the_path_is_replaced(ranks, tmp_path):
+    ranks.run(overwrite, tmp_path, world_size=2)
+    assert names(tmp_path) == ["c"]
+    assert names(tmp_path / "c") == [".metadata", "__0_0.distcp", "__1_0.distcp", "fabric.json"]
+
+
+def fail_to_write(folder, where):
+    fabric = launched("zero3")
+    model, _ = trained(fabric)
+    fabric.save(folder / "c", {"model": model, "step": 1})
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    places = {
+        "data": (FileSystemWriter, "write_data"),
+        "digest": (sharded, "digest"),
+        "rename": (Path, "rename"),
+    }
+    with pytest.MonkeyPatch.context() as patched:
+        if fabric.global_rank == (0 if where == "rename" else 1):
+            patched.setattr(*places[where], full)
+        told = failure(fabric, "save", folder / "c", {"model": model, "step": 2})
+    return told, fabric.load(folder / "c")["step"]
+
+
+@pytest.mark.parametrize("where", ["data", "digest", "rename"])
+def test_a_failure_on_one_rank_is_one_on_all_and_leaves_the_old(ranks, tmp_path, where):
+    found = ranks.run(fail_to_write, tmp_path, where, world_size=2)
+    failed = 0 if where == "rename" else 1
+    text = "[Errno 28] No space left on device"
+    for rank, (told, step) in enumerate(found):
+        assert step == 1
+        if rank == failed:
+            assert told == ("OSError", text)
+        else:
+            assert told == ("RankError", f"rank {failed} failed while saving {tmp_path}/c: OSError: {text}")
+    assert names(tmp_path) == ["c"]
+
+
+def damage(folder):
+    fabric = launched("zero3")
+    model, _ = trained(fabric)
+    fabric.save(folder / "c", {"model": model})
+    told = []
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        if fabric.is_global_zero:
+            data = bytearray((folder / "c" / name).read_bytes())
+            data[len(data) // 2] ^= 4
+            (folder / "c" / name).write_bytes(data)
+        fabric.barrier()
+        told.append(failure(fabric, "load", folder / "c", {"model": model}))
+        if fabric.is_global_zero:
+            data[len(data) // 2] ^= 4
+            (folder / "c" / name).write_bytes(data)
+        fabric.barrier()
+    fabric.load(folder / "c", {"model": model})
+    return told
+
+
+def test_a_damaged_file_is_an_error_on_all_ranks(ranks, tmp_path):
+    for told in ranks.run(damage, tmp_path, world_size=2):
+        for (kind, text), name in zip(told, ("__0_0.distcp", "__1_0.distcp"), strict=True):
+            assert kind in ("DamagedCheckpointError", "RankError")
+            assert f"The checkpoint {tmp_path}/c is damaged: {name} has changed in the" in text
+
+
+# torch's own
+
+
+def load_of_torch(folder):
+    fabric = launched("zero3")
+    model, optimizer = trained(fabric)
+    plain = {"model": model.module.state_dict(), "optimizer": optimizer.optimizer.state_dict(), "step": 4}
+    save_by_torch(plain, checkpoint_id=folder / "torch")
+    fabric.save(folder / "full", {"model": model, "optimizer": optimizer}, format="full")
+    other, second = trained(fabric, seed=5)
+    state = {"model": other, "optimizer": second, "step": 0}
+    assert fabric.load(folder / "torch", state) == {}
+    assert state["step"] == 4
+    fabric.save(folder / "again", {"model": other, "optimizer": second}, format="full")
+
+
+def test_a_checkpoint_of_torch_alone_is_loaded(ranks, tmp_path):
+    ranks.run(load_of_torch, tmp_path, world_size=2)
+    got, expected = [torch.load(tmp_path / name, weights_only=True) for name in ("again", "full")]
+    same(got["model"], expected["model"])
+    assert got["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
+    same(*[{n: sorted(e.items()) for n, e in held["optimizer"]["state"].items()} for held in (got, expected)])
+
+
+def values_of_their_own(folder):
+    fabric = launched("ddp")
+    own = torch.full((3,), float(fabric.global_rank))
+    fabric.save(folder / "c", {"own": own, "rank": fabric.global_rank}, format="sharded")
+    loaded = fabric.load(folder / "c")
+    return loaded["own"].tolist(), loaded["rank"]
+
+
+def test_rank_zeros_values_count_where_ranks_have_their_own(ranks, tmp_path):
+    assert ranks.run(values_of_their_own, tmp_path, world_size=3) == [([0.0] * 3, 0)] * 3
+
+
+def other_places(folder):
+    """Each rank a checkpoint of its own: all of its files are checked."""
+    fabric = launched("ddp")
+    rank = fabric.global_rank
+    fabric.save(folder / "c0", {"w": torch.ones(4)}, format="sharded")
+    if rank == 0:
+        shutil.copytree(folder / "c0", folder / "c1")
+    fabric.barrier()
+    data = folder / f"c{rank}" / "__0_0.distcp"
+    if rank == 1:
+        data.write_bytes(data.read_bytes()[:-1])
+    return failure(fabric, "load", folder / f"c{rank}")
+
+
+def test_checkpoints_that_differ_are_each_checked(ranks, tmp_path):
+    first, second = ranks.run(other_places, tmp_path, world_size=2)
+    assert second[0] == "DamagedCheckpointError"
+    assert f"{tmp_path}/c1 is damaged: __0_0.distcp has" in second[1]
+    assert first[0] == "RankError"

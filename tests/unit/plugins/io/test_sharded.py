@@ -1,0 +1,296 @@
+"""The directory of a sharded checkpoint by one process: damage, kills, one file of it, safe loading."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
+
+from fabric import Fabric
+from fabric.cli import main
+from fabric.core.errors import UsageError
+from fabric.plugins.io.directory import DamagedCheckpointError
+from fabric.plugins.io.portable import Stored
+
+
+@pytest.fixture
+def fabric():
+    return Fabric(accelerator="cpu", devices=1)
+
+
+def saved(fabric, path, **state):
+    fabric.save(path, state or {"step": 1, "w": torch.arange(300.0)}, format="sharded")
+    return path
+
+
+def names(folder):
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_values_of_all_kinds_come_back_as_of_a_full_file(fabric, tmp_path):
+    torch.manual_seed(0)
+    state = {
+        "numbers": [1, 2.5, True, None, 1j, b"", b"x", "text", torch.Size([2]), torch.float16, {1, 2}],
+        "containers": {"empty": {}, 5: [], "t": ((1, [torch.ones(2)]), ())},
+        "ordered": OrderedDict(a=1, b=torch.ones(1)),
+        "a.b": torch.zeros(1),
+        "a": {"b": torch.ones(1)},
+        "numpy": {"array": np.arange(4), "scalar": np.float32(2)},
+        "path": Path("here"),
+        "tensors": [
+            torch.tensor(3), torch.empty(0, 3), torch.ones(2, 2).to_sparse(), nn.Parameter(torch.ones(2)),
+            torch.arange(12).view(3, 4).t(), torch.ones(3).expand(2, 3), torch.tensor([True]),
+            torch.ones(2).bfloat16(), torch.ones(2, requires_grad=True),
+        ],
+    }  # fmt: skip
+    fabric.save(tmp_path / "full", state, format="full")
+    fabric.save(tmp_path / "parts", state, format="sharded")
+    full, parts = fabric.load(tmp_path / "full"), fabric.load(tmp_path / "parts")
+    assert repr(parts) == repr(full)
+    assert type(parts["ordered"]) is OrderedDict
+    assert [type(t) for t in parts["tensors"]] == [type(t) for t in full["tensors"]]
+    assert [t.requires_grad for t in parts["tensors"]] == [t.requires_grad for t in full["tensors"]]
+    assert parts["numpy"]["array"].dtype == full["numpy"]["array"].dtype
+
+
+# damage
+
+
+def test_every_flipped_bit_is_found(fabric, tmp_path):
+    path = saved(fabric, tmp_path / "c", model=nn.Linear(40, 30), step=1)
+    random_ = random.Random(3)
+    files = names(path)
+    assert files == [".metadata", "__0_0.distcp", "fabric.json"]
+    for _ in range(150):
+        file = path / random_.choice(files)
+        good = file.read_bytes()
+        bad = bytearray(good)
+        bad[random_.randrange(len(bad))] ^= 1 << random_.randrange(8)
+        file.write_bytes(bad)
+        with pytest.raises(DamagedCheckpointError, match=rf"{path} is damaged: {file.name} "):
+            fabric.load(path)
+        file.write_bytes(good)
+    assert fabric.load(path)["step"] == 1
+    assert issubclass(DamagedCheckpointError, UsageError)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "fabric.json"])
+def test_a_missing_or_truncated_file_is_named(fabric, tmp_path, name):
+    path = saved(fabric, tmp_path / "c")
+    good = (path / name).read_bytes()
+    (path / name).write_bytes(good[:-1])
+    with pytest.raises(
+        DamagedCheckpointError, match=rf"{name} (has {len(good) - 1} bytes|is not what was written)"
+    ):
+        fabric.load(path)
+    (path / name).unlink()
+    with pytest.raises(DamagedCheckpointError, match=f"is damaged: {name} is missing. Load an older one."):
+        fabric.load(path)
+
+
+def test_a_manifest_of_a_later_format(fabric, tmp_path, monkeypatch):
+    monkeypatch.setattr("fabric.plugins.io.directory.FORMAT", 2)
+    path = saved(fabric, tmp_path / "c")
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="is a checkpoint of format 2, and this fabric reads up to 1"):
+        fabric.load(path)
+
+
+def test_large_files_have_a_digest_for_each_piece(fabric, tmp_path, monkeypatch):
+    monkeypatch.setattr("fabric.plugins.io.directory.PIECE", 1000)
+    path = saved(fabric, tmp_path / "c")
+    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data[1500] ^= 1
+    (path / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match="has changed in the 1000 bytes from 1000 on"):
+        fabric.load(path)
+
+
+# kills, and what is at the path
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    import torch
+    from fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.save(sys.argv[1], {"step": 1, "w": torch.zeros(10)}, format="sharded")
+    at, renames, rename = sys.argv[2], 0, Path.rename
+    def killed(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+    def counted(self, target):
+        global renames
+        renames += Path(sys.argv[1]).parent == Path(target).parent
+        return killed() if renames == int(at) else rename(self, target)
+    if at == "fsync":
+        os.fsync = killed
+    else:
+        Path.rename = counted
+    fabric.save(sys.argv[1], {"step": 2, "w": torch.ones(100_000)}, format="sharded")
+"""
+
+
+@pytest.mark.parametrize("at", ["fsync", "1", "2"])
+def test_a_run_killed_in_save_can_be_resumed(fabric, tmp_path, at):
+    path = tmp_path / "c"
+    script = textwrap.dedent(KILLED)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path), at], timeout=120, stderr=subprocess.DEVNULL
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert path.exists() == (at != "2")
+    assert fabric.load(path)["step"] == 1
+    saved(fabric, path, step=3)
+    assert fabric.load(path) == {"step": 3}
+    assert [name for name in names(tmp_path) if name.endswith(".old")] == []
+
+
+def test_a_file_set_aside_is_loaded_too(fabric, tmp_path):
+    fabric.save(tmp_path / "c", {"step": 1})
+    (tmp_path / "c").rename(tmp_path / ".c.0123abcd.old")
+    (tmp_path / ".c.d.0123abcd.old").write_text("of another one")
+    assert fabric.load(tmp_path / "c") == {"step": 1}
+    with pytest.raises(FileNotFoundError, match="no checkpoint file at"):
+        fabric.load(tmp_path / "b")
+
+
+def test_files_of_the_user_are_not_deleted(fabric, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(IsADirectoryError, match=r"with 'notes\.txt' in it, which a new"):
+        saved(fabric, tmp_path)
+    path = saved(fabric, tmp_path / "c")
+    (path / "tokenizer.json").write_text("mine")
+    with pytest.raises(IsADirectoryError, match=r"with 'tokenizer\.json' in it"):
+        saved(fabric, path)
+    assert fabric.load(path)["step"] == 1
+    (tmp_path / "empty").mkdir()
+    saved(fabric, tmp_path / "empty")
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        saved(fabric, tmp_path / "notes.txt" / "c")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FileExistsError, match="neither a file nor a directory"):
+        saved(fabric, tmp_path / "pipe")
+    assert names(tmp_path) == ["c", "empty", "notes.txt", "pipe"]
+
+
+def test_a_link_to_a_checkpoint_is_replaced_not_followed(fabric, tmp_path):
+    path = saved(fabric, tmp_path / "first", step=1)
+    (tmp_path / "last").symlink_to(path)
+    saved(fabric, tmp_path / "last", step=2)
+    assert (fabric.load(path), fabric.load(tmp_path / "last")) == ({"step": 1}, {"step": 2})
+    assert names(tmp_path) == ["first", "last"]
+
+
+def test_a_url_of_this_machine(fabric, tmp_path):
+    saved(fabric, f"file://{tmp_path}/c", step=1)
+    assert fabric.load(f"file://{tmp_path}/c") == fabric.load(tmp_path / "c") == {"step": 1}
+
+
+# loading
+
+
+def test_tensors_are_read_when_they_are_used(fabric, tmp_path):
+    path = saved(fabric, tmp_path / "c", model=nn.Linear(3, 2), big=torch.ones(5))
+
+    class Keeps(nn.Linear):
+        def _load_from_state_dict(self, state, prefix, *args):
+            self.kept = state[f"{prefix}weight"]
+            super()._load_from_state_dict(state, prefix, *args)
+
+    model = Keeps(3, 2)
+    fabric.load(path, {"model": model})
+    assert isinstance(model.kept, Stored)
+    assert (model.kept.shape, model.kept.dtype, model.kept.dim()) == ((2, 3), torch.float32, 2)
+    with pytest.raises(UsageError, match=r"was kept, and used after it was loaded\. Copy"):
+        model.kept + 1
+
+
+def test_any_use_of_a_stored_tensor_is_one_of_its_values():
+    values = torch.arange(6.0).view(2, 3)
+
+    def fill(target, offsets):
+        assert list(offsets) == [0, 0]
+        return target.copy_(values)
+
+    stored = Stored.of(values.shape, values.dtype, fill)
+    assert stored.tolist() == values.tolist()
+    assert stored.device.type == "cpu"
+    assert not stored.is_meta
+    assert stored.numpy().sum() == 15
+    assert type(stored.clone()) is type(stored[0]) is type(torch.cat([stored, stored])) is torch.Tensor
+    assert torch.zeros(2, 3).copy_(stored).equal(values)
+    assert pickle.loads(pickle.dumps(stored)).equal(values)
+    assert repr(stored) == repr(values)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_code_in_a_checkpoint_is_refused(fabric, tmp_path):
+    save_by_torch({"bomb": Bomb(), "step": 1}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(UsageError, match=r"'bomb' in .* is an object that safe loading refuses"):
+        fabric.load(tmp_path / "a")
+    assert fabric.load(tmp_path / "a", weights_only=False) == {"bomb": 0, "step": 1}
+    save_by_torch({"step": 1}, checkpoint_id=tmp_path / "b")
+    (tmp_path / "b" / ".metadata").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(UsageError, match=r".metadata refers to posix.system, which safe loading refuses"):
+        fabric.load(tmp_path / "b")
+    for text in (b"ctorch.distributed.checkpoint.filesystem\nos.system\n.", b"ctorch\nload\n."):
+        (tmp_path / "b" / ".metadata").write_bytes(text)
+        with pytest.raises(UsageError, match="which safe loading refuses"):
+            fabric.load(tmp_path / "b")
+    (tmp_path / "b" / ".metadata").write_bytes(b"no pickle")
+    with pytest.raises(DamagedCheckpointError, match=r"\.metadata cannot be read"):
+        fabric.load(tmp_path / "b")
+
+
+# one file
+
+
+def test_consolidate(fabric, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("fabric.plugins.io.sharded.LARGE", 64)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model[1].weight = nn.Parameter(model[0].weight.detach().t().contiguous())
+    model.again = model[0]
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "at": Path("x"), "none": torch.empty(0)}
+    saved(fabric, tmp_path / "c", **state)
+    fabric.save(tmp_path / "full", state)
+    assert main(["consolidate", str(tmp_path / "c")]) == 0
+    assert main(["consolidate", f"{tmp_path}/c/", "--output", str(tmp_path / "deep" / "f.pt")]) == 0
+    expected = torch.load(tmp_path / "full", weights_only=True)
+    for file in (tmp_path / "c.full.pt", tmp_path / "deep" / "f.pt"):
+        got = torch.load(file, weights_only=True)
+        assert repr(got) == repr(expected)
+        assert got["model"]["again.weight"].data_ptr() == got["model"]["0.weight"].data_ptr()
+    assert names(tmp_path / "deep") == ["f.pt"]
+    assert "is now also one file" in capsys.readouterr().err
+
+
+def test_consolidate_refuses_what_is_none_or_damaged(fabric, tmp_path, capsys):
+    assert main(["consolidate", str(tmp_path / "absent")]) == 1
+    assert "absent is no sharded checkpoint" in capsys.readouterr().err
+    path = saved(fabric, tmp_path / "c")
+    (path / "__0_0.distcp").write_bytes(b"")
+    assert main(["consolidate", str(path)]) == 1
+    assert "fabric consolidate: The checkpoint" in capsys.readouterr().err
+    assert names(tmp_path) == ["c"]
