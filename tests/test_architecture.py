@@ -46,7 +46,7 @@ ORDER = [
     ["fabric.integrations"],
     ["fabric.resolve"],
     ["fabric.facts"],
-    ["fabric.setup", "fabric.verbs"],
+    ["fabric.saving", "fabric.setup", "fabric.verbs"],
     ["fabric.fabric"],
     ["fabric.testing"],
     ["fabric.cli"],
@@ -65,7 +65,7 @@ HEAVY = {
 }
 MAX_MODULES = 60  # that `from fabric import Fabric` loads beyond torch, our own included
 MAX_FILE, MAX_FUNCTION, MAX_MEDIAN = 450, 50, 10
-FRONT_DESK = ("fabric.facts", "fabric.fabric", "fabric.setup", "fabric.verbs")
+FRONT_DESK = ("fabric.facts", "fabric.fabric", "fabric.saving", "fabric.setup", "fabric.verbs")
 BACKENDS = ("ddp", "fsdp", "nccl", "gloo", "deepspeed", "horovod", "xla")
 
 

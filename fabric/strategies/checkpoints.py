@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.plugins.collectives.objects import gather_objects
-from fabric.plugins.io.directory import check, present, sharded_at
 from fabric.strategies import state as states
 from fabric.strategies.exchange import Exchange
 from fabric.utilities.state_keys import clean_keys, fit_keys
@@ -163,6 +161,9 @@ class Checkpoints(Exchange):
         Raises:
             DamagedCheckpointError: A file of it is missing, or not what was written.
         """
+        from fabric.plugins.collectives.objects import gather_objects
+        from fabric.plugins.io.directory import check, present, sharded_at
+
         self.finish_save()
         doing, storage, found = f"loading {path}", self.checkpoint_io, present(path)
         verify = getattr(storage, "verify", None)
