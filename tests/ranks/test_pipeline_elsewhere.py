@@ -27,7 +27,7 @@ def start(**settings):
     strategy = PipelineStrategy(**{"balance": [2, 2], "num_microbatches": 1, **settings})
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
-    warnings.filterwarnings("ignore", message=".*batch norm in training")
+    warnings.filterwarnings("ignore", message=".*batch norm, spectral norm and")
     return fabric
 
 

@@ -55,7 +55,7 @@ def start(strategy=None, precision=None, **settings):
     strategy = strategy or PipelineStrategy(**settings)
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, precision=precision)
     fabric.launch()
-    warnings.filterwarnings("ignore", message=".*batch norm in training")
+    warnings.filterwarnings("ignore", message=".*batch norm, spectral norm and")
     return fabric
 
 
@@ -354,7 +354,7 @@ def bad_outputs(name):
     fabric = start(balance=[2, 1], num_microbatches=4)
     model = fabric.setup(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), kind()))
     last = fabric.strategy.is_last_stage
-    with pytest.raises(error if last else RankError, match=message):
+    with pytest.raises(error if last or name != "words" else RankError, match=message):
         model(X)
     with pytest.raises(ConfigurationError, match="split into micro-batches along dim 0, but"):
         model((X, X[:3]))
@@ -438,7 +438,7 @@ def batch_norm(count):
 
 def test_batch_norm_is_warned_of(ranks):
     (warning,), others = ranks.run(batch_norm, 4, world_size=2)
-    assert re.match(r"norm \(BatchNorm1d\): batch norm in training normalises each micro-batch", warning)
+    assert re.match(r"norm \(BatchNorm1d\): batch norm, .* do in training for each micro-batch", warning)
     assert others == []
     assert ranks.run(batch_norm, 1, world_size=2) == [[], []]
 

@@ -21,7 +21,7 @@ from fabric.core.tree import flatten
 from fabric.plugins.collectives.frames import ALONE, call_of
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser
-from fabric.strategies.layouts.rows import across_rows, row_of
+from fabric.strategies.layouts.rows import InRows
 from fabric.strategies.layouts.sharded import Sharded
 from fabric.strategies.layouts.split import is_split
 from fabric.utilities.deferred import target_of
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from fabric.core.precision import DtypePolicy
@@ -44,7 +43,7 @@ Places = list[tuple[Module, str, Any]]
 DIMS = ("data_parallel", "tensor_parallel")
 
 
-class Mesh(Sharded):
+class Mesh(InRows, Sharded):
     """A model that a function has split.
 
     Args:
@@ -73,16 +72,6 @@ class Mesh(Sharded):
     def __reduce__(self) -> tuple[Any, ...]:
         # Groups and models belong to their process; a spawned rank joins anew.
         return type(self), (self.parallelize, *self.asked)
-
-    @property
-    def data_rank(self) -> tuple[int, int] | None:
-        """This rank's part of the data, of how many: the place along "data_parallel"."""
-        return row_of(self.mesh)
-
-    @property
-    def data_group(self) -> ProcessGroup | None:
-        """The ranks that see different data."""
-        return across_rows(self.mesh)
 
     def sizes(self, local_world_size: int, num_nodes: int) -> tuple[int, int]:
         """(data parallel, tensor parallel) sizes.

@@ -13,6 +13,22 @@ if TYPE_CHECKING:
     from fabric.core.topology import Topology
 
 
+class InRows:
+    """A layout whose mesh has rows along its first dimension."""
+
+    mesh: DeviceMesh | None
+
+    @property
+    def data_rank(self) -> tuple[int, int] | None:
+        """(this rank's row, of how many): which part of the data it sees; None before there is a mesh."""
+        return row_of(self.mesh)
+
+    @property
+    def data_group(self) -> ProcessGroup | None:
+        """The ranks that see different data."""
+        return across_rows(self.mesh)
+
+
 def check_rows(size: int, world_size: int, rows: str, instead: str) -> int:
     """The size of a row.
 

@@ -71,7 +71,7 @@ class Flow:
         parts = CallParts(args, kwargs, self.count, _INTO)
         if not self._tried and self.count > 1 and sum(parts.sizes) > 1 and len(parts) > 1:
             self._tried = True
-            self.finish(try_rows(self.name, self.runner, parts, self.policy.compute), "forward")
+            try_rows(self.name, self.runner, parts, self.policy.compute)
         calls = list(parts)
         work = Pass([map_tree(_cut_off, call) for call in calls], number=self._forwards)
         runner = self.runner

@@ -37,7 +37,7 @@ from fabric.strategies.layouts.pipeline.stage import Stage
 from fabric.strategies.layouts.pipeline.states import PipelineStates, emptied, names_of, tensors_of
 from fabric.strategies.layouts.pipeline.tied import Tied
 from fabric.strategies.layouts.pipeline.trial import warn_of_modules
-from fabric.strategies.layouts.rows import across_rows, along_row, check_rows, make_rows, row_of
+from fabric.strategies.layouts.rows import InRows, across_rows, along_row, check_rows, make_rows
 from fabric.utilities.compile import is_compiled
 from fabric.utilities.steps import watch_steps
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 DIMS = ("data_parallel", "pipeline")
 
 
-class Pipeline(PipelineStates):
+class Pipeline(InRows, PipelineStates):
     """Stages of one model on consecutive ranks.
 
     Args:
@@ -95,16 +95,6 @@ class Pipeline(PipelineStates):
     def __reduce__(self) -> tuple[Any, ...]:
         # Groups and models belong to their process; a spawned rank joins anew.
         return type(self), self.asked
-
-    @property
-    def data_rank(self) -> tuple[int, int] | None:
-        """This rank's part of the data, of how many: the row that its pipeline is."""
-        return row_of(self.mesh)
-
-    @property
-    def data_group(self) -> ProcessGroup | None:
-        """The ranks that have the same stage, and see different data."""
-        return across_rows(self.mesh)
 
     @property
     def stage(self) -> tuple[int, int]:

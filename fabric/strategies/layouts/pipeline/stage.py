@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
-from fabric.strategies.layouts.trial import Slots, buffers_of, kept
+from fabric.strategies.layouts.trial import buffers_of, kept
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import Tensor
     from torch.nn import Module
 
@@ -66,17 +64,18 @@ class Stage:
         Raises:
             UsageError: The output is no tree of tensors.
         """
-        again = self._checkpoint == "always" or (self._checkpoint == "except_last" and not at_once)
-        if again and torch.is_grad_enabled() and any([block.training for _, block in self.blocks]):
+        saves = self._checkpoint == "always" or (self._checkpoint == "except_last" and not at_once)
+        if saves and torch.is_grad_enabled() and any([block.training for _, block in self.blocks]):
             from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+            again = _Again(self.modules)
             # To its end: an operation that fills what it has saved (RReLU) would be left before it has.
             with set_checkpoint_early_stop(False):
                 out = checkpoint(
                     self._chain_of_copies,
                     *args,
                     use_reentrant=False,
-                    context_fn=_Again(self.modules),
+                    context_fn=lambda: (nullcontext(), again),
                     **kwargs,
                 )
         else:
@@ -108,40 +107,23 @@ class Stage:
 
 
 class _Again:
-    """Contexts of a forward and of computing it again: with the default dtype of then; buffers stay.
+    """Context of computing a forward again: with the default dtype of then; buffers stay.
 
-    torch enters the second one in each backward through the same graph.
+    torch enters it in each backward through the same graph.
     """
 
     def __init__(self, modules: list[Module]) -> None:
         self._modules, self._dtype = modules, torch.get_default_dtype()
-        self._changed: Slots = []
-
-    def __call__(self) -> tuple[Any, Any]:
-        return self._noting(), self
-
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Note which buffers the forward changes."""
-        slots = buffers_of(self._modules)
-        before = [_look(places[name]) for places, name in slots]
-        yield
-        looks = zip(slots, before, strict=True)
-        self._changed = [(places, name) for (places, name), old in looks if _look(places.get(name)) != old]
 
     def __enter__(self) -> None:
         self._outside = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
-        self._kept = kept(self._changed)
+        self._kept = kept(buffers_of(self._modules))
         self._kept.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         torch.set_default_dtype(self._outside)
         self._kept.__exit__(*error)
-
-
-def _look(tensor: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if tensor is None else (id(tensor), tensor._version)
 
 
 class _Own(torch.autograd.Function):

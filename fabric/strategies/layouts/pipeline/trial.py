@@ -9,8 +9,8 @@ import torch
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import BatchNorm
 from fabric.core.tree import flatten, map_tree
+from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.strategies.layouts.pipeline.joined import joined
-from fabric.strategies.layouts.pipeline.link import Failed
 from fabric.strategies.layouts.pipeline.run import Pass, forwards
 from fabric.strategies.layouts.trial import distance, rounding, untouched
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -22,32 +22,21 @@ if TYPE_CHECKING:
     from fabric.strategies.layouts.parts import CallParts
     from fabric.strategies.layouts.pipeline.run import Runner
 
-_TRIAL = "a trial with one row and with two"
-
 
 def warn_of_modules(module: Module) -> None:
     """Of what is computed from a whole batch, or once for each, in training."""
-    _warn(
-        [(name, m) for name, m in module.named_modules() if isinstance(m, BatchNorm)],
-        "batch norm in training normalises each micro-batch by itself, which is not what one big batch "
-        "gives. Use another norm, or num_microbatches=1.",
-    )
-    _warn(
-        [(name, m) for name, m in module.named_modules() if _has_spectral_norm(m)],
-        "spectral norm in training makes a step of power iteration for each micro-batch, where one big "
-        "batch makes one. Leave it out, or write num_microbatches=1.",
-    )
-    _warn(
-        [(name, m) for name, m in module.named_modules() if getattr(m, "scale_grad_by_freq", False)],
-        "scale_grad_by_freq divides gradients by counts in each micro-batch, which are not those of the "
-        "batch. Leave it out, or write num_microbatches=1.",
-    )
-
-
-def _warn(found: list[tuple[str, Module]], text: str) -> None:
+    found = [f"{name} ({type(m).__name__})" for name, m in module.named_modules() if _looks_at_batches(m)]
     if found:
-        names = [f"{name} ({type(module).__name__})" for name, module in found]
-        rank_zero_warn(f"{', '.join(names[:4])}{', ...' * bool(names[4:])}: {text}")
+        rank_zero_warn(
+            f"{', '.join(found[:4])}{', ...' * bool(found[4:])}: batch norm, spectral norm and "
+            "scale_grad_by_freq do in training for each micro-batch what they would do once for the batch, "
+            "which gives other numbers. Use something else, or write num_microbatches=1."
+        )
+
+
+def _looks_at_batches(module: Module) -> bool:
+    by_counts = getattr(module, "scale_grad_by_freq", False)
+    return isinstance(module, BatchNorm) or by_counts or _has_spectral_norm(module)
 
 
 def _has_spectral_norm(module: Module) -> bool:
@@ -57,7 +46,7 @@ def _has_spectral_norm(module: Module) -> bool:
     return any([type(part).__name__ in ("SpectralNorm", "_SpectralNorm") for part in parts])
 
 
-def try_rows(name: str, runner: Runner, parts: CallParts, compute: torch.dtype) -> Pass:
+def try_rows(name: str, runner: Runner, parts: CallParts, compute: torch.dtype) -> None:
     """Forwards of the first row, twice, and of two rows, in evaluation. Leaves no trace; all ranks.
 
     An output whose first dimension is not that of the batch cannot be joined, and micro-batches of one size
@@ -70,8 +59,8 @@ def try_rows(name: str, runner: Runner, parts: CallParts, compute: torch.dtype) 
         parts: The first batch, of two rows or more.
         compute: The dtype of matrix products, by the precision.
 
-    Returns:
-        The pass, to be finished: failed if micro-batches cannot stand for the batch.
+    Raises:
+        UsageError: Micro-batches cannot stand for the batch; on all ranks.
     """
     calls = [parts.head(1), parts.head(1), parts.head(2)]
     work = Pass([map_tree(_copy, call) for call in calls])  # blocks may change what they are given
@@ -80,53 +69,38 @@ def try_rows(name: str, runner: Runner, parts: CallParts, compute: torch.dtype) 
         for module in modules:
             module.training = False
         runner.run(forwards(3), work)
-    mixed = False
-    if runner.stage.is_last:
-        try:
-            mixed = _look(name, work, compute)
-        except UsageError as error:
-            runner.note(error, work, _TRIAL)
-    told = runner.report(work, runner.stage.count - 1, torch.tensor([mixed]))
-    if not isinstance(told, Failed):
-        if told.item():
-            rank_zero_warn(
-                f"{name}: what a row comes to depends on the other rows of its batch, also in evaluation. "
-                "Micro-batches give other numbers than the batch: compute what all rows have a part in after "
-                "the model, or write PipelineStrategy(num_microbatches=1)."
-            )
-    elif _TRIAL not in told.text:
-        work.failed = work.error = None  # it does not run on so few rows: then nothing is known
-    elif not runner.stage.is_last:
-        work.failed, work.error = told, None  # what the last stage says of it, on the rank that failed too
-    return work
+    found = _look(name, work, compute) if runner.stage.is_last else None
+    wrong, mixed = broadcast_tree(found, runner.ranks[-1], runner.channel)
+    work.failed = work.error = None  # where it does not run on so few rows, nothing is known
+    runner.finish(work, "trial")
+    if wrong:
+        raise UsageError(wrong)
+    if mixed:
+        rank_zero_warn(
+            f"{name}: what a row comes to depends on the other rows of its batch, also in evaluation. "
+            "Micro-batches give other numbers than the batch: compute what all rows have a part in after "
+            "the model, or write PipelineStrategy(num_microbatches=1)."
+        )
 
 
-def _look(name: str, work: Pass, compute: torch.dtype) -> bool:
-    """On the last stage: whether rows depend on each other.
-
-    Raises:
-        UsageError: Outputs cannot be joined; or one row runs, and two do not.
-    """
+def _look(name: str, work: Pass, compute: torch.dtype) -> tuple[str, bool]:
+    """On the last stage: what is wrong, and whether rows depend on each other."""
     if work.failed is not None:
-        if len(work.outputs) == 2:
-            raise UsageError(
-                f"{name} runs on one row of the batch, but not on two ({work.failed.text}). So some tensor "
-                "has as many rows as the batch by chance only, and is broadcast over one row: a mask of "
-                "positions by positions, say. Keep what belongs to all samples in a buffer of the model, or "
-                "give each sample its own (tensor.expand); or write PipelineStrategy(num_microbatches=1)."
-            )
-        return False
+        wrong = (
+            f"{name} runs on one row of the batch, but not on two ({work.failed.text}). So some tensor "
+            "has as many rows as the batch by chance only, and is broadcast over one row: a mask of "
+            "positions by positions, say. Keep what belongs to all samples in a buffer of the model, or "
+            "give each sample its own (tensor.expand); or write PipelineStrategy(num_microbatches=1)."
+        )
+        return wrong if len(work.outputs) == 2 else "", False
     one, again, two = [work.outputs[index] for index in range(3)]
-    joined([one, two], [1, 2])
-    return any(
-        [
-            isinstance(a, torch.Tensor)
-            and a.is_floating_point()
-            and torch.equal(a, b)
-            and _differ(a, c, compute)
-            for a, b, c in zip(*[flatten(tree)[0] for tree in (one, again, two)], strict=True)
-        ]
-    )
+    try:
+        joined([one, two], [1, 2])
+    except UsageError as error:
+        return str(error), False
+    columns = zip(*[flatten(tree)[0] for tree in (one, again, two)], strict=True)
+    floats = [column for column in columns if column[0] is not None and column[0].is_floating_point()]
+    return "", any([torch.equal(a, b) and _differ(a, c, compute) for a, b, c in floats])
 
 
 def _copy(leaf: Any) -> Any:
