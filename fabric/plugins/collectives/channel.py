@@ -7,7 +7,6 @@ is refused. All that one rank needs; how data travel is in frames.py.
 
 from __future__ import annotations
 
-import weakref
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +18,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricErro
 from fabric.core.registry import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
 
@@ -87,19 +86,11 @@ class Channel:
 
     def __init__(self, collective: Collective, wire: Wire) -> None:
         self.collective, self.wire = collective, wire
-        self._guard: Callable[[], Guard | None] = lambda: None
-
-    def __reduce__(self) -> Any:
-        return Channel, (self.collective, self.wire)
 
     @property
     def guard(self) -> Guard | None:
         """Where the ranks meet before each call; None: nowhere."""
-        guard = self._guard()
-        if guard is None:
-            guard = self.collective.guard
-            self._guard = self._guard if guard is None else weakref.ref(guard)  # it ends with its group
-        return guard
+        return self.collective.guard
 
     @cached_property
     def world_size(self) -> int:

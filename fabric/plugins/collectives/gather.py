@@ -41,62 +41,46 @@ def gather_tree(
         tensors = to_tensors(leaves, channel.wire.device, verb.partition("(")[0])
         if dst is not None:
             channel.collective.place_of(dst)
-    works, finish = start_gather(tensors, tree_call(verb, spec, tensors), channel, dst)
-    takes = dst is None or channel.collective.rank == dst
-
-    def build() -> Any:
-        return unflatten(finish(), spec, data) if takes else None
-
-    if async_op:
-        from fabric.plugins.collectives.handle import Handle
-
-        return Handle(verb, works, build)
-    return build()
-
-
-def start_gather(tensors: list[Tensor], call: Call, channel: Channel, dst: int | None = None) -> Any:
-    """What is on its way, and a function that waits and gives a (world_size, *shape) tensor for each tensor.
-
-    Args:
-        tensors: Of equal shapes and dtypes on all ranks.
-        call: What the others must do, too.
-        channel: The group.
-        dst: The only rank that needs the result; None: all do.
-    """
-    world, groups, ready = channel.world_size, buckets(tensors, mixed=True), channel.wire.ready
-    takes = dst is None or channel.collective.rank == dst
+    world, groups, collective = channel.world_size, buckets(tensors, mixed=True), channel.collective
+    takes = dst is None or collective.rank == dst
     raws = [pack([tensors[i] for i in group]).view(-1) for group in groups]
     works: list[Any] = []
 
     def room() -> list[Tensor]:
         nonlocal raws
-        raws = [ready(raw) for raw in raws]
+        raws = [channel.wire.ready(raw) for raw in raws]
         return [raw.new_empty(world * takes, raw.numel()) for raw in raws]
 
-    tables, made = ride(channel, call, raws, room)
+    tables, made = ride(channel, tree_call(verb, spec, tensors), raws, room)
     if tables is None:
         tables = made
         for table, raw in zip(made, raws, strict=True):
             if world == 1:
                 table[0].copy_(raw)
             elif dst is None:
-                works.append(channel.collective.start_all_gather_flat(table.view(-1), raw))
+                works.append(collective.start_all_gather_flat(table.view(-1), raw))
             else:
-                channel.collective.gather(raw, list(table), dst)
+                collective.gather(raw, list(table), dst)
 
-    def finish() -> list[Tensor]:
+    def finish() -> Any:
         for work in works:
             if work is not None:
                 work.wait()
+        if not takes:
+            return None
         gathered: list[Any] = [None if t.nbytes else t.new_empty(world, *t.shape) for t in tensors]
         for group, table in zip(groups, tables, strict=True):
             parts = [tensors[i] for i in group]
             columns = unpack(table.to(parts[0].device), parts)
             for i, column, part in zip(group, columns, parts, strict=True):
                 gathered[i] = column.reshape(world, *part.shape)
-        return gathered
+        return unflatten(gathered, spec, data)
 
-    return works, finish
+    if not async_op:
+        return finish()
+    from fabric.plugins.collectives.handle import Handle
+
+    return Handle(verb, works, finish)
 
 
 def ride(

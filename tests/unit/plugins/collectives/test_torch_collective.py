@@ -95,6 +95,38 @@ def test_bools_stay_zero_or_one(ranks):
     assert ranks.run(bools, world_size=2) == [expected, expected]
 
 
+def nan_in_extremes():
+    """Each element is NaN on another rank."""
+    c, nan = TorchCollective(), float("nan")
+    mine = torch.tensor([nan if c.rank == holder else 1.0 for holder in range(c.world_size)])
+    found = {}
+    for op in ("min", "max"):
+        reduced = c.reduce(mine.clone(), 0, op)
+        found[op] = [
+            c.all_reduce(mine.clone(), op),
+            c.reduce_scatter(torch.zeros(1), list(mine.split(1)), op),
+            reduced if c.rank == 0 else torch.tensor(nan),
+        ]
+    return [all(t.isnan().all() for t in results) for results in found.values()]
+
+
+def test_nan_is_the_extreme_whichever_rank_holds_it(ranks):
+    assert ranks.run(nan_in_extremes, world_size=2) == [[True, True]] * 2
+
+
+def started():
+    c = TorchCollective()
+    tensor = torch.tensor([1.0 + c.rank])
+    work = c.start_all_reduce(tensor, "mean")
+    assert work.wait() is tensor
+    assert work.is_completed()
+    return tensor.item()
+
+
+def test_a_mean_that_was_started_is_there_after_the_wait(ranks):
+    assert ranks.run(started, world_size=2) == [1.5, 1.5]
+
+
 def mean_of_integers():
     c = TorchCollective()
     values = torch.tensor([1, 2])
