@@ -301,7 +301,7 @@ def checkpoints_round_trip(fabric: Fabric, folder: Path) -> None:
 
 
 def sharded_checkpoints_round_trip(fabric: Fabric, folder: Path) -> None:
-    """So it is of those into which each rank writes its part, unless the strategy brings its storage."""
+    """So it is where each rank writes its part, unless the strategy brings a storage of its own."""
     if type(fabric.strategy.checkpoint_io) is TorchCheckpointIO:
         _round_trip(fabric, folder / "checkpoint", "sharded")
 

@@ -17,7 +17,7 @@ from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.tree import map_tree
 from fabric.plugins.collectives.frames import call_of
 from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
-from fabric.plugins.io.portable import elsewhere
+from fabric.plugins.io.portable import elsewhere, read_stored
 from fabric.strategies.layouts.replicate import Replicate
 from fabric.strategies.layouts.shares import Share, Step, WholeStateOnly, divide, send, stand_in
 
@@ -113,7 +113,9 @@ class ShardedStates(Replicate):
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load this rank's share of a full state."""
         self.attend(optimizer)
-        super().load_optimizer_state(optimizer, self._keep_own_state(optimizer, state) or state)
+        own = (self._keep_own_state(optimizer, state) or state)["state"]
+        entries = {**state["state"], **map_tree(read_stored, own)}  # the user's hooks see all of them
+        optimizer.load_state_dict({**state, "state": entries})
         if optimizer in self._shares:
             self._shares[optimizer].drop_foreign(optimizer)  # of classes that load in a way of their own
 
