@@ -73,14 +73,16 @@ class Checkpoints(Exchange):
             then: What rank zero does when the checkpoint is there.
             facts: What is kept beside the data, for those who look at the files.
         """
-        from fabric.strategies.sharded_save import choose_format, save_sharded
-
         self.finish_save()
-        try:
-            format, where = choose_format(self, path, format, storage_options)
-        except ConfigurationError as error:
-            self.refuse("save", error)
-        sharded = format == "sharded"
+        sharded = False
+        if (format or self.state_dict_type) != "full":
+            from fabric.strategies.sharded_save import choose_format, save_sharded
+
+            try:
+                format, where = choose_format(self, path, format, storage_options)
+            except ConfigurationError as error:
+                self.refuse("save", error)
+            sharded = format == "sharded"
         self.meet("save", states.split_content(self, state) + ", sharded" * sharded)
         facts = {
             "strategy": type(self).__name__,
@@ -161,7 +163,6 @@ class Checkpoints(Exchange):
         Raises:
             DamagedCheckpointError: A file of it is missing, or not what was written.
         """
-        from fabric.plugins.collectives.objects import gather_objects
         from fabric.plugins.io.directory import check, present, sharded_at
 
         self.finish_save()
@@ -170,7 +171,11 @@ class Checkpoints(Exchange):
         directory = sharded_at(found, only_ours=verify is None)
         # Ranks of one machine that read the same files share their check.
         mine = None if directory is None else (self.topology.node_rank, str(directory))
-        told = gather_objects(mine, self.channel(), "load")
+        told = [mine]
+        if self.topology.world_size > 1:
+            from fabric.plugins.collectives.objects import gather_objects
+
+            told = gather_objects(mine, self.channel(), "load")
         with states.together(self, doing):
             if directory is None:
                 tree = storage.load_checkpoint(found, weights_only=weights_only)

@@ -13,7 +13,7 @@ import torch
 from fabric.core.errors import ConfigurationError, FabricError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.channel import Channel, Wire
-from fabric.plugins.collectives.single_device import SingleDeviceCollective
+from fabric.plugins.collectives.single_device import SingleDeviceCollective, gather_alone, reduce_alone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,9 +112,12 @@ class Exchange:
             from fabric.plugins.collectives.grads import all_reduce_with_grads
 
             return all_reduce_with_grads(tensor, reduce_op, self.channel(group))
+        channel = self.channel(group)
+        if channel.world_size == 1:
+            return reduce_alone(tensor, reduce_op, channel, async_op=async_op)
         from fabric.plugins.collectives.reduce import reduce_tree
 
-        return reduce_tree(tensor, reduce_op, self.channel(group), async_op=async_op)
+        return reduce_tree(tensor, reduce_op, channel, async_op=async_op)
 
     def all_gather(
         self,
@@ -127,9 +130,12 @@ class Exchange:
     ) -> Any:
         """The tree with leaves of shape (world_size, *shape), or as `uneven` says."""
         if not sync_grads and uneven == "error":
+            channel = self.channel(group)
+            if channel.world_size == 1:
+                return gather_alone(tensor, channel, async_op=async_op)
             from fabric.plugins.collectives.gather import gather_tree
 
-            return gather_tree(tensor, self.channel(group), async_op=async_op)
+            return gather_tree(tensor, channel, async_op=async_op)
         from fabric.plugins.collectives.grads import all_gather_uneven, all_gather_with_grads
 
         if uneven == "error":
