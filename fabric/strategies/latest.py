@@ -28,10 +28,11 @@ def save_latest(
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if type(value) is not int or value < least:
             raise ConfigurationError(f"save_latest({name}={value!r}) must be an int of at least {least}.")
-    path = join_path(directory, f"step-{step:08d}")
-    format, _ = choose_format(strategy, path, None, None)
-    path += ".pt" * (format == "full")
-    then = partial(retire, strategy.checkpoint_io, directory, keep)
+    name = f"step-{step:08d}"
+    format, _ = choose_format(strategy, join_path(directory, name), None, None)
+    name += ".pt" * (format == "full")
+    path = join_path(directory, name)
+    then = partial(retire, strategy.checkpoint_io, directory, keep, name)
     strategy.save_checkpoint(path, state, format=format, wait=wait, then=then, facts={"step": step})
     return Path(path) if is_local_path(path) else path
 
@@ -71,8 +72,12 @@ def step_of(name: str) -> int:
     return int(_NAME.fullmatch(name)[1])  # type: ignore[index]
 
 
-def retire(io: Any, directory: PathLike, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what saves that were killed left behind."""
+def retire(io: Any, directory: PathLike, keep: int, new: str) -> None:
+    """Remove all but `new` and the newest of the others, and what saves that were killed left behind.
+
+    `new` stays, whatever its step: a later one may be there that is damaged.
+    """
+    others = [name for name in checkpoints(directory) if name != new]
     left = filter(_LEFT_BEHIND.fullmatch, list_directory(directory))
-    for name in [*checkpoints(directory)[keep:], *left]:
+    for name in [*others[keep - 1 :], *left]:
         io.remove_checkpoint(join_path(directory, name))

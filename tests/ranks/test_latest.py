@@ -94,6 +94,26 @@ def test_two_damaged_ones(ranks, tmp_path):
     assert (*first[:3], len(first[3])) == (1, 1, 1.0, 2)
 
 
+def goes_on_before_a_damaged_one(folder):
+    fabric, state = launched()
+    for step in (15, 20):
+        put(state, step)
+        fabric.save_latest(folder, state, step=step)
+    if fabric.is_global_zero:
+        damage(Path(folder, "step-00000020.pt"), "flipped")
+    fabric.barrier()
+    first = loaded(fabric, folder, state)
+    put(state, 16)
+    fabric.save_latest(folder, state, step=16, keep=1)
+    put(state, 0)
+    return first[0], loaded(fabric, folder, state)
+
+
+def test_a_new_one_stays_though_a_damaged_one_has_a_later_step(ranks, tmp_path):
+    for before, after in ranks.run(goes_on_before_a_damaged_one, str(tmp_path), world_size=2):
+        assert (before, after) == (15, (16, 16, 16.0, []))
+
+
 def test_all_damaged_is_an_error(ranks, tmp_path):
     for error in ranks.run_expecting_errors(
         falls_back, str(tmp_path), dict.fromkeys((1, 2, 3), "cut"), world_size=2

@@ -160,8 +160,10 @@ def _save_to_disk(checkpoint: dict[str, Any], path: Path, facts: Mapping[str, An
         if path.exists():
             part.chmod(path.stat().st_mode)
         part.replace(path)
-    except BaseException:
+    except BaseException as error:
         part.unlink(missing_ok=True)
+        if isinstance(error, OSError) and not error.filename2:  # of write() and fsync() it has no name at all
+            error.filename = str(path)
         raise
     flush_directory(path.parent)
 

@@ -1,0 +1,342 @@
+"""Saves that are killed, each in ranks of its own, which are forked from this warm process.
+
+killed_saves.py DIRECTORY FIRST COUNT: trials FIRST to FIRST + COUNT - 1. Prints a JSON line for each: what
+was done, and the problem, if there was one. A trial is drawn from its number.
+"""
+
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fabric import Fabric
+
+KEEP = 2
+SECONDS = 60
+POINTS = {
+    "first": ["open", "torn write", "write", "sync", "synced", "rename", "renamed", "directory synced"],
+    "overwriting": [
+        *["open", "torn write", "write", "sync", "synced", "chmod", "rename", "renamed"],
+        "directory synced",
+    ],
+    "latest": [
+        *["open", "torn write", "write", "sync", "synced", "rename", "renamed", "directory synced"],
+        *["remove", "removed"],
+    ],
+}
+"""Where rank zero strikes, by the kind of save: before or after (in the past tense) what is named."""
+
+
+@dataclass
+class Trial:
+    number: int
+    kind: str
+    wait: bool
+    ranks: int
+    victims: list[int]
+    point: str | None
+    """None: at a random time."""
+    at: int
+    """The save in which it happens."""
+    nth: int
+    """Of the writes of that save."""
+
+    @classmethod
+    def drawn(cls, number):
+        draw = random.Random(number)
+        kind = ("first", "overwriting", "latest")[number % 3]
+        ranks = 2 if number % 7 == 6 else 1
+        wait = number // 3 % 2 == 0
+        point = draw.choice(POINTS[kind]) if draw.random() < 0.75 else None
+        at = {"first": 1, "overwriting": draw.randint(2, 4), "latest": draw.randint(KEEP + 1, 5)}[kind]
+        victims = draw.choice([[0], [1], [0, 1]]) if ranks == 2 else [0]
+        nth = draw.randint(1, 8) if point in ("write", "torn write") else 1
+        return cls(number, kind, wait, ranks, victims, point, at, nth)
+
+
+# what is saved
+
+
+def made(fabric):
+    net = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 1))
+    model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters()))
+    return {"model": model, "optimizer": optimizer, "number": 0, "ema": torch.zeros(100)}
+
+
+def tensors(state):
+    moments = state["optimizer"].optimizer.state
+    for parameter in state["model"].parameters():
+        if not moments[parameter]:
+            moments[parameter] = {
+                "step": torch.tensor(0.0),
+                **{name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")},
+            }
+        yield from (parameter.data, *moments[parameter].values())
+    yield state["ema"]
+
+
+def put(state, number):
+    state["number"] = number
+    for place, tensor in enumerate(tensors(state)):
+        torch.arange(tensor.numel(), out=tensor.view(-1)).add_(1000 * number + place)
+
+
+def holds(state, number):
+    return state["number"] == number and all(
+        torch.equal(tensor.view(-1), torch.arange(float(tensor.numel())) + (1000 * number + place))
+        for place, tensor in enumerate(tensors(state))
+    )
+
+
+# the ranks that are killed
+
+
+def save(fabric, trial, directory, state):
+    if trial.kind == "latest":
+        fabric.save_latest(directory, state, step=state["number"], keep=KEEP, wait=trial.wait)
+    elif trial.wait:
+        fabric.save(directory / "a.pt", state)
+    else:
+        fabric.save(directory / "a.pt", state, wait=False)
+
+
+class Struck:
+    """A file, whose `nth` write is a last one."""
+
+    def __init__(self, file, come_to):
+        self.file, self.come_to = file, come_to
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+    def fileno(self):
+        return self.file.fileno()
+
+    def write(self, data):
+        data, done = memoryview(data).cast("B"), 0
+        if self.come_to("torn write"):
+            done = self.file.write(data[: len(data) // 2])
+            self.come_to("torn write", again=True)
+        self.come_to("write")
+        return done + self.file.write(data[done:])
+
+
+def arm(trial, say, pids):
+    """Strike at the trial's point from now on."""
+    left = trial.nth
+
+    def come_to(point, again=False):
+        nonlocal left
+        if point != trial.point:
+            return False
+        left -= not again
+        if left > 0:
+            return False
+        if point == "torn write" and not again:
+            return True
+        say("strike")
+        for rank in sorted(trial.victims, reverse=True):  # the others first
+            os.kill(pids[rank] or os.getpid(), signal.SIGKILL)
+        left = 1_000_000  # a survivor goes on
+        return False
+
+    def around(owner, name, before, after):
+        plain = getattr(owner, name)
+
+        def patched(*args, **kwargs):
+            come_to(before)
+            result = plain(*args, **kwargs)
+            come_to(after)
+            return result
+
+        setattr(owner, name, patched)
+
+    around(Path, "replace", "rename", "renamed")
+    around(Path, "chmod", "chmod", None)
+    around(Path, "unlink", "remove", "removed")
+    plain_sync, plain_open = os.fsync, Path.open
+
+    def sync(descriptor):
+        directory = Path(f"/proc/self/fd/{descriptor}").is_dir()
+        come_to(None if directory else "sync")
+        plain_sync(descriptor)
+        come_to("directory synced" if directory else "synced")
+
+    def opened(path, mode="r", *args, **kwargs):
+        file = plain_open(path, mode, *args, **kwargs)
+        if mode != "xb":
+            return file
+        come_to("open")
+        return Struck(file, come_to)
+
+    os.fsync, Path.open = sync, opened
+
+
+def rank_runs(trial, rank, pids, directory, pipe):
+    def say(what, number=0):
+        if rank == 0:
+            os.write(pipe, f"{what} {number}\n".encode())
+
+    if trial.ranks > 1:
+        where = f"file://{directory.with_suffix('.store')}"
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=trial.ranks)
+    fabric = Fabric(accelerator="cpu", devices=trial.ranks, strategy="ddp" if trial.ranks > 1 else "auto")
+    fabric.launch()
+    state = made(fabric)
+    pending = 0
+    for number in range(1 + (trial.kind == "overwriting"), trial.at + 3):
+        put(state, number)  # also: what changes while a save goes on is not in its file
+        say("call", number)
+        if number == trial.at:
+            say("now", number)
+            if rank == 0:
+                arm(trial, say, pids)
+        save(fabric, trial, directory, state)
+        say("saved", number if trial.wait else pending)  # the call waits for the one before
+        pending = number
+        if trial.kind == "first":
+            break
+    fabric.strategy.finish_save()
+    say("saved", pending)
+    say("end")
+    while True:
+        fabric.barrier()  # a rank that is left hears here that it is alone
+        time.sleep(0.01)
+
+
+def begin(trial, rank, pids, directory, pipe):
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        with Path(os.devnull).open("w") as nowhere:  # a rank that is left says that the other is gone
+            os.dup2(nowhere.fileno(), 2)
+        rank_runs(trial, rank, pids, directory, pipe)
+    except Exception:
+        if rank not in trial.victims or len(trial.victims) < trial.ranks:
+            os._exit(1)
+        os.write(pipe, f"raised 0 {json.dumps(traceback.format_exc())}\n".encode())
+    finally:
+        os._exit(2)
+
+
+# the process that looks at what they left
+
+
+def lines(pipe, deadline):
+    """What rank zero says, until no rank is there to say more."""
+    rest = b""
+    while True:
+        ready, _, _ = select.select([pipe], [], [], max(0, deadline - time.monotonic()))
+        if not ready:
+            yield "silent", 0, ""
+            return
+        more = os.read(pipe, 65536)
+        if not more:
+            return
+        *whole, rest = (rest + more).split(b"\n")
+        for line in whole:
+            what, number, *text = line.decode().split(" ", 2)
+            yield what, int(number), "".join(text)
+
+
+def run(trial, directory, usual):
+    """Let the ranks save and die: (last number that was saved, last that was tried, problem)."""
+    reading, writing = os.pipe()
+    pids = {0: 0}
+    for rank in range(trial.ranks - 1, -1, -1):
+        pids[rank] = begin(trial, rank, dict(pids), directory, writing)
+    os.close(writing)
+    saved, called, problem, struck = 1 if trial.kind == "overwriting" else 0, 0, None, False
+    for what, number, text in lines(reading, time.monotonic() + SECONDS):
+        saved = max(saved, number) if what == "saved" else saved
+        called = max(called, number) if what == "call" else called
+        struck |= what == "strike"
+        if what == "now" and trial.point is None:
+            time.sleep(random.Random(trial.number).uniform(0, 1.3 * usual))
+            for rank in trial.victims:
+                os.kill(pids[rank], signal.SIGKILL)
+            struck = True
+        elif what in ("silent", "raised") or (what == "end" and not struck):
+            problem = f"{what}: {text}"
+            for pid in pids.values():
+                os.kill(pid, signal.SIGKILL)
+    os.close(reading)
+    codes = {rank: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for rank, pid in pids.items()}
+    for rank, code in codes.items():
+        if problem is None and code != (-signal.SIGKILL if rank in trial.victims else 1):
+            problem = f"rank {rank} ended with {code}"
+    return saved, called, problem
+
+
+def look(fabric, trial, directory, state, saved, called):
+    """The problem with what is there."""
+    path = directory / "a.pt"
+    put(state, 0)
+    if trial.kind == "latest":
+        found = fabric.load_latest(directory, state) or 0
+    else:
+        if path.exists():
+            fabric.load(path, state)
+        found = state["number"]
+    if not saved <= found <= called:
+        return f"{found} was loaded, {saved} was saved, {called} was tried"
+    if not holds(state, found):
+        return f"{found} is not what was saved then"
+    complete = [entry.name for entry in directory.iterdir() if not entry.name.endswith(".part")]
+    if len(complete) > KEEP + 1 or (trial.kind != "latest" and complete not in ([], ["a.pt"])):
+        return f"there are {complete}"
+    put(state, called + 1)
+    save(fabric, trial, directory, state)
+    fabric.strategy.finish_save()
+    left = sorted(entry.name for entry in directory.iterdir())
+    if trial.kind == "latest" and (len(left) > KEEP or any(name.endswith(".part") for name in left)):
+        return f"the next save left {left}"
+    return None
+
+
+def main(root, first, count):
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    state = made(fabric)
+    usual = 0.05
+    for number in range(first, first + count):
+        trial = Trial.drawn(number)
+        directory = Path(root, str(number))
+        directory.mkdir()
+        begins = time.monotonic()
+        if trial.kind == "overwriting":
+            put(state, 1)
+            fabric.save(directory / "a.pt", state)
+            usual = time.monotonic() - begins
+        saved, called, problem = run(trial, directory, usual)
+        try:
+            problem = problem or look(fabric, trial, directory, state, saved, called)
+        except Exception:
+            problem = traceback.format_exc()
+        seconds = round(time.monotonic() - begins, 3)
+        print(json.dumps({**asdict(trial), "saved": saved, "seconds": seconds, "problem": problem}))
+        if problem is None:
+            shutil.rmtree(directory)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

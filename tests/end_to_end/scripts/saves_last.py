@@ -1,0 +1,41 @@
+"""The last act is a save beside the loop, which ends late, or fails: how it starts, how it ends, path."""
+
+import sys
+import time
+
+import torch
+
+from fabric import Fabric
+from fabric.plugins.io import TorchCheckpointIO
+from fabric.strategies import DDPStrategy
+
+
+class Late(TorchCheckpointIO):
+    def __init__(self, fails):
+        super().__init__()
+        self.fails = fails
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        time.sleep(1)  # the script has ended meanwhile
+        if self.fails:
+            raise OSError(28, "No space left on device", str(path))
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+def train(fabric, how, path):
+    fabric.save(path, {"w": torch.ones(2_000_000)}, wait=False)
+    print("after the save of rank", fabric.global_rank, flush=True)
+    if how == "fails and raises":
+        raise ValueError("boom")
+
+
+if __name__ == "__main__":
+    start, how, path = sys.argv[1:]
+    strategy = {"one": "auto", "script": "ddp"}.get(start) or DDPStrategy(start_method=start)
+    plugins = Late(fails=how != "late")
+    fabric = Fabric(accelerator="cpu", devices=1 if start == "one" else 2, strategy=strategy, plugins=plugins)
+    if start in ("one", "script"):
+        fabric.launch()
+        train(fabric, how, path)
+    else:
+        fabric.launch(train, how, path)
