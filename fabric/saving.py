@@ -41,7 +41,7 @@ class CheckpointVerbs(RankFacts):
                 as the strategy says (`state_dict_type`): "sharded" for "fsdp", "zero2", "zero3", "hsdp" and
                 ModelParallelStrategy on file systems, without a CheckpointIO of yours; else "full".
             wait: False: copy the state to host memory and return; the copy is written while the loop goes on.
-                One at a time: the next save or load waits for it. Sharded ones are written in the call.
+                One at a time: the next save or load waits for it.
 
         Returns:
             With `wait=False` the save under way: `.wait()` on all ranks, `.done()`. Its error is raised by

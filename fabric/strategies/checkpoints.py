@@ -90,8 +90,7 @@ class Checkpoints(Exchange):
             **(facts or {}),
         }
         if sharded:
-            save_sharded(self, where, state, filter, facts, then)
-            write = None
+            write = save_sharded(self, where, state, filter, facts, then, wait)
         else:
             write = self._gathered(path, state, storage_options, filter, wait, facts, then)
         if not wait:
@@ -121,7 +120,7 @@ class Checkpoints(Exchange):
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
             checkpoint = states.gather(self, state, filter)
             if self.topology.rank == 0 and not wait:
-                from fabric.strategies.pending import snapshot
+                from fabric.plugins.io.snapshot import snapshot
 
                 checkpoint = snapshot(checkpoint)
         if self.topology.rank != 0:

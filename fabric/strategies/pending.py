@@ -8,11 +8,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fabric.processes.signals import flush_output
 from fabric.strategies.state import together
-from fabric.utilities.state_keys import like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +26,7 @@ class PendingSave:
 
     def __init__(self, strategy: Any, path: PathLike, write: Callable[[], None] | None) -> None:
         self._strategy, self._path, self._write = strategy, path, write
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if write is not None:
             atexit.register(self._at_exit)
@@ -57,9 +54,9 @@ class PendingSave:
     def _run(self) -> None:
         try:
             self._write()  # type: ignore[misc]
-        except Exception as error:
+        except BaseException as error:
             self._error = error
-        self._write = None  # with the copy
+        self._write = None  # and what it held
 
     def _end(self) -> None:
         if self._thread is not None:
@@ -78,34 +75,3 @@ class PendingSave:
             atexit._run_exitfuncs()  # the rest of them; Python has no way to end with another exit code
             flush_output()
             os._exit(1)
-
-
-def snapshot(tree: Any, copies: dict[int, Any] | None = None) -> Any:
-    """A copy of checkpoint data in host memory; tensors that share memory share it in the copy.
-
-    Args:
-        tree: What `state.gather` gives.
-        copies: Of storages, by address, in this tree.
-    """
-    copies = {} if copies is None else copies
-    if isinstance(tree, torch.Tensor):
-        return _copied(tree, copies)
-    if isinstance(tree, dict):
-        return like(tree, {key: snapshot(value, copies) for key, value in tree.items()})
-    if type(tree) in (list, tuple):
-        return type(tree)([snapshot(value, copies) for value in tree])
-    return bytearray(tree) if type(tree) is bytearray else tree
-
-
-def _copied(tensor: torch.Tensor, copies: dict[int, Any]) -> torch.Tensor:
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        return tensor.detach().cpu() if tensor.device.type != "cpu" else tensor.detach().clone()
-    storage = tensor.untyped_storage()
-    key = storage.data_ptr()
-    if key not in copies:
-        copies[key] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
-    copy = torch.empty(0, dtype=tensor.dtype)
-    copy.set_(copies[key], tensor.storage_offset(), tensor.shape, tensor.stride())
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(copy, tensor.requires_grad)
-    return copy.requires_grad_(tensor.requires_grad)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.objects import gather_objects
 from fabric.plugins.io.directory import begin, put_in_place, remove
@@ -16,7 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from fabric.core.topology import Topology
     from fabric.core.types import Filter, PathLike
+    from fabric.plugins.io.sharded import Part
 
 FORMATS = ("full", "sharded")
 
@@ -55,8 +60,13 @@ def save_sharded(
     filter: Filter | None,
     facts: Mapping[str, Any],
     then: Callable[[], None] | None,
-) -> None:
-    """Write each rank's part of `state` into a directory. All ranks must call this."""
+    wait: bool,
+) -> Callable[[], None] | None:
+    """Write each rank's part of `state` into a directory. All ranks must call this.
+
+    Returns:
+        With `wait=False` what this rank has left to do, of copies, while its loop goes on.
+    """
     doing, zero, channel = f"saving {path}", strategy.is_global_zero, strategy.channel()
     part: Path | None = None
     with states.together(strategy, doing), strategy.layout.gathering(keep=zero, parts=True):
@@ -73,17 +83,70 @@ def save_sharded(
             _check_shared(directory)
         plans = gather_objects(plan, channel, "save")
         with states.together(strategy, doing):
-            written = own.write(directory, plans, strategy.global_rank)
+            own.agree(plans, strategy.global_rank)
+            if not wait:
+                own.copy()
+        finish = partial(_finish, own, directory, path, facts, then)
+        if not wait:
+            return partial(_write_beside, own, directory, path, strategy.topology, finish)
+        with states.together(strategy, doing):
+            written = own.write(directory)
         told = gather_objects(written, channel, "save")
         with states.together(strategy, doing):
             if zero:
-                own.finish(directory, told, facts)
-                put_in_place(directory, path)
-                if then is not None:
-                    then()
+                finish(told)
     except BaseException:
         if part is not None:
             remove(part)
+        raise
+    return None
+
+
+def _finish(
+    own: Part, directory: Path, path: Path, facts: Any, then: Callable[[], None] | None, told: list[Any]
+) -> None:
+    own.finish(directory, told, facts)
+    put_in_place(directory, path)
+    if then is not None:
+        then()
+
+
+def _write_beside(
+    own: Part, directory: Path, path: Path, topology: Topology, finish: Callable[[list[Any]], None]
+) -> None:
+    """Write this rank's part in a thread, which sends nothing: ranks tell rank zero by small files."""
+    notes = [directory / f"told-{rank}" for rank in range(topology.world_size)]
+    told: Any = None
+    try:
+        told = own.write(directory)
+    except BaseException as error:
+        told = f"rank {topology.rank} failed while saving {path}: {type(error).__name__}: {error}"
+        raise
+    finally:
+        try:
+            note = notes[topology.rank]
+            note.with_suffix(".new").write_bytes(pickle.dumps(told))
+            note.with_suffix(".new").replace(note)
+        finally:
+            if topology.rank == 0:
+                _collect(directory, notes, finish)
+
+
+def _collect(directory: Path, notes: list[Path], finish: Callable[[list[Any]], None]) -> None:
+    pause = 0.005
+    try:
+        while not all([note.exists() for note in notes]):  # a rank that ends without a word ends the job
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+        told = [pickle.loads(note.read_bytes()) for note in notes]
+        failed = [one for one in told if isinstance(one, str)]
+        if failed:
+            raise RankError("; ".join(failed))
+        for note in notes:
+            note.unlink()
+        finish(told)
+    except BaseException:
+        remove(directory)
         raise
 
 

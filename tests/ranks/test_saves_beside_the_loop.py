@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import threading
-import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 
 from fabric import Fabric
 from fabric.plugins.io import TorchCheckpointIO
@@ -147,13 +149,66 @@ def test_what_cannot_be_saved_is_refused_at_the_call(ranks, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def ends_at_once(path, storage):
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=storage)
-    fabric.launch()
-    fabric.save(path, {"w": torch.ones(2_000_000)}, wait=False)
+def shards_changed_meanwhile(strategy, path):
+    fabric, model, optimizer = launched(strategy)
+    step(fabric, model, optimizer)
+    module = copy.deepcopy(fabric.strategy.get_module_state_dict(model))
+    opt = copy.deepcopy(fabric.strategy.get_optimizer_state(optimizer))
+    lists = [1, 2]
+    state = {"model": model, "optimizer": optimizer, "lists": lists}
+    write, let = FileSystemWriter.write_data, threading.Event()
+
+    def later(*args):
+        assert let.wait(60)
+        return write(*args)
+
+    with mock.patch.object(FileSystemWriter, "write_data", later):
+        saving = fabric.save(path, state, wait=False, format="sharded")
+        lists.append(3)
+        for _ in range(2):
+            step(fabric, model, optimizer)
+        assert not saving.done() or strategy == "ddp"  # where rank zero writes all
+        assert not Path(path).exists()
+        fabric.barrier()
+        let.set()
+        saving.wait()
+    assert (Path(path) / "fabric.json").is_file()
+    held = fabric.load(path)
+    torch.testing.assert_close(dict(held["model"]), dict(module), rtol=0, atol=0)
+    torch.testing.assert_close(held["optimizer"]["state"], opt["state"], rtol=0, atol=0)
+    return held["lists"]
 
 
-class Late(TorchCheckpointIO):
-    def save_checkpoint(self, checkpoint, path, storage_options=None):
-        time.sleep(1)
-        super().save_checkpoint(checkpoint, path, storage_options)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_parts_are_written_beside_the_loop_too(ranks, tmp_path, strategy):
+    assert ranks.run(shards_changed_meanwhile, strategy, str(tmp_path / "a"), world_size=2) == [[1, 2]] * 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+    assert not list((tmp_path / "a").glob("told*"))
+
+
+def a_rank_cannot_write(path, bad):
+    fabric, model, _ = launched("fsdp")
+    fabric.save(path, {"model": model, "n": 1})
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with mock.patch.object(
+        FileSystemWriter, "write_data", full if fabric.global_rank in bad else FileSystemWriter.write_data
+    ):
+        saving = fabric.save(path, {"model": model, "n": 2}, wait=False)
+        try:
+            saving.wait()
+        except Exception as error:
+            told = str(error)
+    assert fabric.load(path)["n"] == 1
+    return told
+
+
+@pytest.mark.parametrize("bad", [[0], [1], [0, 1]])
+def test_a_part_that_cannot_be_written_is_an_error_on_all_ranks(ranks, tmp_path, bad):
+    told = ranks.run(a_rank_cannot_write, str(tmp_path / "a"), bad, world_size=2)
+    for text in told:
+        assert "No space left on device" in text
+    assert f"rank {bad[0]} failed while saving {tmp_path / 'a'}: OSError: " in told[0]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import tempfile
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -26,6 +27,7 @@ from fabric.core.torch_internals import memory_of
 from fabric.core.tree import map_tree
 from fabric.plugins.io.directory import MANIFEST, METADATA, check, damaged, digest, sharded_at, write_manifest
 from fabric.plugins.io.portable import Stored, is_elsewhere
+from fabric.plugins.io.snapshot import snapshot
 from fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabric.utilities.state_keys import PLAIN_DICTS, like
 
@@ -84,8 +86,8 @@ class Part:
         self._planner.set_up_planner(own)
         return self._planner.create_local_plan()
 
-    def write(self, directory: Path, plans: list[Any], rank: int) -> tuple[list[Any], dict[str, Any]]:
-        """Write what is for this rank of all plans; gives torch's notes, and size and digest of its file.
+    def agree(self, plans: list[Any], rank: int) -> None:
+        """Choose what this rank writes, of what all ranks could.
 
         Raises:
             UsageError: No rank has a value, or the parts do not make up a tensor.
@@ -97,10 +99,19 @@ class Part:
         lost = [name for name in self.values if name not in self._metadata.state_dict_metadata]
         if lost and rank == 0:
             raise UsageError(f"No rank holds the value of {', '.join(lost[:3])}, so that it cannot be saved.")
-        if not plans[rank].items:
+        self._plans, self._rank = plans, rank
+
+    def copy(self) -> None:
+        """Take copies, in host memory, of what this rank writes: from now on the values may change."""
+        for name in dict.fromkeys([item.index.fqn for item in self._plans[self._rank].items]):
+            self.values[name] = self._planner.state_dict[name] = _copied(self.values[name])
+
+    def write(self, directory: Path) -> tuple[list[Any], dict[str, Any]]:
+        """Write this rank's file; gives torch's notes, and size and digest of the file."""
+        if not self._plans[self._rank].items:
             return [], {}
         writer = FileSystemWriter(directory)
-        plan = self._planner.finish_plan(writer.prepare_global_plan(plans)[rank])
+        plan = self._planner.finish_plan(writer.prepare_global_plan(self._plans)[self._rank])
         notes: list[Any] = writer.write_data(plan, self._planner).value()
         names = {note.storage_data.relative_path for note in notes}
         return notes, {name: digest(directory / name) for name in names}
@@ -311,6 +322,12 @@ def _is_plain(tensor: Tensor) -> bool:
         return True
     odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or vars(tensor)
     return type(tensor) is torch.Tensor and not (odd or tensor.requires_grad)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Pickled):
+        return Pickled(snapshot(value.value))
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else deepcopy(value)
 
 
 def _place_of(value: Any) -> Any:

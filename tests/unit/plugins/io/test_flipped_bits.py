@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fabric import Fabric
-from fabric.plugins.io import DamagedCheckpointError
+from fabric.core.errors import DamagedCheckpointError
 
 
 def test_each_of_500_flipped_bits_is_found_and_nothing_is_loaded(tmp_path):
