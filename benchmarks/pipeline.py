@@ -321,7 +321,7 @@ def activation_table(found: dict[int, Any], size: Size) -> Table:
     for stages in [stages for stages in found if stages > 1]:
         first = {form: c[0] for (p, form, mode), c in live.items() if (p, mode) == (stages, "never")}
         got, theirs = first[ALTERNATING] / first[RAW], first[EARLY[2]] / first["torch ScheduleGPipe"]
-        what = f"pipeline, {stages} stages, {MICRO_BATCHES} micro-batches: stage 0's peak, 1f1b to all forwards first"
+        what = f"pipeline, {stages} stages, {MICRO_BATCHES} micro-batches: stage 0's peak, 1f1b to gpipe"
         limit = f"{min(MICRO_BATCHES, stages) / MICRO_BATCHES:.3f} (torch {theirs:.3f})"
         summarise(item, what, {"ours": f"{got:.3f}"}, limit, "within 10 % of torch's")
     return item

@@ -328,13 +328,19 @@ def loop(scene: Scene, turn, interjection) -> list[Node]:
     return [(f"for step in range({scene.rng.choice([2, 3, 3, 4])}):", tuple(body))]
 
 
+def how_to_save(scene: Scene) -> str:
+    """In either format, in the call or beside the loop."""
+    form = scene.one_of(["", "", ", format='full'", ", format='sharded'"])
+    return form + scene.one_of(["", ", wait=False"])
+
+
 def resume(scene: Scene) -> list[Node]:
     """Saved, everything made anew, and loaded; or loaded in place."""
     path = f"folder / '{scene.fresh('saved')}.pt'"
     named = [*(m.name for m in scene.models), *(o.name for o in scene.optimizers)]
     named += [o.schedule for o in scene.optimizers if o.schedule]
     state = "{" + ", ".join(f"'{name}': {name}" for name in named) + ", 'epoch': 3}"
-    lines: list[Node] = [f"fabric.save({path}, {state})"]
+    lines: list[Node] = [f"fabric.save({path}, {state}{how_to_save(scene)})"]
     if scene.chance(0.7):
         lines += scene.build
     return [*lines, f"state = {state}", f"fabric.load({path}, state)", "note.same('epoch', state['epoch'])"]

@@ -37,7 +37,7 @@ RootGate.begin, RootGate.end = begin, lambda self: None
 from fabric.strategies.layouts.local_gradients import LocalGradients
 LocalGradients.check = lambda *_: None
 """,
-        (*DDP, "pipeline-rows"),
+        DDP,
     ),
     "forgotten optimizers are refused": Mend(
         """

@@ -520,6 +520,7 @@ def run_on_rank(program: Any, make_fabric: Any, folder: Path, precision: str | N
             fabric.launch()
             notes.rank, notes.part, notes.fabric = fabric.global_rank, place(fabric)[0], fabric
             program(fabric, notes, folder)
+            fabric.strategy.finish_save()
         except BaseException as error:
             error.notes = notes.kept
             raise

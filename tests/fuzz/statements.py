@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grammar import Model, Node, Optimizer, Scene, losses
+from grammar import Model, Node, Optimizer, Scene, how_to_save, losses
 
 # an optimizer's turn
 
@@ -440,7 +440,7 @@ def saved(scene: Scene) -> list[Node]:
     if form < 0.4:
         optimizer = scene.one_of(scene.optimizers)
         state = f"{{'m': {model.name}, 'o': {optimizer.name}, 'n': step}}"
-        lines: list[Node] = [f"fabric.save({path}, {state})"]
+        lines: list[Node] = [f"fabric.save({path}, {state}{how_to_save(scene)})"]
         return [*lines, f"fabric.load({path}, {state})"] if scene.chance(0.5) else lines
     what = (
         f"{model.name}.state_dict()" if form < 0.7 or not model.ready else f"{model.name}.module.state_dict()"

@@ -25,7 +25,7 @@ class LocalGradients:
     averaged them itself. A loop that averages before each step compares nothing.
 
     Args:
-        layout: Whose replicas these are; gives the channel of all ranks, and that of those who average.
+        layout: Whose replicas these are; gives the channel of all ranks.
     """
 
     def __init__(self, layout: Any) -> None:
@@ -68,15 +68,15 @@ class LocalGradients:
         Raises:
             UsageError: They do.
         """
-        channel, across = self._layout.channel, self._layout.across
-        if not self.replicas or across is None:
+        channel = self._layout.channel
+        if not self.replicas or channel is None:
             return
         unaveraged = list(self.replicas.values())
         grads = [p.grad for p in parameters if any([id(p) in known for known in unaveraged])]
         if not grads:
             return
         channel.meet(call_of(doing, "with gradients that no backward has averaged"))
-        if any(on_any_rank([_differ(grads, across)], channel)):
+        if any(on_any_rank([_differ(grads, channel)], channel)):
             raise UsageError(
                 f"{doing} came while gradients of backwards under no_backward_sync(), or put there by hand "
                 "(torch.autograd.grad), were never synchronised: they differ between ranks, which would step "

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.core.topology import Topology
-    from fabric.plugins.collectives.channel import Channel
 
 _BUFFER_KEYWORDS = ("broadcast_buffers", "forward_sync_buffers")
 """DDP's switch for buffers, and its name from torch 2.13 on."""
@@ -151,11 +150,6 @@ class Replicate(Whole):
         from fabric.strategies.layouts.hooked import HookedCall
 
         return HookedCall(method, self, replica)
-
-    @property
-    def across(self) -> Channel | None:
-        """The ranks that average gradients."""
-        return self.channel
 
     @contextmanager
     def no_sync(self, wrapped: Module) -> Iterator[None]:

@@ -7,8 +7,6 @@ import re
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states
 from fabric.plugins.collectives.frames import call_of
@@ -65,12 +63,7 @@ class Sharded(Split):
         Raises:
             UsageError: It holds parameters that no model has any more, or that are not split; it is LBFGS.
         """
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(
-                "LBFGS joins all parameters in one vector, which parameters that are split over ranks "
-                'cannot be. Use another optimizer, or strategy="ddp".'
-            )
-        self.follow(optimizer)
+        super().setup_optimizer(optimizer)
         self._check_current(optimizer)
         self._optimizers.add(optimizer)
         return optimizer

@@ -79,6 +79,20 @@ class Split(Whole):
                 self._moved[key] = (old, weakref.ref(new))
         self._models.append(weakref.ref(module))
 
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The user's own optimizer, with the parts of its parameters.
+
+        Raises:
+            UsageError: It is LBFGS.
+        """
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                "LBFGS joins all parameters in one vector, which parameters that are split over ranks "
+                'cannot be. Use another optimizer, or strategy="ddp".'
+            )
+        self.follow(optimizer)
+        return optimizer
+
     def follow(self, optimizer: Optimizer) -> None:
         """Put the parts of parameters in the place of the whole ones, in groups and state."""
         for group in optimizer.param_groups:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-import torch
 import torch.distributed as dist
 
 from fabric.core.errors import UsageError
@@ -22,7 +20,6 @@ from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
 from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, copy_from_first
-from fabric.strategies.layouts.local_gradients import LocalGradients
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.pipeline.balance import even_balance
 from fabric.strategies.layouts.pipeline.cut import (
@@ -42,7 +39,7 @@ from fabric.utilities.compile import is_compiled
 from fabric.utilities.steps import watch_steps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -59,6 +56,9 @@ DIMS = ("data_parallel", "pipeline")
 
 class Pipeline(InRows, PipelineStates):
     """Stages of one model on consecutive ranks.
+
+    `no_backward_sync` changes nothing here: each backward averages what is in `.grad` over rows, and the mean
+    of means is the same. Gradients of one row alone, which a step must not take, cannot come to be.
 
     Args:
         balance: Blocks of each stage; None: even stages.
@@ -87,8 +87,6 @@ class Pipeline(InRows, PipelineStates):
         self._ranks: list[int] = [0]
         self._place = 0
         self._flows: weakref.WeakKeyDictionary[Module, Flow] = weakref.WeakKeyDictionary()
-        self._waiting: set[Module] = set()
-        self._local = LocalGradients(self)
         self._lanes: Lanes = (None, None)
         self._numbers = itertools.count()
 
@@ -184,32 +182,13 @@ class Pipeline(InRows, PipelineStates):
         """`pipeline_step`, which models have beside their own methods."""
         return self._flows[wrapped].pipeline_step if name == "pipeline_step" else None
 
-    @contextmanager
-    def no_sync(self, wrapped: Module) -> Iterator[None]:
-        """Gradients of backwards inside are not averaged over rows; the next one averages them all."""
-        self._local.begin(wrapped)
-        self._waiting.add(wrapped)
-        try:
-            yield
-        finally:
-            self._waiting.discard(wrapped)
-
-    def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
-        """Raise on all ranks if gradients that no_sync left differ between rows. All ranks."""
-        self._local.check(parameters, doing)
-
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The user's own optimizer; what is on other stages has no gradients here, and is passed over.
 
         Raises:
             UsageError: It is LBFGS.
         """
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UsageError(
-                "LBFGS joins all parameters in one vector, which parameters on several stages cannot be. Use "
-                'another optimizer, or strategy="ddp".'
-            )
-        self.follow(optimizer)
+        super().setup_optimizer(optimizer)
         for tensor in [t for t in optimizer.state if not t.numel()]:
             del optimizer.state[tensor]
         self.attend(optimizer)
@@ -235,9 +214,8 @@ class Pipeline(InRows, PipelineStates):
         for tied in flow.tied:
             tied.add_up()
         module = flow.module()
-        if module is None or self.across is None or module in self._waiting:
+        if module is None or self.across is None:
             return
-        self._local.replicas.pop(module, None)
         blocks = [block for _, block in flow.runner.stage.blocks]
         parameters = dict.fromkeys([p for block in blocks for p in block.parameters()])
         average_gradients(list(parameters), self.across, "a pipeline with several data parallel rows")
