@@ -110,6 +110,9 @@ def same(got, expected):
 def save_both(name, folder):
     fabric = launched(name)
     model, optimizer = trained(fabric)
+    if name == "pipeline" and fabric.global_rank == 3:  # of the second row: the first one's values count
+        for tensor in [*model.module.parameters(), *model.module.buffers()]:
+            tensor.data.add_(1)
     state = {"model": model, "optimizer": optimizer, **PLAIN}
     fabric.save(folder / "full", state, format="full")
     full_tensor, DTensor.full_tensor = DTensor.full_tensor, None  # nothing is gathered
@@ -191,31 +194,48 @@ def save_wide(name, folder):
     return sum(read)
 
 
-@pytest.mark.parametrize("name", ["zero3", "pipeline"])
-def test_a_rank_writes_and_reads_its_part_only(ranks, tmp_path, name):
-    read = ranks.run(save_wide, name, tmp_path, world_size=2)
+@pytest.mark.parametrize(
+    ("name", "written", "read"),
+    [  # in halves of the model: weights, and two moments of each
+        ("zero3", [3, 3], [3, 3]),
+        ("pipeline", [3, 3], [3, 3]),
+        ("zero1", [4, 2], [4, 4]),
+        ("ddp", [6], [6, 6]),
+    ],
+)
+def test_a_rank_writes_and_reads_its_part_only(ranks, tmp_path, name, written, read):
+    found = ranks.run(save_wide, name, tmp_path, world_size=2)
     files, manifest = written_files(tmp_path / name)
-    total = 3 * 2 * WIDE * 4
-    assert len(files) == 2
-    assert all(size < 0.6 * total for size in files.values())
-    assert all(size < 0.6 * total for size in read)
+    half = WIDE * 4
+    assert list(files) == ["__0_0.distcp", "__1_0.distcp"][: len(written)]
+    for sizes, expected in ((files.values(), written), (found, read)):
+        assert [size // half for size in sizes] == expected  # and some bytes of pickles
+        assert all(size % half < 0.25 * half for size in sizes)
     assert (manifest["format"], manifest["world_size"]) == (1, 2)
-    assert manifest["strategy"] == {"zero3": "FSDPStrategy", "pipeline": "PipelineStrategy"}[name]
+    assert manifest["torch"] == torch.__version__
+    kinds = {
+        "zero3": "FSDPStrategy",
+        "pipeline": "PipelineStrategy",
+        "zero1": "ZeRO1Strategy",
+        "ddp": "DDPStrategy",
+    }
+    assert manifest["strategy"] == kinds[name]
 
 
-def save_zero1(folder):
-    fabric = launched("zero1")
-    _, optimizer = trained(fabric)
-    fabric.save(folder / "c", {"optimizer": optimizer}, format="sharded")
-    own = [p for p in optimizer.optimizer.state if p.numel()]
-    return sum([p.numel() for p in own])
+def load_before_setup(folder):
+    fabric = launched("zero3")
+    model, _ = trained(fabric)
+    fabric.save(folder / "c", {"model": model})
+    for empty in (True, False):
+        with fabric.init_module(empty_init=empty):
+            fresh = net(5)
+        fabric.load(folder / "c", {"model": fresh})
+        fresh = fabric.setup(fresh)
+        same(*[dict(fabric.strategy.get_module_state_dict(m)) for m in (fresh, model)])
 
 
-def test_a_rank_writes_its_own_optimizer_states(ranks, tmp_path):
-    owned = ranks.run(save_zero1, tmp_path, world_size=2)
-    assert all(owned)
-    files, _ = written_files(tmp_path / "c")
-    assert len(files) == 2
+def test_a_model_loaded_before_setup_keeps_its_weights(ranks, tmp_path):
+    ranks.run(load_before_setup, tmp_path, world_size=2)
 
 
 class Tied(nn.Module):
@@ -393,8 +413,12 @@ def fail_to_write(folder, where):
     model, _ = trained(fabric)
     fabric.save(folder / "c", {"model": model, "step": 1})
 
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+    rename = Path.rename
+
+    def full(*args):
+        if where != "rename" or args[0].suffix == ".part":
+            raise OSError(28, "No space left on device")
+        return rename(*args)
 
     places = {
         "data": (FileSystemWriter, "write_data"),
@@ -476,13 +500,16 @@ def test_a_checkpoint_of_torch_alone_is_loaded(ranks, tmp_path):
 def values_of_their_own(folder):
     fabric = launched("ddp")
     own = torch.full((3,), float(fabric.global_rank))
-    fabric.save(folder / "c", {"own": own, "rank": fabric.global_rank}, format="sharded")
+    state = {"own": own, "rank": fabric.global_rank, "kind": own if fabric.global_rank else None}
+    fabric.save(folder / "c", {**state, **({"more": own} if fabric.global_rank else {})}, format="sharded")
     loaded = fabric.load(folder / "c")
-    return loaded["own"].tolist(), loaded["rank"]
+    return loaded.pop("own").tolist(), loaded
 
 
 def test_rank_zeros_values_count_where_ranks_have_their_own(ranks, tmp_path):
-    assert ranks.run(values_of_their_own, tmp_path, world_size=3) == [([0.0] * 3, 0)] * 3
+    assert (
+        ranks.run(values_of_their_own, tmp_path, world_size=3) == [([0.0] * 3, {"rank": 0, "kind": None})] * 3
+    )
 
 
 def other_places(folder):
@@ -494,13 +521,13 @@ def other_places(folder):
         shutil.copytree(folder / "c0", folder / "c1")
     fabric.barrier()
     data = folder / f"c{rank}" / "__0_0.distcp"
-    if rank == 1:
+    if rank == 0:  # the second of two files
         data.write_bytes(data.read_bytes()[:-1])
     return failure(fabric, "load", folder / f"c{rank}")
 
 
 def test_checkpoints_that_differ_are_each_checked(ranks, tmp_path):
     first, second = ranks.run(other_places, tmp_path, world_size=2)
-    assert second[0] == "DamagedCheckpointError"
-    assert f"{tmp_path}/c1 is damaged: __0_0.distcp has" in second[1]
-    assert first[0] == "RankError"
+    assert first[0] == "DamagedCheckpointError"
+    assert f"{tmp_path}/c0 is damaged: __0_0.distcp has" in first[1]
+    assert second[0] == "RankError"

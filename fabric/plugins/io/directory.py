@@ -34,7 +34,7 @@ def present(path: PathLike) -> PathLike:
     local = local_path(path)
     if local is None or os.path.lexists(local):
         return path
-    aside = sorted(_set_aside(local), key=lambda old: old.lstat().st_mtime)
+    aside = sorted(_beside(local, "old"), key=lambda old: old.lstat().st_mtime)
     return aside[-1] if aside else path
 
 
@@ -122,8 +122,8 @@ def put_in_place(part: Path, path: Path) -> None:
             aside.rename(path)
         raise
     flush_directory(path.parent)
-    for old in _set_aside(path):
-        remove(old)
+    for rest in [*_beside(path, "old"), *[other for other in _beside(path, "part") if other.is_dir()]]:
+        remove(rest)  # also of saves that were killed
 
 
 def remove(path: Path) -> None:
@@ -146,8 +146,9 @@ def flush_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _set_aside(path: Path) -> list[Path]:
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.old")
+def _beside(path: Path, suffix: str) -> list[Path]:
+    """What saves to `path` have left beside it: "old", set aside; "part", not complete."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.{suffix}")
     try:
         return [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]
     except OSError:
