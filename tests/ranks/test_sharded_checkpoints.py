@@ -500,8 +500,10 @@ def test_a_checkpoint_of_torch_alone_is_loaded(ranks, tmp_path):
 def values_of_their_own(folder):
     fabric = launched("ddp")
     own = torch.full((3,), float(fabric.global_rank))
-    state = {"own": own, "rank": fabric.global_rank, "kind": own if fabric.global_rank else None}
-    fabric.save(folder / "c", {**state, **({"more": own} if fabric.global_rank else {})}, format="sharded")
+    state = {"own": own, "rank": fabric.global_rank, "kind": own + 1 if fabric.global_rank else None}
+    fabric.save(
+        folder / "c", {**state, **({"more": own + 2} if fabric.global_rank else {})}, format="sharded"
+    )
     loaded = fabric.load(folder / "c")
     return loaded.pop("own").tolist(), loaded
 

@@ -22,7 +22,8 @@ from fabric import Fabric
 from fabric.cli import main
 from fabric.core.errors import UsageError
 from fabric.plugins.io.directory import DamagedCheckpointError
-from fabric.plugins.io.portable import Stored
+from fabric.plugins.io.portable import Stored, kept_elsewhere
+from fabric.plugins.io.sharded import Part
 
 
 @pytest.fixture
@@ -294,3 +295,11 @@ def test_consolidate_refuses_what_is_none_or_damaged(fabric, tmp_path, capsys):
     assert main(["consolidate", str(path)]) == 1
     assert "fabric consolidate: The checkpoint" in capsys.readouterr().err
     assert names(tmp_path) == ["c"]
+
+
+def test_a_value_that_no_rank_holds_is_not_saved(tmp_path):
+    part = Part({"here": torch.ones(1), "away": {"w": kept_elsewhere(torch.ones(2))}})
+    assert part.open == ["away.w"]
+    with pytest.raises(UsageError, match=r"No rank holds the value of away\.w, so that it cannot be saved"):
+        part.write(tmp_path, [part.plan([*part.values])], 0)
+    assert names(tmp_path) == []
