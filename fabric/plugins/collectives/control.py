@@ -80,8 +80,7 @@ class Meeting(NamedTuple):
 
     def column(self, start: int, size: int) -> Tensor:
         """(world_size, size): the bytes that each rank sent, from byte `start` of its data on. A copy."""
-        at = HEADER.size + start
-        return self.rows[:, at : at + size].clone(memory_format=torch.contiguous_format)
+        return self.rows.narrow(1, HEADER.size + start, size).clone(memory_format=torch.contiguous_format)
 
     def data(self, place: int, size: int) -> Tensor:
         """The first `size` bytes of the member at `place`. A copy."""
@@ -173,7 +172,7 @@ class Guard:
             return None
         size = sum([data.numel() for data in payload or ()])
         if payload and size <= ROOM and self.whole:
-            torch.cat(payload, out=self._own[HEADER.size : HEADER.size + size])
+            torch.cat(payload, out=self._own.narrow(0, HEADER.size, size))
         counts, name = self._counts, self.name
         count = counts[name] = counts.get(name, 0) + 1  # last: nothing can fail between it and the frame
         HEADER.pack_into(self._sent, 0, count, call.digest, size)

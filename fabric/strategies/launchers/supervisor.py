@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
@@ -39,7 +39,8 @@ KILL_GRACE_S = 10.0
 SETTLE_S, SETTLE_ELSEWHERE_S = 10.0, 2.0
 """Seconds in which a cause is looked for behind what reads like its consequence: less if it may be on another
 machine, where nothing will ever be seen of it."""
-_POLL_S = 0.05  # only where the system cannot tell us of a process's end
+_POLL_S = 0.05
+"""Seconds between two looks for the end of processes that will say no more."""
 
 
 class Start(Protocol):
@@ -268,17 +269,11 @@ class Supervisor:
             self._look()
 
     def _sleep(self, seconds: float, running: list[int]) -> None:
-        """Block until a process ends, or says something that will be noted, or so long; may return early."""
-        descriptors = _process_descriptors([self.processes[rank].pid or 0 for rank in running])
-        if descriptors is None:
-            time.sleep(min(seconds, _POLL_S))
-            return
-        waited: list[Any] = list(descriptors)
-        if not self.stopping:
-            waited += [link for rank, link in self._links.copy().items() if rank in running]
-        wait(waited, seconds)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        """Block until a rank says something that will be noted, or so long; may return early."""
+        known = {} if self.stopping else self._links.copy()
+        links = [known[rank] for rank in running if rank in known]
+        # The end of a process closes its link; who has said its end, or is not heard, may end at any moment.
+        wait(links, seconds if len(links) == len(running) else min(seconds, _POLL_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,18 +319,3 @@ class Command:
 def _code(process: Process) -> int | None:
     """The exit code; None while it runs."""
     return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
-
-
-def _process_descriptors(pids: list[int]) -> list[int] | None:
-    """A descriptor per process that becomes readable when it ends; None where there is no such thing."""
-    if not hasattr(os, "pidfd_open"):
-        return None
-    descriptors: list[int] = []
-    try:
-        for pid in pids:
-            descriptors.append(os.pidfd_open(pid))
-    except OSError:  # it ended just now, or the kernel is too old
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return None
-    return descriptors
