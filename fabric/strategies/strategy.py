@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fabric.core.types import Filter, Optimizable, PathLike
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.strategies.launchers.launcher import Launcher
-    from fabric.strategies.pending import PendingSave
+    from fabric.strategies.pending import PendingSave, Snapshot
     from fabric.strategies.plan import Plan
 
 
@@ -65,6 +65,7 @@ class Strategy(Exchange):
         self._accelerator = accelerator
         self._checkpoint_io = checkpoint_io
         self.pending: PendingSave | None = None
+        self.snapshot: Snapshot | None = None  # kept for its memory
         self.gate = BackwardGate()
         self.precision = precision or Precision()
 
@@ -180,6 +181,7 @@ class Strategy(Exchange):
 
     def teardown(self) -> None:
         """Let go of groups, files and settings that this strategy took."""
+        self.snapshot = None
         self.layout.teardown()
         self._precision.teardown()
         if self._checkpoint_io is not None:
@@ -385,9 +387,10 @@ class Strategy(Exchange):
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.is_global_zero):
             checkpoint = states.gather(self, state, filter)
             if not wait:
-                from fabric.strategies.pending import PendingSave, snapshot
+                from fabric.strategies.pending import PendingSave, Snapshot
 
-                checkpoint = snapshot(checkpoint) if self.is_global_zero else {}
+                self.snapshot = Snapshot(self.snapshot)
+                checkpoint = self.snapshot.of(checkpoint) if self.is_global_zero else {}
         self.checkpoint_io.facts = {
             "strategy": type(self).__name__,
             "world_size": self.topology.world_size,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -147,13 +146,33 @@ def test_what_cannot_be_saved_is_refused_at_the_call(ranks, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def ends_at_once(path, storage):
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=storage)
-    fabric.launch()
-    fabric.save(path, {"w": torch.ones(2_000_000)}, wait=False)
+class Keeps(TorchCheckpointIO):
+    """Holds on to what it was given, and says where it lies."""
 
+    def __init__(self, holds):
+        super().__init__()
+        self.holds, self.given, self.places = holds, [], []
 
-class Late(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint, path, storage_options=None):
-        time.sleep(1)
-        super().save_checkpoint(checkpoint, path, storage_options)
+        self.places.append([value.data_ptr() for value in checkpoint["ema"]])
+        self.given += [checkpoint] if self.holds else []
+
+
+def one_snapshot_after_another(holds):
+    storage = Keeps(holds)
+    fabric, _, _ = launched("auto", plugins=storage)
+    ema = [torch.full((size,), 1.0) for size in (300_000, 200_000, 300_000)]
+    for number in range(3):
+        fabric.save("a.pt", {"ema": ema, "n": number}, wait=False).wait()
+        for value in ema:
+            value.add_(1)
+    fabric.save("a.pt", {"ema": [ema[0], ema[0][1:], ema[2][:7], ema[1]], "n": 3}, wait=False).wait()
+    held = [[value.mean().item() for value in given["ema"]] for given in storage.given]
+    return [places == storage.places[0] for places in storage.places[1:3]], held
+
+
+def test_the_memory_of_a_snapshot_is_taken_again_unless_somebody_holds_it(ranks):
+    assert ranks.run(one_snapshot_after_another, False, world_size=1) == [([True, True], [])]
+    ((again, held),) = ranks.run(one_snapshot_after_another, True, world_size=1)
+    assert again == [False, False]
+    assert held == [[1.0] * 3, [2.0] * 3, [3.0] * 3, [4.0] * 4]
