@@ -21,6 +21,7 @@ TOPICS = (
     "at_scale",
     "layouts",
     "memory",
+    "checkpoint",
     "pipeline",
     "context_parallel",
     "thinness",

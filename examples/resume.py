@@ -1,10 +1,11 @@
 """A run that is killed in the middle of an epoch and started again: every loss is that of an undisturbed run.
 
-    python examples/resume.py DIR --kill-at 42      # one run; it goes on where the checkpoint in DIR is
+    python examples/resume.py DIR --kill-at 42      # one run; it goes on where the newest file in DIR is
     python examples/resume.py                       # killed, started again, undisturbed: the same losses?
 
 The checkpoint holds the loader (how far the loop has come in the shuffled order, whatever workers have read
 ahead) and all ranks' random streams (dropout). What workers draw follows from the batch, and needs no entry.
+Killed in the middle of a save, the run goes on from the checkpoint before; asked to stop (SIGTERM), it saves.
 """
 
 import argparse
@@ -13,7 +14,6 @@ import random
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import numpy
 import torch
@@ -54,9 +54,7 @@ def train(args):
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "epoch": 0, "step": 0}
     state |= {"loader": loader, "rng": fabric.rng_state()}
-    path = Path(args.directory, "last.ckpt")
-    if path.exists():
-        fabric.load(path, state)  # objects in place; epoch and step are replaced in `state`
+    fabric.load_latest(args.directory, state)  # objects in place; epoch and step are replaced in `state`
     for epoch in range(state["epoch"], 2):
         state["epoch"] = epoch
         for images, labels in loader:  # the first time, the rest of the epoch
@@ -68,8 +66,11 @@ def train(args):
             state["step"] += 1
             loss = fabric.all_reduce(loss.detach()).item()
             fabric.print(f"step {state['step']} loss {loss!r}", flush=True)  # all digits
-            if state["step"] % 5 == 0:
-                fabric.save(path, state)  # written aside and renamed: killed meanwhile, the last one stays
+            stops = fabric.should_stop()  # on all ranks in the same step
+            if stops or state["step"] % 5 == 0:
+                fabric.save_latest(args.directory, state, step=state["step"])  # the newest three stay
+            if stops:
+                return
             if state["step"] == args.kill_at:
                 os.kill(os.getpid(), 9)  # on every rank: nothing is tidied up
 

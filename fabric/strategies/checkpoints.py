@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from fabric.core.types import Filter, PathLike
     from fabric.plugins.io.checkpoint_io import CheckpointIO
+    from fabric.plugins.io.snapshot import Snapshot
     from fabric.strategies.layouts.layout import Whole
     from fabric.strategies.pending import PendingSave
 
@@ -31,10 +32,12 @@ class Checkpoints(Exchange):
     """The format of checkpoints: "full" or "sharded"."""
     pending: PendingSave | None = None
     """The save that goes on beside the loop."""
+    snapshot: Snapshot | None = None
+    """What it writes, or wrote: the next one takes its memory."""
     _checkpoint_io: CheckpointIO | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "pending": None}
+        return {**super().__getstate__(), "pending": None, "snapshot": None}
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -120,9 +123,10 @@ class Checkpoints(Exchange):
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
             checkpoint = states.gather(self, state, filter)
             if self.topology.rank == 0 and not wait:
-                from fabric.plugins.io.snapshot import snapshot
+                from fabric.plugins.io.snapshot import Snapshot
 
-                checkpoint = snapshot(checkpoint)
+                self.snapshot = Snapshot(self.snapshot)
+                checkpoint = self.snapshot.of(checkpoint)
         if self.topology.rank != 0:
             return None
         self.checkpoint_io.facts = facts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -196,7 +197,7 @@ def _load_into(strategy: Any, target: Any, value: Any, strict: bool, name: str) 
             raise UsageError(f"The checkpoint holds a {_kind(value)} where {name} is a module.")
         strategy.load_module_state_dict(target, module_entries(value), strict=strict)
     elif isinstance(inner, torch.optim.Optimizer):
-        strategy.load_optimizer_state(target, from_portable(value, stored=True))
+        strategy.load_optimizer_state(target, _optimizer_entries(inner, value))
     elif _is_stateful(target):
         target.load_state_dict(from_portable(value))
     else:
@@ -205,6 +206,26 @@ def _load_into(strategy: Any, target: Any, value: Any, strict: bool, name: str) 
             f"load_state_dict(), but got {type(target).__name__}. Write data = fabric.load(path) "
             f"to read plain data."
         )
+
+
+def _optimizer_entries(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
+    """An optimizer's saved state to load from. Each old entry goes as its successor comes: never both in
+    memory.
+    """
+    groups = (isinstance(saved, dict) and saved.get("param_groups")) or ()
+    numbers = [group["params"] for group in groups]
+    held = [group["params"] for group in optimizer.param_groups]
+    if [len(some) for some in numbers] != [len(some) for some in held]:
+        return from_portable(
+            saved, stored=True
+        )  # torch raises in that case, and the optimizer stays as it was
+    parameters = dict(zip(chain(*numbers), chain(*held), strict=True))
+    entries = {}
+    for number, entry in saved["state"].items():
+        if number in parameters:
+            optimizer.state.pop(parameters[number], None)
+        entries[number] = from_portable(entry, stored=True)
+    return {**from_portable({**saved, "state": {}}), "state": entries}
 
 
 def _kind(value: Any) -> str:

@@ -163,6 +163,7 @@ class Strategy(Checkpoints):
 
     def teardown(self) -> None:
         """Let go of groups, files and settings that this strategy took."""
+        self.snapshot = None
         self.layout.teardown()
         self._precision.teardown()
         if self._checkpoint_io is not None:

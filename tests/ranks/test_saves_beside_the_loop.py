@@ -212,3 +212,35 @@ def test_a_part_that_cannot_be_written_is_an_error_on_all_ranks(ranks, tmp_path,
         assert "No space left on device" in text
     assert f"rank {bad[0]} failed while saving {tmp_path / 'a'}: OSError: " in told[0]
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+class Keeps(TorchCheckpointIO):
+    """Holds on to what it was given, and says where it lies."""
+
+    def __init__(self, holds):
+        super().__init__()
+        self.holds, self.given, self.places = holds, [], []
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.places.append([value.data_ptr() for value in checkpoint["ema"]])
+        self.given += [checkpoint] if self.holds else []
+
+
+def one_snapshot_after_another(holds):
+    storage = Keeps(holds)
+    fabric, _, _ = launched("auto", plugins=storage)
+    ema = [torch.full((size,), 1.0) for size in (300_000, 200_000, 300_000)]
+    for number in range(3):
+        fabric.save("a.pt", {"ema": ema, "n": number}, wait=False).wait()
+        for value in ema:
+            value.add_(1)
+    fabric.save("a.pt", {"ema": [ema[0], ema[0][1:], ema[2][:7], ema[1]], "n": 3}, wait=False).wait()
+    held = [[value.mean().item() for value in given["ema"]] for given in storage.given]
+    return [places == storage.places[0] for places in storage.places[1:3]], held
+
+
+def test_the_memory_of_a_snapshot_is_taken_again_unless_somebody_holds_it(ranks):
+    assert ranks.run(one_snapshot_after_another, False, world_size=1) == [([True, True], [])]
+    ((again, held),) = ranks.run(one_snapshot_after_another, True, world_size=1)
+    assert again == [False, False]
+    assert held == [[1.0] * 3, [2.0] * 3, [3.0] * 3, [4.0] * 4]

@@ -27,7 +27,7 @@ from fabric.core.torch_internals import memory_of
 from fabric.core.tree import map_tree
 from fabric.plugins.io.directory import MANIFEST, METADATA, check, damaged, digest, sharded_at, write_manifest
 from fabric.plugins.io.portable import Stored, is_elsewhere
-from fabric.plugins.io.snapshot import snapshot
+from fabric.plugins.io.snapshot import Snapshot
 from fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabric.utilities.state_keys import PLAIN_DICTS, like
 
@@ -326,7 +326,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Pickled):
-        return Pickled(snapshot(value.value))
+        return Pickled(Snapshot(None).of(value.value))
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else deepcopy(value)
 
 

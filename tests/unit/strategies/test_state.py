@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import weakref
 from pathlib import Path
 
 import numpy
@@ -9,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+import fabric.strategies.state as state_module
 from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.plugins.io import CheckpointIO
+from fabric.plugins.io.portable import from_portable
 from fabric.strategies.state import MissingKeysError
 
 
@@ -451,3 +454,33 @@ def test_a_checkpoint_io_of_the_users_own_is_used_and_its_data_are_not_changed()
         rest = fabric.load("here", {"model": module})
         assert values(module) == values(network())
         assert rest == {"nested": {"where": Path("p")}, "step": 1}
+
+
+def test_old_and_new_states_of_an_optimizer_are_never_both_in_memory(fabric, path, monkeypatch):
+    model, optimizer = trained(fabric)
+    fabric.save(path, {"optimizer": optimizer})
+    expected = [entry["exp_avg"].tolist() for entry in optimizer.state.values()]
+    fabric.backward(model(torch.ones(4, 2)).sum())
+    optimizer.step()
+    old = [weakref.ref(entry["exp_avg"]) for entry in optimizer.state.values()]
+    alive = []
+
+    def watched(data, stored=False):
+        if isinstance(data, dict) and "exp_avg" in data:
+            alive.append(sum(ref() is not None for ref in old))
+        return from_portable(data, stored)
+
+    monkeypatch.setattr(state_module, "from_portable", watched)
+    fabric.load(path, {"optimizer": optimizer})
+    assert alive == [5, 4, 3, 2, 1, 0]
+    assert [entry["exp_avg"].tolist() for entry in optimizer.state.values()] == expected
+
+
+def test_an_optimizer_that_a_state_does_not_fit_stays_as_it_was(fabric, path):
+    _, optimizer = trained(fabric)
+    other = torch.optim.Adam([nn.Parameter(torch.ones(1)) for _ in range(5)])
+    fabric.save(path, {"optimizer": other})
+    before = [entry["exp_avg"].tolist() for entry in optimizer.state.values()]
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        fabric.load(path, {"optimizer": optimizer})
+    assert [entry["exp_avg"].tolist() for entry in optimizer.state.values()] == before

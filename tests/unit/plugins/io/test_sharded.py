@@ -301,5 +301,5 @@ def test_a_value_that_no_rank_holds_is_not_saved(tmp_path):
     part = Part({"here": torch.ones(1), "away": {"w": kept_elsewhere(torch.ones(2))}})
     assert part.open == ["away.w"]
     with pytest.raises(UsageError, match=r"No rank holds the value of away\.w, so that it cannot be saved"):
-        part.write(tmp_path, [part.plan([*part.values])], 0)
+        part.agree([part.plan([*part.values])], 0)
     assert names(tmp_path) == []
