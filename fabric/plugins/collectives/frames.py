@@ -218,7 +218,7 @@ def fold(rows: list[Tensor] | Tensor, op: Any) -> Tensor:
 
     Half-precision data are added up in float32.
     """
-    first, *others = rows
+    first, *others = rows.unbind() if isinstance(rows, torch.Tensor) else rows
     total = first.float() if first.dtype in (torch.bfloat16, torch.float16) else first.clone()
     step = FOLDS[op if first.dtype is not torch.bool else for_bools(op)]
     for row in others:
