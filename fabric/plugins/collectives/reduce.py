@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.torch_internals import foreach_copy_
-from fabric.core.tree import flatten, unflatten
+from fabric.core.tree import LEAF, flatten, unflatten
 from fabric.plugins.collectives.channel import WIDER, check_writable, op_name, reducible, torch_op
 from fabric.plugins.collectives.frames import FOLDS, all_on_host, as_bytes, buckets, fold, join, tree_call
 from fabric.plugins.collectives.gather import ride
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.channel import Channel
 
 _Op = dist.ReduceOp
+_PLAIN = {name: (f"all_reduce({name})", torch_op(name)) for name in ("mean", "sum", "min", "max", "product")}
+"""For the plain names of operations: the call's label, and torch's operation."""
+_SMALL = 1024
+"""Bytes of a tensor that is reduced in few steps."""
 
 
 def reduce_tree(
@@ -47,6 +51,8 @@ def reduce_tree(
         UsageError: This rank does not belong to the group.
     """
     world = channel.world_size
+    if type(data) is torch.Tensor and not async_op and label is None and _reduce_small(data, op, channel):
+        return data
     leaves, spec = flatten(data)
     with channel.refusing("all_reduce"):
         op = torch_op("sum" if op is None else op)
@@ -80,6 +86,36 @@ def reduce_tree(
     from fabric.plugins.collectives.handle import Handle
 
     return Handle(label, works, finish)
+
+
+def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
+    """Reduce one small plain tensor as `reduce_tree` does, in half the operations; gives whether it did.
+
+    A loop's loss, every step. What is not plain, or not allowed, goes the general way.
+    """
+    dtype, guard = tensor.dtype, channel.guard
+    name = _PLAIN.get(op) if isinstance(op, str) else None
+    if (
+        name is None
+        or guard is None
+        or not guard.whole
+        or (dtype is not torch.float32 and dtype is not torch.float64)
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or not tensor.is_cpu
+        or tensor.nbytes > _SMALL
+        or not tensor.is_contiguous()
+        or tensor.is_neg()
+        or tensor.is_inference()
+    ):
+        return False
+    with torch.no_grad():
+        flat = tensor.view(-1)
+        meeting = guard.meet(tree_call(name[0], LEAF, [tensor]), [as_bytes(flat)])
+        if meeting is None:  # the first call of the group, which turned the guard off
+            return False
+        flat.copy_(fold(meeting.column(0, flat.nbytes).view(dtype), name[1]))
+    return True
 
 
 def wire_dtype(dtype: torch.dtype, op: Any) -> torch.dtype:
