@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PRELOAD = [
     "pytest",
     "torch._dynamo",
+    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torchmetrics",
