@@ -4,7 +4,7 @@ FabricError
 - ConfigurationError (ValueError): arguments that are wrong, impossible here, or contradict each other
 - ArgumentTypeError (TypeError): a value of the wrong kind
 - UsageError (RuntimeError): a call at the wrong time or on the wrong object
-  - DamagedCheckpointError: a file of a checkpoint is not what was written
+- DamagedCheckpointError (UsageError): a file of a checkpoint is not what was written
 - LaunchError (RuntimeError): processes that could not be started or joined
 - RankError (RuntimeError): another rank failed inside a call that all ranks make
 - CollectiveMismatch (RuntimeError, ValueError): ranks called different things, or with different data

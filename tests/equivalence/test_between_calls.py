@@ -330,7 +330,7 @@ def step_beside_a_teacher() -> list[int]:
     local = loop.fabric.strategy.layout._local
     before = len(local.replicas)
     loop.backward(loss_of(loop.models[0], loop.batch()))
-    local._layout = SimpleNamespace(channel=None, across=local._layout.across)  # so that it can ask nobody
+    local._layout = SimpleNamespace(channel=None)  # through which it would ask the others
     loop.optimizers[0].step()
     return [before, len(local.replicas)]
 

@@ -103,7 +103,7 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
         or tensor.layout is not torch.strided
         or tensor.is_nested
         or not tensor.is_cpu
-        or tensor.nbytes > _SMALL
+        or not 0 < tensor.nbytes <= _SMALL
         or not tensor.is_contiguous()
         or tensor.is_neg()
         or tensor.is_inference()

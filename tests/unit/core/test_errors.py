@@ -13,6 +13,7 @@ from fabric.core import errors
         ("ConfigurationError", ValueError),
         ("ArgumentTypeError", TypeError),
         ("UsageError", RuntimeError),
+        ("DamagedCheckpointError", RuntimeError),
         ("LaunchError", RuntimeError),
         ("RankError", RuntimeError),
         ("CollectiveMismatch", RuntimeError),
