@@ -7,6 +7,7 @@ is refused. All that one rank needs; how data travel is in frames.py.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricErro
 from fabric.core.registry import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -86,11 +87,19 @@ class Channel:
 
     def __init__(self, collective: Collective, wire: Wire) -> None:
         self.collective, self.wire = collective, wire
+        self._guard: Callable[[], Guard | None] = lambda: None
+
+    def __reduce__(self) -> Any:
+        return Channel, (self.collective, self.wire)
 
     @property
     def guard(self) -> Guard | None:
         """Where the ranks meet before each call; None: nowhere."""
-        return self.collective.guard
+        guard = self._guard()
+        if guard is None:
+            guard = self.collective.guard
+            self._guard = self._guard if guard is None else weakref.ref(guard)  # it ends with its group
+        return guard
 
     @cached_property
     def world_size(self) -> int:
@@ -119,6 +128,28 @@ class Channel:
         """
         guard = self.guard
         return None if guard is None else guard.meet(call, payload)
+
+    def ride(
+        self, call: Call, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
+    ) -> tuple[list[Tensor] | None, Any]:
+        """As `meet`, with bytes that may ride: (world_size, bytes) of all ranks for each of `flats`.
+
+        None if they must be sent by themselves, with what `room()` gave: memory, asked for before the call
+        where that is known by then. A rank without it must not leave the others in the message after it.
+        """
+        from fabric.plugins.collectives.frames import ROOM, all_on_host
+
+        fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= ROOM
+        made = None if fits else room()
+        guard = self.guard
+        meeting = None if guard is None else guard.meet(call, flats if fits else None)
+        if not fits or meeting is None:
+            return None, room() if fits else made
+        tables, start = [], 0
+        for flat in flats:
+            tables.append(meeting.column(start, flat.numel()))
+            start += flat.numel()
+        return tables, None
 
     def announce(self, verb: str, what: str = "") -> None:
         """Wait until all ranks make a call without data: this verb, with the same description `what`."""

@@ -6,15 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import to_tensors
-from fabric.plugins.collectives.frames import ROOM, all_on_host, buckets, pack, tree_call, unpack
+from fabric.plugins.collectives.frames import buckets, pack, tree_call, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from fabric.plugins.collectives.channel import Channel
-    from fabric.plugins.collectives.frames import Call
 
 
 def gather_tree(
@@ -51,7 +48,7 @@ def gather_tree(
         raws = [channel.wire.ready(raw) for raw in raws]
         return [raw.new_empty(world * takes, raw.numel()) for raw in raws]
 
-    tables, made = ride(channel, tree_call(verb, spec, tensors), raws, room)
+    tables, made = channel.ride(tree_call(verb, spec, tensors), raws, room)
     if tables is None:
         tables = made
         for table, raw in zip(made, raws, strict=True):
@@ -81,24 +78,3 @@ def gather_tree(
     from fabric.plugins.collectives.handle import Handle
 
     return Handle(verb, works, finish)
-
-
-def ride(
-    channel: Channel, call: Call, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
-) -> tuple[list[Tensor] | None, Any]:
-    """As `Channel.meet`, with bytes that may ride: (world_size, bytes) of all ranks for each of `flats`.
-
-    None if they must be sent by themselves, with what `room()` gave: memory, asked for before the call
-    where that is known by then. A rank without it must not leave the others in the message after it.
-    """
-    fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= ROOM
-    made = None if fits else room()
-    guard = channel.guard
-    meeting = None if guard is None else guard.meet(call, flats if fits else None)
-    if not fits or meeting is None:
-        return None, room() if fits else made
-    tables, start = [], 0
-    for flat in flats:
-        tables.append(meeting.column(start, flat.numel()))
-        start += flat.numel()
-    return tables, None

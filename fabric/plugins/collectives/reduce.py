@@ -16,7 +16,6 @@ from fabric.core.torch_internals import foreach_copy_
 from fabric.core.tree import LEAF, flatten, unflatten
 from fabric.plugins.collectives.channel import WIDER, check_writable, op_name, reducible, torch_op
 from fabric.plugins.collectives.frames import FOLDS, all_on_host, as_bytes, buckets, fold, join, tree_call
-from fabric.plugins.collectives.gather import ride
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +67,7 @@ def reduce_tree(
             flats = [as_bytes(parcel.sent) for parcel in parcels]
             may = foldable(op) and all_on_host(tensors)
             call = tree_call(label, spec, tensors)
-            tables, _ = ride(channel, call, flats, lambda: _part(parcels), may)
+            tables, _ = channel.ride(call, flats, lambda: _part(parcels), may)
             if tables is None:
                 start_reduce = channel.collective.start_all_reduce
                 works = [start_reduce(parcel.sent, op) for parcel in parcels]

@@ -9,7 +9,6 @@ import torch
 from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
 from fabric.plugins.collectives.frames import as_bytes, buckets, fold, pack, tree_call, unpack
-from fabric.plugins.collectives.gather import ride
 from fabric.plugins.collectives.reduce import foldable, wire_dtype
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def reduce_scatter_tree(data: Any, op: Any, channel: Channel, *, label: str | No
     groups = buckets(wide)
     sent = [pack([wide[i] for i in group], world).view(wide[group[0]].dtype) for group in groups]
     call = tree_call(label or f"reduce_scatter({op_name(op)})", spec, tensors)
-    tables, _ = ride(channel, call, [as_bytes(m) for m in sent], may=foldable(op))
+    tables, _ = channel.ride(call, [as_bytes(m) for m in sent], may=foldable(op))
     results = [t.new_empty(t.shape[0] // world, *t.shape[1:]) for t in tensors]
     for place, (group, matrix) in enumerate(zip(groups, sent, strict=True)):
         if tables is None:
@@ -80,7 +79,7 @@ def all_to_all_tree(data: Any, channel: Channel, *, verb: str = "all_to_all") ->
         return unflatten([t.detach().clone() for t in tensors], spec, data)
     groups = buckets(tensors, mixed=True)
     sent = [pack([tensors[i] for i in group], world) for group in groups]
-    tables, _ = ride(channel, tree_call(verb, spec, tensors), [m.view(-1) for m in sent])
+    tables, _ = channel.ride(tree_call(verb, spec, tensors), [m.view(-1) for m in sent])
     results = [torch.empty_like(t) if not t.numel() else t for t in tensors]
     for place, (group, matrix) in enumerate(zip(groups, sent, strict=True)):
         if tables is None:
