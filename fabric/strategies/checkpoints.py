@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
 from fabric.strategies import state as states
 from fabric.strategies.exchange import Exchange
+from fabric.utilities.cloud_io import is_url
 from fabric.utilities.state_keys import clean_keys, fit_keys
 from fabric.wrappers import unwrap
 
@@ -120,20 +122,25 @@ class Checkpoints(Exchange):
         """What writes one file, on rank zero; None elsewhere."""
         # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
         # before the old file is touched.
+        storage, where = self.checkpoint_io, path
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
             checkpoint = states.gather(self, state, filter)
             if self.topology.rank == 0 and not wait:
                 from fabric.plugins.io.snapshot import Snapshot
+                from fabric.plugins.io.torch_io import TorchCheckpointIO
 
-                self.snapshot = Snapshot(self.snapshot)
+                where = path if is_url(path) else Path(path).absolute()  # the loop may leave its directory
+
+                # Another's IO may still hold what it was given.
+                self.snapshot = Snapshot(self.snapshot if type(storage) is TorchCheckpointIO else None)
                 checkpoint = self.snapshot.of(checkpoint)
         if self.topology.rank != 0:
             return None
-        self.checkpoint_io.facts = facts
+        storage.facts = facts
         options = () if storage_options is None else (storage_options,)
 
         def write() -> None:
-            self.checkpoint_io.save_checkpoint(checkpoint, path, *options)
+            storage.save_checkpoint(checkpoint, where, *options)
             if then is not None:
                 then()
 
@@ -193,9 +200,11 @@ class Checkpoints(Exchange):
 
                     checkpoint = Checkpoint(directory, weights_only is not False)
                     tree = checkpoint.tree()
-        yield tree
-        if checkpoint is not None:
-            checkpoint.close()
+        try:
+            yield tree
+        finally:
+            if checkpoint is not None:
+                checkpoint.close()
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
         """The full state dict under the user's own keys."""

@@ -5,20 +5,24 @@ from __future__ import annotations
 import re
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.traits import overridden
+from fabric.strategies.checkpoints import Checkpoints
 from fabric.strategies.sharded_save import choose_format
 from fabric.strategies.state import restore, together
-from fabric.utilities.cloud_io import is_local_path, join_path, list_directory
+from fabric.utilities.cloud_io import join_path, list_directory, local_path
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from fabric.core.types import PathLike
 
 _NAME = re.compile(r"step-(\d+)(\.pt)?")
-_LEFT_BEHIND = re.compile(r"\.step-\d+(\.pt)?\.[0-9a-f]{8}\.(part|old)")
+_PART = re.compile(r"\.step-\d+(\.pt)?\.[0-9a-f]{8}\.part")
+_ASIDE = re.compile(r"\.(step-\d+(?:\.pt)?)\.[0-9a-f]{8}\.old")
 
 
 def save_latest(
@@ -33,14 +37,22 @@ def save_latest(
     name += ".pt" * (format == "full")
     path = join_path(directory, name)
     then = partial(retire, strategy.checkpoint_io, directory, keep, name)
-    strategy.save_checkpoint(path, state, format=format, wait=wait, then=then, facts={"step": step})
-    return Path(path) if is_local_path(path) else path
+    if overridden(type(strategy), Checkpoints, "save_checkpoint"):  # which takes what Lightning's takes
+        strategy.save_checkpoint(path, state)
+        with together(strategy, f"retiring checkpoints of {directory}"):
+            if strategy.is_global_zero:
+                then()
+    else:
+        strategy.save_checkpoint(path, state, format=format, wait=wait, then=then, facts={"step": step})
+    return local_path(path) or path
 
 
 def load_latest(strategy: Any, directory: PathLike, state: dict[str, Any], strict: bool) -> int | None:
     """See `Fabric.load_latest`."""
     strategy.finish_save()
-    names = strategy.broadcast(checkpoints(directory) if strategy.is_global_zero else None)
+    with together(strategy, f"looking for checkpoints in {directory}"):
+        names = _listed(directory) if strategy.is_global_zero else None
+    names = strategy.broadcast(names)
     said = ""
     for name in names:
         path = join_path(directory, name)
@@ -61,10 +73,20 @@ def load_latest(strategy: Any, directory: PathLike, state: dict[str, Any], stric
     return None
 
 
+def _listed(directory: PathLike) -> list[str]:
+    where = local_path(directory)
+    if where is not None and where.is_file():
+        raise NotADirectoryError(f"{where} is a file. Give load_latest the directory of save_latest.")
+    return checkpoints(directory)
+
+
 def checkpoints(directory: PathLike) -> list[str]:
-    """The names of a directory's checkpoints, the newest first."""
-    names = filter(_NAME.fullmatch, list_directory(directory))
-    return sorted(names, key=lambda name: (step_of(name), name), reverse=True)
+    """The names of a directory's checkpoints, the newest first; also of those that were set aside for a new
+    one that never came.
+    """
+    names = set(list_directory(directory))
+    names |= {found[1] for name in names if (found := _ASIDE.fullmatch(name))}
+    return sorted(filter(_NAME.fullmatch, names), key=lambda name: (step_of(name), name), reverse=True)
 
 
 def step_of(name: str) -> int:
@@ -75,9 +97,13 @@ def step_of(name: str) -> int:
 def retire(io: Any, directory: PathLike, keep: int, new: str) -> None:
     """Remove all but `new` and the newest of the others, and what saves that were killed left behind.
 
-    `new` stays, whatever its step: a later one may be there that is damaged.
+    `new` stays, whatever its step: a later one may be there that is damaged. Of its step it is the only one.
     """
     others = [name for name in checkpoints(directory) if name != new]
-    left = filter(_LEFT_BEHIND.fullmatch, list_directory(directory))
-    for name in [*others[keep - 1 :], *left]:
+    same = [name for name in others if step_of(name) == step_of(new)]
+    old = [name for name in others if name not in same][keep - 1 :]
+    names = list_directory(directory)
+    left = [name for name in names if _PART.fullmatch(name)]
+    left += [name for name in names if (found := _ASIDE.fullmatch(name)) and found[1] in names]
+    for name in [*same, *old, *left]:
         io.remove_checkpoint(join_path(directory, name))

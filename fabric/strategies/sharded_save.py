@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,7 @@ def save_sharded(
             own.agree(plans, strategy.global_rank)
             if not wait:
                 own.copy()
+                _mark(directory, strategy.global_rank).touch()
         finish = partial(_finish, own, directory, path, facts, then)
         if not wait:
             return partial(_write_beside, own, directory, path, strategy.topology, finish)
@@ -114,40 +116,55 @@ def _finish(
 def _write_beside(
     own: Part, directory: Path, path: Path, topology: Topology, finish: Callable[[list[Any]], None]
 ) -> None:
-    """Write this rank's part in a thread, which sends nothing: ranks tell rank zero by small files."""
-    notes = [directory / f"told-{rank}" for rank in range(topology.world_size)]
-    told: Any = None
+    """Write this rank's part in a thread, which sends nothing: ranks tell rank zero by files.
+
+    A rank that has ended takes its mark away, for which there is room on a full disk, too.
+    """
+    mark, failure = _mark(directory, topology.rank), ""
     try:
         told = own.write(directory)
+        mark.with_suffix(".told").write_bytes(pickle.dumps(told))
     except BaseException as error:
-        told = f"rank {topology.rank} failed while saving {path}: {type(error).__name__}: {error}"
-        raise
+        failure = f": {type(error).__name__}: {error}"
+        with suppress(OSError):
+            mark.with_suffix(".told").unlink(missing_ok=True)
+            mark.with_suffix(".failed").write_text(failure)
+        if topology.rank:
+            raise
     finally:
-        try:
-            note = notes[topology.rank]
-            note.with_suffix(".new").write_bytes(pickle.dumps(told))
-            note.with_suffix(".new").replace(note)
-        finally:
-            if topology.rank == 0:
-                _collect(directory, notes, finish)
+        mark.unlink(missing_ok=True)
+    if topology.rank == 0:
+        _collect(directory, path, topology.world_size, failure, finish)
 
 
-def _collect(directory: Path, notes: list[Path], finish: Callable[[list[Any]], None]) -> None:
-    pause = 0.005
+def _collect(
+    directory: Path, path: Path, ranks: int, failure: str, finish: Callable[[list[Any]], None]
+) -> None:
+    """On rank zero, which has failed if there is a `failure`: end the save when all ranks have ended."""
+    pause, marks = 0.005, [_mark(directory, rank) for rank in range(ranks)]
     try:
-        while not all([note.exists() for note in notes]):  # a rank that ends without a word ends the job
+        while any([mark.exists() for mark in marks]):  # a rank that ends without a word ends the job
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
-        told = [pickle.loads(note.read_bytes()) for note in notes]
-        failed = [one for one in told if isinstance(one, str)]
+        failed = [rank for rank, mark in enumerate(marks) if not mark.with_suffix(".told").exists()]
         if failed:
-            raise RankError("; ".join(failed))
+            said = [mark.with_suffix(".failed") for mark in marks]
+            texts = [text.read_text() if text.exists() else "" for text in said]
+            texts[0] = failure
+            raise RankError("; ".join([f"rank {r} failed while saving {path}{texts[r]}" for r in failed]))
+        notes = [mark.with_suffix(".told") for mark in marks]
+        told = [pickle.loads(note.read_bytes()) for note in notes]
         for note in notes:
             note.unlink()
         finish(told)
     except BaseException:
         remove(directory)
         raise
+
+
+def _mark(directory: Path, rank: int) -> Path:
+    """It is there while a rank writes beside its loop."""
+    return directory / f"rank-{rank}.writes"
 
 
 def _check_shared(directory: Path) -> None:

@@ -46,20 +46,20 @@ def is_local_path(path: PathLike) -> bool:
 
 
 def local_path(path: PathLike) -> Path | None:
-    """The path on this machine's file systems; None for a URL of another kind.
+    """The absolute path on this machine's file systems; None for a URL of another kind.
 
     Raises:
         ConfigurationError: A URL went through `pathlib`, which takes out a slash.
     """
     if is_url(path):
-        return Path(str(path).partition("://")[2]) if is_local_path(path) else None
+        return Path(str(path).partition("://")[2]).absolute() if is_local_path(path) else None
     broken = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", str(path))
     if isinstance(path, Path) and broken:
         raise ConfigurationError(
             f"{path!r} was a URL, and Path took a slash out of it. Pass the string "
             f"{str(path).replace(':/', '://', 1)!r}."
         )
-    return Path(path)
+    return Path(path).absolute()
 
 
 def join_path(root: PathLike, *parts: str) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError, UsageError
+from fabric.strategies import DDPStrategy
 
 
 def launched():
@@ -87,6 +88,76 @@ def test_a_damaged_one_is_named_and_the_one_before_is_loaded(ranks, tmp_path, ho
     assert first[3][0].startswith(
         f"{path} cannot be loaded, and the one before it is tried. DamagedCheckpointError: {path} "
     )
+
+
+def other_format_of_a_step(folder):
+    fabric, state = launched()
+    put(state, 1)
+    fabric.save_latest(folder, state, step=5)
+    fabric.strategy.state_dict_type = "sharded"
+    put(state, 2)
+    fabric.save_latest(folder, state, step=5)
+    put(state, 0)
+    return loaded(fabric, folder, state)
+
+
+def test_one_of_the_same_step_is_replaced_whatever_its_format(ranks, tmp_path):
+    assert ranks.run(other_format_of_a_step, str(tmp_path), world_size=2) == [(5, 2, 2.0, [])] * 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def killed_between_renames(folder):
+    fabric, state = launched()
+    fabric.strategy.state_dict_type = "sharded"
+    for step in (4, 5):
+        put(state, step)
+        fabric.save_latest(folder, state, step=step, keep=2)
+    if fabric.is_global_zero:
+        Path(folder, "step-00000005").rename(Path(folder, ".step-00000005.deadbeef.old"))
+    fabric.barrier()
+    put(state, 0)
+    found = [loaded(fabric, folder, state)]
+    put(state, 6)
+    fabric.save_latest(folder, state, step=6)
+    put(state, 0)
+    return [*found, loaded(fabric, folder, state)]
+
+
+def test_what_was_set_aside_for_a_checkpoint_that_never_came_is_loaded(ranks, tmp_path):
+    for first, second in ranks.run(killed_between_renames, str(tmp_path), world_size=2):
+        assert first == (5, 5, 5.0, [])
+        assert second == (6, 6, 6.0, [])
+    assert (tmp_path / ".step-00000005.deadbeef.old").is_dir()
+
+
+class Lightnings(DDPStrategy):
+    def save_checkpoint(self, path, state, storage_options=None, filter=None):
+        super().save_checkpoint(path, {**state, "more": 1}, storage_options, filter)
+
+
+def with_a_save_of_ones_own(folder):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=Lightnings())
+    fabric.launch()
+    state = {"model": fabric.setup(torch.nn.Linear(2, 1)), "epoch": 0}
+    for step in range(4):
+        fabric.save_latest(folder, state, step=step, keep=2)
+    return fabric.load_latest(folder, state), fabric.load(f"{folder}/step-00000003.pt")["more"]
+
+
+def test_a_strategy_with_a_save_of_its_own(ranks, tmp_path):
+    assert ranks.run(with_a_save_of_ones_own, str(tmp_path), world_size=2) == [(3, 1)] * 2
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def in_a_file(folder):
+    fabric, state = launched()
+    fabric.load_latest(folder, state)
+
+
+def test_a_file_is_no_directory_of_checkpoints(ranks, tmp_path):
+    (tmp_path / "run").write_text("")
+    for error in ranks.run_expecting_errors(in_a_file, str(tmp_path / "run"), world_size=2):
+        assert "run is a file. Give load_latest the directory of save_latest" in str(error)
 
 
 def test_two_damaged_ones(ranks, tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from pathlib import Path
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -215,32 +217,109 @@ def test_a_part_that_cannot_be_written_is_an_error_on_all_ranks(ranks, tmp_path,
 
 
 class Keeps(TorchCheckpointIO):
-    """Holds on to what it was given, and says where it lies."""
+    """Holds on to what it was given."""
 
-    def __init__(self, holds):
+    def __init__(self):
         super().__init__()
-        self.holds, self.given, self.places = holds, [], []
+        self.given = []
 
     def save_checkpoint(self, checkpoint, path, storage_options=None):
-        self.places.append([value.data_ptr() for value in checkpoint["ema"]])
-        self.given += [checkpoint] if self.holds else []
+        self.given.append([value.numpy() for value in checkpoint["ema"]])
 
 
-def one_snapshot_after_another(holds):
-    storage = Keeps(holds)
-    fabric, _, _ = launched("auto", plugins=storage)
+def several_snapshots(own):
+    storage, places = Keeps(), []
+    fabric, _, _ = launched("auto", plugins=storage if own else None)
     ema = [torch.full((size,), 1.0) for size in (300_000, 200_000, 300_000)]
-    for number in range(3):
-        fabric.save("a.pt", {"ema": ema, "n": number}, wait=False).wait()
-        for value in ema:
-            value.add_(1)
-    fabric.save("a.pt", {"ema": [ema[0], ema[0][1:], ema[2][:7], ema[1]], "n": 3}, wait=False).wait()
-    held = [[value.mean().item() for value in given["ema"]] for given in storage.given]
-    return [places == storage.places[0] for places in storage.places[1:3]], held
+
+    def note(self, checkpoint, path, storage_options=None):
+        places.append([value.data_ptr() for value in checkpoint["ema"]])
+
+    with mock.patch.object(TorchCheckpointIO, "save_checkpoint", note):
+        for number in range(3):
+            fabric.save("a.pt", {"ema": ema, "n": number}, wait=False).wait()
+            for value in ema:
+                value.add_(1)
+    return [place == places[0] for place in places], [[v.mean() for v in given] for given in storage.given]
 
 
-def test_the_memory_of_a_snapshot_is_taken_again_unless_somebody_holds_it(ranks):
-    assert ranks.run(one_snapshot_after_another, False, world_size=1) == [([True, True], [])]
-    ((again, held),) = ranks.run(one_snapshot_after_another, True, world_size=1)
-    assert again == [False, False]
-    assert held == [[1.0] * 3, [2.0] * 3, [3.0] * 3, [4.0] * 4]
+def test_the_memory_of_a_snapshot_is_taken_again_unless_somebody_may_hold_it(ranks):
+    assert ranks.run(several_snapshots, False, world_size=1) == [([True] * 3, [])]
+    assert ranks.run(several_snapshots, True, world_size=1) == [([], [[1.0] * 3, [2.0] * 3, [3.0] * 3])]
+
+
+def odd_values(path, wait):
+    fabric, _, _ = launched("auto")
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    array = numpy.arange(10.0)
+    state = {"conj": z.conj(), "imag": z.clone().conj().imag, "part": torch.from_numpy(array[:5])}
+    state |= {
+        "all": torch.from_numpy(array),
+        "sparse": torch.eye(2).to_sparse(),
+        "w": torch.nn.Parameter(z.clone()[:1]),
+    }
+    saving = fabric.save(path, state, wait=wait)
+    if saving is not None:
+        saving.wait()
+    held = fabric.load(path)
+    return {key: (value.to_dense() if value.is_sparse else value).tolist() for key, value in held.items()}
+
+
+def test_odd_tensors_are_copied_as_they_are_saved(ranks, tmp_path):
+    (now,) = ranks.run(odd_values, str(tmp_path / "a.pt"), True, world_size=1)
+    (later,) = ranks.run(odd_values, str(tmp_path / "b.pt"), False, world_size=1)
+    assert later == now
+    assert later["conj"] == [1 - 2j, 3 + 1j]
+    assert later["all"] == list(range(10))
+
+
+def full_disk_and_gone(path, how):
+    fabric, model, _ = launched("fsdp")
+    written = Path.write_bytes
+
+    def full(self, data):
+        if how == "all" or fabric.global_rank == 1:
+            raise OSError(28, "No space left on device", str(self))
+        return written(self, data)
+
+    with mock.patch.object(Path, "write_bytes", full):
+        saving = fabric.save(path, {"model": model}, wait=False)
+        try:
+            saving.wait()
+        except Exception as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("how", ["all", "rank 1"])
+def test_a_rank_that_cannot_even_say_so_ends_the_save(ranks, tmp_path, how):
+    told = ranks.run(full_disk_and_gone, str(tmp_path / "a"), how, world_size=2)
+    assert "rank 1 failed while saving" in told[0]
+    for text in told:
+        assert "No space left on device" in text
+    assert not list(tmp_path.iterdir())
+
+
+def from_another_directory(folder, format):
+    os.chdir(folder)
+    fabric, model, _ = launched("ddp")
+    saving = fabric.save("a", {"model": model}, wait=False, format=format)
+    os.chdir("/")
+    saving.wait()
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_a_relative_path_is_that_of_the_call(ranks, tmp_path, format):
+    ranks.run(from_another_directory, str(tmp_path), format, world_size=2)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def full_over_sharded(path):
+    fabric, model, _ = launched("ddp")
+    for number, format in enumerate(["sharded", "full", "sharded", "full"]):
+        fabric.save(path, {"model": model, "n": number}, format=format)
+        assert fabric.load(path)["n"] == number
+
+
+def test_either_format_replaces_the_other(ranks, tmp_path):
+    ranks.run(full_over_sharded, str(tmp_path / "a"), world_size=2)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]

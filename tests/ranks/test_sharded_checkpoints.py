@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -236,6 +237,26 @@ def load_before_setup(folder):
 
 def test_a_model_loaded_before_setup_keeps_its_weights(ranks, tmp_path):
     ranks.run(load_before_setup, tmp_path, world_size=2)
+
+
+def tied_on_the_last_stage(folder, wait):
+    fabric = launched("pipeline")
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    module[3].weight = module[2].weight
+    model = fabric.setup(module)
+    expected = copy.deepcopy(dict(fabric.strategy.get_module_state_dict(model)))
+    saving = fabric.save(folder / "c", {"model": model, "again": model}, format="sharded", wait=wait)
+    if saving is not None:
+        saving.wait()
+    held = fabric.load(folder / "c")
+    for name in ("model", "again"):
+        same(dict(held[name]), expected)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_is_tied_on_a_later_stage_is_saved(ranks, tmp_path, wait):
+    ranks.run(tied_on_the_last_stage, tmp_path, wait, world_size=2)
 
 
 class Tied(nn.Module):

@@ -93,12 +93,7 @@ def begin(path: Path) -> Path:
         IsADirectoryError: At `path` is a directory with files that no save has written.
         OSError: The directory cannot be made.
     """
-    others = [entry.name for entry in path.iterdir() if not _is_ours(entry)] if path.is_dir() else []
-    if others:
-        raise IsADirectoryError(
-            f"{path} is a directory with {others[0]!r} in it, which a new checkpoint would delete. Give the "
-            f"checkpoint a name of its own, for example {path / 'checkpoint'}."
-        )
+    refuse_foreign(path)
     if path.exists() and not (path.is_dir() or path.is_file()):
         raise FileExistsError(f"{path} is neither a file nor a directory that a checkpoint could replace.")
     try:
@@ -108,6 +103,16 @@ def begin(path: Path) -> Path:
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     part.mkdir()
     return part
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raise IsADirectoryError if at `path` is a directory with files that no save has written."""
+    others = [entry.name for entry in path.iterdir() if not _is_ours(entry)] if path.is_dir() else []
+    if others:
+        raise IsADirectoryError(
+            f"{path} is a directory with {others[0]!r} in it, which a new checkpoint would delete. Give the "
+            f"checkpoint a name of its own, for example {path / 'checkpoint'}."
+        )
 
 
 def put_in_place(part: Path, path: Path) -> None:

@@ -28,7 +28,7 @@ from fabric.core.tree import map_tree
 from fabric.plugins.io.directory import MANIFEST, METADATA, check, damaged, digest, sharded_at, write_manifest
 from fabric.plugins.io.portable import Stored, is_elsewhere
 from fabric.plugins.io.snapshot import Snapshot
-from fabric.plugins.io.torch_io import TorchCheckpointIO
+from fabric.plugins.io.torch_io import TorchCheckpointIO, told_why
 from fabric.utilities.state_keys import PLAIN_DICTS, like
 
 if TYPE_CHECKING:
@@ -81,8 +81,10 @@ class Part:
 
     def plan(self, names: Sequence[str]) -> Any:
         """What this rank could write of `names`."""
-        held = {name: self.values.get(name) for name in names}
-        own = {k: v for k, v in held.items() if k in self.values and not is_elsewhere(v)}
+        # Rank zero may not know that two values that it does not have are one.
+        held = {name: self.tied.get(name, name) for name in names}
+        held = {name: self.values[first] for name, first in held.items() if first in self.values}
+        own = {name: value for name, value in held.items() if not is_elsewhere(value)}
         self._planner.set_up_planner(own)
         return self._planner.create_local_plan()
 
@@ -104,7 +106,7 @@ class Part:
     def copy(self) -> None:
         """Take copies, in host memory, of what this rank writes: from now on the values may change."""
         for name in dict.fromkeys([item.index.fqn for item in self._plans[self._rank].items]):
-            self.values[name] = self._planner.state_dict[name] = _copied(self.values[name])
+            self._planner.state_dict[name] = _copied(self._planner.state_dict[name])
 
     def write(self, directory: Path) -> tuple[list[Any], dict[str, Any]]:
         """Write this rank's file; gives torch's notes, and size and digest of the file."""
@@ -112,7 +114,8 @@ class Part:
             return [], {}
         writer = FileSystemWriter(directory)
         plan = self._planner.finish_plan(writer.prepare_global_plan(self._plans)[self._rank])
-        notes: list[Any] = writer.write_data(plan, self._planner).value()
+        with told_why():
+            notes: list[Any] = writer.write_data(plan, self._planner).value()
         names = {note.storage_data.relative_path for note in notes}
         return notes, {name: digest(directory / name) for name in names}
 

@@ -13,7 +13,7 @@ import torch
 
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, UsageError
 from fabric.plugins.io.checkpoint_io import CheckpointIO
-from fabric.plugins.io.directory import flush_directory, remove
+from fabric.plugins.io.directory import flush_directory, put_in_place, refuse_foreign, remove, sharded_at
 from fabric.plugins.io.seal import SealedWriter, check
 from fabric.utilities.cloud_io import get_filesystem, local_path
 
@@ -141,7 +141,10 @@ def _damage(path: PathLike) -> str:
 
 
 def _save_to_disk(checkpoint: dict[str, Any], path: Path, facts: Mapping[str, Any]) -> None:
-    if path.is_dir():
+    sharded = sharded_at(path) is not None
+    if sharded:
+        refuse_foreign(path)
+    elif path.is_dir():
         raise IsADirectoryError(
             f"{path} is a directory. Give a file name, for example {path / 'checkpoint.pt'}."
         )
@@ -149,7 +152,9 @@ def _save_to_disk(checkpoint: dict[str, Any], path: Path, facts: Mapping[str, An
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError(f"{path} cannot be written: {path.parent} is a file.") from None
-    if path.exists() and not path.is_file():  # /dev/null, a pipe: nothing that a file may replace
+    if path.exists() and not (
+        sharded or path.is_file()
+    ):  # /dev/null, a pipe: nothing that a file may replace
         torch.save(checkpoint, path)
         return
     part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.part")
@@ -157,9 +162,12 @@ def _save_to_disk(checkpoint: dict[str, Any], path: Path, facts: Mapping[str, An
         with part.open("xb", buffering=0) as file:
             _write(checkpoint, file, facts)
             os.fsync(file.fileno())
-        if path.exists():
-            part.chmod(path.stat().st_mode)
-        part.replace(path)
+        if sharded:
+            put_in_place(part, path)
+        else:
+            if path.exists():
+                part.chmod(path.stat().st_mode)
+            part.replace(path)
     except BaseException as error:
         part.unlink(missing_ok=True)
         if isinstance(error, OSError) and not error.filename2:  # of write() and fsync() it has no name at all
@@ -170,15 +178,20 @@ def _save_to_disk(checkpoint: dict[str, Any], path: Path, facts: Mapping[str, An
 
 def _write(checkpoint: dict[str, Any], file: Any, facts: Mapping[str, Any]) -> None:
     sealed = SealedWriter(file)
-    with _without_crc():
-        try:
-            torch.save(checkpoint, sealed)
-        except RuntimeError as error:
-            # torch's writer notices at its end that bytes are missing, which covers up why.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+    with _without_crc(), told_why():
+        torch.save(checkpoint, sealed)
     sealed.seal(facts)
+
+
+@contextmanager
+def told_why() -> Iterator[None]:
+    """torch's writer notices at its end that bytes are missing, which covers up why: raise that instead."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 @contextmanager

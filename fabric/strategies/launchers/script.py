@@ -112,6 +112,7 @@ class _Job:
         self._main_over = threading.Event()
         self._concluding, self._stderr = threading.Lock(), sys.stderr
         self._cause: Failure | None = None
+        self._seen: Failure | None = None  # while this process's end took its time (a save that goes on)
         self._previous_hook, self._python_exit = sys.excepthook, sys.exit
         self._exited: Failure | None = None
         self._pid = os.getpid()  # a fork of this process inherits the hooks
@@ -131,6 +132,7 @@ class _Job:
         failure = self.supervisor.wait()
         if failure is None or self.supervisor.stopping or self._main_over.wait(MAIN_GRACE_S):
             return
+        self._seen = failure
         self.supervisor.tell(spare=failure.rank)
         deadline = time.monotonic() + UNWIND_GRACE_S
         while _is_unwinding() and time.monotonic() < deadline:
@@ -185,6 +187,8 @@ class _Job:
             code = self._finish(self._cause)
             if code != mine:
                 self._exit(code)
+        elif self._seen is not None:
+            self._exit(self._finish(self._seen))
         elif not self.supervisor.stopping:
             self._await_others()
 
