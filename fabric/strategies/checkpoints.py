@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
 from fabric.strategies import state as states
 from fabric.strategies.exchange import Exchange
-from fabric.utilities.cloud_io import is_url
+from fabric.utilities.cloud_io import local_path
 from fabric.utilities.state_keys import clean_keys, fit_keys
 from fabric.wrappers import unwrap
 
@@ -129,8 +128,7 @@ class Checkpoints(Exchange):
                 from fabric.plugins.io.snapshot import Snapshot
                 from fabric.plugins.io.torch_io import TorchCheckpointIO
 
-                where = path if is_url(path) else Path(path).absolute()  # the loop may leave its directory
-
+                where = local_path(path) or path  # absolute: the loop may leave its directory
                 # Another's IO may still hold what it was given.
                 self.snapshot = Snapshot(self.snapshot if type(storage) is TorchCheckpointIO else None)
                 checkpoint = self.snapshot.of(checkpoint)

@@ -193,7 +193,7 @@ class DeferredInit(TorchFunctionMode):
     def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """An operation on tensors without memory; torch asks them nothing more while this runs."""
         name = getattr(func, "__name__", "")
-        if asks_is_meta(func):
+        if _asks_is_meta(func):
             self._asked(args[0])
         changed = self._changed(func, name, args, kwargs)
         if changed is not None:
@@ -209,15 +209,15 @@ class DeferredInit(TorchFunctionMode):
                 raise self._refusal(name, without[0]) from error
             raise
         if type(out) in (tuple, list):
-            return type(out)([self.marked(leaf) for leaf in out])
+            return type(out)([self._marked(leaf) for leaf in out])
         if isinstance(out, torch.Tensor) and out.is_meta and _key(out) not in self._records:
             if name in _EMPTY:
                 self._note(out)
             else:
                 self._derive(func, args, kwargs, out)
-        return self.marked(out)
+        return self._marked(out)
 
-    def marked(self, out: Any) -> Any:
+    def _marked(self, out: Any) -> Any:
         """What an operation gave; if it is recorded, then as a tensor that says so."""
         if not isinstance(out, torch.Tensor) or not out.is_meta or _key(out) not in self._records:
             return out
@@ -331,7 +331,7 @@ def target_of(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs.get("tensor")
 
 
-def asks_is_meta(func: Any) -> bool:
+def _asks_is_meta(func: Any) -> bool:
     """Whether the operation is `tensor.is_meta`."""
     return (
         getattr(func, "__name__", "") == "__get__" and getattr(func, "__self__", None) is torch.Tensor.is_meta

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -173,6 +174,23 @@ def test_a_directory_that_is_a_file(ranks, tmp_path):
 # the last act of a script
 
 
+def saves_last(start, how, path):
+    return subprocess.run(
+        [PYTHON, str(SCRIPTS / "saves_last.py"), start, how, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.slow
+def test_another_rank_fails_while_the_last_act_goes_on(tmp_path):
+    done = saves_last("script", "other raises", tmp_path / "a.pt")
+    assert done.returncode == 1, done.stderr
+    assert re.match(r"fabric: rank 1 on \S+ failed first: ValueError: boom", done.stderr.splitlines()[-1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "how"),
@@ -181,13 +199,7 @@ def test_a_directory_that_is_a_file(ranks, tmp_path):
 )
 def test_a_save_beside_the_loop_is_the_last_act(tmp_path, start, how):
     path = tmp_path / "a.pt"
-    done = subprocess.run(
-        [PYTHON, str(SCRIPTS / "saves_last.py"), start, how, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = saves_last(start, how, path)
     said = f"fabric: rank 0 failed while saving {path}: OSError: [Errno 28] No space left on device: '{path}'"
     if how == "late":
         assert (done.returncode, done.stderr) == (0, "")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checkpoint_cases import failure
 from torch import nn
 
 from fabric import Fabric
@@ -30,18 +31,6 @@ def network(seed=0):
 
 def values(module):
     return [entry.tolist() for entry in module.state_dict().values()]
-
-
-def failure(fabric, verb, *args, **kwargs):
-    """(kind, text) of what the call raises here; the group must be usable afterwards."""
-    try:
-        getattr(fabric, verb)(*args, **kwargs)
-    except Exception as error:
-        told = type(error).__name__, str(error)
-    else:
-        told = None
-    assert fabric.all_reduce(torch.tensor(1.0), reduce_op="sum") == fabric.world_size
-    return told
 
 
 # round trip

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_cases import failure
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
@@ -75,18 +76,6 @@ PLAIN = {
     "config": {"name": "x", "path": Path("a/b"), 7: {}, "sizes": (1, [2, 3])},
     "table": [{"w": torch.arange(6.0).view(2, 3)}, (torch.ones(2, dtype=torch.bfloat16), None)],
 }
-
-
-def failure(fabric, verb, *args, **kwargs):
-    """(kind, text) of what the call raises here; the group must be usable afterwards."""
-    try:
-        getattr(fabric, verb)(*args, **kwargs)
-    except Exception as error:
-        told = type(error).__name__, str(error)
-    else:
-        told = None
-    assert fabric.all_reduce(torch.tensor(1.0), reduce_op="sum") == fabric.world_size
-    return told
 
 
 def same(got, expected):

@@ -27,6 +27,8 @@ METADATA = ".metadata"
 FORMAT = 1
 PIECE = 16 << 20
 """Bytes of a file that one digest is of."""
+_SHORT = 100
+"""Letters of a name that stand in names beside it, which must not get too long."""
 
 
 def present(path: PathLike) -> PathLike:
@@ -96,13 +98,22 @@ def begin(path: Path) -> Path:
     refuse_foreign(path)
     if path.exists() and not (path.is_dir() or path.is_file()):
         raise FileExistsError(f"{path} is neither a file nor a directory that a checkpoint could replace.")
+    part = part_beside(path)
+    part.mkdir()
+    return part
+
+
+def part_beside(path: Path) -> Path:
+    """Where to write what will have the name `path`; its directory is made.
+
+    Raises:
+        NotADirectoryError: It cannot be: there is a file.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError(f"{path} cannot be written: {path.parent} is a file.") from None
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
-    part.mkdir()
-    return part
+    return path.with_name(f".{path.name[:_SHORT]}.{secrets.token_hex(4)}.part")
 
 
 def refuse_foreign(path: Path) -> None:
@@ -153,7 +164,7 @@ def flush_directory(directory: Path) -> None:
 
 def _beside(path: Path, suffix: str) -> list[Path]:
     """What saves to `path` have left beside it: "old", set aside; "part", not complete."""
-    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.{suffix}")
+    pattern = re.compile(rf"\.{re.escape(path.name[:_SHORT])}\.[0-9a-f]{{8}}\.{suffix}")
     try:
         return [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]
     except OSError:

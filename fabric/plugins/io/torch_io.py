@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import secrets
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,14 @@ import torch
 
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, UsageError
 from fabric.plugins.io.checkpoint_io import CheckpointIO
-from fabric.plugins.io.directory import flush_directory, put_in_place, refuse_foreign, remove, sharded_at
+from fabric.plugins.io.directory import (
+    flush_directory,
+    part_beside,
+    put_in_place,
+    refuse_foreign,
+    remove,
+    sharded_at,
+)
 from fabric.plugins.io.seal import SealedWriter, check
 from fabric.utilities.cloud_io import get_filesystem, local_path
 
@@ -36,6 +42,8 @@ class TorchCheckpointIO(CheckpointIO):
             wrote are loaded as they are.
     """
 
+    verify = True  # also of subclasses that do not call this
+
     def __init__(self, verify: bool = True) -> None:
         self.verify = verify
 
@@ -57,7 +65,7 @@ class TorchCheckpointIO(CheckpointIO):
         if local is None:
             _save_to_url(checkpoint, str(path), self.facts)
         else:
-            _save_to_disk(checkpoint, local.absolute(), self.facts)
+            _save_to_disk(checkpoint, local, self.facts)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
@@ -79,7 +87,7 @@ class TorchCheckpointIO(CheckpointIO):
         try:
             if local is None:
                 return self._load_from_url(str(path), map_location, safe)
-            return self._load_from_disk(local.absolute(), map_location, safe)
+            return self._load_from_disk(local, map_location, safe)
         except pickle.UnpicklingError as error:
             refused = _refusal(path, str(error)) if safe else None
             raise UsageError(refused) if refused else DamagedCheckpointError(_damage(path)) from error
@@ -148,25 +156,19 @@ def _save_to_disk(checkpoint: dict[str, Any], path: Path, facts: Mapping[str, An
         raise IsADirectoryError(
             f"{path} is a directory. Give a file name, for example {path / 'checkpoint.pt'}."
         )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise NotADirectoryError(f"{path} cannot be written: {path.parent} is a file.") from None
-    if path.exists() and not (
-        sharded or path.is_file()
-    ):  # /dev/null, a pipe: nothing that a file may replace
-        torch.save(checkpoint, path)
+    if path.exists() and not (path.is_dir() or path.is_file()):
+        torch.save(checkpoint, path)  # /dev/null, a pipe: nothing that a file may replace
         return
-    part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.part")
+    part = part_beside(path)
     try:
         with part.open("xb", buffering=0) as file:
             _write(checkpoint, file, facts)
             os.fsync(file.fileno())
+        if path.is_file():
+            part.chmod(path.stat().st_mode)
         if sharded:
             put_in_place(part, path)
         else:
-            if path.exists():
-                part.chmod(path.stat().st_mode)
             part.replace(path)
     except BaseException as error:
         part.unlink(missing_ok=True)
