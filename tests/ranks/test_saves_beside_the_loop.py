@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 from fabric import Fabric
+from fabric.core.errors import ConfigurationError
 from fabric.plugins.io import TorchCheckpointIO
 
 
@@ -311,6 +312,18 @@ def from_another_directory(folder, format):
 def test_a_relative_path_is_that_of_the_call(ranks, tmp_path, format):
     ranks.run(from_another_directory, str(tmp_path), format, world_size=2)
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+
+
+def a_url_through_pathlib():
+    fabric, model, _ = launched()
+    fabric.save(Path("memory://bucket/a.pt"), {"model": model}, wait=False)
+
+
+def test_a_url_that_pathlib_has_broken_is_no_relative_path(ranks):
+    first, second = ranks.run_expecting_errors(a_url_through_pathlib, world_size=2)
+    assert isinstance(first, ConfigurationError)
+    for error in (first, second):
+        assert "Pass the string 'memory://bucket/a.pt'" in str(error)
 
 
 def full_over_sharded(path):
