@@ -12,17 +12,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from harness import added, as_text, child, interleave, ratios, report, show, summarise, table, timing_table
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import (
+    added,
+    as_text,
+    child,
+    interleave,
+    on_a_rank,
+    ranks,
+    ratios,
+    report,
+    show,
+    summarise,
+    table,
+    timing_table,
+)
 from memory import MALLOC, MIB, peak, settled
 from torch import nn
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from harness import Samples, Table
 
 WIDTH, DEPTH = 832, 48
 """48 equal layers and the two moments of Adam: 288 tensors, and as many numbers of steps; 399 MB."""
 SAVES = ("raw torch.save", "fabric.save", "wait=False", "raw torch.load", "mmap limit", "fabric.load")
 LIMIT, PLAIN = "write + fsync", "mmap limit"
+EACH = "each rank writes + fsync"
+PARTS = ("full", "sharded", "sharded, wait=False", "load full", "load sharded")
 
 
 class Bench:
@@ -111,6 +130,122 @@ class Bench:
             self.unverified.load(self.saved, self.again)
 
 
+class Parts:
+    """The same model and Adam, split over the ranks by zero3, and the ways to save and load them.
+
+    Args:
+        directory: On the disk that is measured; of all ranks.
+    """
+
+    def __init__(self, directory: str, width: int = WIDTH) -> None:
+        from fabric import Fabric
+
+        self.fabric = fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="zero3")
+        fabric.launch()
+        net = nn.Sequential(*[nn.Linear(width, width) for _ in range(DEPTH)])
+        model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters()))
+        fabric.backward(model(torch.ones(1, width)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        self.state = {"model": model, "optimizer": optimizer, "step": 1}
+        self.net, self.adam = net, optimizer.optimizer
+        self.at = {name: Path(directory, f"{width}-{name}") for name in ("full", "sharded", "dcp")}
+        self.saved = {name: Path(directory, f"{width}-{name}-saved") for name in ("full", "sharded")}
+        for name, path in self.saved.items():
+            fabric.save(path, self.state, format=name)
+        self.raw_save()
+        tensors = [*self.net.parameters(), *[v for s in self.adam.state.values() for v in s.values()]]
+        parts = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+        self.content = bytes(sum([part.nbytes for part in parts]))
+        self.own = Path(directory, f"{width}-rank-{fabric.global_rank}")
+        self.pending: Any = None
+
+    def settle(self) -> None:
+        """Nothing is under way on any rank, and nothing waits for the disk."""
+        if self.pending is not None:
+            self.pending.wait()
+        self.pending = None
+        dist.barrier()
+        os.sync()
+        dist.barrier()
+
+    def write(self) -> None:
+        """The bytes of each rank's part to the disk, at the same time."""
+        with self.own.open("wb", buffering=0) as file:
+            file.write(self.content)
+            os.fsync(file.fileno())
+        dist.barrier()
+
+    def raw_state(self) -> dict[str, Any]:
+        """Of torch's own: the parts under names."""
+        moments = [self.adam.state[p] for p in self.net.parameters()]
+        return {"model": self.net.state_dict(), "adam": {str(n): dict(m) for n, m in enumerate(moments)}}
+
+    def raw_save(self) -> None:
+        """torch.distributed.checkpoint as people call it; it flushes its files."""
+        dcp.save(self.raw_state(), checkpoint_id=self.at["dcp"])
+
+    def raw_load(self) -> None:
+        """And back, in place."""
+        dcp.load(self.raw_state(), checkpoint_id=self.at["dcp"])
+
+    def save(self, name: str) -> None:
+        """Durable and verified."""
+        self.fabric.save(self.at[name], self.state, format=name)
+
+    def begin(self) -> None:
+        """What holds the loop."""
+        self.pending = self.fabric.save(self.at["sharded"], self.state, format="sharded", wait=False)
+
+    def beside(self) -> None:
+        """From the call to the directory."""
+        self.begin()
+        self.pending.wait()
+
+    def load(self, name: str) -> None:
+        """Checked, each rank its part."""
+        self.fabric.load(self.saved[name], self.state)
+
+
+def times_of_parts(directory: str, rounds: int) -> dict[str, Samples]:
+    """Samples on rank zero of all ways to save and load what is split."""
+    bench = Parts(directory)
+    saves = {
+        EACH: bench.write,
+        f"{EACH} again": bench.write,
+        "raw dcp.save": bench.raw_save,
+        "fabric.save, sharded": lambda: bench.save("sharded"),
+        "fabric.save, full": lambda: bench.save("full"),
+        "wait=False, loop held": bench.begin,
+        "wait=False, total": bench.beside,
+    }
+    loads = {
+        "raw dcp.load": bench.raw_load,
+        "fabric.load, sharded": lambda: bench.load("sharded"),
+        "fabric.load, full": lambda: bench.load("full"),
+    }
+    return {
+        "saves": interleave(saves, rounds, before=bench.settle),
+        "loads": interleave(loads, rounds, before=bench.settle),
+    }
+
+
+def memory_of_parts(directory: str, name: str) -> dict[str, float]:
+    """As `memory`, the most of all ranks."""
+    calls = {
+        "full": lambda bench: bench.save("full"),
+        "sharded": lambda bench: bench.save("sharded"),
+        "sharded, wait=False": Parts.beside,
+        "load full": lambda bench: bench.load("full"),
+        "load sharded": lambda bench: bench.load("sharded"),
+    }
+    calls[name](Parts(directory, 16))
+    bench = Parts(directory)
+    most = torch.tensor([*most_of(lambda: calls[name](bench)).values()])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return {"anonymous": most[0].item(), "whole": most[1].item()}
+
+
 def times(rounds: int) -> dict[str, Samples]:
     """Samples of all ways to save, and of all ways to load."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("FABRIC_BENCH_DISK")) as directory:
@@ -153,20 +288,25 @@ def memory(name: str) -> dict[str, float]:
         small = Bench(directory, 16)
         call(small)  # all code is loaded
         bench = Bench(directory)
-        whole, anonymous = settled(), status("RssAnon")
-        seen = [anonymous]
-        over = threading.Event()
+        return most_of(lambda: call(bench))
 
-        def sample() -> None:
-            while not over.wait(0.001):
-                seen.append(status("RssAnon"))
 
-        sampler = threading.Thread(target=sample)
-        sampler.start()
-        most = peak(lambda: call(bench))
-        over.set()
-        sampler.join()
-        return {"anonymous": (max(seen) - anonymous) / MIB, "whole": (most - whole) / MIB}
+def most_of(call: Callable[[], None]) -> dict[str, float]:
+    """The most that a call takes over what was there before, in MiB."""
+    whole, anonymous = settled(), status("RssAnon")
+    seen = [anonymous]
+    over = threading.Event()
+
+    def sample() -> None:
+        while not over.wait(0.001):
+            seen.append(status("RssAnon"))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    most = peak(call)
+    over.set()
+    sampler.join()
+    return {"anonymous": (max(seen) - anonymous) / MIB, "whole": (most - whole) / MIB}
 
 
 def status(field: str) -> int:
@@ -226,21 +366,60 @@ def memory_table(found: dict[str, dict[str, float]]) -> Table:
     return item
 
 
+def parts_tables(samples: dict[str, Samples], found: dict[str, dict[str, float]]) -> list[Table]:
+    """What zero3 has split over 2 ranks."""
+    note = "zero3 on 2 ranks, 399 MB in all, half on each. Times of rank zero, to the end on all ranks."
+    item = timing_table("Saving what is split", samples["saves"], EACH, 1, "s", note)
+    share = shares(samples["saves"], EACH)
+    ours = f"sharded {share['fabric.save, sharded']:.0%} (raw dcp.save {share['raw dcp.save']:.0%}); "
+    ours += f"full {share['fabric.save, full']:.0%}"
+    limit = f"100 % (again: {share[f'{EACH} again']:.0%})"
+    summarise(item, "save, zero3 on 2 ranks, share of write + fsync", {"ours": ours}, limit, ">= 80 %")
+    to_save = ratios(samples["saves"], "fabric.save, sharded")
+    ours = f"{to_save['wait=False, loop held']:.0%}; {to_save['wait=False, total']:.2f}"
+    summarise(item, "sharded, wait=False: loop held, of a save; total", {"ours": ours}, "0; 1", "-")
+    loads = timing_table("Loading what is split", samples["loads"], "raw dcp.load", 1, "s", note)
+    rows = [[name, f"{sizes['anonymous']:.0f}", f"{sizes['whole']:.0f}"] for name, sizes in found.items()]
+    head = ["case", "anonymous MiB", "whole MiB"]
+    peaks = table(
+        "Peaks of a rank, zero3 on 2 ranks", head, rows, "The most of both ranks; a part is 190 MiB."
+    )
+    ours = f"+{found['sharded']['anonymous']:.0f} MiB; loading +{found['load sharded']['anonymous']:.0f}"
+    summarise(peaks, "extra resident memory of sharded, zero3", {"ours": ours}, "0", "<= 20 MB")
+    return [item, loads, peaks]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     if options.what:
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
-        what, *rest = options.what
-        report(times(options.rounds) if what == "times" else memory(*rest))
+        measure(options.rounds, *options.what)
         return
     common = {"OMP_NUM_THREADS": "1"}
-    samples = child([__file__, "times", f"--rounds={options.rounds}"], 1500, **common)
+    rounds = f"--rounds={options.rounds}"
+    samples = child([__file__, "times", rounds], 1500, **common)
     found = {name: child([__file__, "memory", name], **common, **MALLOC) for name in SAVES}
-    show([save_table(samples["saves"]), load_table(samples["loads"]), memory_table(found)])
+    tables = [save_table(samples["saves"]), load_table(samples["loads"]), memory_table(found)]
+    with tempfile.TemporaryDirectory(dir=os.environ.get("FABRIC_BENCH_DISK")) as directory:
+        split = ranks([__file__, "times_of_parts", directory, rounds], timeout=1500, **common)
+        found = {
+            name: ranks([__file__, "memory_of_parts", directory, name], **common, **MALLOC) for name in PARTS
+        }
+    show([*tables, *parts_tables(split, found)])
+
+
+def measure(rounds: int, what: str, *rest: str) -> None:
+    """In a child process."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if what == "times_of_parts":
+        on_a_rank(lambda: times_of_parts(*rest, rounds))
+    elif what == "memory_of_parts":
+        on_a_rank(lambda: memory_of_parts(*rest))
+    else:
+        report(times(rounds) if what == "times" else memory(*rest))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ METADATA = ".metadata"
 FORMAT = 1
 PIECE = 16 << 20
 """Bytes of a file that one digest is of."""
+_READ = 1 << 20
 _SHORT = 100
 """Letters of a name that stand in names beside it, which must not get too long."""
 
@@ -50,11 +51,14 @@ def sharded_at(path: PathLike, only_ours: bool = False) -> Path | None:
 
 def digest(file: Path) -> dict[str, Any]:
     """Size and digests of a file, as the manifest has them."""
-    sums, size = [], 0
-    with file.open("rb") as stream:
-        while piece := stream.read(PIECE):
-            sums.append(zlib.crc32(piece))
-            size += len(piece)
+    sums: list[int] = []
+    size, buffer = 0, memoryview(bytearray(_READ))
+    with file.open("rb", buffering=0) as stream:
+        while length := stream.readinto(buffer[: PIECE - size % PIECE]):
+            if size % PIECE == 0:
+                sums.append(0)
+            sums[-1] = zlib.crc32(buffer[:length], sums[-1])
+            size += length
     return {"size": size, "crc32": sums}
 
 

@@ -58,30 +58,57 @@ def own_part(full: Tensor, like: DTensor, name: str) -> DTensor:
     Raises:
         UsageError: The shapes differ.
     """
+    _same_shape(full, like, name)
+    local = like.to_local()
+    if isinstance(full, Stored):
+        local = torch.empty_like(local, dtype=full.dtype)
+        _read_part(full, like, local)
+        layout = like.device_mesh, like.placements
+        return DTensor.from_local(local, *layout, run_check=False, shape=like.shape, stride=like.stride())
+    here = full if local.is_meta else full.to(local.device)
+    return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def own_parts(state: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
+    """What `load_state_dict` takes in the place of a full state: this rank's parts, for these targets.
+
+    A part of a `Stored` tensor is read into its target: there may be no memory for two copies of all.
+
+    Raises:
+        UsageError: Shapes differ; nothing was read.
+    """
+    split = {
+        key: target
+        for key, value in state.items()
+        if _is_whole(value) and isinstance(target := targets.get(key), DTensor)
+    }
+    for key, target in split.items():
+        _same_shape(state[key], target, key)
+    parts = dict(state)
+    for key, target in split.items():
+        if isinstance(state[key], Stored):
+            _read_part(state[key], target, target.to_local())
+            parts[key] = target
+        else:
+            parts[key] = own_part(state[key], target, key)
+    return parts
+
+
+def _same_shape(full: Tensor, like: DTensor, name: str) -> None:
     if full.shape != like.shape:
         raise UsageError(
             f"{name} has shape {list(full.shape)} in the checkpoint and {list(like.shape)} in the model. "
             f"Load it into the model that it was saved from."
         )
-    local = like.to_local()
-    if isinstance(full, Stored):
-        return _stored_part(full, like, torch.empty_like(local, dtype=full.dtype))
-    here = full if local.is_meta else full.to(local.device)
-    return distribute_tensor(here, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _stored_part(full: Stored, like: DTensor, local: Tensor) -> DTensor:
+def _read_part(full: Stored, like: DTensor, local: Tensor) -> None:
     if like.device_mesh.get_coordinate() is not None:
         full.fill(local, like.__create_chunk_list__()[0].offsets)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
-def part_of(value: Any, target: Any, name: str) -> Any:
-    """What to load in the place of `target`: this rank's part of a full tensor, or the value itself."""
-    whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    return own_part(value, target, name) if whole and isinstance(target, DTensor) else value
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
 
 
 def place_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -98,8 +125,8 @@ def place_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[s
 
 def part_like(value: Any, parameter: Tensor) -> Any:
     """The part of `value` that belongs to this rank's part of `parameter`; other values as they are."""
-    fits = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
-    return part_of(value, parameter, "optimizer state") if fits else value
+    fits = _is_whole(value) and value.dim() > 0 and value.shape == parameter.shape
+    return own_part(value, parameter, "optimizer state") if fits and isinstance(parameter, DTensor) else value
 
 
 _FACTORIES = ("new_empty", "new_full", "new_ones", "new_zeros")

@@ -181,11 +181,9 @@ class Split(Whole):
         """Load this rank's part of a full state dict; a module without memory takes the tensors."""
         if has_meta_parameters(module):
             return _assign(module, state, strict)
-        from fabric.strategies.layouts.dtensors import part_of
+        from fabric.strategies.layouts.dtensors import own_parts
 
-        own = module.state_dict()
-        parts = {key: part_of(value, own.get(key), key) for key, value in state.items()}
-        return module.load_state_dict(parts, strict=strict)
+        return module.load_state_dict(own_parts(state, module.state_dict()), strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state, in host memory. All ranks must call this."""
