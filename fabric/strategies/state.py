@@ -82,8 +82,8 @@ def named(checkpoint: dict[str, Any], state: Any) -> dict[str, Any]:
     Raises:
         MissingKeysError: `state` has more names than one, and objects.
     """
-    bare = bool(checkpoint) and all([isinstance(value, Stored) for value in checkpoint.values()])
-    if not bare or not isinstance(state, dict):
+    held = checkpoint.values() if isinstance(checkpoint, dict) and isinstance(state, dict) else ()
+    if not held or not all([isinstance(value, Stored) for value in held]):
         return checkpoint
     objects = [name for name in state if _is_stateful(state[name]) or _holds_stateful(state[name])]
     if objects and len(state) > 1:
