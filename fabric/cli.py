@@ -107,8 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     merge = commands.add_parser(
         "consolidate",
         help="make one file of a sharded checkpoint",
-        description="Make one file of a sharded checkpoint, which torch.load reads. Needs the memory of one "
-        "tensor, and no ranks.",
+        description="Make one file of a sharded checkpoint, which torch.load reads; with the name "
+        "F.safetensors one of its model. Needs the memory of one tensor, and no ranks.",
     )
     merge.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory that fabric.save has written")
     merge.add_argument("--output", metavar="F", help="the file; default: CHECKPOINT.full.pt")
@@ -132,11 +132,12 @@ def _consolidate(options: argparse.Namespace) -> int:
 
     output = Path(options.output or f"{options.checkpoint.rstrip(os.sep)}.full.pt")
     try:
-        consolidate(Path(options.checkpoint), output)
+        left = consolidate(Path(options.checkpoint), output)
     except OSError as error:
         print(f"fabric consolidate: {error}", file=sys.stderr)
         return 1
-    say(f"{options.checkpoint} is now also one file: {output}")
+    less = f", with the model only: without {', '.join(map(repr, left))}" if left else ""
+    say(f"{options.checkpoint} is now also one file: {output}{less}")
     return 0
 
 

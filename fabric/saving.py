@@ -32,8 +32,10 @@ class CheckpointVerbs(RankFacts):
         """Write `state`, complete or not at all: beside `path`, flushed, and renamed. All ranks.
 
         Args:
-            path: A file or directory, which is replaced if it is a checkpoint.
-            state: Models, optimizers, anything with `state_dict`, and plain data, by name.
+            path: A file or directory, which is replaced if it is a checkpoint. With a name that ends with
+                ".safetensors" a file for Hugging Face and others, of the package safetensors.
+            state: Models, optimizers, anything with `state_dict`, and plain data, by name. For safetensors:
+                `{"model": model}`, or a dictionary of tensors, and nothing else.
             filter: For a name of `state`: which of its entries to keep, (key, value) -> bool.
             format: "full", one file by rank zero, which plain `torch.load(path, weights_only=True)` reads.
                 "sharded", a directory into which each rank writes its part, and nothing is gathered, which
@@ -49,7 +51,8 @@ class CheckpointVerbs(RankFacts):
 
         Raises:
             ArgumentTypeError: A value that loading would not read back; the message names its place.
-            ConfigurationError: Unknown `format`; "sharded" to a URL or with a CheckpointIO of yours.
+            ConfigurationError: Unknown `format`; "sharded" to a URL or with a CheckpointIO of yours; what
+                safetensors cannot hold.
             KeyError: `filter` names something that is not in `state`.
             OSError: It cannot be written (a RankError that says so on ranks that could).
         """
@@ -70,7 +73,9 @@ class CheckpointVerbs(RankFacts):
         """Read a checkpoint of `save`, of any format, strategy and number of ranks, into `state`. All ranks.
 
         Args:
-            path: The file, or the directory, which is checked first; also one that torch alone has written.
+            path: The file, or the directory, which is checked first; also one that torch alone has written, a
+                safetensors file, and a directory of Hugging Face with such files. These two have one model,
+                for `{"model": model}`, of which each rank reads its part only.
             state: As for `save`; objects are loaded in place, plain data are replaced. None: everything is
                 returned.
             strict: Whether it must hold every name of `state`, and every key of its models.
@@ -95,8 +100,8 @@ class CheckpointVerbs(RankFacts):
         *,
         weights_only: bool | None = None,
     ) -> None:
-        """Read a bare state dict (`torch.save(model.state_dict(), path)`) into a model or optimizer. All
-        ranks.
+        """Read a bare state dict (`torch.save(model.state_dict(), path)`, a safetensors file, a directory of
+        Hugging Face) into a model or optimizer. All ranks.
         """
         self._require_launch("load_raw()")
         if isinstance(obj, dict):

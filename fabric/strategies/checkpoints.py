@@ -9,7 +9,7 @@ from fabric.core.errors import ConfigurationError
 from fabric.strategies import state as states
 from fabric.strategies.exchange import Exchange
 from fabric.utilities.cloud_io import local_path
-from fabric.utilities.state_keys import clean_keys, fit_keys
+from fabric.utilities.state_keys import clean_keys, fit_keys, with_ties
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -124,13 +124,18 @@ class Checkpoints(Exchange):
         storage, where = self.checkpoint_io, path
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
             checkpoint = states.gather(self, state, filter)
+            from fabric.plugins.io import safetensors
+            from fabric.plugins.io.torch_io import TorchCheckpointIO
+
+            ours = type(storage) is TorchCheckpointIO
+            if ours and safetensors.by_name(path):
+                safetensors.tensors_of(checkpoint, path)  # raises on all ranks, beside the loop too
             if self.topology.rank == 0 and not wait:
                 from fabric.plugins.io.snapshot import Snapshot
-                from fabric.plugins.io.torch_io import TorchCheckpointIO
 
                 where = local_path(path) or path  # absolute: the loop may leave its directory
                 # Another's IO may still hold what it was given.
-                self.snapshot = Snapshot(self.snapshot if type(storage) is TorchCheckpointIO else None)
+                self.snapshot = Snapshot(self.snapshot if ours else None)
                 checkpoint = self.snapshot.of(checkpoint)
         if self.topology.rank != 0:
             return None
@@ -161,12 +166,16 @@ class Checkpoints(Exchange):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Read the checkpoint at `path`, of either format, into `state`; gives what was left over."""
-        with self.opened(path, weights_only) as tree, states.together(self, f"loading {path}"):
+        with self.opened(path, weights_only, state) as tree, states.together(self, f"loading {path}"):
             return states.restore(self, tree, state, strict)
 
     @contextmanager
-    def opened(self, path: PathLike, weights_only: bool | None = None) -> Iterator[dict[str, Any]]:
+    def opened(
+        self, path: PathLike, weights_only: bool | None = None, state: Any = None
+    ) -> Iterator[dict[str, Any]]:
         """What is in the checkpoint at `path`, which was checked; tensors are there until this context ends.
+
+        Those of a safetensors file are under the only name of `state`.
 
         Raises:
             DamagedCheckpointError: A file of it is missing, or not what was written.
@@ -186,7 +195,7 @@ class Checkpoints(Exchange):
             told = gather_objects(mine, self.channel(), "load")
         with states.together(self, doing):
             if directory is None:
-                tree = storage.load_checkpoint(found, weights_only=weights_only)
+                tree = states.named(storage.load_checkpoint(found, weights_only=weights_only), state)
             elif verify is not False:
                 same = [rank for rank, where in enumerate(told) if where == mine]
                 check(directory, same.index(self.topology.rank), len(same))
@@ -211,7 +220,8 @@ class Checkpoints(Exchange):
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Load a state dict saved under any wrapping; gives torch's missing and unexpected keys."""
         plain = unwrap(module)
-        return self.layout.load_module_state(plain, fit_keys(state_dict, plain), strict)
+        fitted = with_ties(fit_keys(state_dict, plain), plain)
+        return self.layout.load_module_state(plain, fitted, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state of an optimizer."""

@@ -10,7 +10,7 @@ import torch
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError, UsageError
 from fabric.core.tree import flatten
-from fabric.plugins.io.portable import from_portable, module_entries, to_portable
+from fabric.plugins.io.portable import Stored, from_portable, module_entries, to_portable
 from fabric.utilities.state_keys import like
 from fabric.wrappers import unwrap
 
@@ -73,6 +73,27 @@ def restore(strategy: Any, checkpoint: dict[str, Any], state: Any | None, strict
         rest = {key: value for key, value in checkpoint.items() if key not in state}
     plain: dict[str, Any] = from_portable(rest)
     return plain
+
+
+def named(checkpoint: dict[str, Any], state: Any) -> dict[str, Any]:
+    """What was read of one file. If that is of safetensors, which has no name for its model: under that of
+    `state`, unless this is made of tensors, too.
+
+    Raises:
+        MissingKeysError: `state` has more names than one, and objects.
+    """
+    held = checkpoint.values() if isinstance(checkpoint, dict) and isinstance(state, dict) else ()
+    if not held or not all([isinstance(value, Stored) for value in held]):
+        return checkpoint
+    objects = [name for name in state if _is_stateful(state[name]) or _holds_stateful(state[name])]
+    if objects and len(state) > 1:
+        raise MissingKeysError(
+            f"A safetensors file is the tensors of one model, without a name, but state has "
+            f"{', '.join(map(repr, state))}. Load it with fabric.load_raw(path, model), and the rest from "
+            "where it was saved."
+        )
+    inner = objects or [name for name in state if len(state) == 1 and isinstance(state[name], dict)]
+    return {inner[0]: checkpoint} if inner else checkpoint
 
 
 @contextmanager

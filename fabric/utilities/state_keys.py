@@ -47,6 +47,20 @@ def fit_keys(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
     return fitted
 
 
+def with_ties(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
+    """The state dict with names that it lacks of tensors that it has under another name of `module`, too."""
+    named = (module.named_parameters, module.named_buffers)
+    slots = [slot for names in named for slot in names(remove_duplicate=False)]
+    held = {id(tensor): name for name, tensor in slots if name in state}
+    found = {
+        name: state[held[id(tensor)]] for name, tensor in slots if name not in state and id(tensor) in held
+    }
+    if not found:
+        return state
+    known = module.state_dict()  # a buffer may have a name that is not saved
+    return like(state, {**state, **{name: value for name, value in found.items() if name in known}})
+
+
 def like(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     """`items` in a dictionary of `old`'s kind, with the versions that torch keeps at a state dict."""
     kind = type(old) if type(old) in PLAIN_DICTS else dict

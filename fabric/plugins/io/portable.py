@@ -20,7 +20,7 @@ _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray),
     *(torch.Size, torch.dtype, torch.device, torch.layout),
 )
-_TAG = "__fabric_type__"
+TAG = "__fabric_type__"
 
 
 def kept_elsewhere(value: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ def to_portable(data: Any, name: str) -> Any:
     """
     kind = type(data)
     if kind is bytes and not data:  # pickled as a call of bytes(), which safe loading refuses
-        return {_TAG: "no_bytes"}
+        return {TAG: "no_bytes"}
     if kind in _PLAIN:
         return data
     if isinstance(data, torch.Tensor):
@@ -119,7 +119,7 @@ def to_portable(data: Any, name: str) -> Any:
     if kind is set:
         return {_plain_key(value, name) for value in data}
     if isinstance(data, PurePath):
-        return {_TAG: "path", "value": str(data)}
+        return {TAG: "path", "value": str(data)}
     numpy = sys.modules.get("numpy")
     if numpy is not None and (kind is numpy.ndarray or isinstance(data, numpy.generic)):
         return _tagged_array(numpy, data, name)
@@ -154,8 +154,8 @@ def from_portable(data: Any, stored: bool = False) -> Any:
             return torch.nn.Parameter(copied, data.requires_grad)
         return copied.requires_grad_(data.requires_grad)
     if type(data) in PLAIN_DICTS:
-        if data.get(_TAG) in _READERS:
-            return _READERS[data[_TAG]](data)
+        if data.get(TAG) in _READERS:
+            return _READERS[data[TAG]](data)
         return like(data, {key: from_portable(value, stored) for key, value in data.items()})
     if type(data) in (list, tuple):
         return type(data)([from_portable(value, stored) for value in data])
@@ -214,13 +214,13 @@ def _tagged_array(numpy: Any, data: Any, name: str) -> dict[str, Any]:
             f"Save numbers or bools."
         ) from None
     tag = "ndarray" if isinstance(data, numpy.ndarray) else "numpy_scalar"
-    return {_TAG: tag, "value": tensor, "dtype": data.dtype.str}
+    return {TAG: tag, "value": tensor, "dtype": data.dtype.str}
 
 
 def _read_array(data: dict[str, Any]) -> Any:
     array: Any = from_portable(data["value"]).numpy()
     array = array.astype(data["dtype"], copy=False)
-    return array if data[_TAG] == "ndarray" else array[()]
+    return array if data[TAG] == "ndarray" else array[()]
 
 
 _READERS: dict[Any, Any] = {

@@ -128,7 +128,8 @@ def check(file: Any, path: PathLike) -> dict[str, Any] | None:
         raise DamagedCheckpointError(f"{path} is damaged: its end is.")
     told: dict[str, Any] = json.loads(text)
     content = size - len(end) + at - _LENGTH
-    if content != told["size"] or _crc_of(file, content) != told["crc32"]:
+    file.seek(0)
+    if content != told["size"] or crc_of(file, content) != told["crc32"]:
         raise DamagedCheckpointError(
             f"{path} is damaged: its bytes are not those that were written. Load another checkpoint, or copy "
             "this one anew from where it came."
@@ -136,9 +137,9 @@ def check(file: Any, path: PathLike) -> dict[str, Any] | None:
     return told
 
 
-def _crc_of(file: Any, length: int) -> int:
-    piece, crc = memoryview(bytearray(min(length, _PIECE))), 0
-    file.seek(0)
+def crc_of(file: Any, length: int, crc: int = 0) -> int:
+    """The digest of the next `length` bytes, read by pieces, after that of others; -1: there are fewer."""
+    piece = memoryview(bytearray(min(length, _PIECE)))
     while length and (count := file.readinto(piece[: min(length, _PIECE)])):
         crc = zlib.crc32(piece[:count], crc)
         length -= count

@@ -27,6 +27,7 @@ from fabric.core.torch_internals import memory_of
 from fabric.core.tree import map_tree
 from fabric.plugins.io.directory import MANIFEST, METADATA, check, damaged, digest, sharded_at, write_manifest
 from fabric.plugins.io.portable import Stored, is_elsewhere
+from fabric.plugins.io.safetensors import by_name, model_in
 from fabric.plugins.io.snapshot import Snapshot
 from fabric.plugins.io.torch_io import TorchCheckpointIO, told_why
 from fabric.utilities.state_keys import PLAIN_DICTS, like
@@ -279,16 +280,24 @@ _KNOWN = {
 }
 
 
-def consolidate(path: Path, output: Path) -> None:
+def consolidate(path: Path, output: Path) -> list[str]:
     """Make one full file of a sharded checkpoint, in the memory of one tensor.
+
+    Returns:
+        The names of what the file has not: a safetensors file has a model only.
 
     Raises:
         UsageError: At `path` is no sharded checkpoint, or one with a damaged file.
+        ConfigurationError: It has no model, or several, and `output` can hold one.
     """
     if sharded_at(path) is None:
         raise UsageError(f"{path} is no sharded checkpoint: a directory that fabric.save has written.")
     check(path, 0, 1)
     checkpoint = Checkpoint(path)
+    if by_name(output):
+        tree = model_in(checkpoint.tree(), path)
+        TorchCheckpointIO().save_checkpoint(tree, output)
+        return [name for name in checkpoint.tree() if name not in tree]
     made: dict[int, Tensor] = {}
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name[:100]}.") as folder:
@@ -301,6 +310,7 @@ def consolidate(path: Path, output: Path) -> None:
             return made[id(leaf)]
 
         TorchCheckpointIO().save_checkpoint(map_tree(whole, checkpoint.tree()), output)
+    return []
 
 
 def _on_disk(file: Path, like: Tensor) -> Tensor | None:

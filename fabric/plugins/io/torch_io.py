@@ -1,16 +1,21 @@
-"""`TorchCheckpointIO`: one file that `torch.load(weights_only=True)` reads, written aside and renamed."""
+"""`TorchCheckpointIO`: one file, of torch or of safetensors, written aside and renamed."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import re
+import shutil
+import tempfile
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, UsageError
+from fabric.plugins.io import safetensors
 from fabric.plugins.io.checkpoint_io import CheckpointIO
 from fabric.plugins.io.directory import (
     flush_directory,
@@ -24,8 +29,7 @@ from fabric.plugins.io.seal import SealedWriter, check
 from fabric.utilities.cloud_io import get_filesystem, local_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Callable, Iterator, Mapping
 
     from fabric.core.types import PathLike
 
@@ -36,6 +40,8 @@ _DAMAGE = ("PytorchStreamReader", "zip archive", "unexpected EOF")
 
 class TorchCheckpointIO(CheckpointIO):
     """Checkpoints as single files of `torch.save`, on a local disk or behind any fsspec URL.
+
+    A name that ends with ".safetensors" is written as such; either kind is read, by what is in it.
 
     Args:
         verify: Whether loading reads a file to its end first and compares what was written. Files that others
@@ -53,7 +59,8 @@ class TorchCheckpointIO(CheckpointIO):
         """Write to a temporary file beside `path`, flush it to the disk, and rename it over `path`.
 
         Raises:
-            ConfigurationError: `storage_options` were given; this IO has none.
+            ConfigurationError: `storage_options` were given; this IO has none. Or a safetensors file cannot
+                hold this.
             OSError: The file cannot be written; the old file, if any, is untouched.
         """
         if storage_options is not None:
@@ -61,11 +68,14 @@ class TorchCheckpointIO(CheckpointIO):
                 f"storage_options={storage_options!r} mean nothing to TorchCheckpointIO. Pass a CheckpointIO "
                 "of your own as Fabric(plugins=...) that reads them."
             )
+        write = partial(_write, checkpoint, self.facts)
+        if safetensors.by_name(path):
+            write = partial(safetensors.write, safetensors.tensors_of(checkpoint, path), self.facts)
         local = local_path(path)
         if local is None:
-            _save_to_url(checkpoint, str(path), self.facts)
+            _save_to_url(write, str(path))
         else:
-            _save_to_disk(checkpoint, local, self.facts)
+            _save_to_disk(write, local)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
@@ -73,8 +83,9 @@ class TorchCheckpointIO(CheckpointIO):
         """The dictionary that was saved. Local files are memory-mapped: bytes are read when they are used.
 
         Args:
-            path: File or URL.
-            map_location: As in `torch.load`; the default keeps tensors on the host.
+            path: File or URL; a directory of Hugging Face with safetensors files.
+            map_location: As in `torch.load`; the default keeps tensors on the host, as those of safetensors
+                are.
             weights_only: None or True refuse arbitrary pickled objects; False trusts the file.
 
         Raises:
@@ -107,6 +118,8 @@ class TorchCheckpointIO(CheckpointIO):
             filesystem.rm(str(path), recursive=True)
 
     def _load_from_disk(self, path: Path, map_location: Any, safe: bool) -> dict[str, Any]:
+        if safetensors.found_at(path):
+            return safetensors.read(path, self.verify)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory, not a checkpoint file.")
         if not path.exists():
@@ -126,6 +139,11 @@ class TorchCheckpointIO(CheckpointIO):
 
     def _load_from_url(self, url: str, map_location: Any, safe: bool) -> dict[str, Any]:
         with get_filesystem(url).open(url, "rb") as file:
+            if safetensors.by_name(url):
+                with tempfile.NamedTemporaryFile() as copy:  # mapped, and so there until it is read
+                    shutil.copyfileobj(file, copy)
+                    copy.flush()
+                    return safetensors.read(Path(copy.name), self.verify, url)
             if self.verify:
                 check(file, url)
                 file.seek(0)
@@ -148,7 +166,7 @@ def _damage(path: PathLike) -> str:
     return f"{path} is no complete checkpoint: it was cut short, or not written by fabric.save or torch.save."
 
 
-def _save_to_disk(checkpoint: dict[str, Any], path: Path, facts: Mapping[str, Any]) -> None:
+def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
     sharded = sharded_at(path) is not None
     if sharded:
         refuse_foreign(path)
@@ -157,12 +175,13 @@ def _save_to_disk(checkpoint: dict[str, Any], path: Path, facts: Mapping[str, An
             f"{path} is a directory. Give a file name, for example {path / 'checkpoint.pt'}."
         )
     if path.exists() and not (path.is_dir() or path.is_file()):
-        torch.save(checkpoint, path)  # /dev/null, a pipe: nothing that a file may replace
+        with path.open("wb", buffering=0) as file:  # /dev/null, a pipe: nothing that a file may replace
+            write(file)
         return
     part = part_beside(path)
     try:
         with part.open("xb", buffering=0) as file:
-            _write(checkpoint, file, facts)
+            write(file)
             os.fsync(file.fileno())
         if path.is_file():
             part.chmod(path.stat().st_mode)
@@ -178,7 +197,7 @@ def _save_to_disk(checkpoint: dict[str, Any], path: Path, facts: Mapping[str, An
     flush_directory(path.parent)
 
 
-def _write(checkpoint: dict[str, Any], file: Any, facts: Mapping[str, Any]) -> None:
+def _write(checkpoint: dict[str, Any], facts: Mapping[str, Any], file: Any) -> None:
     sealed = SealedWriter(file)
     with _without_crc(), told_why():
         torch.save(checkpoint, sealed)
@@ -207,8 +226,8 @@ def _without_crc() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-def _save_to_url(checkpoint: dict[str, Any], url: str, facts: Mapping[str, Any]) -> None:
+def _save_to_url(write: Callable[[Any], None], url: str) -> None:
     filesystem = get_filesystem(url)
     filesystem.makedirs(url.rsplit("/", 1)[0], exist_ok=True)
     with filesystem.transaction, filesystem.open(url, "wb") as file:
-        _write(checkpoint, file, facts)
+        write(file)

@@ -1,0 +1,269 @@
+"""safetensors files: the tensors of one model under its own keys, as Hugging Face writes and reads them.
+
+Read by the package `safetensors`, which maps a file. Written here: the package's own way makes a temporary
+file that stays when the process is killed, and wants the whole model in memory at once. A file of ours has a
+CRC-32 of all its bytes in the header's free part, `__metadata__`, where every reader passes over it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import ConfigurationError, DamagedCheckpointError, MissingExtraError
+from fabric.core.torch_internals import memory_of
+from fabric.plugins.io.portable import TAG, Stored, read_stored
+from fabric.plugins.io.seal import crc_of, write_all
+from fabric.utilities.state_keys import PLAIN_DICTS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from fabric.core.types import PathLike
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+"""In a directory of Hugging Face: which tensor is in which file."""
+_START = b'{"__metadata__": {"fabric-crc32": "'
+_FACTS = b', "fabric-facts": "'
+"""These two say that a file has a digest: one flipped bit can hide one of them only."""
+_BLANK = b"0" * 8
+"""What stands in the place of a digest while it is taken."""
+_LENGTH = 8
+"""Bytes at the start of a file that say how long its header is."""
+
+
+def by_name(path: PathLike) -> bool:
+    """Whether a file of this name is written as safetensors."""
+    return str(path).endswith(".safetensors")
+
+
+def found_at(path: Path) -> bool:
+    """Whether at `path` is a safetensors file, or a directory of Hugging Face with one or more."""
+    if path.is_dir():
+        return any([(path / name).is_file() for name in (SINGLE, INDEX)])
+    if not path.is_file() or by_name(path):
+        return path.is_file()
+    with path.open("rb") as file:
+        return file.read(_LENGTH + 1)[_LENGTH:] == b"{"
+
+
+def tensors_of(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Tensor]:
+    """What the file at `path` is to hold: a dictionary of tensors, or the only entry if that is one.
+
+    Raises:
+        ConfigurationError: There is more, which such a file cannot hold.
+        MissingExtraError: safetensors is not installed.
+    """
+    package = _package()
+    held, place = checkpoint, "state"
+    if len(checkpoint) == 1:
+        ((name, only),) = checkpoint.items()
+        if type(only) in PLAIN_DICTS and TAG not in only:
+            held, place = only, f"state[{name!r}]"
+    wrong = [why for key, value in held.items() if (why := _refused(package, key, value))]
+    if not wrong:
+        return held
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    if held is checkpoint:
+        instead = (
+            f'Write fabric.save("{path}", {{"model": model}}), and the rest to a file of its own: '
+            f'fabric.save("rest.pt", {{...}}).'
+        )
+    else:
+        instead = 'Write fabric.save("model.pt", ...), whose format has all of it.'
+    raise ConfigurationError(
+        f"{path} can hold the tensors of one model and nothing else, but {place} has {', '.join(wrong[:3])}"
+        f"{more}. {instead}"
+    )
+
+
+def model_in(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
+    """The part of a checkpoint that one file can hold: its tensors, its only model, or that called "model".
+
+    Raises:
+        ConfigurationError: It has none, or several.
+    """
+    if all([isinstance(value, torch.Tensor) for value in checkpoint.values()]):
+        return checkpoint
+    models = {name: tree for name, tree in checkpoint.items() if _is_model(tree)}
+    name = "model" if "model" in models or len(models) != 1 else next(iter(models))
+    if name not in models:
+        several = f"several models ({', '.join(map(repr, models))})" if models else "no dictionary of tensors"
+        raise ConfigurationError(
+            f"A safetensors file holds the tensors of one model, but {path} has {several}. Write "
+            f'state = fabric.load("{path}") and fabric.save("NAME.safetensors", {{"model": state[NAME]}}).'
+        )
+    return {name: models[name]}
+
+
+def _is_model(tree: Any) -> bool:
+    return (
+        type(tree) in PLAIN_DICTS and tree and all([isinstance(leaf, torch.Tensor) for leaf in tree.values()])
+    )
+
+
+def write(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], file: Any) -> None:
+    """Write tensors, one at a time in memory; those that are one are written once, under the first name.
+
+    Args:
+        tensors: As `tensors_of` gives them.
+        facts: Kept in the header.
+        file: Open for writing, with bytes. Never read or sought in.
+    """
+    first: dict[Any, str] = {}
+    names = {name: first.setdefault(_place_of(tensor), name) for name, tensor in tensors.items()}
+    tied = {name: kept for name, kept in names.items() if name != kept}
+    # The widest first: each starts where its type may.
+    order = sorted(first.values(), key=lambda name: -tensors[name].dtype.itemsize)
+    kept = {name: tensors[name] for name in order}
+    header = _header(kept, {"torch": torch.__version__, **facts}, tied)
+    crc = zlib.crc32(header)
+    for tensor in kept.values():
+        crc = zlib.crc32(_bytes(tensor), crc)
+    write_all(file, header.replace(_START + _BLANK, _START + b"%08x" % crc, 1))
+    for tensor in kept.values():
+        write_all(file, _bytes(tensor))
+
+
+def read(path: Path, verify: bool, name: PathLike | None = None) -> dict[str, Tensor]:
+    """The tensors at `path` (see `found_at`), `Stored`: each is read when it is used, and no more of it.
+
+    Of a directory that has a single file and an index the file counts, as for `from_pretrained`.
+
+    Args:
+        path: A file or directory.
+        verify: Whether to compare the digests of files that have one.
+        name: How the user calls it.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, or not what was written; the message names it.
+        MissingExtraError: safetensors is not installed.
+    """
+    if path.is_file() or (path / SINGLE).is_file():
+        path = path if path.is_file() else path / SINGLE
+        return _read_file(path, verify, name or path)
+    try:
+        where = dict(json.loads((path / INDEX).read_text())["weight_map"])
+        parts = {file: path / file for file in where.values()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path / INDEX, f"it cannot be read as an index ({error!r})") from error
+    absent = [part for part in parts.values() if not part.is_file()]
+    if absent:
+        raise _damaged(path, f"{absent[0]} is missing, which {INDEX} names")
+    files = {file: _read_file(part, verify, part) for file, part in parts.items()}
+    lost = [key for key, file in where.items() if key not in files[file]]
+    if lost:
+        raise _damaged(parts[where[lost[0]]], f"it lacks {', '.join(lost[:3])}, which {INDEX} says it has")
+    return {key: files[file][key] for key, file in where.items()}
+
+
+def _read_file(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
+    package = _package()
+    try:
+        with package.safe_open(path, framework="pt") as opened:
+            held = {key: _stored(opened.get_tensor(key)) for key in opened.keys()}  # noqa: SIM118 - no dict
+            said = opened.metadata() or {}
+    except package.SafetensorError as error:
+        raise _damaged(name, str(error)) from error
+    if verify:
+        _check(path, name)
+    return {**held, **{key: held[kept] for key, kept in said.items() if kept in held and key not in held}}
+
+
+def _stored(mapped: Tensor) -> Stored:
+    def fill(target: Tensor, offsets: Sequence[int]) -> Tensor:
+        ends = zip(offsets, target.shape, strict=True)
+        return target.copy_(mapped[tuple([slice(start, start + size) for start, size in ends])])
+
+    return Stored.of(mapped.shape, mapped.dtype, fill)
+
+
+def _check(path: Path, name: PathLike) -> None:
+    with path.open("rb", buffering=0) as file:
+        length = file.read(_LENGTH)
+        header = file.read(int.from_bytes(length, "little"))
+        if not header.startswith(_START) and _FACTS not in header:
+            return  # another's
+        at = len(_START)
+        blank = length + header[:at] + _BLANK + header[at + len(_BLANK) :]
+        crc = crc_of(file, path.stat().st_size - len(blank), zlib.crc32(blank))
+    if header[at : at + len(_BLANK)] != b"%08x" % crc:
+        raise _damaged(name, "its bytes are not those that were written")
+
+
+def _header(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], tied: Mapping[str, str]) -> bytes:
+    """Length and header, with a blank digest. Of `tied` names the package's `save_model` keeps as much."""
+    package, entries, end = _package(), {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        spec = _spec(package, tensor)
+        entries[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [start, end]}
+    free = {"fabric-crc32": _BLANK.decode(), "fabric-facts": json.dumps(facts), "format": "pt"}
+    text = json.dumps(
+        {"__metadata__": {**free, **{k: v for k, v in tied.items() if k not in free}}, **entries}
+    )
+    header = text.encode() + b" " * (-len(text) % _LENGTH)
+    return len(header).to_bytes(_LENGTH, "little") + header
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    plain = read_stored(tensor).detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+
+
+def _place_of(tensor: Tensor) -> Any:
+    """What two names of one tensor have in common."""
+    if isinstance(tensor, Stored) or not tensor.numel():
+        return id(tensor)
+    lazy = tensor.is_conj(), tensor.is_neg()
+    place = memory_of(tensor), tensor.storage_offset(), tensor.stride()
+    return place, tensor.shape, tensor.dtype, tensor.device, lazy
+
+
+def _refused(package: Any, key: Any, value: Any) -> str:
+    """What is wrong with an entry, as the error says it; "": nothing."""
+    if type(key) is not str or key == "__metadata__":
+        return f"the key {key!r} ({type(key).__name__})"
+    if not isinstance(value, torch.Tensor):
+        kind = value[TAG] if isinstance(value, dict) and TAG in value else type(value).__name__
+        return f"{key!r} ({kind})"
+    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+        return f"{key!r} (a sparse, quantized or nested tensor)"
+    try:
+        _spec(package, value)
+    except package.SafetensorError:
+        return f"{key!r} (a tensor of {value.dtype})"
+    return ""
+
+
+def _spec(package: Any, tensor: Tensor) -> Any:
+    """How the package calls dtype and shape of a tensor."""
+    return package.TensorSpec(
+        dtype=str(tensor.dtype).removeprefix("torch."), shape=tensor.shape, data_ptr=0, data_len=0
+    )
+
+
+def _damaged(name: PathLike, why: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{name} is damaged: {why}. Load another checkpoint, or copy this one anew from where it came."
+    )
+
+
+def _package() -> Any:
+    try:
+        import safetensors
+
+        safetensors.TensorSpec  # noqa: B018 - since 0.8
+    except (ImportError, AttributeError) as error:
+        raise MissingExtraError(
+            "A .safetensors file needs the package safetensors, 0.8 or newer. Run `pip install "
+            '"torch-fabric[safetensors]"`, or write to a name that ends with ".pt".'
+        ) from error
+    return safetensors
