@@ -14,7 +14,7 @@ from fabric.core.errors import ConfigurationError, DamagedCheckpointError, Usage
 from fabric.plugins.io.checkpoint_io import CheckpointIO
 from fabric.plugins.io.directory import (
     flush_directory,
-    part_beside,
+    new_beside,
     put_in_place,
     refuse_foreign,
     remove,
@@ -159,22 +159,22 @@ def _save_to_disk(checkpoint: dict[str, Any], path: Path, facts: Mapping[str, An
     if path.exists() and not (path.is_dir() or path.is_file()):
         torch.save(checkpoint, path)  # /dev/null, a pipe: nothing that a file may replace
         return
-    part = part_beside(path)
-    try:
-        with part.open("xb", buffering=0) as file:
-            _write(checkpoint, file, facts)
-            os.fsync(file.fileno())
-        if path.is_file():
-            part.chmod(path.stat().st_mode)
-        if sharded:
-            put_in_place(part, path)
-        else:
-            part.replace(path)
-    except BaseException as error:
-        part.unlink(missing_ok=True)
-        if isinstance(error, OSError) and not error.filename2:  # of write() and fsync() it has no name at all
-            error.filename = str(path)
-        raise
+    with new_beside(path) as part:
+        try:
+            with part.open("r+b", buffering=0) as file:
+                _write(checkpoint, file, facts)
+                os.fsync(file.fileno())
+            if path.is_file():
+                part.chmod(path.stat().st_mode)
+            if sharded:
+                put_in_place(part, path)
+            else:
+                part.replace(path)
+        except BaseException as error:
+            part.unlink(missing_ok=True)
+            if isinstance(error, OSError) and not error.filename2:  # of write() and fsync() it has no name
+                error.filename = str(path)
+            raise
     flush_directory(path.parent)
 
 
