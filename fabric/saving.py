@@ -73,8 +73,8 @@ class CheckpointVerbs(RankFacts):
             path: The file, or the directory, which is checked first; also one that torch alone has written.
             state: As for `save`; objects are loaded in place, plain data are replaced. None: everything is
                 returned.
-            strict: Whether it must hold every name of `state`, every key of its models, and the parameters of its
-                optimizers in the same groups. Else an optimizer gets the states whose names it has.
+            strict: Whether it must hold every name of `state`, every key of its models, and the parameters of
+                its optimizers in the same groups. Else an optimizer gets the states whose names it has.
             weights_only: False trusts it and unpickles arbitrary objects.
 
         Returns:
