@@ -208,7 +208,10 @@ def _without_crc() -> Iterator[None]:
 
 
 def _save_to_url(checkpoint: dict[str, Any], url: str, facts: Mapping[str, Any]) -> None:
-    filesystem = get_filesystem(url)
-    filesystem.makedirs(url.rsplit("/", 1)[0], exist_ok=True)
+    # One of its own: what the loop writes meanwhile must not come into this transaction.
+    filesystem = get_filesystem(url, skip_instance_cache=True)
+    directory = url.rsplit("/", 1)[0]
+    if not filesystem.isdir(directory):  # else s3fs would make the bucket, which few may
+        filesystem.makedirs(directory, exist_ok=True)
     with filesystem.transaction, filesystem.open(url, "wb") as file:
         _write(checkpoint, file, facts)
