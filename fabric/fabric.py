@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import weakref
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,6 @@ from fabric.wrappers import unwrap
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
-
-    from torch.nn import Module
 
     from fabric.accelerators.accelerator import Accelerator
     from fabric.loggers.logger import Logger
@@ -76,7 +73,6 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         self._accelerator = plan.accelerator
         self._callbacks = _as_list(callbacks)
         self._loggers = _as_list(loggers)
-        self._modules: weakref.WeakSet[Module] = weakref.WeakSet()
         self._stopper = None
         self._launched = False
         self._ready = not self._strategy.traits.needs_launch
@@ -90,11 +86,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             cls.run = _launching(cls.__dict__["run"])  # type: ignore[method-assign]
 
     def __getstate__(self) -> dict[str, Any]:
-        # A spawned rank sets its models up itself; those of this process stay here.
-        return {**self.__dict__, "_modules": None, "_stopper": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _modules=weakref.WeakSet())
+        return {**self.__dict__, "_stopper": None}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """For subclasses: a loop in this method runs on every rank, launched by calling it.

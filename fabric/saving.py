@@ -78,7 +78,8 @@ class CheckpointVerbs(RankFacts):
                 for `{"model": model}`, of which each rank reads its part only.
             state: As for `save`; objects are loaded in place, plain data are replaced. None: everything is
                 returned.
-            strict: Whether it must hold every name of `state`, and every key of its models.
+            strict: Whether it must hold every name of `state`, every key of its models, and the parameters of
+                its optimizers in the same groups. Else an optimizer gets the states whose names it has.
             weights_only: False trusts it and unpickles arbitrary objects.
 
         Returns:

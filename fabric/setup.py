@@ -20,7 +20,6 @@ from fabric.wrappers import _FabricContainer, _FabricModule, _FabricOptimizer, u
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from weakref import WeakSet
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
 class SetupVerbs(RankFacts):
     """setup, setup_module, setup_optimizers, setup_dataloaders, whole, rng_state."""
-
-    _modules: WeakSet[Module]
 
     def setup(
         self,
@@ -59,7 +56,7 @@ class SetupVerbs(RankFacts):
         check_optimizers(optimizers, "fabric.setup")
         module = check_module(module, "fabric.setup", self._strategy.traits.needs_launch)
         if optimizers:
-            check_owned(optimizers, [unwrap(module), *self._modules], "fabric.setup")
+            check_owned(optimizers, [unwrap(module), *self._strategy.modules], "fabric.setup")
         wrapped, stepped, scheduler = self._wrap(
             module, list(optimizers), scheduler, move_to_device, _reapply_compile
         )
@@ -90,8 +87,8 @@ class SetupVerbs(RankFacts):
         check_optimizers(optimizers, "fabric.setup_optimizers")
         for optimizer in optimizers:
             self._strategy.layout.follow(optimizer)
-        if self._modules:
-            check_owned(optimizers, list(self._modules), "fabric.setup_optimizers")
+        if self._strategy.modules:
+            check_owned(optimizers, list(self._strategy.modules), "fabric.setup_optimizers")
         views = [
             _FabricOptimizer(self._strategy.setup_optimizer(o), self._strategy, self._callbacks)
             for o in optimizers
@@ -192,7 +189,7 @@ class SetupVerbs(RankFacts):
         self, module: Any, optimizers: list[Any], scheduler: Any, move_to_device: bool, reapply_compile: bool
     ) -> tuple[_FabricModule, list[Any], Any]:
         original = unwrap(module)
-        if original in self._modules:
+        if original in self._strategy.modules:
             raise ConfigurationError(
                 f"This {type(original).__name__} is set up already: its gradients would be averaged twice. "
                 f"Set each model up once and keep the result."
@@ -221,7 +218,7 @@ class SetupVerbs(RankFacts):
             joined = self._strategy.setup_module(inner)
         if is_compiled(module) and reapply_compile:
             joined = recompile(joined, like=module)
-        self._modules.add(inner)
+        self._strategy.modules[inner] = None
         kind = _FabricContainer if hasattr(type(inner), "__getitem__") else _FabricModule
         return kind(joined, self._strategy, inner), optimizers, scheduler
 

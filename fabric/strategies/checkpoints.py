@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from fabric.core.errors import ConfigurationError
 from fabric.strategies import state as states
@@ -37,8 +38,19 @@ class Checkpoints(Exchange):
     """What it writes, or wrote: the next one takes its memory."""
     _checkpoint_io: CheckpointIO | None = None
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: WeakKeyDictionary[Module, None] = WeakKeyDictionary()
+        """The user's modules that were set up, in this order."""
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "pending": None, "snapshot": None}
+        # A spawned rank sets its models up itself; those of this process stay here.
+        state = {**super().__getstate__(), "pending": None, "snapshot": None}
+        del state["modules"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, modules=WeakKeyDictionary())
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.topology import Topology
+from fabric.strategies.checkpoints import Checkpoints
 from fabric.strategies.exchange import Exchange
 from fabric.strategies.layouts.data_parallel import SplitBatch
 from fabric.strategies.parallel import ParallelStrategy
@@ -114,4 +115,4 @@ class DataParallelStrategy(ParallelStrategy):
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        return Exchange.__getstate__(self)
+        return Checkpoints.__getstate__(self)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread  # noqa: F401 - see _join_all
 import os
 import sys
 import threading
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from fabric.processes.signals import flush_output
@@ -15,6 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fabric.core.types import PathLike
+
+
+_WRITING: set[threading.Thread] = set()
+
+
+def _join_all() -> None:
+    for thread in [*_WRITING]:
+        thread.join()
+
+
+# When a process ends, Python shuts executors down first, by which drivers of object stores connect, and joins
+# threads then. What is registered after the executors (by their import, above) comes before them.
+with suppress(AttributeError, RuntimeError):  # Python's own; or it is too late
+    threading._register_atexit(_join_all)  # type: ignore[attr-defined]
 
 
 class PendingSave:
@@ -31,6 +47,7 @@ class PendingSave:
         if write is not None:
             atexit.register(self._at_exit)
             self._thread = threading.Thread(target=self._run, name="fabric-save")
+            _WRITING.add(self._thread)
             self._thread.start()
 
     def done(self) -> bool:
@@ -57,6 +74,7 @@ class PendingSave:
         except BaseException as error:
             self._error = error
         self._write = None  # and what it held
+        _WRITING.discard(threading.current_thread())
 
     def _end(self) -> None:
         if self._thread is not None:

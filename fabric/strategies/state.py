@@ -11,6 +11,7 @@ import torch
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError, UsageError
 from fabric.core.tree import flatten
 from fabric.plugins.io.portable import Stored, from_portable, module_entries, to_portable
+from fabric.strategies.optimizer_names import by_name, names_of, owners, with_names
 from fabric.utilities.state_keys import like
 from fabric.wrappers import unwrap
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fabric.core.types import Filter
+
+    Modules = dict[torch.nn.Module, str | None]
 
 
 class MissingKeysError(ConfigurationError, KeyError):
@@ -39,7 +42,8 @@ def gather(strategy: Any, state: dict[str, Any], filter: Filter | None) -> dict[
             f'Write fabric.save(path, {{"model": model, "optimizer": optimizer}}).'
         )
     filter = _checked_filter(filter, state)
-    plain = _whole(strategy, {key: _state_of(strategy, value) for key, value in state.items()})
+    modules = owners(state, strategy.modules)
+    plain = _whole(strategy, {key: _state_of(strategy, value, modules) for key, value in state.items()})
     strategy.layout.check_saved(plain)
     for key, keep in filter.items():
         entries = {name: value for name, value in plain[key].items() if keep(name, value)}
@@ -64,12 +68,13 @@ def restore(strategy: Any, checkpoint: dict[str, Any], state: Any | None, strict
         MissingKeysError: With `strict`, `state` has keys that the checkpoint lacks.
         UsageError: What the checkpoint holds does not fit the objects of `state`.
     """
+    load = _Load(strategy, strict, owners(state, strategy.modules))
     if state is not None and not isinstance(state, dict):
-        _load_into(strategy, state, checkpoint, strict, "the object to load")
+        load.into(state, checkpoint, "the object to load")
         return {}
     rest = checkpoint
     if state:
-        _load_entries(strategy, state, checkpoint, strict, "state", asked_only=True)
+        load.entries(state, checkpoint, "state", asked_only=True)
         rest = {key: value for key, value in checkpoint.items() if key not in state}
     plain: dict[str, Any] = from_portable(rest)
     return plain
@@ -137,19 +142,19 @@ def _checked_filter(filter: Filter | None, state: dict[str, Any]) -> Filter:
     return filter or {}
 
 
-def _state_of(strategy: Any, value: Any) -> Any:
+def _state_of(strategy: Any, value: Any, modules: Modules) -> Any:
     inner = unwrap(value)
     if isinstance(inner, torch.nn.Module):
         return strategy.get_module_state_dict(value)
     if isinstance(inner, torch.optim.Optimizer):
-        return strategy.get_optimizer_state(value)
+        return with_names(strategy.get_optimizer_state(value), names_of(inner, modules))
     if _is_stateful(value):
         return value.state_dict()
     if not _holds_stateful(value):
         return value
     if isinstance(value, dict):
-        return like(value, {key: _state_of(strategy, child) for key, child in value.items()})
-    return type(value)([_state_of(strategy, child) for child in value])
+        return like(value, {key: _state_of(strategy, child, modules) for key, child in value.items()})
+    return type(value)([_state_of(strategy, child, modules) for child in value])
 
 
 def _whole(strategy: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -166,67 +171,74 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
 
-def _load_entries(
-    strategy: Any, state: dict[Any, Any], saved: Any, strict: bool, name: str, asked_only: bool = False
-) -> None:
-    """Load `saved` into the entries of `state`, a dictionary that holds objects, in place."""
-    if not isinstance(saved, dict):
-        raise UsageError(
-            f"The checkpoint holds a {_kind(saved)} where {name} is a dictionary. Load it with "
-            f"fabric.load(path), or fabric.load_raw(path, model) if it is the state of one object."
-        )
-    missing = [key for key in state if key not in saved]
-    if strict and missing:
-        raise MissingKeysError(
-            f"The checkpoint has no {', '.join(map(repr, missing))} for {name}; it has "
-            f"{', '.join(map(repr, saved))}. Remove the missing keys from state, or pass strict=False."
-        )
-    for key, value in saved.items():
-        if key in state:
-            state[key] = _load_value(strategy, state[key], value, strict, f"{name}[{key!r}]")
-        elif not asked_only:
-            state[key] = from_portable(value)
+class _Load:
+    """One load into the objects of a state, in place."""
 
+    def __init__(self, strategy: Any, strict: bool, modules: Modules) -> None:
+        self.strategy, self.strict, self.modules = strategy, strict, modules
 
-def _load_value(strategy: Any, target: Any, value: Any, strict: bool, name: str) -> Any:
-    """`target` with `value` loaded into it; plain data is replaced."""
-    if _is_stateful(target):
-        _load_into(strategy, target, value, strict, name)
+    def entries(self, state: dict[Any, Any], saved: Any, name: str, asked_only: bool = False) -> None:
+        """Load `saved` into the entries of `state`, a dictionary that holds objects."""
+        if not isinstance(saved, dict):
+            raise UsageError(
+                f"The checkpoint holds a {_kind(saved)} where {name} is a dictionary. Load it with "
+                f"fabric.load(path), or fabric.load_raw(path, model) if it is the state of one object."
+            )
+        missing = [key for key in state if key not in saved]
+        if self.strict and missing:
+            raise MissingKeysError(
+                f"The checkpoint has no {', '.join(map(repr, missing))} for {name}; it has "
+                f"{', '.join(map(repr, saved))}. Remove the missing keys from state, or pass strict=False."
+            )
+        for key, value in saved.items():
+            if key in state:
+                state[key] = self.value(state[key], value, f"{name}[{key!r}]")
+            elif not asked_only:
+                state[key] = from_portable(value)
+
+    def value(self, target: Any, value: Any, name: str) -> Any:
+        """`target` with `value` loaded into it; plain data is replaced."""
+        if _is_stateful(target):
+            self.into(target, value, name)
+            return target
+        if not _holds_stateful(target):
+            return from_portable(value)
+        if isinstance(target, dict):
+            self.entries(target, value, name)
+            return target
+        if not isinstance(value, list | tuple) or len(value) != len(target):
+            held = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {_kind(value)}"
+            raise UsageError(
+                f"The checkpoint holds {held} where {name} has {len(target)}. Give as many objects."
+            )
+        loaded = [
+            self.value(old, new, f"{name}[{i}]")
+            for i, (old, new) in enumerate(zip(target, value, strict=True))
+        ]
+        if isinstance(target, tuple):
+            return tuple(loaded)
+        target[:] = loaded
         return target
-    if not _holds_stateful(target):
-        return from_portable(value)
-    if isinstance(target, dict):
-        _load_entries(strategy, target, value, strict, name)
-        return target
-    if not isinstance(value, list | tuple) or len(value) != len(target):
-        held = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {_kind(value)}"
-        raise UsageError(f"The checkpoint holds {held} where {name} has {len(target)}. Give as many objects.")
-    loaded = [
-        _load_value(strategy, old, new, strict, f"{name}[{i}]")
-        for i, (old, new) in enumerate(zip(target, value, strict=True))
-    ]
-    if isinstance(target, tuple):
-        return tuple(loaded)
-    target[:] = loaded
-    return target
 
-
-def _load_into(strategy: Any, target: Any, value: Any, strict: bool, name: str) -> None:
-    inner = unwrap(target)
-    if isinstance(inner, torch.nn.Module):
-        if not isinstance(value, dict):
-            raise UsageError(f"The checkpoint holds a {_kind(value)} where {name} is a module.")
-        strategy.load_module_state_dict(target, module_entries(value), strict=strict)
-    elif isinstance(inner, torch.optim.Optimizer):
-        strategy.load_optimizer_state(target, _optimizer_entries(inner, value))
-    elif _is_stateful(target):
-        target.load_state_dict(from_portable(value))
-    else:
-        raise ArgumentTypeError(
-            f"fabric.load_raw(path, obj) needs a model, an optimizer or another object with "
-            f"load_state_dict(), but got {type(target).__name__}. Write data = fabric.load(path) "
-            f"to read plain data."
-        )
+    def into(self, target: Any, value: Any, name: str) -> None:
+        """Load one object."""
+        inner = unwrap(target)
+        if isinstance(inner, torch.nn.Module):
+            if not isinstance(value, dict):
+                raise UsageError(f"The checkpoint holds a {_kind(value)} where {name} is a module.")
+            self.strategy.load_module_state_dict(target, module_entries(value), strict=self.strict)
+        elif isinstance(inner, torch.optim.Optimizer):
+            names = names_of(inner, self.modules)
+            entries = _optimizer_entries(inner, by_name(value, inner, names, self.strict, name))
+            self.strategy.load_optimizer_state(target, entries)
+        elif _is_stateful(target):
+            target.load_state_dict(from_portable(value))
+        else:
+            raise ArgumentTypeError(
+                f"fabric.load_raw(path, obj) needs a model, an optimizer or another object with "
+                f"load_state_dict(), but got {type(target).__name__}. Write data = fabric.load(path) "
+                f"to read plain data."
+            )
 
 
 def _optimizer_entries(optimizer: torch.optim.Optimizer, saved: Any) -> Any:

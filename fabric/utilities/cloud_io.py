@@ -27,12 +27,14 @@ def get_filesystem(path: PathLike, **kwargs: Any) -> AbstractFileSystem:
     try:
         from fsspec.core import url_to_fs
 
-        return url_to_fs(os.fspath(path), **kwargs)[0]
+        filesystem = url_to_fs(os.fspath(path), **kwargs)[0]
     except ImportError as error:
         raise MissingExtraError(
             f"{str(path)!r} needs a package that is not installed: {error}. Run `pip install fsspec` and the "
             "driver for its scheme, for example `pip install s3fs`."
         ) from error
+    filesystem.invalidate_cache()  # others write there, too
+    return filesystem
 
 
 def is_url(path: PathLike) -> bool:

@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     import torch
 
@@ -23,25 +23,24 @@ def clean_keys(state: dict[str, Any]) -> dict[str, Any]:
     """The state dict under the user's own keys: what torch.compile adds is taken out."""
     if not any([_COMPILED in key for key in state]):
         return state
-    return _renamed(state, _clean)
+    return _renamed(state, clean_key)
 
 
 def fit_keys(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
     """The state dict under the keys of `module`, whatever wrapped the module that it was saved from."""
     target = module.state_dict()
-    own = {_clean(key): key for key in target}
+    own = {clean_key(key): key for key in target}
     if all([own.get(key) == key for key in state]):
         return state
     state = clean_keys(state)
-    pairs = itertools.product(_shared_prefixes(state), _shared_prefixes(own))
-    out, into = max(pairs, key=lambda pair: sum([pair[1] + key[len(pair[0]) :] in own for key in state]))
-    if out or into:
-        state = _renamed(state, lambda key: into + key.removeprefix(out))
+    fit = fitting(state, own)
+    if any([fit(key) != key for key in state]):
+        state = _renamed(state, fit)
     fitted = like(state, {own.get(key, key): value for key, value in state.items()})
     versions = getattr(fitted, "_metadata", None)
     if versions is not None:
         paths = getattr(target, "_metadata", {})
-        cleaned = {path: _on_path(_clean, path) for path in paths}
+        cleaned = {path: _on_path(clean_key, path) for path in paths}
         found = {path: versions[own] for path, own in cleaned.items() if own in versions}
         fitted._metadata = found  # type: ignore[attr-defined]
     return fitted
@@ -61,6 +60,21 @@ def with_ties(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
     return like(state, {**state, **{name: value for name, value in found.items() if name in known}})
 
 
+def fitting(keys: Collection[str], own: Collection[str]) -> Callable[[str], str]:
+    """What turns keys that were saved from a module in other wrappers into those of `own` that they are.
+
+    `keys` are clean.
+    """
+    pairs = itertools.product(_shared_prefixes(keys), _shared_prefixes(own))
+    out, into = max(pairs, key=lambda pair: sum([pair[1] + key[len(pair[0]) :] in own for key in keys]))
+    return lambda key: into + clean_key(key).removeprefix(out)
+
+
+def clean_key(key: str) -> str:
+    """A key without what torch.compile adds."""
+    return key.replace(_COMPILED, "")
+
+
 def like(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     """`items` in a dictionary of `old`'s kind, with the versions that torch keeps at a state dict."""
     kind = type(old) if type(old) in PLAIN_DICTS else dict
@@ -70,10 +84,6 @@ def like(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     made = OrderedDict(items)
     made._metadata = metadata  # type: ignore[attr-defined]
     return made
-
-
-def _clean(key: str) -> str:
-    return key.replace(_COMPILED, "")
 
 
 def _shared_prefixes(keys: Iterable[str]) -> list[str]:

@@ -525,7 +525,7 @@ def models_let_go() -> int:
         fabric.backward(model(batches(1, 1)[0, 0]).mean())
         del model
     gc.collect()
-    return len(fabric._modules)
+    return len(fabric.strategy.modules)
 
 
 def test_models_that_the_user_forgot_are_let_go(ranks):

@@ -11,12 +11,19 @@ import re
 import secrets
 import shutil
 import zlib
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING, Any
 
 from fabric.core.errors import DamagedCheckpointError, UsageError
 from fabric.utilities.cloud_io import local_path
 
+try:
+    import fcntl
+except ImportError:  # Windows: what is left there stays
+    fcntl = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from fabric.core.types import PathLike
@@ -108,7 +115,7 @@ def begin(path: Path) -> Path:
 
 
 def part_beside(path: Path) -> Path:
-    """Where to write what will have the name `path`; its directory is made.
+    """A name beside `path` for what will have its name; the directory is made.
 
     Raises:
         NotADirectoryError: It cannot be: there is a file.
@@ -118,6 +125,39 @@ def part_beside(path: Path) -> Path:
     except FileExistsError:
         raise NotADirectoryError(f"{path} cannot be written: {path.parent} is a file.") from None
     return path.with_name(f".{path.name[:_SHORT]}.{secrets.token_hex(4)}.part")
+
+
+@contextmanager
+def new_beside(path: Path) -> Iterator[Path]:
+    """A new file beside `path`, for what will have its name. It is locked as long as this context, or the
+    process, lives: those of saves to `path` that are not, were killed, and are removed.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    for left in _beside(path, "part"):
+        with suppress(OSError), left.open("rb+") as file:
+            if _lock(file):
+                left.unlink()
+    part = part_beside(path)
+    with part.open("xb") as file:
+        if fcntl is None:
+            file.close()
+        with suppress(OSError):  # a file system without locks: nobody can, and nothing is removed
+            _lock(file)
+        if part.exists():
+            yield part
+            return
+    with new_beside(path) as part:  # another save has looked at it before it was locked
+        yield part
+
+
+def _lock(file: IO[bytes]) -> bool:
+    """Lock a file until it is closed; False: there are no locks."""
+    if fcntl is None:
+        return False
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return True
 
 
 def refuse_foreign(path: Path) -> None:

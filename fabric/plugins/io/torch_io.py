@@ -19,7 +19,7 @@ from fabric.plugins.io import safetensors
 from fabric.plugins.io.checkpoint_io import CheckpointIO
 from fabric.plugins.io.directory import (
     flush_directory,
-    part_beside,
+    new_beside,
     put_in_place,
     refuse_foreign,
     remove,
@@ -178,22 +178,22 @@ def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
         with path.open("wb", buffering=0) as file:  # /dev/null, a pipe: nothing that a file may replace
             write(file)
         return
-    part = part_beside(path)
-    try:
-        with part.open("xb", buffering=0) as file:
-            write(file)
-            os.fsync(file.fileno())
-        if path.is_file():
-            part.chmod(path.stat().st_mode)
-        if sharded:
-            put_in_place(part, path)
-        else:
-            part.replace(path)
-    except BaseException as error:
-        part.unlink(missing_ok=True)
-        if isinstance(error, OSError) and not error.filename2:  # of write() and fsync() it has no name at all
-            error.filename = str(path)
-        raise
+    with new_beside(path) as part:
+        try:
+            with part.open("r+b", buffering=0) as file:
+                write(file)
+                os.fsync(file.fileno())
+            if path.is_file():
+                part.chmod(path.stat().st_mode)
+            if sharded:
+                put_in_place(part, path)
+            else:
+                part.replace(path)
+        except BaseException as error:
+            part.unlink(missing_ok=True)
+            if isinstance(error, OSError) and not error.filename2:  # of write() and fsync() it has no name
+                error.filename = str(path)
+            raise
     flush_directory(path.parent)
 
 
@@ -227,7 +227,10 @@ def _without_crc() -> Iterator[None]:
 
 
 def _save_to_url(write: Callable[[Any], None], url: str) -> None:
-    filesystem = get_filesystem(url)
-    filesystem.makedirs(url.rsplit("/", 1)[0], exist_ok=True)
+    # One of its own: what the loop writes meanwhile must not come into this transaction.
+    filesystem = get_filesystem(url, skip_instance_cache=True)
+    directory = url.rsplit("/", 1)[0]
+    if not filesystem.isdir(directory):  # else s3fs would make the bucket, which few may
+        filesystem.makedirs(directory, exist_ok=True)
     with filesystem.transaction, filesystem.open(url, "wb") as file:
         write(file)
