@@ -55,9 +55,10 @@ WHOLE = {
         "deleted",
     ],
 }
-"""Where rank zero alone does something, of the first place of that name or a later one."""
-REPEATED = {"write": 8, "torn write": 8, "sync": 4, "synced": 4, "rename": 2, "renamed": 2, "removed": 2}
-REPEATED["directory synced"] = 2
+"""Where rank zero alone does something."""
+WRITES = {"write": 8, "torn write": 8}
+"""So many places of that name, at least, are in each save; and these, where rank zero strikes."""
+REPEATED = {**WRITES, "sync": 3, "synced": 3, "rename": 2, "renamed": 2, "directory synced": 2}
 
 
 @dataclass
@@ -82,9 +83,10 @@ class Trial:
         kind = ("first", "overwriting", "latest")[number % 3]
         ranks = 2 if number % 7 == 6 or format == "sharded" else 1
         wait = number // 3 % 2 == 0
-        striker, points, repeated = 0, FULL[kind], {"write": 8, "torn write": 8}
+        striker, points, repeated = 0, FULL[kind], WRITES
         if format == "sharded":
-            striker, repeated = draw.randrange(ranks), REPEATED if not number % 5 else {}
+            striker = draw.randrange(ranks)
+            repeated = WRITES if striker else REPEATED
             lists = [PART] + [NOTES] * (not wait) + [WHOLE[kind]] * (2 * (striker == 0))
             points = draw.choice(lists)
         point = draw.choice(points) if draw.random() < 0.75 else None
