@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import pickle
+import socket
 import time
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,8 @@ from fabric.strategies import state as states
 from fabric.utilities.cloud_io import local_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from io import FileIO
     from pathlib import Path
 
     from fabric.core.topology import Topology
@@ -71,38 +74,40 @@ def save_sharded(
     Returns:
         With `wait=False` what this rank has left to do, of copies, while its loop goes on.
     """
-    doing, zero, channel = f"saving {path}", strategy.is_global_zero, strategy.channel()
+    zero, channel = strategy.is_global_zero, strategy.channel()
     part: Path | None = None
-    with states.together(strategy, doing), strategy.layout.gathering(keep=zero, parts=True):
+    lock: Any = nullcontext()
+    with _together(strategy, path), strategy.layout.gathering(keep=zero, parts=True):
         tree = states.gather(strategy, state, filter)
     try:
-        with states.together(strategy, doing):
+        with _together(strategy, path):
             from fabric.plugins.io.sharded import Part
 
             own = Part(tree)
             part = begin(path) if zero else None
         directory, names = strategy.broadcast((part, own.open))
-        with states.together(strategy, doing):
+        with _together(strategy, path):
             plan = own.plan([*own.values] if zero else names)
             _check_shared(directory)
         plans = gather_objects(plan, channel, "save")
-        with states.together(strategy, doing):
+        with _together(strategy, path):
             own.agree(plans, strategy.global_rank)
             if not wait:
                 own.copy()
-                _mark(directory, strategy.global_rank).touch()
+                lock = _locked(_mark(directory, strategy.global_rank))
         finish = partial(_finish, own, directory, path, facts, then)
         if not wait:
-            return partial(_write_beside, own, directory, path, strategy.topology, finish)
-        with states.together(strategy, doing):
+            return partial(_write_beside, own, directory, path, strategy.topology, finish, lock)
+        with _together(strategy, path):
             written = own.write(directory)
         told = gather_objects(written, channel, "save")
-        with states.together(strategy, doing):
+        with _together(strategy, path):
             if zero:
                 finish(told)
     except BaseException:
-        if part is not None:
-            remove(part)
+        with lock:
+            if part is not None:
+                remove(part)
         raise
     return None
 
@@ -117,7 +122,12 @@ def _finish(
 
 
 def _write_beside(
-    own: Part, directory: Path, path: Path, topology: Topology, finish: Callable[[list[Any]], None]
+    own: Part,
+    directory: Path,
+    path: Path,
+    topology: Topology,
+    finish: Callable[[list[Any]], None],
+    lock: FileIO,
 ) -> None:
     """Write this rank's part in a thread, which sends nothing: ranks tell rank zero by files.
 
@@ -125,7 +135,8 @@ def _write_beside(
     """
     mark, failure = _mark(directory, topology.rank), ""
     try:
-        told = own.write(directory)
+        with _named(path):
+            told = own.write(directory)
         mark.with_suffix(".told").write_bytes(pickle.dumps(told))
     except BaseException as error:
         failure = f": {type(error).__name__}: {error}"
@@ -135,7 +146,8 @@ def _write_beside(
         if topology.rank:
             raise
     finally:
-        mark.unlink(missing_ok=True)
+        with lock:
+            mark.unlink(missing_ok=True)
     if topology.rank == 0:
         _collect(directory, path, topology.world_size, failure, finish)
 
@@ -146,7 +158,10 @@ def _collect(
     """On rank zero, which has failed if there is a `failure`: end the save when all ranks have ended."""
     pause, marks = 0.005, [_mark(directory, rank) for rank in range(ranks)]
     try:
-        while any([mark.exists() for mark in marks]):  # a rank that ends without a word ends the job
+        while waiting := [rank for rank, mark in enumerate(marks) if mark.exists()]:
+            killed = [rank for rank in waiting if _was_killed(marks[rank])]
+            if killed:
+                raise RankError(f"rank {killed[0]} was killed while saving {path}")
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
         failed = [rank for rank, mark in enumerate(marks) if not mark.with_suffix(".told").exists()]
@@ -168,6 +183,44 @@ def _collect(
 def _mark(directory: Path, rank: int) -> Path:
     """It is there while a rank writes beside its loop."""
     return directory / f"rank-{rank}.writes"
+
+
+def _locked(mark: Path) -> FileIO:
+    """Make a mark that says on which machine, locked for as long as this process has it open."""
+    stream = mark.open("xb", buffering=0)
+    with suppress(OSError):  # no locks in this file system
+        fcntl.lockf(stream, fcntl.LOCK_EX)
+        stream.write(socket.gethostname().encode())
+    return stream
+
+
+def _was_killed(mark: Path) -> bool:
+    """Whether a rank of this machine has ended without a word: then nobody holds its lock. If one of another
+    machine does, it is the launcher who ends the job.
+    """
+    with suppress(OSError), mark.open("r+b") as stream:
+        if stream.read() == socket.gethostname().encode():
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return mark.exists()
+    return False
+
+
+@contextmanager
+def _together(strategy: Any, path: Path) -> Iterator[None]:
+    """A step of a save, which all ranks make."""
+    with states.together(strategy, f"saving {path}"), _named(path):
+        yield
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of a file, or without one, are those of the checkpoint that it would have been part of."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and not error.filename2:
+            error.filename = str(path)
+        raise
 
 
 def _check_shared(directory: Path) -> None:

@@ -76,11 +76,12 @@ def alive(pid: int) -> bool:
 class Job:
     """A command that writes to files, in a process group of its own; `with` ends it in any case."""
 
-    def __init__(self, command: list[str], files: Path, **env: str) -> None:
-        self.command, self._out, self._err = command, files.with_suffix(".out"), files.with_suffix(".err")
+    def __init__(self, command: list[str], files: Path, limit: int = LIMIT, **env: str) -> None:
+        self.command, self._limit = command, limit
+        self._out, self._err = files.with_suffix(".out"), files.with_suffix(".err")
         with self._out.open("w") as out, self._err.open("w") as err:
             # Should this process be killed, `timeout` ends the job.
-            bounded = ["timeout", "-k", "5", str(LIMIT), *command]
+            bounded = ["timeout", "-k", "5", str(limit), *command]
             streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
             self.process = subprocess.Popen(bounded, **streams, env=environ(**env), start_new_session=True)
 
@@ -94,13 +95,14 @@ class Job:
 
     def says(self, count: int, kind: str) -> list[dict]:
         """Wait until it has printed so many JSON lines with this key."""
-        until(lambda: len(facts(self.out, kind)) >= count or self.process.poll() is not None, LIMIT)
+        until(lambda: len(facts(self.out, kind)) >= count or self.process.poll() is not None, self._limit)
         found = facts(self.out, kind)
         assert len(found) >= count, f"{self.command}\n{self.out}\n{self.err}"
         return found
 
-    def ends(self, seconds: float = LIMIT) -> int:
+    def ends(self, seconds: float | None = None) -> int:
         """Its exit code, once it has ended by itself within so many seconds."""
+        seconds = seconds or self._limit
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:

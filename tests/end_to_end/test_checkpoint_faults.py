@@ -17,25 +17,34 @@ from jobs import LIMIT, PYTHON, SCRIPTS, Job
 
 from fabric import Fabric
 
-POINTS = {"open", "torn write", "write", "sync", "synced", "chmod", "rename", "renamed", "directory synced"}
-POINTS |= {"remove", "removed", None}
+FULL = {"open", "torn write", "write", "sync", "synced", "chmod", "rename", "renamed", "directory synced"}
+FULL |= {"remove", "removed", None}
+SHARDED = FULL - {"chmod"} | {"digest", "mark", "marked", "tell", "told", "mkdir", "made", "manifest"}
+SHARDED |= {"set aside", "delete", "torn delete", "deleted"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "count"), [pytest.param(0, 12, marks=pytest.mark.smoke), (12, 100), (112, 100)]
+    ("format", "first", "count"),
+    [
+        pytest.param("full", 0, 12, marks=pytest.mark.smoke),
+        pytest.param("sharded", 0, 6, marks=pytest.mark.smoke),
+        *[("full", 12, 100), ("full", 112, 100), ("sharded", 6, 100)],
+    ],
 )
-def test_whoever_is_killed_whenever_the_newest_valid_one_loads_and_is_what_was_saved(tmp_path, first, count):
-    command = [PYTHON, str(SCRIPTS / "killed_saves.py"), str(tmp_path), str(first), str(count)]
-    with Job(command, tmp_path / "job", OMP_NUM_THREADS="1") as job:
+def test_whoever_is_killed_whenever_the_newest_valid_one_loads_and_is_what_was_saved(
+    tmp_path, format, first, count
+):
+    command = [PYTHON, str(SCRIPTS / "killed_saves.py"), str(tmp_path), format, str(first), str(count)]
+    with Job(command, tmp_path / "job", limit=900, OMP_NUM_THREADS="1") as job:
         assert job.ends() == 0, job.err
         trials = [json.loads(line) for line in job.out.splitlines()]
     assert [trial for trial in trials if trial["problem"]] == []
     assert [trial["number"] for trial in trials] == list(range(first, first + count))
     if count >= 100:
-        assert {trial["point"] for trial in trials} == POINTS
+        assert {trial["point"] for trial in trials} == (FULL if format == "full" else SHARDED)
         cells = {(trial["kind"], trial["wait"], trial["ranks"]) for trial in trials}
-        assert len(cells) == 3 * 2 * 2
+        assert len(cells) == 3 * 2 * (2 if format == "full" else 1)
         assert {tuple(trial["victims"]) for trial in trials} == {(0,), (1,), (0, 1)}
 
 
@@ -118,6 +127,64 @@ def with_small_files(how, directory):
 def test_a_file_that_may_not_grow(ranks, tmp_path, how):
     results = ranks.run(with_small_files, how, str(tmp_path), world_size=2)
     check_refused(results, tmp_path, "OSError", "[Errno 27] File too large")
+
+
+# one rank of those that write a directory
+
+
+def one_cannot_write(how, bad, wait, directory):
+    """(kind, text) of what a save raises here whose rank `bad` may not write, and what is there then."""
+    import resource
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="zero3")
+    fabric.launch()
+    path, limit, user = Path(directory, "parts"), resource.getrlimit(resource.RLIMIT_FSIZE), os.geteuid()
+    model = fabric.setup(torch.nn.Linear(300, 300))
+    fabric.save(path, {"model": model, "n": 1})
+    told = None
+    try:
+        if fabric.global_rank == bad and how == "size":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+        elif fabric.global_rank == bad:
+            with suppress(PermissionError):
+                os.seteuid(65534)
+        saving = fabric.save(path, {"model": model, "n": 2}, wait=wait)
+        if saving is not None:
+            saving.wait()
+    except Exception as error:
+        told = type(error).__name__, str(error)
+    finally:
+        os.seteuid(user)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    fabric.barrier()  # the others' error comes before rank zero has tidied up
+    left = sorted(entry.name for entry in Path(directory).iterdir())
+    now = fabric.load(path)["n"]
+    fabric.save(path, {"model": model, "n": 3})
+    return told, left, now, fabric.load(path)["n"]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("how", ["size", "permission"])
+def test_one_rank_that_cannot_write_its_part(ranks, how, bad, wait):
+    if how == "permission" and os.geteuid():
+        pytest.skip("needs to be root, to be nobody on one rank")
+    with TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        results = ranks.run(one_cannot_write, how, bad, wait, directory, world_size=2)
+        path = f"{directory}/parts"
+    kind, reason = {
+        "size": ("OSError", "[Errno 27] File too large"),
+        "permission": ("PermissionError", "[Errno 13] Permission denied"),
+    }[how]
+    for rank, (told, left, now, then) in enumerate(results):
+        assert (left, now, then) == (["parts"], 1, 3)
+        text = f"rank {bad} failed while saving {path}: {kind}: {reason}: '{path}'"
+        if wait:
+            expected = (kind, f"{reason}: '{path}'") if rank == bad else ("RankError", text)
+            assert told == expected
+        else:
+            assert text in told[1] or (rank == bad and told == (kind, f"{reason}: '{path}'"))
 
 
 # a directory that takes nothing

@@ -1,4 +1,4 @@
-"""torchrun starts a job anew whose rank was killed: it goes on from the last save, with the same numbers."""
+"""torchrun starts a job anew whose ranks were killed: it goes on from the last save with the same numbers."""
 
 from __future__ import annotations
 
@@ -33,3 +33,72 @@ def test_a_killed_rank_and_the_rest_of_the_run(whole, tmp_path, stops):
         assert "RankError: " in job.err
         assert "failed on rank 0" in job.err
         assert job.err.count("Traceback (most recent call last)") == 2  # rank 0's error and its cause
+
+
+# killed again and again, at drawn places
+
+
+def recipe(directory, strategy, ranks, *options, code=0):
+    """Each loss of scripts/recipe.py by step, and the steps at which its lives began."""
+    start = [*TORCHRUN[:4], f"--nproc-per-node={ranks}", "--max-restarts=12" if "--kills" in options else ""]
+    command = [
+        *filter(None, start),
+        str(SCRIPTS / "recipe.py"),
+        str(directory),
+        "--strategy",
+        strategy,
+        *options,
+    ]
+    with Job(command, directory / f"job-{ranks}", limit=900, OMP_NUM_THREADS="1") as job:
+        assert job.ends() == code, job.err
+    begun = facts(job.out, "begins")
+    assert len(begun) % ranks == 0
+    assert {line["world_size"] for line in begun} == {ranks}
+    lives = sorted({(line["life"], line["begins"]) for line in begun})
+    assert len(lives) == len(begun) / ranks
+    found = {}
+    for line in facts(job.out, "loss"):
+        found.setdefault(line["step"], set()).add(line["loss"])
+    assert {len(losses) for losses in found.values()} == {1}, "a step that was made again has another loss"
+    return {step: losses.pop() for step, losses in found.items()}, [begins for _, begins in lives]
+
+
+STEPS = list(range(1, 61))
+FIXED_BUCKETS = "ddp_find_unused_parameters_true"
+"""DDP that sums gradients of a first step as of all others: see tests/ranks/test_portable_runs.py."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "kills"),
+    [pytest.param("zero3", 2, 2, marks=pytest.mark.smoke), (FIXED_BUCKETS, 4, 10), ("zero3", 4, 10)],
+)
+def test_a_run_that_is_killed_at_random_has_the_losses_of_an_undisturbed_one(
+    tmp_path, strategy, ranks, kills
+):
+    """With dropout, shuffled data, and saves beside the loop: to the bit."""
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole, _ = recipe(tmp_path / "whole", strategy, ranks, "--dropout", "0.3")
+    found, lives = recipe(tmp_path / "killed", strategy, ranks, "--dropout", "0.3", "--kills", str(kills))
+    assert len(lives) == kills + 1
+    assert lives == sorted(lives)
+    assert lives[-1] > 0
+    assert list(whole) == STEPS
+    assert found == whole
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_run_that_goes_on_with_other_numbers_of_ranks_has_the_losses_of_one_process(tmp_path, strategy):
+    """In double precision, so that an order of samples or a moment that is wrong is no rounding."""
+    (tmp_path / "whole").mkdir()
+    whole, _ = recipe(tmp_path / "whole", "ddp", 1, "--double")
+    assert list(whole) == STEPS
+    reached = 0
+    for ranks, ends in ((4, ("--ends-at", "13")), (2, ("--ends-at", "32")), (3, ())):
+        found, (begins,) = recipe(tmp_path, strategy, ranks, "--double", *ends, code=1 if ends else 0)
+        assert reached - 4 < begins <= reached
+        assert begins % 2 == 0
+        assert min(found) == begins + 1
+        assert found == pytest.approx({step: whole[step] for step in found}, rel=1e-9)
+        reached = max(found)
+    assert reached == 60

@@ -9,56 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from checkpoint_cases import failure
+from checkpoint_cases import failure, launched, net, over_ranks, same
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fabric import Fabric
 from fabric.plugins.io import CheckpointIO, directory, sharded
 from fabric.plugins.io.portable import Stored
-from fabric.strategies import FSDPStrategy, ModelParallelStrategy, PipelineStrategy
-
-
-class Scaled(nn.Linear):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.register_buffer("scale", torch.tensor(2.0))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
-
-
-def net(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6), nn.LayerNorm(6), Scaled(6, 5))
-
-
-def over_ranks(model, mesh):
-    parallelize_module(model, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    if mesh["data_parallel"].size() > 1:
-        fully_shard(model, mesh=mesh["data_parallel"])
-    return model
-
-
-SPECIAL = {
-    "single": lambda: "auto",
-    "hsdp": lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)),
-    "tp": lambda: ModelParallelStrategy(over_ranks, data_parallel_size=1),
-    "tp-fsdp": lambda: ModelParallelStrategy(over_ranks, data_parallel_size=2, tensor_parallel_size=2),
-    "pipeline": lambda: PipelineStrategy(num_stages=2, num_microbatches=2),
-}
-
-
-def launched(name, **kwargs):
-    strategy = SPECIAL.get(name, lambda: name)()
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **kwargs)
-    fabric.launch()
-    return fabric
+from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 
 
 def trained(fabric, steps=2, seed=0):
@@ -76,22 +36,6 @@ PLAIN = {
     "config": {"name": "x", "path": Path("a/b"), 7: {}, "sizes": (1, [2, 3])},
     "table": [{"w": torch.arange(6.0).view(2, 3)}, (torch.ones(2, dtype=torch.bfloat16), None)],
 }
-
-
-def same(got, expected):
-    """Equal to the bit, in containers of the same kinds and order."""
-    assert type(got) is type(expected), (got, expected)
-    if isinstance(got, dict):
-        assert list(got) == list(expected)
-        [same(got[key], value) for key, value in expected.items()]
-        assert getattr(got, "_metadata", None) == getattr(expected, "_metadata", None)
-    elif isinstance(got, list | tuple):
-        assert len(got) == len(expected)
-        [same(one, other) for one, other in zip(got, expected, strict=True)]
-    elif isinstance(got, torch.Tensor):
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    else:
-        assert got == expected
 
 
 # from any layout to any other
@@ -450,7 +394,7 @@ def fail_to_write(folder, where):
 def test_a_failure_on_one_rank_is_one_on_all_and_leaves_the_old(ranks, tmp_path, where):
     found = ranks.run(fail_to_write, tmp_path, where, world_size=2)
     failed = 0 if where == "rename" else 1
-    text = "[Errno 28] No space left on device"
+    text = f"[Errno 28] No space left on device: '{tmp_path}/c'"
     for rank, (told, step) in enumerate(found):
         assert step == 1
         if rank == failed:

@@ -1,7 +1,8 @@
 """Saves that are killed, each in ranks of its own, which are forked from this warm process.
 
-killed_saves.py DIRECTORY FIRST COUNT: trials FIRST to FIRST + COUNT - 1. Prints a JSON line for each: what
-was done, and the problem, if there was one. A trial is drawn from its number.
+killed_saves.py DIRECTORY FORMAT FIRST COUNT: trials FIRST to FIRST + COUNT - 1 of saves in this format.
+Prints a JSON line for each: what was done, and the problem, if there was one. A trial is drawn from its
+number.
 """
 
 import json
@@ -20,12 +21,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fabric import Fabric
+from fabric.plugins.io import sharded
+from fabric.strategies import sharded_save
 
 KEEP = 2
 SECONDS = 60
-POINTS = {
+FULL = {
     "first": ["open", "torn write", "write", "sync", "synced", "rename", "renamed", "directory synced"],
     "overwriting": [
         *["open", "torn write", "write", "sync", "synced", "chmod", "rename", "renamed"],
@@ -37,33 +41,59 @@ POINTS = {
     ],
 }
 """Where rank zero strikes, by the kind of save: before or after (in the past tense) what is named."""
+PART = ["open", "torn write", "write", "sync", "synced", "digest"]
+"""Of a sharded save, where any rank strikes, as it writes its part. Beside the loop it leaves notes, too."""
+NOTES = ["mark", "marked", "tell", "told", "remove", "removed"]
+WHOLE = {
+    "first": ["mkdir", "made", "rename", "renamed", "manifest", "directory synced"],
+    "overwriting": [
+        *["mkdir", "made", "rename", "renamed", "manifest", "directory synced", "set aside", "delete"],
+        *["torn delete", "deleted"],
+    ],
+    "latest": [
+        *["mkdir", "made", "rename", "renamed", "manifest", "directory synced", "delete", "torn delete"],
+        "deleted",
+    ],
+}
+"""Where rank zero alone does something."""
+WRITES = {"write": 8, "torn write": 8}
+"""So many places of that name, at least, are in each save; and these, where rank zero strikes."""
+REPEATED = {**WRITES, "sync": 3, "synced": 3, "rename": 2, "renamed": 2, "directory synced": 2}
 
 
 @dataclass
 class Trial:
     number: int
+    format: str
     kind: str
     wait: bool
     ranks: int
     victims: list[int]
+    striker: int
     point: str | None
     """None: at a random time."""
     at: int
     """The save in which it happens."""
     nth: int
-    """Of the writes of that save."""
+    """Of the places of that name in that save."""
 
     @classmethod
-    def drawn(cls, number):
+    def drawn(cls, number, format):
         draw = random.Random(number)
         kind = ("first", "overwriting", "latest")[number % 3]
-        ranks = 2 if number % 7 == 6 else 1
+        ranks = 2 if number % 7 == 6 or format == "sharded" else 1
         wait = number // 3 % 2 == 0
-        point = draw.choice(POINTS[kind]) if draw.random() < 0.75 else None
+        striker, points, repeated = 0, FULL[kind], WRITES
+        if format == "sharded":
+            striker = draw.randrange(ranks)
+            repeated = WRITES if striker else REPEATED
+            lists = [PART] + [NOTES] * (not wait) + [WHOLE[kind]] * (2 * (striker == 0))
+            points = draw.choice(lists)
+        point = draw.choice(points) if draw.random() < 0.75 else None
         at = {"first": 1, "overwriting": draw.randint(2, 4), "latest": draw.randint(KEEP + 1, 5)}[kind]
         victims = draw.choice([[0], [1], [0, 1]]) if ranks == 2 else [0]
-        nth = draw.randint(1, 8) if point in ("write", "torn write") else 1
-        return cls(number, kind, wait, ranks, victims, point, at, nth)
+        nth = draw.randint(1, repeated.get(point, 1))
+        return cls(number, format, kind, wait, ranks, victims, striker, point, at, nth)
 
 
 # what is saved
@@ -90,7 +120,12 @@ def tensors(state):
 def put(state, number):
     state["number"] = number
     for place, tensor in enumerate(tensors(state)):
-        torch.arange(tensor.numel(), out=tensor.view(-1)).add_(1000 * number + place)
+        values = torch.arange(float(tensor.numel())).view(tensor.shape) + (1000 * number + place)
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            parts = values.chunk(mesh.size())
+            tensor, values = tensor.to_local(), ([*parts, values[:0]])[mesh.get_local_rank()]
+        tensor.copy_(values)
 
 
 def holds(state, number):
@@ -107,9 +142,9 @@ def save(fabric, trial, directory, state):
     if trial.kind == "latest":
         fabric.save_latest(directory, state, step=state["number"], keep=KEEP, wait=trial.wait)
     elif trial.wait:
-        fabric.save(directory / "a.pt", state)
+        fabric.save(directory / "a.pt", state, format=trial.format)
     else:
-        fabric.save(directory / "a.pt", state, wait=False)
+        fabric.save(directory / "a.pt", state, format=trial.format, wait=False)
 
 
 class Struck:
@@ -124,13 +159,14 @@ class Struck:
     def __exit__(self, *error):
         self.file.close()
 
-    def fileno(self):
-        return self.file.fileno()
+    def __getattr__(self, name):
+        return getattr(self.file, name)
 
     def write(self, data):
         data, done = memoryview(data).cast("B"), 0
         if self.come_to("torn write"):
             done = self.file.write(data[: len(data) // 2])
+            self.file.flush()
             self.come_to("torn write", again=True)
         self.come_to("write")
         return done + self.file.write(data[done:])
@@ -142,26 +178,27 @@ def arm(trial, say, pids):
 
     def come_to(point, again=False):
         nonlocal left
-        if point != trial.point:
+        if point is None or point != trial.point:
             return False
         left -= not again
         if left > 0:
             return False
-        if point == "torn write" and not again:
+        if point.startswith("torn") and not again:
             return True
         say("strike")
-        for rank in sorted(trial.victims, reverse=True):  # the others first
-            os.kill(pids[rank] or os.getpid(), signal.SIGKILL)
+        for rank in sorted(trial.victims, key=lambda rank: rank == trial.striker):  # the others first
+            os.kill(pids[rank], signal.SIGKILL)
         left = 1_000_000  # a survivor goes on
         return False
 
-    def around(owner, name, before, after):
+    def around(owner, name, before, after, where=lambda *args: True):
         plain = getattr(owner, name)
 
         def patched(*args, **kwargs):
-            come_to(before)
+            struck = where(*args)
+            come_to(before if struck else None)
             result = plain(*args, **kwargs)
-            come_to(after)
+            come_to(after if struck else None)
             return result
 
         setattr(owner, name, patched)
@@ -169,7 +206,14 @@ def arm(trial, say, pids):
     around(Path, "replace", "rename", "renamed")
     around(Path, "chmod", "chmod", None)
     around(Path, "unlink", "remove", "removed")
-    plain_sync, plain_open = os.fsync, Path.open
+    around(Path, "mkdir", "mkdir", "made", lambda path, *_: path.suffix == ".part")
+    around(Path, "rename", "rename", "renamed", lambda path, to: Path(to).suffix != ".old")
+    around(Path, "rename", None, "set aside", lambda path, to: Path(to).suffix == ".old")
+    around(sharded_save, "_locked", "mark", "marked")
+    around(Path, "write_bytes", "tell", "told")
+    around(sharded, "digest", "digest", None)
+    around(sharded, "write_manifest", "manifest", None)
+    plain_sync, plain_open, plain_delete = os.fsync, Path.open, shutil.rmtree
 
     def sync(descriptor):
         directory = Path(f"/proc/self/fd/{descriptor}").is_dir()
@@ -179,32 +223,42 @@ def arm(trial, say, pids):
 
     def opened(path, mode="r", *args, **kwargs):
         file = plain_open(path, mode, *args, **kwargs)
-        if mode != "xb":
+        if mode != ("xb" if trial.format == "full" else "wb") or path.suffix == ".told":
             return file
         come_to("open")
         return Struck(file, come_to)
 
-    os.fsync, Path.open = sync, opened
+    def delete(folder, **kwargs):
+        come_to("delete")
+        if come_to("torn delete"):
+            os.remove(next(Path(folder).iterdir()))  # noqa: PTH107 - Path.unlink is a place of its own
+            come_to("torn delete", again=True)
+        plain_delete(folder, **kwargs)
+        come_to("deleted")
+
+    os.fsync, Path.open, shutil.rmtree = sync, opened, delete
 
 
-def rank_runs(trial, rank, pids, directory, pipe):
+def rank_runs(trial, rank, directory, pipe):
     def say(what, number=0):
-        if rank == 0:
+        if rank == 0 or what == "strike":
             os.write(pipe, f"{what} {number}\n".encode())
 
     if trial.ranks > 1:
         where = f"file://{directory.with_suffix('.store')}"
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=trial.ranks)
-    fabric = Fabric(accelerator="cpu", devices=trial.ranks, strategy="ddp" if trial.ranks > 1 else "auto")
+    several = "zero3" if trial.format == "sharded" else "ddp"
+    fabric = Fabric(accelerator="cpu", devices=trial.ranks, strategy=several if trial.ranks > 1 else "auto")
     fabric.launch()
     state = made(fabric)
+    pids = [os.getpid()] if trial.ranks == 1 else fabric.all_gather(torch.tensor(os.getpid())).tolist()
     pending = 0
     for number in range(1 + (trial.kind == "overwriting"), trial.at + 3):
         put(state, number)  # also: what changes while a save goes on is not in its file
         say("call", number)
         if number == trial.at:
             say("now", number)
-            if rank == 0:
+            if rank == trial.striker:
                 arm(trial, say, pids)
         save(fabric, trial, directory, state)
         say("saved", number if trial.wait else pending)  # the call waits for the one before
@@ -219,14 +273,14 @@ def rank_runs(trial, rank, pids, directory, pipe):
         time.sleep(0.01)
 
 
-def begin(trial, rank, pids, directory, pipe):
+def begin(trial, rank, directory, pipe):
     pid = os.fork()
     if pid:
         return pid
     try:
         with Path(os.devnull).open("w") as nowhere:  # a rank that is left says that the other is gone
             os.dup2(nowhere.fileno(), 2)
-        rank_runs(trial, rank, pids, directory, pipe)
+        rank_runs(trial, rank, directory, pipe)
     except Exception:
         if rank not in trial.victims or len(trial.victims) < trial.ranks:
             os._exit(1)
@@ -258,9 +312,7 @@ def lines(pipe, deadline):
 def run(trial, directory, usual):
     """Let the ranks save and die: (last number that was saved, last that was tried, problem)."""
     reading, writing = os.pipe()
-    pids = {0: 0}
-    for rank in range(trial.ranks - 1, -1, -1):
-        pids[rank] = begin(trial, rank, dict(pids), directory, writing)
+    pids = {rank: begin(trial, rank, directory, writing) for rank in range(trial.ranks)}
     os.close(writing)
     saved, called, problem, struck = 1 if trial.kind == "overwriting" else 0, 0, None, False
     for what, number, text in lines(reading, time.monotonic() + SECONDS):
@@ -291,41 +343,44 @@ def look(fabric, trial, directory, state, saved, called):
     if trial.kind == "latest":
         found = fabric.load_latest(directory, state) or 0
     else:
-        if path.exists():
+        if path.exists() or list(directory.glob(".a.pt.*.old")):
             fabric.load(path, state)
         found = state["number"]
     if not saved <= found <= called:
         return f"{found} was loaded, {saved} was saved, {called} was tried"
     if not holds(state, found):
         return f"{found} is not what was saved then"
-    complete = [entry.name for entry in directory.iterdir() if not entry.name.endswith(".part")]
+    complete = [entry.name for entry in directory.iterdir() if not entry.name.endswith((".part", ".old"))]
     if len(complete) > KEEP + 1 or (trial.kind != "latest" and complete not in ([], ["a.pt"])):
         return f"there are {complete}"
     put(state, called + 1)
     save(fabric, trial, directory, state)
     fabric.strategy.finish_save()
     left = sorted(entry.name for entry in directory.iterdir())
-    if trial.kind == "latest" and (len(left) > KEEP or any(name.endswith(".part") for name in left)):
+    most = KEEP if trial.kind == "latest" else 1
+    tidy = trial.kind == "latest" or trial.format == "sharded"
+    if tidy and (len(left) > most or any(name.startswith(".") for name in left)):
         return f"the next save left {left}"
     return None
 
 
-def main(root, first, count):
+def main(root, format, first, count):
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.launch()
+    fabric.strategy.state_dict_type = format
     state = made(fabric)
     usual = 0.05
     for number in range(first, first + count):
-        trial = Trial.drawn(number)
+        trial = Trial.drawn(number, format)
         directory = Path(root, str(number))
         directory.mkdir()
         begins = time.monotonic()
         if trial.kind == "overwriting":
             put(state, 1)
-            fabric.save(directory / "a.pt", state)
+            fabric.save(directory / "a.pt", state, format=format)
             usual = time.monotonic() - begins
         saved, called, problem = run(trial, directory, usual)
         try:
@@ -339,4 +394,4 @@ def main(root, first, count):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
