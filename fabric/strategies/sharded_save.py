@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.objects import gather_objects
-from fabric.plugins.io.directory import begin, put_in_place, remove
+from fabric.plugins.io.directory import begin, named, put_in_place, remove
 from fabric.plugins.io.safetensors import by_name
 from fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabric.strategies import state as states
@@ -135,7 +135,7 @@ def _write_beside(
     """
     mark, failure = _mark(directory, topology.rank), ""
     try:
-        with _named(path):
+        with named(path):
             told = own.write(directory)
         mark.with_suffix(".told").write_bytes(pickle.dumps(told))
     except BaseException as error:
@@ -208,19 +208,8 @@ def _was_killed(mark: Path) -> bool:
 @contextmanager
 def _together(strategy: Any, path: Path) -> Iterator[None]:
     """A step of a save, which all ranks make."""
-    with states.together(strategy, f"saving {path}"), _named(path):
+    with states.together(strategy, f"saving {path}"), named(path):
         yield
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors of a file, or without one, are those of the checkpoint that it would have been part of."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and not error.filename2:
-            error.filename = str(path)
-        raise
 
 
 def _check_shared(directory: Path) -> None:

@@ -160,6 +160,17 @@ def _lock(file: IO[bytes]) -> bool:
     return True
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Errors of a file, or without one, name the checkpoint at `path`, of which it would be a part."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and not error.filename2:
+            error.filename = str(path)
+        raise
+
+
 def refuse_foreign(path: Path) -> None:
     """Raise IsADirectoryError if at `path` is a directory with files that no save has written."""
     others = [entry.name for entry in path.iterdir() if not _is_ours(entry)] if path.is_dir() else []

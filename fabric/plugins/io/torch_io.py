@@ -19,6 +19,7 @@ from fabric.plugins.io import safetensors
 from fabric.plugins.io.checkpoint_io import CheckpointIO
 from fabric.plugins.io.directory import (
     flush_directory,
+    named,
     new_beside,
     put_in_place,
     refuse_foreign,
@@ -178,7 +179,7 @@ def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
         with path.open("wb", buffering=0) as file:  # /dev/null, a pipe: nothing that a file may replace
             write(file)
         return
-    with new_beside(path) as part:
+    with named(path), new_beside(path) as part:
         try:
             with part.open("r+b", buffering=0) as file:
                 write(file)
@@ -189,10 +190,8 @@ def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
                 put_in_place(part, path)
             else:
                 part.replace(path)
-        except BaseException as error:
+        except BaseException:
             part.unlink(missing_ok=True)
-            if isinstance(error, OSError) and not error.filename2:  # of write() and fsync() it has no name
-                error.filename = str(path)
             raise
     flush_directory(path.parent)
 

@@ -223,7 +223,7 @@ def arm(trial, say, pids):
 
     def opened(path, mode="r", *args, **kwargs):
         file = plain_open(path, mode, *args, **kwargs)
-        if mode != ("xb" if trial.format == "full" else "wb") or path.suffix == ".told":
+        if mode != ("r+b" if trial.format == "full" else "wb") or path.suffix == ".told":
             return file
         come_to("open")
         return Struck(file, come_to)
