@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import failure
-from test_sharded_checkpoints import SPECIAL
+from checkpoint_cases import SPECIAL, failure
 from torch import nn
 
 from fabric import Fabric
