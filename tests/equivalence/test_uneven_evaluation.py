@@ -242,6 +242,18 @@ def test_a_rank_that_evaluates_alone_in_a_tensor_parallel_group(ranks):
     assert ranks.run(evaluates_alone_in_its_row, world_size=2) == pytest.approx([expected] * 2, abs=1e-4)
 
 
+def evaluates_while_another_trains() -> None:
+    """As often as the other, but elsewhere in the loop: of other data, the outputs would be wrong."""
+    fabric, model, _ = start("columns")
+    model.train(fabric.is_global_zero)
+    with torch.no_grad(), pytest.raises(CollectiveMismatch, match=r"in training(?s:.)*in evaluation"):
+        model(rows(fabric.global_rank)[0])
+
+
+def test_a_rank_that_evaluates_while_another_trains_in_a_tensor_parallel_group(ranks):
+    ranks.run(evaluates_while_another_trains, world_size=2)
+
+
 def two_models() -> None:
     fabric, one, _ = start("zero3")
     two = fabric.setup(Net())

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import secrets
 import shutil
 import zlib
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import DamagedCheckpointError, UsageError
 from fabric.utilities.cloud_io import local_path
@@ -37,6 +38,8 @@ PIECE = 16 << 20
 _READ = 1 << 20
 _SHORT = 100
 """Letters of a name that stand in names beside it, which must not get too long."""
+_held: dict[Path, int | None] = {}
+"""What this process writes beside paths, and the descriptors that lock it; None: there are no locks."""
 
 
 def present(path: PathLike) -> PathLike:
@@ -100,64 +103,106 @@ def damaged(directory: Path, wrong: str) -> DamagedCheckpointError:
 
 
 def begin(path: Path) -> Path:
-    """A new directory beside `path`, to be written into.
+    """A new directory beside `path`, to be written into: until `put_in_place`, or `remove`.
 
     Raises:
         IsADirectoryError: At `path` is a directory with files that no save has written.
         OSError: The directory cannot be made.
     """
-    refuse_foreign(path)
+    with _alone_in(path.parent):
+        refuse_foreign(path)
     if path.exists() and not (path.is_dir() or path.is_file()):
         raise FileExistsError(f"{path} is neither a file nor a directory that a checkpoint could replace.")
-    part = part_beside(path)
-    part.mkdir()
-    return part
+    return _part_of(path, directory=True)
 
 
-def part_beside(path: Path) -> Path:
-    """A name beside `path` for what will have its name; the directory is made.
+@contextmanager
+def new_beside(path: Path) -> Iterator[Path]:
+    """A new file beside `path`, for what will have its name; if this fails, it is removed.
 
     Raises:
-        NotADirectoryError: It cannot be: there is a file.
+        OSError: It cannot be made.
+    """
+    part = _part_of(path, directory=False)
+    try:
+        yield part
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    finally:
+        _let_go(part)
+
+
+def _part_of(path: Path, directory: bool) -> Path:
+    """A new file or directory beside `path`, locked while this process lives, or lets it go.
+
+    Those of saves to `path` that nobody has locked were killed, and are removed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError(f"{path} cannot be written: {path.parent} is a file.") from None
-    return path.with_name(f".{path.name[:_SHORT]}.{secrets.token_hex(4)}.part")
+    for left in _beside(path, "part"):
+        with suppress(OSError):
+            lock = _lock(left)
+            if lock is not None:
+                remove(left)
+                os.close(lock)
+    while True:
+        part = path.with_name(f".{_short(path)}.{secrets.token_hex(4)}.part")
+        if directory:
+            part.mkdir()
+        else:
+            part.touch(exist_ok=False)
+        try:
+            _held[part] = _lock(part)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # another save takes it for a left one, since it was not locked yet
+        if part.exists():
+            return part
+        _let_go(part)
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a file or directory until the descriptor is closed; None: there are no locks here.
+
+    Raises:
+        BlockingIOError: It is locked.
+    """
+    if fcntl is None:
+        return None
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return descriptor
+
+
+def _let_go(part: Path) -> None:
+    lock = _held.pop(part, None)
+    if lock is not None:
+        os.close(lock)
 
 
 @contextmanager
-def new_beside(path: Path) -> Iterator[Path]:
-    """A new file beside `path`, for what will have its name. It is locked as long as this context, or the
-    process, lives: those of saves to `path` that are not, were killed, and are removed.
-
-    Raises:
-        OSError: It cannot be made.
-    """
-    for left in _beside(path, "part"):
-        with suppress(OSError), left.open("rb+") as file:
-            if _lock(file):
-                left.unlink()
-    part = part_beside(path)
-    with part.open("xb") as file:
-        if fcntl is None:
-            file.close()
-        with suppress(OSError):  # a file system without locks: nobody can, and nothing is removed
-            _lock(file)
-        if part.exists():
-            yield part
-            return
-    with new_beside(path) as part:  # another save has looked at it before it was locked
-        yield part
-
-
-def _lock(file: IO[bytes]) -> bool:
-    """Lock a file until it is closed; False: there are no locks."""
-    if fcntl is None:
-        return False
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return True
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Let other saves into this directory wait, where there are locks."""
+    descriptor = None
+    with suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY) if fcntl is not None else None
+        if descriptor is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # also in processes that were forked meanwhile
+            os.close(descriptor)
 
 
 @contextmanager
@@ -184,17 +229,20 @@ def refuse_foreign(path: Path) -> None:
 def put_in_place(part: Path, path: Path) -> None:
     """Give a complete checkpoint its name; what had it before is set aside first, and deleted last."""
     aside = part.with_suffix(".old")
-    if os.path.lexists(path):
-        path.rename(aside)
-    try:
-        part.rename(path)
-    except BaseException:
-        if os.path.lexists(aside):
-            aside.rename(path)
-        raise
-    flush_directory(path.parent)
-    for rest in [*_beside(path, "old"), *[other for other in _beside(path, "part") if other.is_dir()]]:
-        remove(rest)  # also of saves that were killed
+    with _alone_in(path.parent):
+        if os.path.lexists(path):
+            path.rename(aside)
+        try:
+            part.rename(path)
+        except BaseException:
+            if os.path.lexists(aside):
+                aside.rename(path)
+            raise
+        _let_go(part)
+        flush_directory(path.parent)
+        before = _beside(path, "old")  # also of saves that were killed
+    for rest in before:
+        remove(rest)
 
 
 def remove(path: Path) -> None:
@@ -203,6 +251,7 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+    _let_go(path)
 
 
 def flush_directory(directory: Path) -> None:
@@ -219,11 +268,18 @@ def flush_directory(directory: Path) -> None:
 
 def _beside(path: Path, suffix: str) -> list[Path]:
     """What saves to `path` have left beside it: "old", set aside; "part", not complete."""
-    pattern = re.compile(rf"\.{re.escape(path.name[:_SHORT])}\.[0-9a-f]{{8}}\.{suffix}")
+    pattern = re.compile(rf"\.{re.escape(_short(path))}\.[0-9a-f]{{8}}\.{suffix}")
     try:
         return [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]
     except OSError:
         return []
+
+
+def _short(path: Path) -> str:
+    name = path.name
+    if len(name) <= _SHORT:
+        return name
+    return f"{name[:_SHORT]}~{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"  # else two could be one
 
 
 def _is_ours(entry: Path) -> bool:

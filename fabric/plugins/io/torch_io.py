@@ -180,19 +180,15 @@ def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
             write(file)
         return
     with named(path), new_beside(path) as part:
-        try:
-            with part.open("r+b", buffering=0) as file:
-                write(file)
-                os.fsync(file.fileno())
-            if path.is_file():
-                part.chmod(path.stat().st_mode)
-            if sharded:
-                put_in_place(part, path)
-            else:
-                part.replace(path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+        with part.open("r+b", buffering=0) as file:
+            write(file)
+            os.fsync(file.fileno())
+        if path.is_file():
+            part.chmod(path.stat().st_mode)
+        if sharded:
+            put_in_place(part, path)
+        else:
+            part.replace(path)
     flush_directory(path.parent)
 
 

@@ -18,7 +18,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import memory_of
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten
-from fabric.plugins.collectives.frames import ALONE, call_of
+from fabric.plugins.collectives.frames import ALONE
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.rows import InRows
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
     from fabric.plugins.collectives.channel import Channel
-    from fabric.plugins.collectives.frames import Call
 
 Places = list[tuple[Module, str, Any]]
 """(module, name in it, tensor without memory that was there at first)."""
@@ -264,18 +263,18 @@ class Meets:
         verb = f"{ALONE} of model {number} ({type(root).__name__})"
         for name, part in root.named_modules():
             if part is root or part._forward_hooks or part._forward_pre_hooks or _holds_parts(part):
-                call = call_of(f"{verb}, its {name}" if name else verb)
-                part.register_forward_pre_hook(partial(self._enter, call, part is root))
+                own = f"{verb}, its {name}" if name else verb
+                part.register_forward_pre_hook(partial(self._enter, own, part is root))
         root.register_forward_hook(self._leave, always_call=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Meets:
         return self
 
-    def _enter(self, call: Call, outermost: bool, module: Module, args: Any) -> None:
+    def _enter(self, verb: str, outermost: bool, module: Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if not (torch.is_grad_enabled() or self.inside):
-            self.channel.meet(call)
+            self.channel.announce(verb, "in training" if module.training else "in evaluation")
         self.inside = self.inside or outermost
 
     def _leave(self, module: Module, args: Any, out: Any) -> None:

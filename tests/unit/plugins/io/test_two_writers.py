@@ -1,0 +1,80 @@
+"""Saves of several processes into one directory, at the same time."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fabric import Fabric
+from fabric.plugins.io.directory import begin, present
+
+SCRIPT = """
+import sys, torch
+from fabric import Fabric
+
+path, me, format, times = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+torch.set_num_threads(1)
+fabric = Fabric(accelerator="cpu", devices=1)
+value = torch.full((1 << 18,), float(me))
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(times):
+    fabric.save(path, {"value": value, "me": me}, format=format)
+"""
+
+
+def started(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize("format", ["full", "sharded"])
+def test_two_processes_save_to_one_path(tmp_path, format):
+    path = tmp_path / "checkpoint"
+    processes = [started(path, me, format, 12) for me in (1, 2)]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 2
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    ends = [process.communicate(timeout=120)[1] for process in processes]
+    assert ends == ["", ""]
+    found = Fabric(accelerator="cpu", devices=1).load(path)
+    assert found["value"].unique().tolist() == [found["me"]]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_directory_that_a_living_save_writes_stays_and_that_of_a_killed_one_goes(tmp_path):
+    path = tmp_path / "checkpoint"
+    code = (
+        "import sys, time; from pathlib import Path; from fabric.plugins.io.directory import begin\n"
+        "print(begin(Path(sys.argv[1])), flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            part = other.stdout.readline().strip()
+            fabric = Fabric(accelerator="cpu", devices=1)
+            fabric.save(path, {"step": 1}, format="sharded")
+            assert os.path.isdir(part)  # noqa: PTH112
+        finally:
+            other.kill()
+    fabric.save(path, {"step": 2}, format="sharded")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_long_names_that_begin_alike_are_two(tmp_path):
+    fabric = Fabric(accelerator="cpu", devices=1)
+    first, second = (tmp_path / ("n" * 120 + str(seed)) for seed in (1, 2))
+    for step in (1, 2):
+        fabric.save(first, {"step": step}, format="sharded")
+    part = begin(first)  # a save that is killed between its two renames
+    first.rename(part.with_suffix(".old"))
+    assert present(second) == second
+    fabric.save(second, {"step": 3}, format="sharded")
+    assert fabric.load(first) == {"step": 2}
