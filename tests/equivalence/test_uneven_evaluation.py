@@ -71,7 +71,11 @@ STRATEGIES = {
 
 
 def start(strategy: str):
-    made = ModelParallelStrategy(columns, 1, 2) if strategy == "columns" else STRATEGIES[strategy]()
+    split = {
+        "columns": columns,
+        "columns in groups": lambda model, mesh: replicas(columns(model, mesh), mesh),
+    }
+    made = ModelParallelStrategy(split[strategy], 1, 2) if strategy in split else STRATEGIES[strategy]()
     fabric = Fabric(accelerator=ACCELERATOR, devices=dist.get_world_size(), strategy=made)
     fabric.launch()
     model = Net()
@@ -242,16 +246,17 @@ def test_a_rank_that_evaluates_alone_in_a_tensor_parallel_group(ranks):
     assert ranks.run(evaluates_alone_in_its_row, world_size=2) == pytest.approx([expected] * 2, abs=1e-4)
 
 
-def evaluates_while_another_trains() -> None:
+def evaluates_while_another_trains(strategy) -> None:
     """As often as the other, but elsewhere in the loop: of other data, the outputs would be wrong."""
-    fabric, model, _ = start("columns")
+    fabric, model, _ = start(strategy)
     model.train(fabric.is_global_zero)
     with torch.no_grad(), pytest.raises(CollectiveMismatch, match=r"in training(?s:.)*in evaluation"):
         model(rows(fabric.global_rank)[0])
 
 
-def test_a_rank_that_evaluates_while_another_trains_in_a_tensor_parallel_group(ranks):
-    ranks.run(evaluates_while_another_trains, world_size=2)
+@pytest.mark.parametrize("strategy", ["columns", "columns in groups"])
+def test_a_rank_that_evaluates_while_another_trains_in_a_tensor_parallel_group(ranks, strategy):
+    ranks.run(evaluates_while_another_trains, strategy, world_size=2)
 
 
 def two_models() -> None:

@@ -65,6 +65,8 @@ class RootGate:
         self.channel = channel
         self.call = call_of(f"{ALONE} of model {number} ({_name(root)})")
         self.running = self.method = self.inside = False
+        self.in_lockstep = False
+        """Whether ranks compute parts of one call, so that another mode is another call."""
         self.opener: Any = None
         self._lent = False
         self._meets = False
@@ -109,7 +111,8 @@ class RootGate:
             return
         self._meets = False
         if self.channel is not None:
-            self.channel.meet(call or self.call)
+            mode = "in training" if self.root.training else "in evaluation"
+            self.channel.announce((call or self.call).verb, mode if self.in_lockstep else "")
         if torch.is_inference_mode_enabled():
             self._make_room()
 
