@@ -1,10 +1,12 @@
 """The names of an optimizer's parameters, by which the states in a checkpoint find them, in whatever order.
 
-In a file they are the `param_names` of torch's own optimizers made of `model.named_parameters()`.
+In a file they are the `param_names` beside an optimizer's `state` and `param_groups`, by group. Those that
+torch itself has in the groups of optimizers made of `model.named_parameters()` are read, too.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +14,12 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.registry import did_you_mean
+from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.state_keys import clean_key, fitting
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -44,60 +47,166 @@ def names_of(optimizer: Optimizer, modules: dict[Module, str | None]) -> Names |
 
     Of several modules, in which different parameters have the same names, also where these are in the state.
     """
-    known: dict[Any, tuple[str | None, str]] = {}
-    for module, place in modules.items():
-        for name, parameter in module.named_parameters():
-            known.setdefault(parameter, (place, clean_key(name)))
+    known = _all_names(modules)
     groups = [group["params"] for group in optimizer.param_groups]
     held = list(dict.fromkeys(chain(*groups)))
     if not all([parameter in known for parameter in held]):
         own: Names = [group.get("param_names", []) for group in optimizer.param_groups]
         return own if _is_unique(own, groups) else None  # of named_parameters()
-    names = {parameter: known[parameter][1] for parameter in held}
+    first = {parameter: known[parameter][0] for parameter in held}
+    names = {parameter: name for parameter, (_, name) in first.items()}
     if len({*names.values()}) < len(names):
-        if None in [known[parameter][0] for parameter in held]:
+        if None in [place for place, _ in first.values()]:
             return None
-        names = {parameter: ".".join(known[parameter]) for parameter in held}  # type: ignore[arg-type]
+        names = {parameter: ".".join(pair) for parameter, pair in first.items()}  # type: ignore[arg-type]
     return [[names[parameter] for parameter in group] for group in groups]
 
 
 def with_names(saved: dict[str, Any], names: Names | None) -> dict[str, Any]:
-    """An optimizer's state with the names of its parameters."""
-    if names is None:
-        return saved
-    groups = [{**group, "param_names": own} for group, own in zip(saved["param_groups"], names, strict=True)]
-    return {**saved, "param_groups": groups}
+    """An optimizer's state with the names of its parameters.
+
+    Not in its groups: torch would keep those in the optimizer that it loads them into.
+    """
+    return {**saved, "param_names": names} if names is not None and "param_groups" in saved else saved
 
 
-def by_name(saved: Any, optimizer: Optimizer, names: Names | None, strict: bool, what: str) -> Any:
+def by_name(
+    saved: dict[str, Any], optimizer: Optimizer, modules: dict[Module, str | None], strict: bool, what: str
+) -> dict[str, Any]:
     """An optimizer's saved state as if it had been saved with this one's order of parameters, and its groups.
 
-    As it is, where file or optimizer have no names: torch goes by number then.
+    By number, where file or optimizer have no names. The file's names are not in it.
 
     Args:
-        saved: As torch writes it.
+        saved: As torch writes it, or `with_names`.
         optimizer: What to load it into.
-        names: Of the optimizer's parameters.
-        strict: False: what has no place here is left out, and groups of other parameters keep their settings.
+        modules: What names its parameters, as from `owners`.
+        strict: False: what has no place here is left out, with a warning, and groups of other parameters
+            keep their settings.
         what: How the user calls the optimizer, for the error text.
 
     Raises:
-        UsageError: With `strict`, there are other names in the file, or in other groups.
+        UsageError: With `strict`, there are other names in the file, or in other groups, or other shapes.
     """
-    groups = (isinstance(saved, dict) and saved.get("param_groups")) or []
-    theirs = [group.get("param_names", []) for group in groups]
-    if names is None or not groups or not _is_unique(theirs, [group["params"] for group in groups]):
-        return saved
-    fit = fitting([clean_key(name) for name in chain(*theirs)], {*chain(*names)})
-    theirs = [[fit(name) for name in some] for some in theirs]
-    if strict:
-        _check(names, theirs, what)
-    if isinstance(optimizer, torch.optim.LBFGS) and [*chain(*theirs)] != [*chain(*names)]:
+    saved, theirs = _without_names(saved)
+    names, total, left = names_of(optimizer, modules), len(saved["state"]), []
+    called = [f"parameter {number}" for number in _packed(saved)]
+    if names is not None and _is_unique(theirs, [group["params"] for group in saved["param_groups"]]):
+        theirs = _as_here(theirs, names, _aliases(optimizer, names, modules))
+        if strict:
+            _check(names, theirs, what)
+        if isinstance(optimizer, torch.optim.LBFGS) and [*chain(*theirs)] != [*chain(*names)]:
+            raise UsageError(
+                f"The checkpoint has the parameters of {what} in another order, and LBFGS joins all of them "
+                f"in one vector. Make it of them in this order: {_some([*chain(*theirs)])}."
+            )
+        pairs = zip(chain(*theirs), _packed(saved), strict=True)
+        held = {name for name, number in pairs if number in saved["state"]}
+        left = [name for name in dict.fromkeys(chain(*theirs)) if name in held - {*chain(*names)}]
+        saved, called = _renumbered(saved, optimizer, names, theirs), [*chain(*names)]
+    wrong = _of_other_shapes(saved, optimizer, called)
+    if strict and wrong:
         raise UsageError(
-            f"The checkpoint has the parameters of {what} in another order, and LBFGS joins all of them in "
-            f"one vector. Make it of them in this order: {_some([*chain(*theirs)])}."
+            f"{what}: {next(iter(wrong.values()))}. Load it into the optimizer of the model that it was "
+            "saved from, or pass strict=False, which leaves out such states."
         )
-    return _renumbered(saved, optimizer, names, theirs)
+    left += [name for number, name in zip(_packed(saved), called, strict=True) if number in wrong]
+    if left:
+        rank_zero_warn(
+            f"{total - len(left)} of {total} states were loaded into {what} (strict=False). It has no place "
+            f"for {_some(left)}."
+        )
+    kept = {number: entry for number, entry in saved["state"].items() if number not in wrong}
+    return {**saved, "state": kept}
+
+
+def _all_names(modules: dict[Module, str | None]) -> dict[Any, list[tuple[str | None, str]]]:
+    """Each parameter's names, and the places of the modules in which it has them. A tied one has several."""
+    found: dict[Any, list[tuple[str | None, str]]] = {}
+    for module, place in modules.items():
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            found.setdefault(parameter, []).append((place, clean_key(name)))
+    return found
+
+
+def _aliases(optimizer: Optimizer, names: Names, modules: dict[Module, str | None]) -> dict[str, str]:
+    """By each name that is one parameter's only: the one by which it goes here."""
+    known = _all_names(modules)
+    found: dict[str, set[str]] = {}
+    parameters = chain(*[group["params"] for group in optimizer.param_groups])
+    for parameter, own in zip(parameters, chain(*names), strict=True):
+        for place, name in known.get(parameter, ()):
+            for alias in (name, f"{place}.{name}"):
+                found.setdefault(alias, set()).add(own)
+    single = {alias: next(iter(own)) for alias, own in found.items() if len(own) == 1}
+    return single | {name: name for name in chain(*names)}
+
+
+def _as_here(theirs: Names, names: Names, aliases: dict[str, str]) -> Names:
+    """The names in a file as those that the parameters have here; others as they are.
+
+    All may have one prefix more, or less: the one module was saved in another. Two stay two.
+    """
+    theirs = [[clean_key(name) for name in some] for some in theirs]
+    keys = [*chain(*theirs)]
+    fits: list[Callable[[str], str]] = [fitting(keys, aliases)]
+    fits += [partial(_moved, prefix, "") for prefix in _shared(keys)]
+    fits += [partial(_moved, "", prefix) for prefix in _shared([*chain(*names)])]
+    fit = max(fits, key=lambda fit: sum([fit(key) in aliases for key in keys]))
+    here = {key: fit(key) for key in keys}
+    taken = {name for name in here.values() if aliases.get(name) == name}
+    for key, name in here.items():
+        own = aliases.get(name, name)
+        if own not in taken:
+            taken.add(own)
+            here[key] = own
+    return [[here[name] for name in some] for some in theirs]
+
+
+def _moved(out: str, into: str, name: str) -> str:
+    return into + name.removeprefix(out)
+
+
+def _shared(names: list[str]) -> list[str]:
+    """The dotted prefixes that all names have."""
+    first = names[0] if names else ""
+    found = [first[: n + 1] for n, letter in enumerate(first) if letter == "."]
+    return [prefix for prefix in found if all([name.startswith(prefix) for name in names])]
+
+
+def _without_names(saved: dict[str, Any]) -> tuple[dict[str, Any], Names]:
+    """What is for torch, and the names: ours, or those that torch has written into the groups."""
+    groups = saved["param_groups"]
+    names = saved.get("param_names") or [group.get("param_names", []) for group in groups]
+    groups = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
+    rest = {key: value for key, value in saved.items() if key != "param_names"}
+    return {**rest, "param_groups": groups}, names
+
+
+def _of_other_shapes(saved: dict[str, Any], optimizer: Optimizer, called: list[str]) -> dict[int, str]:
+    """What is wrong with the states of parameters, by number, that have another shape than these.
+
+    Of torch's own optimizers, whose states have their parameter's shape. A step may be of one element, and a
+    parameter of none is on another stage.
+    """
+    numbers = _packed(saved)
+    parameters = [*chain(*[group["params"] for group in optimizer.param_groups])]
+    free = isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor)
+    if free or not type(optimizer).__module__.startswith("torch.optim") or len(numbers) != len(parameters):
+        return {}
+    wrong: dict[int, str] = {}
+    for number, name, parameter in zip(numbers, called, parameters, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            sized = isinstance(value, torch.Tensor) and value.ndim and key != "step" and parameter.numel()
+            if sized and value.shape != parameter.shape:
+                shapes = f"{[*value.shape]} in the checkpoint and {[*parameter.shape]} in the model"
+                wrong.setdefault(number, f"optimizer state {key!r} of {name} has shape {shapes}")
+    return wrong
+
+
+def _packed(saved: dict[str, Any]) -> list[int]:
+    """What stands for the parameters in an optimizer's saved state, in order."""
+    return [*chain(*[group["params"] for group in saved["param_groups"]])]
 
 
 def _is_unique(names: Names, held: list[list[Any]]) -> bool:
@@ -116,8 +225,7 @@ def _renumbered(saved: dict[str, Any], optimizer: Optimizer, names: Names, their
         here = [place.setdefault(name, number) for number, name in enumerate(own, start)]
         packed.append({**settings, "params": here})
         start += len(own)
-    numbers = chain(*[group["params"] for group in saved["param_groups"]])
-    known = dict(zip(numbers, chain(*theirs), strict=True))
+    known = dict(zip(_packed(saved), chain(*theirs), strict=True))
     others = {number: entry for number, entry in saved["state"].items() if number not in known}
     moved = {place[name]: number for number, name in known.items() if name in place}
     entries = {here: saved["state"][n] for here, n in sorted(moved.items()) if n in saved["state"]}
@@ -141,6 +249,8 @@ def _check(names: Names, theirs: Names, what: str) -> None:
         text = f"{len(theirs)} groups, and here {len(names)}"
         for name in moved[:1]:
             text = f"{name!r} is in group {here[name]}, and was in group {there[name]}"
+        if sorted(map(sorted, names)) == sorted(map(sorted, theirs)):
+            text += ". These are the same groups in another order, but schedulers have settings by number"
         raise UsageError(
             f"The checkpoint has the parameters of {what} in other groups, and settings (lr, ...) are those "
             f"of groups: {text}. Group them as they were, or pass strict=False: states go by name then, and "

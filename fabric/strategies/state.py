@@ -228,8 +228,9 @@ class _Load:
                 raise UsageError(f"The checkpoint holds a {_kind(value)} where {name} is a module.")
             self.strategy.load_module_state_dict(target, module_entries(value), strict=self.strict)
         elif isinstance(inner, torch.optim.Optimizer):
-            names = names_of(inner, self.modules)
-            entries = _optimizer_entries(inner, by_name(value, inner, names, self.strict, name))
+            if _checked_optimizer_state(value, inner, name):
+                value = by_name(value, inner, self.modules, self.strict, name)
+            entries = _optimizer_entries(inner, value)
             self.strategy.load_optimizer_state(target, entries)
         elif _is_stateful(target):
             target.load_state_dict(from_portable(value))
@@ -239,6 +240,27 @@ class _Load:
                 f"load_state_dict(), but got {type(target).__name__}. Write data = fabric.load(path) "
                 f"to read plain data."
             )
+
+
+def _checked_optimizer_state(saved: Any, optimizer: torch.optim.Optimizer, name: str) -> bool:
+    """Whether it is one as torch writes it; False: the optimizer has a way of its own to load.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    held = saved if isinstance(saved, dict) else {}
+    if {"state", "param_groups"} <= held.keys():
+        return True
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return False
+    found = [key for key, value in held.items() if isinstance(value, dict) and "param_groups" in value]
+    there = ", ".join([repr(key) for key in [*held][:3]]) + ", ..." * (len(held) > 3) or f"a {_kind(saved)}"
+    hint = f"{{{[*found, 'name'][0]!r}: optimizer}}"
+    raise UsageError(
+        f"The checkpoint holds {there} where {name} is an optimizer ({type(optimizer).__name__}), whose "
+        f"state has 'state' and 'param_groups'. Write fabric.load(path, {hint}) with "
+        "the name that it was saved under. A safetensors file has no optimizer."
+    )
 
 
 def _optimizer_entries(optimizer: torch.optim.Optimizer, saved: Any) -> Any:

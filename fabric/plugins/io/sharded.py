@@ -371,7 +371,11 @@ def _with_lists(node: Any) -> Any:
     made = {key: _with_lists(value) for key, value in node.items()}
     if all([type(key) is int for key in made]):
         return [made[key] for key in sorted(made)]
-    if "param_groups" in made and set(made) <= {"state", "param_groups"}:  # parameters have numbers
+    if "param_groups" in made and set(made) <= {
+        "state",
+        "param_groups",
+        "param_names",
+    }:  # parameters have numbers
         state = made.get("state", {})
         made["state"] = {int(key) if key.isdigit() else key: value for key, value in state.items()}
     return made
