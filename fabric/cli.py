@@ -130,15 +130,26 @@ def _check(options: argparse.Namespace) -> int:
 def _consolidate(options: argparse.Namespace) -> int:
     from fabric.plugins.io.sharded import consolidate
 
-    output = Path(options.output or f"{options.checkpoint.rstrip(os.sep)}.full.pt")
+    output = options.output or f"{options.checkpoint.rstrip(os.sep)}.full.pt"
     try:
-        left = consolidate(Path(options.checkpoint), output)
+        left = consolidate(_of_this_machine(options.checkpoint), _of_this_machine(output))
     except OSError as error:
         print(f"fabric consolidate: {error}", file=sys.stderr)
         return 1
     less = f", with the model only: without {', '.join(map(repr, left))}" if left else ""
     say(f"{options.checkpoint} is now also one file: {output}{less}")
     return 0
+
+
+def _of_this_machine(given: str) -> Path:
+    from fabric.utilities.cloud_io import local_path
+
+    path = local_path(given)
+    if path is None:
+        raise ConfigurationError(
+            f"{given} is a URL, and consolidate is for files of this machine. Copy them, and write a path."
+        )
+    return path
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from fabric.plugins.io.directory import begin, named, put_in_place, remove
 from fabric.plugins.io.safetensors import by_name
 from fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabric.strategies import state as states
-from fabric.utilities.cloud_io import local_path
+from fabric.utilities.cloud_io import target_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +43,7 @@ def choose_format(
         raise ConfigurationError(
             f"fabric.save(format={format!r}): write 'full' or 'sharded'.{did_you_mean(str(format), FORMATS)}"
         )
-    storage, where, why = strategy.checkpoint_io, local_path(path), ""
+    storage, where, why = strategy.checkpoint_io, target_path(path), ""
     if type(storage) is not TorchCheckpointIO:
         why = f"{type(storage).__name__} stores one dictionary"
     elif where is None:

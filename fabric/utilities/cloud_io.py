@@ -23,6 +23,7 @@ def get_filesystem(path: PathLike, **kwargs: Any) -> AbstractFileSystem:
 
     Raises:
         MissingExtraError: fsspec, or its driver for this scheme, is not installed.
+        ConfigurationError: fsspec knows no such scheme.
     """
     try:
         from fsspec.core import url_to_fs
@@ -32,6 +33,13 @@ def get_filesystem(path: PathLike, **kwargs: Any) -> AbstractFileSystem:
         raise MissingExtraError(
             f"{str(path)!r} needs a package that is not installed: {error}. Run `pip install fsspec` and the "
             "driver for its scheme, for example `pip install s3fs`."
+        ) from error
+    except ValueError as error:
+        if "Protocol not known" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"{str(path)!r} is of a kind that fsspec does not know. Write a path, or a URL with a driver, "
+            "for example s3://BUCKET/NAME after `pip install s3fs`."
         ) from error
     filesystem.invalidate_cache()  # others write there, too
     return filesystem
@@ -62,6 +70,14 @@ def local_path(path: PathLike) -> Path | None:
             f"{str(path).replace(':/', '://', 1)!r}."
         )
     return Path(path).absolute()
+
+
+def target_path(path: PathLike) -> Path | None:
+    """As `local_path`, of what is written: in place of a link what it points to, be it there or not."""
+    local = local_path(path)
+    if local is None or not local.is_symlink() or local.is_fifo():  # /dev/stdout: a pipe without a name
+        return local
+    return Path(os.path.realpath(local))
 
 
 def join_path(root: PathLike, *parts: str) -> str:

@@ -20,7 +20,7 @@ from fabric.plugins.io.seal import crc_of, write_all
 from fabric.utilities.state_keys import PLAIN_DICTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -30,9 +30,12 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """In a directory of Hugging Face: which tensor is in which file."""
+_INDICES = ".safetensors.index.json"
 _START = b'{"__metadata__": {"fabric-crc32": "'
 _FACTS = b', "fabric-facts": "'
 """These two say that a file has a digest: one flipped bit can hide one of them only."""
+_TIES = "fabric-ties"
+"""In a header of ours: names of tensors that are one, and the name that it has."""
 _BLANK = b"0" * 8
 """What stands in the place of a digest while it is taken."""
 _LENGTH = 8
@@ -48,10 +51,17 @@ def found_at(path: Path) -> bool:
     """Whether at `path` is a safetensors file, or a directory of Hugging Face with one or more."""
     if path.is_dir():
         return any([(path / name).is_file() for name in (SINGLE, INDEX)])
-    if not path.is_file() or by_name(path):
+    if not path.is_file() or path.name.endswith(_INDICES):
         return path.is_file()
     with path.open("rb") as file:
-        return file.read(_LENGTH + 1)[_LENGTH:] == b"{"
+        return begins(file, path)
+
+
+def begins(file: Any, name: PathLike) -> bool:
+    """Whether an open file, which has this name, is to be read as safetensors."""
+    start = file.read(_LENGTH + 1)
+    file.seek(0)
+    return start[_LENGTH:] == b"{" or (by_name(name) and not start.startswith(b"PK"))  # a ZIP is torch's
 
 
 def tensors_of(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Tensor]:
@@ -68,8 +78,9 @@ def tensors_of(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Tensor]:
         if type(only) in PLAIN_DICTS and TAG not in only:
             held, place = only, f"state[{name!r}]"
     wrong = [why for key, value in held.items() if (why := _refused(package, key, value))]
-    if not wrong:
+    if held and not wrong:
         return held
+    wrong = wrong or ["no tensor"]
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     if held is checkpoint:
         instead = (
@@ -92,21 +103,22 @@ def model_in(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
     """
     if all([isinstance(value, torch.Tensor) for value in checkpoint.values()]):
         return checkpoint
-    models = {name: tree for name, tree in checkpoint.items() if _is_model(tree)}
-    name = "model" if "model" in models or len(models) != 1 else next(iter(models))
-    if name not in models:
+    # One that has more beside its tensors is refused when it is written, by a better error.
+    models = {name: tree for name, tree in checkpoint.items() if _is_model(tree, any)}
+    if "model" in models:
+        return {"model": models["model"]}
+    models = {name: tree for name, tree in models.items() if _is_model(tree, all)} or models
+    if len(models) != 1:
         several = f"several models ({', '.join(map(repr, models))})" if models else "no dictionary of tensors"
         raise ConfigurationError(
             f"A safetensors file holds the tensors of one model, but {path} has {several}. Write "
             f'state = fabric.load("{path}") and fabric.save("NAME.safetensors", {{"model": state[NAME]}}).'
         )
-    return {name: models[name]}
+    return models
 
 
-def _is_model(tree: Any) -> bool:
-    return (
-        type(tree) in PLAIN_DICTS and tree and all([isinstance(leaf, torch.Tensor) for leaf in tree.values()])
-    )
+def _is_model(tree: Any, parts: Callable[[list[bool]], bool]) -> bool:
+    return type(tree) in PLAIN_DICTS and parts([isinstance(leaf, torch.Tensor) for leaf in tree.values()])
 
 
 def write(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], file: Any) -> None:
@@ -138,7 +150,7 @@ def read(path: Path, verify: bool, name: PathLike | None = None) -> dict[str, Te
     Of a directory that has a single file and an index the file counts, as for `from_pretrained`.
 
     Args:
-        path: A file or directory.
+        path: A file, a directory, or the index in one.
         verify: Whether to compare the digests of files that have one.
         name: How the user calls it.
 
@@ -146,21 +158,24 @@ def read(path: Path, verify: bool, name: PathLike | None = None) -> dict[str, Te
         DamagedCheckpointError: A file is missing, or not what was written; the message names it.
         MissingExtraError: safetensors is not installed.
     """
-    if path.is_file() or (path / SINGLE).is_file():
-        path = path if path.is_file() else path / SINGLE
+    if path.is_dir():
+        path = path / (SINGLE if (path / SINGLE).is_file() else INDEX)
+    if not path.name.endswith(_INDICES):
         return _read_file(path, verify, name or path)
     try:
-        where = dict(json.loads((path / INDEX).read_text())["weight_map"])
-        parts = {file: path / file for file in where.values()}
+        where = dict(json.loads(path.read_text())["weight_map"])
+        parts = {file: path.parent / file for file in where.values()}
     except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path / INDEX, f"it cannot be read as an index ({error!r})") from error
+        raise _damaged(path, f"it cannot be read as an index ({error!r})") from error
     absent = [part for part in parts.values() if not part.is_file()]
     if absent:
-        raise _damaged(path, f"{absent[0]} is missing, which {INDEX} names")
+        raise _damaged(path.parent, f"{absent[0]} is missing, which {path.name} names")
     files = {file: _read_file(part, verify, part) for file, part in parts.items()}
     lost = [key for key, file in where.items() if key not in files[file]]
     if lost:
-        raise _damaged(parts[where[lost[0]]], f"it lacks {', '.join(lost[:3])}, which {INDEX} says it has")
+        raise _damaged(
+            parts[where[lost[0]]], f"it lacks {', '.join(lost[:3])}, which {path.name} says it has"
+        )
     return {key: files[file][key] for key, file in where.items()}
 
 
@@ -174,7 +189,12 @@ def _read_file(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
         raise _damaged(name, str(error)) from error
     if verify:
         _check(path, name)
-    return {**held, **{key: held[kept] for key, kept in said.items() if kept in held and key not in held}}
+    # Of others, those of the package's `save_model`.
+    try:
+        ties = json.loads(said[_TIES]) if _TIES in said else {k: v for k, v in said.items() if k != "format"}
+        return {**{key: held[kept] for key, kept in ties.items() if kept in held}, **held}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise _damaged(name, f"its {_TIES} cannot be read ({error!r})") from error
 
 
 def _stored(mapped: Tensor) -> Stored:
@@ -199,16 +219,14 @@ def _check(path: Path, name: PathLike) -> None:
 
 
 def _header(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], tied: Mapping[str, str]) -> bytes:
-    """Length and header, with a blank digest. Of `tied` names the package's `save_model` keeps as much."""
+    """Length and header, with a blank digest."""
     package, entries, end = _package(), {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.dtype.itemsize
         spec = _spec(package, tensor)
         entries[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [start, end]}
-    free = {"fabric-crc32": _BLANK.decode(), "fabric-facts": json.dumps(facts), "format": "pt"}
-    text = json.dumps(
-        {"__metadata__": {**free, **{k: v for k, v in tied.items() if k not in free}}, **entries}
-    )
+    free = {"fabric-crc32": _BLANK.decode(), "fabric-facts": json.dumps(facts), _TIES: json.dumps(tied)}
+    text = json.dumps({"__metadata__": {**free, "format": "pt"}, **entries})
     header = text.encode() + b" " * (-len(text) % _LENGTH)
     return len(header).to_bytes(_LENGTH, "little") + header
 

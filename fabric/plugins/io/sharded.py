@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from fabric.core.errors import UsageError
+from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import memory_of
 from fabric.core.tree import map_tree
 from fabric.plugins.io.directory import MANIFEST, METADATA, check, damaged, digest, sharded_at, write_manifest
@@ -288,8 +288,12 @@ def consolidate(path: Path, output: Path) -> list[str]:
 
     Raises:
         UsageError: At `path` is no sharded checkpoint, or one with a damaged file.
-        ConfigurationError: It has no model, or several, and `output` can hold one.
+        ConfigurationError: It has no model, or several, and `output` can hold one. Or `output` is `path`.
     """
+    if output.resolve() == path.resolve():
+        raise ConfigurationError(
+            f"{output} is the checkpoint itself, which the file would replace. Write another name."
+        )
     if sharded_at(path) is None:
         raise UsageError(f"{path} is no sharded checkpoint: a directory that fabric.save has written.")
     check(path, 0, 1)

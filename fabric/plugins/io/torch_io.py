@@ -27,7 +27,7 @@ from fabric.plugins.io.directory import (
     sharded_at,
 )
 from fabric.plugins.io.seal import SealedWriter, check
-from fabric.utilities.cloud_io import get_filesystem, local_path
+from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -72,11 +72,12 @@ class TorchCheckpointIO(CheckpointIO):
         write = partial(_write, checkpoint, self.facts)
         if safetensors.by_name(path):
             write = partial(safetensors.write, safetensors.tensors_of(checkpoint, path), self.facts)
-        local = local_path(path)
-        if local is None:
+        target = target_path(path)
+        if target is None:
             _save_to_url(write, str(path))
-        else:
-            _save_to_disk(write, local)
+            return
+        with named(local_path(path) or target):
+            _save_to_disk(write, target)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
@@ -128,6 +129,9 @@ class TorchCheckpointIO(CheckpointIO):
         if self.verify and path.is_file():
             with path.open("rb", buffering=0) as file:
                 check(file, path)
+        if safetensors.by_name(path):  # torch would go by the name
+            with path.open("rb") as file:
+                return torch.load(file, map_location, weights_only=safe)  # type: ignore[no-any-return]
         # Objects that only an unsafe load reads may hold tensors where nobody finds and copies them.
         on_host = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cpu"
         try:
@@ -139,8 +143,14 @@ class TorchCheckpointIO(CheckpointIO):
             return torch.load(path, map_location=map_location, weights_only=safe)  # type: ignore[no-any-return]
 
     def _load_from_url(self, url: str, map_location: Any, safe: bool) -> dict[str, Any]:
-        with get_filesystem(url).open(url, "rb") as file:
-            if safetensors.by_name(url):
+        try:
+            opened = get_filesystem(url).open(url, "rb")
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"There is no checkpoint file at {url}.") from error
+        except IsADirectoryError as error:
+            raise IsADirectoryError(f"{url} is a directory, not a checkpoint file.") from error
+        with opened as file:
+            if safetensors.begins(file, url):
                 with tempfile.NamedTemporaryFile() as copy:  # mapped, and so there until it is read
                     shutil.copyfileobj(file, copy)
                     copy.flush()
@@ -152,8 +162,9 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 def _refusal(path: PathLike, text: str) -> str | None:
-    reason = re.search(r"WeightsUnpickler error: (.*?)(\. |$)", text, re.MULTILINE)
-    if reason is None or "Unsupported operand" in reason.group(1):
+    reason = re.search(r"WeightsUnpickler error:\s*(.*?)(\. |$)", text, re.MULTILINE)
+    operand = re.search(r"Unsupported operand (\d+)", text)
+    if reason is None or (operand and int(operand.group(1)) < 128):  # a letter: the file is some text
         return None
     found = re.search(r"GLOBAL ([\w.]+)", text)
     what = f"refers to {found.group(1)}" if found else f"holds more than data ({reason.group(1)})"

@@ -2,7 +2,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from fabric.core.errors import MissingExtraError
+from fabric.core.errors import ConfigurationError, MissingExtraError
 from fabric.utilities.cloud_io import (
     append_text,
     get_filesystem,
@@ -36,6 +36,13 @@ def test_missing_driver_says_what_to_install():
     pytest.importorskip("fsspec")
     with pytest.raises(MissingExtraError, match="pip install"):
         get_filesystem("abfs://container/x")
+
+
+def test_an_unknown_kind_of_url_is_named():
+    with pytest.raises(ConfigurationError) as caught:
+        get_filesystem("s33://container/x")
+    assert "'s33://container/x' is of a kind that fsspec does not know" in str(caught.value)
+    assert "`pip install s3fs`" in str(caught.value)
 
 
 def test_kinds_of_paths(tmp_path):

@@ -22,6 +22,7 @@ from fabric.cli import main
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, MissingExtraError
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO, safetensors
 from fabric.plugins.io.portable import Stored
+from fabric.utilities.cloud_io import get_filesystem
 
 
 class Tied(nn.Module):
@@ -91,7 +92,8 @@ def test_the_header_says_who_wrote_it_and_is_that_of_the_package(fabric, tmp_pat
     facts = {"torch": torch.__version__, "strategy": type(fabric.strategy).__name__, "world_size": 1}
     assert json.loads(said.pop("fabric-facts")) == facts
     assert re.fullmatch("[0-9a-f]{8}", said.pop("fabric-crc32"))
-    assert said == {"format": "pt", "head.weight": "embed.weight"}
+    assert json.loads(said.pop("fabric-ties")) == {"head.weight": "embed.weight"}
+    assert said == {"format": "pt"}
     save_model(model.module, tmp_path / "b.safetensors")
     theirs = header_of(tmp_path / "b.safetensors")
     assert theirs.pop("__metadata__") == {"head.weight": "embed.weight"}
@@ -148,6 +150,30 @@ def test_two_names_of_one_tensor_are_both_there_again(fabric, tmp_path):
     assert other.head.weight is not other.embed.weight
 
 
+@pytest.mark.parametrize("name", ["pt", "format", "fabric-ties", "fabric-crc32"])
+def test_any_name_is_that_of_a_tensor(fabric, tmp_path, name):
+    path = tmp_path / "a.safetensors"
+    tensor = torch.randn(3)
+    for state in ({name: tensor}, {"a": tensor, name: tensor}, {name: tensor, "z": tensor}):
+        fabric.save(path, state)
+        same(fabric.load(path), state)
+
+
+def test_ties_of_a_file_of_others(fabric, tmp_path):
+    path = tmp_path / "a.safetensors"
+    tensor = torch.randn(3)
+    for metadata in ({"format": "pt", "author": "me"}, {"fabric-ties": "{}", "b": "pt"}):
+        save_file({"pt": tensor}, path, metadata=metadata)
+        same(fabric.load(path), {"pt": tensor})
+    model = net()
+    save_model(model, path, metadata={"format": "pt"})
+    same(fabric.load(path), model.state_dict())
+    for wrong in ("[", "[1]", "3", '{"b": []}'):
+        save_file({"pt": tensor}, path, metadata={"fabric-ties": wrong})
+        with pytest.raises(DamagedCheckpointError, match=r"a\.safetensors is damaged: "):
+            fabric.load(path)
+
+
 def test_a_tied_name_that_a_file_of_others_lacks(fabric, tmp_path):
     model = net()
     weights = {name: value for name, value in model.state_dict().items() if name != "embed.weight"}
@@ -166,6 +192,17 @@ def test_a_file_is_known_by_what_is_in_it(fabric, tmp_path):
     fabric.save(tmp_path / "a.safetensors", {"w": torch.ones(2)})
     (tmp_path / "a.safetensors").rename(tmp_path / "a.bin")
     assert fabric.load(tmp_path / "a.bin")["w"].equal(torch.ones(2))
+    for root in (str(tmp_path), f"memory://{os.urandom(4).hex()}"):
+        fabric.save(f"{root}/b.pt", {"model": net(), "step": 3})
+        get_filesystem(root).mv(f"{root}/b.pt", f"{root}/b.safetensors")
+        state = {"model": net(seed=1), "step": 0}
+        fabric.load(f"{root}/b.safetensors", state)
+        assert state["step"] == 3
+        same(state["model"].state_dict(), net().state_dict())
+        fabric.save(f"{root}/c.safetensors", {"w": torch.ones(2)})
+        get_filesystem(root).mv(f"{root}/c.safetensors", f"{root}/c.bin")
+        assert fabric.load(f"{root}/c.bin")["w"].equal(torch.ones(2))
+        TorchCheckpointIO().remove_checkpoint(root)
 
 
 def test_a_filter_takes_part_of_it(fabric, tmp_path):
@@ -261,6 +298,8 @@ REFUSED = [
     (lambda m: {"w": {0: torch.ones(2)}}, "state['w'] has the key 0 (int). "),
     (lambda m: {"__metadata__": torch.ones(2)}, "state has the key '__metadata__' (str). "),
     (lambda m: {"x": Path("a")}, "state has 'x' (path). "),
+    (lambda m: {"model": nn.ReLU()}, "state['model'] has no tensor. "),
+    (lambda m: {}, "state has no tensor. "),
 ]
 
 
@@ -375,10 +414,6 @@ def test_a_file_that_was_cut_or_is_something_else(fabric, tmp_path):
             path.write_bytes(data)
             with pytest.raises(DamagedCheckpointError, match=r"a\.safetensors is damaged: "):
                 fabric.load(path)
-    fabric.save(tmp_path / "a.pt", {"w": torch.ones(2)})
-    (tmp_path / "a.pt").rename(path)
-    with pytest.raises(DamagedCheckpointError, match=r"a\.safetensors is damaged: "):
-        fabric.load(path)
     with pytest.raises(FileNotFoundError, match=r"There is no checkpoint file at .*b\.safetensors"):
         fabric.load(tmp_path / "b.safetensors")
 
@@ -405,6 +440,24 @@ def hugging(folder, model, shards=3):
     (folder / safetensors.INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
     (folder / "config.json").write_text("{}")
     return where
+
+
+def test_an_index_is_as_good_as_its_directory(fabric, tmp_path):
+    model, folder = net(), tmp_path / "hub"
+    hugging(folder, model)
+    save_file({"other": torch.ones(1)}, folder / "model.safetensors")  # what it does not mean
+    for name in (safetensors.INDEX, "model.fp16.safetensors.index.json"):
+        (folder / safetensors.INDEX).rename(folder / name)
+        for load in (
+            lambda m, p=folder / name: fabric.load(p, {"model": m}),
+            lambda m, p=folder / name: fabric.load_raw(p, m),
+        ):
+            other = net(seed=1)
+            load(other)
+            same(other.state_dict(), model.state_dict())
+        (folder / name).rename(folder / safetensors.INDEX)
+    with pytest.raises(FileNotFoundError, match="There is no checkpoint file at "):
+        fabric.load(folder / "none.safetensors.index.json")
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -506,6 +559,10 @@ def test_consolidate_what_has_no_model_or_several(fabric, tmp_path, capsys):
         ({"ema": net(), "model": net()}, 0, "with the model only: without 'ema'"),
         ({"a": torch.ones(2), "b": torch.ones(3)}, 0, "is now also one file"),
         ({"ema": net(), "step": 1}, 0, "with the model only: without 'step'"),
+        ({"model": Extra(2, 2)}, 2, "state['model'] has '_extra_state' (dict). Write fabric.save("),
+        ({"model": Extra(2, 2), "ema": net()}, 2, "state['model'] has '_extra_state' (dict). Write"),
+        ({"net": Extra(2, 2), "step": 1}, 2, "state['net'] has '_extra_state' (dict). Write fabric.save("),
+        ({"net": net(), "part": {"w": torch.ones(1), "i": 1}}, 0, "the model only: without 'part'"),
     ]:
         fabric.save(tmp_path / "c", state, format="sharded")
         assert main(["consolidate", str(tmp_path / "c"), "--output", output]) == code

@@ -170,12 +170,17 @@ def test_files_of_the_user_are_not_deleted(fabric, tmp_path):
     assert names(tmp_path) == ["c", "empty", "notes.txt", "pipe"]
 
 
-def test_a_link_to_a_checkpoint_is_replaced_not_followed(fabric, tmp_path):
-    path = saved(fabric, tmp_path / "first", step=1)
-    (tmp_path / "last").symlink_to(path)
-    saved(fabric, tmp_path / "last", step=2)
-    assert (fabric.load(path), fabric.load(tmp_path / "last")) == ({"step": 1}, {"step": 2})
-    assert names(tmp_path) == ["first", "last"]
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_a_link_points_to_is_written(fabric, tmp_path, wait):
+    (tmp_path / "big").mkdir()
+    (tmp_path / "link").symlink_to("big/c")
+    for step in (1, 2):  # it need not be there
+        saving = fabric.save(tmp_path / "link", {"step": step}, format="sharded", wait=wait)
+        if saving is not None:
+            saving.wait()
+        assert fabric.load(tmp_path / "link") == fabric.load(tmp_path / "big" / "c") == {"step": step}
+        assert (names(tmp_path), names(tmp_path / "big")) == (["big", "link"], ["c"])
+        assert (tmp_path / "link").is_symlink()
 
 
 def test_a_url_of_this_machine(fabric, tmp_path):
@@ -277,6 +282,23 @@ def test_consolidate_refuses_what_is_none_or_damaged(fabric, tmp_path, capsys):
     assert main(["consolidate", str(path)]) == 1
     assert "fabric consolidate: The checkpoint" in capsys.readouterr().err
     assert names(tmp_path) == ["c"]
+
+
+def test_consolidate_to_what_is_no_other_path(fabric, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fabric.save("c", {"w": torch.ones(2)}, format="sharded")
+    (tmp_path / "link").symlink_to("c")
+    for output in ("c", f"{tmp_path}/c", "link"):
+        assert main(["consolidate", "c", "--output", output]) == 2
+        assert (
+            "is the checkpoint itself, which the file would replace. Write another" in capsys.readouterr().err
+        )
+    for given in (["c", "--output", "memory://x/a.safetensors"], ["s3://x/c"]):
+        assert main(["consolidate", *given]) == 2
+        assert f"{given[-1]} is a URL, and consolidate is for files" in capsys.readouterr().err
+    assert main(["consolidate", f"file://{tmp_path}/c", "--output", f"file://{tmp_path}/f.pt"]) == 0
+    assert torch.load("f.pt")["w"].equal(torch.ones(2))
+    assert names(tmp_path) == ["c", "f.pt", "link"]
 
 
 def test_a_value_that_no_rank_holds_is_not_saved(tmp_path):

@@ -82,6 +82,32 @@ def test_permissions_follow_the_umask_and_those_of_an_old_file_are_kept(storage,
 def test_a_device_is_written_to_and_never_replaced(storage):
     storage.save_checkpoint(NEW, "/dev/null")
     assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        storage.save_checkpoint(NEW, "/dev/full")
+
+
+@pytest.mark.parametrize("name", ["last.pt", "last.safetensors"])
+def test_what_a_link_points_to_is_written(storage, tmp_path, name):
+    (tmp_path / "big").mkdir()
+    link = tmp_path / name
+    link.symlink_to("big/link")
+    (tmp_path / "big" / "link").symlink_to("a.pt")
+    for values in (torch.ones(2), torch.zeros(2)):  # it need not be there
+        storage.save_checkpoint({"w": values}, link)
+        assert [str(path.readlink()) for path in (link, tmp_path / "big" / "link")] == ["big/link", "a.pt"]
+        for path in (link, tmp_path / "big" / "a.pt"):
+            assert storage.load_checkpoint(path)["w"].equal(values)
+        assert (names(tmp_path), names(tmp_path / "big")) == (["big", name], ["a.pt", "link"])
+
+
+def test_a_link_to_a_pipe_is_written_to(storage, tmp_path):
+    (tmp_path / "out").symlink_to("/proc/self/fd/1")
+    code = (
+        "import sys, torch, fabric.plugins.io as io; io.TorchCheckpointIO().save_checkpoint({}, sys.argv[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "out"], stdout=subprocess.PIPE, check=True)
+    assert torch.load(io.BytesIO(done.stdout), weights_only=True) == {}
+    assert names(tmp_path) == ["out"]
 
 
 def test_removing(storage, tmp_path):
@@ -274,6 +300,21 @@ class Evil:
         return print, ("evil",)
 
 
+@pytest.mark.parametrize("content", [b'{"a": 1}', b"[1]", b"# readme"])
+def test_text_is_no_checkpoint(storage, tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    error = error_of(storage.load_checkpoint, tmp_path / "a.json")
+    assert str(error).startswith(f"{tmp_path}/a.json is no complete checkpoint: it was cut short, or not")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
+def test_a_pickle_that_safe_loading_does_not_know_is_refused(storage, tmp_path):
+    torch.save({"a": (1, 2)}, tmp_path / "a.pt", pickle_protocol=4)
+    error = error_of(storage.load_checkpoint, tmp_path / "a.pt")
+    assert "a.pt holds more than data (Unsupported operand 149), which safe loading refuses" in str(error)
+    assert storage.load_checkpoint(tmp_path / "a.pt", weights_only=False) == {"a": (1, 2)}
+
+
 def test_a_file_that_calls_functions_is_refused(storage, tmp_path, capsys):
     torch.save([Evil()], tmp_path / "a.pt")
     error = error_of(storage.load_checkpoint, tmp_path / "a.pt")
@@ -313,8 +354,15 @@ def test_urls_go_through_fsspec(storage, memory):
     storage.remove_checkpoint(url)
     storage.remove_checkpoint(url)
     assert memory.find("/") == []
-    with pytest.raises(FileNotFoundError):
-        storage.load_checkpoint(url)
+    for absent in (url, "memory://runs/deep/a.safetensors"):
+        with pytest.raises(FileNotFoundError, match=rf"^There is no checkpoint file at {absent}\.$"):
+            storage.load_checkpoint(absent)
+    memory.touch("/runs/deep/other")
+    with pytest.raises(IsADirectoryError, match=r"^memory://runs is a directory, not a checkpoint file"):
+        storage.load_checkpoint("memory://runs")
+    for call in (storage.load_checkpoint, lambda path: storage.save_checkpoint(NEW, path)):
+        with pytest.raises(ConfigurationError, match=r"'nosuch://b/a\.pt' is of a kind that fsspec does not"):
+            call("nosuch://b/a.pt")
 
 
 def test_a_failed_save_to_a_url_leaves_the_old_object(storage, memory, monkeypatch):
