@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import DamagedCheckpointError, UsageError
-from fabric.utilities.cloud_io import local_path
+from fabric.utilities.cloud_io import local_path, target_path
 
 try:
     import fcntl
@@ -44,7 +44,7 @@ _held: dict[Path, int | None] = {}
 
 def present(path: PathLike) -> PathLike:
     """`path`, or what a save that was killed between its two renames has left of the checkpoint there."""
-    local = local_path(path)
+    local = target_path(path)
     if local is None or os.path.lexists(local):
         return path
     aside = sorted(_beside(local, "old"), key=lambda old: old.lstat().st_mtime)

@@ -190,7 +190,7 @@ def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
         with path.open("wb", buffering=0) as file:  # /dev/null, a pipe: nothing that a file may replace
             write(file)
         return
-    with named(path), new_beside(path) as part:
+    with new_beside(path) as part:
         with part.open("r+b", buffering=0) as file:
             write(file)
             os.fsync(file.fileno())
