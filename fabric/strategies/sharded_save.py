@@ -14,7 +14,7 @@ from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.objects import gather_objects
 from fabric.plugins.io.directory import begin, named, put_in_place, remove
-from fabric.plugins.io.safetensors import by_name
+from fabric.plugins.io.formats import by_name
 from fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabric.strategies import state as states
 from fabric.utilities.cloud_io import target_path

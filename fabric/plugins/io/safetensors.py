@@ -15,6 +15,7 @@ import torch
 
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, MissingExtraError
 from fabric.core.torch_internals import memory_of
+from fabric.plugins.io.formats import INDEX, INDICES, LENGTH, SINGLE
 from fabric.plugins.io.portable import TAG, Stored, read_stored
 from fabric.plugins.io.seal import crc_of, write_all
 from fabric.utilities.state_keys import PLAIN_DICTS
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
 
     from fabric.core.types import PathLike
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-"""In a directory of Hugging Face: which tensor is in which file."""
-_INDICES = ".safetensors.index.json"
 _START = b'{"__metadata__": {"fabric-crc32": "'
 _FACTS = b', "fabric-facts": "'
 """These two say that a file has a digest: one flipped bit can hide one of them only."""
@@ -38,30 +35,6 @@ _TIES = "fabric-ties"
 """In a header of ours: names of tensors that are one, and the name that it has."""
 _BLANK = b"0" * 8
 """What stands in the place of a digest while it is taken."""
-_LENGTH = 8
-"""Bytes at the start of a file that say how long its header is."""
-
-
-def by_name(path: PathLike) -> bool:
-    """Whether a file of this name is written as safetensors."""
-    return str(path).endswith(".safetensors")
-
-
-def found_at(path: Path) -> bool:
-    """Whether at `path` is a safetensors file, or a directory of Hugging Face with one or more."""
-    if path.is_dir():
-        return any([(path / name).is_file() for name in (SINGLE, INDEX)])
-    if not path.is_file() or path.name.endswith(_INDICES):
-        return path.is_file()
-    with path.open("rb") as file:
-        return begins(file, path)
-
-
-def begins(file: Any, name: PathLike) -> bool:
-    """Whether an open file, which has this name, is to be read as safetensors."""
-    start = file.read(_LENGTH + 1)
-    file.seek(0)
-    return start[_LENGTH:] == b"{" or (by_name(name) and not start.startswith(b"PK"))  # a ZIP is torch's
 
 
 def tensors_of(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Tensor]:
@@ -160,7 +133,7 @@ def read(path: Path, verify: bool, name: PathLike | None = None) -> dict[str, Te
     """
     if path.is_dir():
         path = path / (SINGLE if (path / SINGLE).is_file() else INDEX)
-    if not path.name.endswith(_INDICES):
+    if not path.name.endswith(INDICES):
         return _read_file(path, verify, name or path)
     try:
         where = dict(json.loads(path.read_text())["weight_map"])
@@ -207,7 +180,7 @@ def _stored(mapped: Tensor) -> Stored:
 
 def _check(path: Path, name: PathLike) -> None:
     with path.open("rb", buffering=0) as file:
-        length = file.read(_LENGTH)
+        length = file.read(LENGTH)
         header = file.read(int.from_bytes(length, "little"))
         if not header.startswith(_START) and _FACTS not in header:
             return  # another's
@@ -227,8 +200,8 @@ def _header(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], tied: Mappi
         entries[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [start, end]}
     free = {"fabric-crc32": _BLANK.decode(), "fabric-facts": json.dumps(facts), _TIES: json.dumps(tied)}
     text = json.dumps({"__metadata__": {**free, "format": "pt"}, **entries})
-    header = text.encode() + b" " * (-len(text) % _LENGTH)
-    return len(header).to_bytes(_LENGTH, "little") + header
+    header = text.encode() + b" " * (-len(text) % LENGTH)
+    return len(header).to_bytes(LENGTH, "little") + header
 
 
 def _bytes(tensor: Tensor) -> memoryview:

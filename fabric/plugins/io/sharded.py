@@ -26,8 +26,8 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import memory_of
 from fabric.core.tree import map_tree
 from fabric.plugins.io.directory import MANIFEST, METADATA, check, damaged, digest, sharded_at, write_manifest
+from fabric.plugins.io.formats import by_name
 from fabric.plugins.io.portable import Stored, is_elsewhere
-from fabric.plugins.io.safetensors import by_name, model_in
 from fabric.plugins.io.snapshot import Snapshot
 from fabric.plugins.io.torch_io import TorchCheckpointIO, told_why
 from fabric.utilities.state_keys import PLAIN_DICTS, like
@@ -299,6 +299,8 @@ def consolidate(path: Path, output: Path) -> list[str]:
     check(path, 0, 1)
     checkpoint = Checkpoint(path)
     if by_name(output):
+        from fabric.plugins.io.safetensors import model_in
+
         tree = model_in(checkpoint.tree(), path)
         TorchCheckpointIO().save_checkpoint(tree, output)
         return [name for name in checkpoint.tree() if name not in tree]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, UsageError
-from fabric.plugins.io import safetensors
 from fabric.plugins.io.checkpoint_io import CheckpointIO
 from fabric.plugins.io.directory import (
     flush_directory,
@@ -26,6 +25,7 @@ from fabric.plugins.io.directory import (
     remove,
     sharded_at,
 )
+from fabric.plugins.io.formats import begins, by_name, found_at
 from fabric.plugins.io.seal import SealedWriter, check
 from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
 
@@ -70,7 +70,9 @@ class TorchCheckpointIO(CheckpointIO):
                 "of your own as Fabric(plugins=...) that reads them."
             )
         write = partial(_write, checkpoint, self.facts)
-        if safetensors.by_name(path):
+        if by_name(path):
+            from fabric.plugins.io import safetensors
+
             write = partial(safetensors.write, safetensors.tensors_of(checkpoint, path), self.facts)
         target = target_path(path)
         if target is None:
@@ -120,7 +122,9 @@ class TorchCheckpointIO(CheckpointIO):
             filesystem.rm(str(path), recursive=True)
 
     def _load_from_disk(self, path: Path, map_location: Any, safe: bool) -> dict[str, Any]:
-        if safetensors.found_at(path):
+        if found_at(path):
+            from fabric.plugins.io import safetensors
+
             return safetensors.read(path, self.verify)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory, not a checkpoint file.")
@@ -129,7 +133,7 @@ class TorchCheckpointIO(CheckpointIO):
         if self.verify and path.is_file():
             with path.open("rb", buffering=0) as file:
                 check(file, path)
-        if safetensors.by_name(path):  # torch would go by the name
+        if by_name(path):  # torch would go by the name
             with path.open("rb") as file:
                 return torch.load(file, map_location, weights_only=safe)  # type: ignore[no-any-return]
         # Objects that only an unsafe load reads may hold tensors where nobody finds and copies them.
@@ -150,7 +154,9 @@ class TorchCheckpointIO(CheckpointIO):
         except IsADirectoryError as error:
             raise IsADirectoryError(f"{url} is a directory, not a checkpoint file.") from error
         with opened as file:
-            if safetensors.begins(file, url):
+            if begins(file, url):
+                from fabric.plugins.io import safetensors
+
                 with tempfile.NamedTemporaryFile() as copy:  # mapped, and so there until it is read
                     shutil.copyfileobj(file, copy)
                     copy.flush()

@@ -1,0 +1,39 @@
+"""Which files are of safetensors. What reads and writes them is loaded only where there is one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fabric.core.types import PathLike
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+"""In a directory of Hugging Face: which tensor is in which file."""
+INDICES = ".safetensors.index.json"
+LENGTH = 8
+"""Bytes at the start of a file that say how long its header is."""
+
+
+def by_name(path: PathLike) -> bool:
+    """Whether a file of this name is written as safetensors."""
+    return str(path).endswith(".safetensors")
+
+
+def found_at(path: Path) -> bool:
+    """Whether at `path` is a safetensors file, or a directory of Hugging Face with one or more."""
+    if path.is_dir():
+        return any([(path / name).is_file() for name in (SINGLE, INDEX)])
+    if not path.is_file() or path.name.endswith(INDICES):
+        return path.is_file()
+    with path.open("rb") as file:
+        return begins(file, path)
+
+
+def begins(file: Any, name: PathLike) -> bool:
+    """Whether an open file, which has this name, is to be read as safetensors."""
+    start = file.read(LENGTH + 1)
+    file.seek(0)
+    return start[LENGTH:] == b"{" or (by_name(name) and not start.startswith(b"PK"))  # a ZIP is torch's
