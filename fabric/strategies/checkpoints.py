@@ -136,11 +136,11 @@ class Checkpoints(Exchange):
         storage, where = self.checkpoint_io, path
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
             checkpoint = states.gather(self, state, filter)
-            from fabric.plugins.io.formats import by_name
+            from fabric.plugins.io.formats import is_safetensors
             from fabric.plugins.io.torch_io import TorchCheckpointIO
 
             ours = type(storage) is TorchCheckpointIO
-            if ours and by_name(path):
+            if ours and is_safetensors(path):
                 from fabric.plugins.io.safetensors import tensors_of
 
                 tensors_of(checkpoint, path)  # raises on all ranks, beside the loop too

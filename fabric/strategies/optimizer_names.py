@@ -136,7 +136,7 @@ def _aliases(optimizer: Optimizer, names: Names, modules: dict[Module, str | Non
     parameters = chain(*[group["params"] for group in optimizer.param_groups])
     for parameter, own in zip(parameters, chain(*names), strict=True):
         for place, name in known.get(parameter, ()):
-            for alias in (name, f"{place}.{name}"):
+            for alias in (name,) if place is None else (name, f"{place}.{name}"):
                 found.setdefault(alias, set()).add(own)
     single = {alias: next(iter(own)) for alias, own in found.items() if len(own) == 1}
     return single | {name: name for name in chain(*names)}

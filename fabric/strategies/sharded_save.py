@@ -14,7 +14,7 @@ from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.objects import gather_objects
 from fabric.plugins.io.directory import begin, named, put_in_place, remove
-from fabric.plugins.io.formats import by_name
+from fabric.plugins.io.formats import is_safetensors
 from fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabric.strategies import state as states
 from fabric.utilities.cloud_io import target_path
@@ -48,7 +48,7 @@ def choose_format(
         why = f"{type(storage).__name__} stores one dictionary"
     elif where is None:
         why = f"{path} is no path of a file system"
-    elif by_name(path):
+    elif is_safetensors(path):
         why = "a name that ends with .safetensors is one file"
     elif storage_options is not None:
         why = f"storage_options={storage_options!r} mean nothing to it"

@@ -17,7 +17,7 @@ LENGTH = 8
 """Bytes at the start of a file that say how long its header is."""
 
 
-def by_name(path: PathLike) -> bool:
+def is_safetensors(path: PathLike) -> bool:
     """Whether a file of this name is written as safetensors."""
     return str(path).endswith(".safetensors")
 
@@ -36,4 +36,6 @@ def begins(file: Any, name: PathLike) -> bool:
     """Whether an open file, which has this name, is to be read as safetensors."""
     start = file.read(LENGTH + 1)
     file.seek(0)
-    return start[LENGTH:] == b"{" or (by_name(name) and not start.startswith(b"PK"))  # a ZIP is torch's
+    return start[LENGTH:] == b"{" or (
+        is_safetensors(name) and not start.startswith(b"PK")
+    )  # a ZIP is torch's

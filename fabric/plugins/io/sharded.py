@@ -26,7 +26,7 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import memory_of
 from fabric.core.tree import map_tree
 from fabric.plugins.io.directory import MANIFEST, METADATA, check, damaged, digest, sharded_at, write_manifest
-from fabric.plugins.io.formats import by_name
+from fabric.plugins.io.formats import is_safetensors
 from fabric.plugins.io.portable import Stored, is_elsewhere
 from fabric.plugins.io.snapshot import Snapshot
 from fabric.plugins.io.torch_io import TorchCheckpointIO, told_why
@@ -298,7 +298,7 @@ def consolidate(path: Path, output: Path) -> list[str]:
         raise UsageError(f"{path} is no sharded checkpoint: a directory that fabric.save has written.")
     check(path, 0, 1)
     checkpoint = Checkpoint(path)
-    if by_name(output):
+    if is_safetensors(output):
         from fabric.plugins.io.safetensors import model_in
 
         tree = model_in(checkpoint.tree(), path)
@@ -377,11 +377,8 @@ def _with_lists(node: Any) -> Any:
     made = {key: _with_lists(value) for key, value in node.items()}
     if all([type(key) is int for key in made]):
         return [made[key] for key in sorted(made)]
-    if "param_groups" in made and set(made) <= {
-        "state",
-        "param_groups",
-        "param_names",
-    }:  # parameters have numbers
+    # An optimizer's, in which parameters have numbers.
+    if "param_groups" in made and made.keys() <= {"state", "param_groups", "param_names"}:
         state = made.get("state", {})
         made["state"] = {int(key) if key.isdigit() else key: value for key, value in state.items()}
     return made

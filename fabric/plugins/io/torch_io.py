@@ -25,7 +25,7 @@ from fabric.plugins.io.directory import (
     remove,
     sharded_at,
 )
-from fabric.plugins.io.formats import begins, by_name, found_at
+from fabric.plugins.io.formats import begins, found_at, is_safetensors
 from fabric.plugins.io.seal import SealedWriter, check
 from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
 
@@ -70,7 +70,7 @@ class TorchCheckpointIO(CheckpointIO):
                 "of your own as Fabric(plugins=...) that reads them."
             )
         write = partial(_write, checkpoint, self.facts)
-        if by_name(path):
+        if is_safetensors(path):
             from fabric.plugins.io import safetensors
 
             write = partial(safetensors.write, safetensors.tensors_of(checkpoint, path), self.facts)
@@ -133,7 +133,7 @@ class TorchCheckpointIO(CheckpointIO):
         if self.verify and path.is_file():
             with path.open("rb", buffering=0) as file:
                 check(file, path)
-        if by_name(path):  # torch would go by the name
+        if is_safetensors(path):  # torch would go by the name
             with path.open("rb") as file:
                 return torch.load(file, map_location, weights_only=safe)  # type: ignore[no-any-return]
         # Objects that only an unsafe load reads may hold tensors where nobody finds and copies them.

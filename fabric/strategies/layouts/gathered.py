@@ -56,17 +56,17 @@ class RootGate:
         root: The outermost module that `fully_shard` was called on.
         number: Of the model among those set up, the same on all ranks.
         channel: All ranks; None: there are no others.
+        in_lockstep: Whether ranks compute parts of one call, so that another mode is another call.
     """
 
-    def __init__(self, root: Any, number: int, channel: Channel | None) -> None:
+    def __init__(self, root: Any, number: int, channel: Channel | None, in_lockstep: bool) -> None:
         self.root = root
         # torch finds it in a dictionary of all modules; torch.compile would look into that, as others go.
         self.state = fsdp_state(root)
         self.channel = channel
         self.call = call_of(f"{ALONE} of model {number} ({_name(root)})")
         self.running = self.method = self.inside = False
-        self.in_lockstep = False
-        """Whether ranks compute parts of one call, so that another mode is another call."""
+        self._in_lockstep = in_lockstep
         self.opener: Any = None
         self._lent = False
         self._meets = False
@@ -112,7 +112,7 @@ class RootGate:
         self._meets = False
         if self.channel is not None:
             mode = "in training" if self.root.training else "in evaluation"
-            self.channel.announce((call or self.call).verb, mode if self.in_lockstep else "")
+            self.channel.announce((call or self.call).verb, mode if self._in_lockstep else "")
         if torch.is_inference_mode_enabled():
             self._make_room()
 

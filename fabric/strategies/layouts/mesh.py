@@ -174,8 +174,7 @@ class Mesh(InRows, Sharded):
         from torch.distributed.fsdp import FSDPModule
 
         if isinstance(module, FSDPModule):
-            self.open_gate(module)
-            module.__dict__["_fabric_gate"].in_lockstep = self.mesh is not None and self.mesh.size(1) > 1
+            self.open_gate(module, in_lockstep=self.mesh is not None and self.mesh.size(1) > 1)
         elif self.channel is not None:
             Meets(module, next(self._numbers), self.channel)
 

@@ -110,11 +110,11 @@ class Sharded(Split):
                 group.mesh_info = group.post_forward_mesh_info = None
         super().teardown()
 
-    def open_gate(self, module: Any) -> None:
+    def open_gate(self, module: Any, in_lockstep: bool = False) -> None:
         """Call this when all groups of a model stand, and `module` is the outermost."""
         begin_fsdp(module)  # the root is this one, whatever is called first
         expect_thawed(module)
-        module.__dict__["_fabric_gate"] = RootGate(module, next(self._numbers), self.channel)
+        module.__dict__["_fabric_gate"] = RootGate(module, next(self._numbers), self.channel, in_lockstep)
 
     def _plan(
         self, wrapped: Module, call: Callable[..., Any], method: bool, opens: bool = False
