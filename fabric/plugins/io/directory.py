@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import DamagedCheckpointError, UsageError
+from fabric.plugins.io.digest import crc_of
 from fabric.utilities.cloud_io import local_path, target_path
 
 try:
@@ -33,9 +34,6 @@ MANIFEST = "fabric.json"
 METADATA = ".metadata"
 """torch's own file: which tensor lies where."""
 FORMAT = 1
-PIECE = 16 << 20
-"""Bytes of a file that one digest is of."""
-_READ = 1 << 20
 _SHORT = 100
 """Letters of a name that stand in names beside it, which must not get too long."""
 _held: dict[Path, int | None] = {}
@@ -60,16 +58,10 @@ def sharded_at(path: PathLike, only_ours: bool = False) -> Path | None:
 
 
 def digest(file: Path) -> dict[str, Any]:
-    """Size and digests of a file, as the manifest has them."""
-    sums: list[int] = []
-    size, buffer = 0, memoryview(bytearray(_READ))
+    """Size and digest of a file, as the manifest has them."""
+    size = file.stat().st_size
     with file.open("rb", buffering=0) as stream:
-        while length := stream.readinto(buffer[: PIECE - size % PIECE]):
-            if size % PIECE == 0:
-                sums.append(0)
-            sums[-1] = zlib.crc32(buffer[:length], sums[-1])
-            size += length
-    return {"size": size, "crc32": sums}
+        return {"size": size, "crc32": crc_of(stream, size)}
 
 
 def write_manifest(directory: Path, files: dict[str, Any], **facts: Any) -> None:
@@ -316,6 +308,4 @@ def _differs(file: Path, said: dict[str, Any]) -> str:
     size = file.stat().st_size
     if size != said["size"]:
         return f"has {size} bytes instead of {said['size']}"
-    pairs = zip(digest(file)["crc32"], said["crc32"], strict=True)
-    changed = [f"{i * PIECE}" for i, (now, then) in enumerate(pairs) if now != then]
-    return f"has changed in the {PIECE} bytes from {', '.join(changed[:3])} on" if changed else ""
+    return "" if digest(file) == said else "has changed"

@@ -15,9 +15,9 @@ import torch
 
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, MissingExtraError
 from fabric.core.torch_internals import memory_of
+from fabric.plugins.io.digest import crc_of, write_all
 from fabric.plugins.io.formats import INDEX, INDICES, LENGTH, SINGLE
 from fabric.plugins.io.portable import TAG, Stored, read_stored
-from fabric.plugins.io.seal import crc_of, write_all
 from fabric.utilities.state_keys import PLAIN_DICTS
 
 if TYPE_CHECKING:

@@ -2,21 +2,20 @@
 
 torch writes ZIP archives, and a ZIP archive ends with a comment, whose length stands in the last two bytes of
 an archive that has none. `torch.load` and every unzipper pass over it. So the digest travels in the file that
-it is of, and one rename puts both into place. CRC-32 finds every flip of one bit and all but one in 4 billion
-of other damages; it says nothing of who wrote the file.
+it is of, and one rename puts both into place.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import threading
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import DamagedCheckpointError
+from fabric.plugins.io.digest import LARGE, DigestWriter, crc_of, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,8 +27,6 @@ _ARCHIVE_END = b"PK\x05\x06"
 _LENGTH = 2
 """Bytes at the end of an archive that say how long its comment is."""
 _COMMENT = 65_535
-_LARGE = 1 << 20
-_PIECE = 4 << 20
 
 
 class SealedWriter(io.BufferedWriter):
@@ -40,64 +37,36 @@ class SealedWriter(io.BufferedWriter):
     """
 
     def __init__(self, file: Any) -> None:
-        super().__init__(_Digest(file), _LARGE)  # torch writes an archive in many small pieces
+        self._sealing = _Sealing(file)
+        super().__init__(self._sealing, LARGE)  # torch writes an archive in many small pieces
 
     def seal(self, facts: Mapping[str, Any]) -> None:
         """Write the end. `facts` are kept with the digest, and read by `check`."""
         self.flush()
-        self.raw.seal(facts)  # type: ignore[attr-defined]
+        self._sealing.seal(facts)
 
 
-class _Digest(io.RawIOBase):
+class _Sealing(DigestWriter):
     def __init__(self, file: Any) -> None:
-        self._file = file
+        super().__init__(file)
         self._tail = b""  # the last bytes so far: at the end they make room for the comment
-        self._crc = self._size = 0
-        self._failed = False
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:
         data = memoryview(data).cast("B")
         length = len(data)
-        if self._failed:  # whoever closes the writer after an error has it flushed once more
-            return length
-        if length < _LARGE:
+        if length < LARGE:
             data = memoryview(self._tail + bytes(data))
         else:
-            self._put(self._tail)
-        self._put(data[:-_LENGTH])
+            super().write(self._tail)
+        super().write(data[:-_LENGTH])
         self._tail = bytes(data[-_LENGTH:])
         return length
 
     def seal(self, facts: Mapping[str, Any]) -> None:
-        told = {"format": 1, "torch": torch.__version__, **facts, "size": self._size, "crc32": self._crc}
+        told = {"format": 1, "torch": torch.__version__, **facts, "size": self.size, "crc32": self.crc}
         text = json.dumps(told).encode()
         comment = b"%s%08x%s%s" % (_OPEN, zlib.crc32(text), text, _CLOSE)
         write_all(self._file, len(comment).to_bytes(_LENGTH, "little") + comment)
-
-    def _put(self, data: Any) -> None:
-        beside = threading.Thread(target=self._digest, args=(data,))  # neither holds the interpreter
-        beside.start()
-        try:
-            write_all(self._file, data)
-        except BaseException:
-            self._failed = True
-            raise
-        finally:
-            beside.join()
-
-    def _digest(self, data: Any) -> None:
-        self._crc = zlib.crc32(data, self._crc)
-        self._size += len(data)
-
-
-def write_all(file: Any, data: Any) -> None:
-    """Write all of `data` to a file that may take a part at a time (2 GiB is what Linux takes at once)."""
-    while len(data):
-        done = file.write(data)
-        data = data[len(data) if done is None else done :]
 
 
 def check(file: Any, path: PathLike) -> dict[str, Any] | None:
@@ -135,12 +104,3 @@ def check(file: Any, path: PathLike) -> dict[str, Any] | None:
             "this one anew from where it came."
         )
     return told
-
-
-def crc_of(file: Any, length: int, crc: int = 0) -> int:
-    """The digest of the next `length` bytes, read by pieces, after that of others; -1: there are fewer."""
-    piece = memoryview(bytearray(min(length, _PIECE)))
-    while length and (count := file.readinto(piece[: min(length, _PIECE)])):
-        crc = zlib.crc32(piece[:count], crc)
-        length -= count
-    return -1 if length else crc

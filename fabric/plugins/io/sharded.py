@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import pickle
 import tempfile
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from io import BufferedWriter
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -25,20 +28,18 @@ from torch.distributed.tensor import DTensor
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import memory_of
 from fabric.core.tree import map_tree
+from fabric.plugins.io.digest import LARGE, DigestWriter
 from fabric.plugins.io.directory import MANIFEST, METADATA, check, damaged, digest, sharded_at, write_manifest
 from fabric.plugins.io.formats import is_safetensors
 from fabric.plugins.io.portable import Stored, is_elsewhere
 from fabric.plugins.io.snapshot import Snapshot
-from fabric.plugins.io.torch_io import TorchCheckpointIO, told_why
+from fabric.plugins.io.torch_io import TorchCheckpointIO, saving
 from fabric.utilities.state_keys import PLAIN_DICTS, like
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
-
-LARGE = 1 << 20
-"""Bytes from which on a tensor is kept in a file while a checkpoint is made one file."""
 
 
 class Pickled(NamedTuple):
@@ -57,6 +58,21 @@ class Planner(DefaultSavePlanner):
         """The object as bytes; a tensor as it is."""
         plain = object.value if isinstance(object, Pickled) else object
         return super().transform_object(write_item, plain)
+
+
+class _Files(FileSystem):
+    """A disk, on which digests of files are taken while they are written."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, Any] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with path.open(mode, buffering=0) as file:
+            taken = DigestWriter(file)
+            with BufferedWriter(taken, LARGE) as stream:
+                yield stream
+        self.digests[path.name] = {"size": taken.size, "crc32": taken.crc}
 
 
 class Part:
@@ -114,11 +130,11 @@ class Part:
         if not self._plans[self._rank].items:
             return [], {}
         writer = FileSystemWriter(directory)
+        files = writer.fs = _Files()
         plan = self._planner.finish_plan(writer.prepare_global_plan(self._plans)[self._rank])
-        with told_why():
+        with saving():
             notes: list[Any] = writer.write_data(plan, self._planner).value()
-        names = {note.storage_data.relative_path for note in notes}
-        return notes, {name: digest(directory / name) for name in names}
+        return notes, files.digests
 
     def finish(self, directory: Path, told: list[tuple[list[Any], dict[str, Any]]], facts: Any) -> None:
         """On rank zero: write what describes the whole checkpoint, of what all ranks have told."""

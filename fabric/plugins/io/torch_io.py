@@ -211,29 +211,26 @@ def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
 
 def _write(checkpoint: dict[str, Any], facts: Mapping[str, Any], file: Any) -> None:
     sealed = SealedWriter(file)
-    with _without_crc(), told_why():
+    with saving():
         torch.save(checkpoint, sealed)
     sealed.seal(facts)
 
 
 @contextmanager
-def told_why() -> Iterator[None]:
-    """torch's writer notices at its end that bytes are missing, which covers up why: raise that instead."""
+def saving() -> Iterator[None]:
+    """Let torch.save leave out its own checksums, which are slow, and which torch.load does not read.
+
+    Raises:
+        OSError: Bytes are missing; torch's writer notices it at its end, which covers up why.
+    """
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
     try:
         yield
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
-
-
-@contextmanager
-def _without_crc() -> Iterator[None]:
-    """torch's own checksums are slow, and nobody reads them: torch.load does not."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
     finally:
         torch.serialization.set_crc32_options(before)
 

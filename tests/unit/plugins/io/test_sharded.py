@@ -91,16 +91,6 @@ def test_a_manifest_of_a_later_format(fabric, tmp_path, monkeypatch):
         fabric.load(path)
 
 
-def test_large_files_have_a_digest_for_each_piece(fabric, tmp_path, monkeypatch):
-    monkeypatch.setattr("fabric.plugins.io.directory.PIECE", 1000)
-    path = saved(fabric, tmp_path / "c")
-    data = bytearray((path / "__0_0.distcp").read_bytes())
-    data[1500] ^= 1
-    (path / "__0_0.distcp").write_bytes(data)
-    with pytest.raises(DamagedCheckpointError, match="has changed in the 1000 bytes from 1000 on"):
-        fabric.load(path)
-
-
 # kills, and what is at the path
 
 
