@@ -106,13 +106,13 @@ class Checkpoints(Exchange):
             **(facts or {}),
         }
         if sharded:
-            write = save_sharded(self, where, state, filter, facts, then, wait)
+            write, copied = save_sharded(self, where, state, filter, facts, then, wait)
         else:
-            write = self._gathered(path, state, storage_options, filter, wait, facts, then)
+            write, copied = self._gathered(path, state, storage_options, filter, wait, facts, then)
         if not wait:
             from fabric.strategies.pending import PendingSave
 
-            self.pending = PendingSave(self, path, write)
+            self.pending = PendingSave(self, path, write, beside=copied)
             return self.pending
         if not sharded:
             with states.together(self, f"saving {path}"):
@@ -129,11 +129,11 @@ class Checkpoints(Exchange):
         wait: bool,
         facts: Mapping[str, Any],
         then: Callable[[], None] | None,
-    ) -> Callable[[], None] | None:
-        """What writes one file, on rank zero; None elsewhere."""
+    ) -> tuple[Callable[[], None] | None, bool]:
+        """What writes one file, on rank zero, None elsewhere; and whether of a copy."""
         # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
         # before the old file is touched.
-        storage, where = self.checkpoint_io, path
+        storage, where, copied = self.checkpoint_io, path, False
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
             checkpoint = states.gather(self, state, filter)
             from fabric.plugins.io.formats import is_safetensors
@@ -150,9 +150,10 @@ class Checkpoints(Exchange):
                 where = local_path(path) or path  # absolute: the loop may leave its directory
                 # Another's IO may still hold what it was given.
                 self.snapshot = Snapshot(self.snapshot if ours else None)
-                checkpoint = self.snapshot.of(checkpoint)
+                copied = self.snapshot.fits(checkpoint)
+                checkpoint = self.snapshot.of(checkpoint) if copied else checkpoint
         if self.topology.rank != 0:
-            return None
+            return None, copied
         storage.facts = facts
         options = () if storage_options is None else (storage_options,)
 
@@ -161,7 +162,7 @@ class Checkpoints(Exchange):
             if then is not None:
                 then()
 
-        return write
+        return write, copied
 
     def finish_save(self) -> None:
         """Wait for the save that goes on beside the loop, if there is one.

@@ -38,14 +38,20 @@ class PendingSave:
 
     Its error is raised by `wait()`, or else by the next save or load; a process that ends without any of
     them waits for the file, prints the error, and ends with exit code 1.
+
+    Args:
+        beside: Whether `write` has copies, so that the loop may go on; else it is called here.
     """
 
-    def __init__(self, strategy: Any, path: PathLike, write: Callable[[], None] | None) -> None:
+    def __init__(self, strategy: Any, path: PathLike, write: Callable[[], None] | None, beside: bool) -> None:
         self._strategy, self._path, self._write = strategy, path, write
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if write is not None:
             atexit.register(self._at_exit)
+            if not beside:
+                self._run()
+                return
             self._thread = threading.Thread(target=self._run, name="fabric-save")
             _WRITING.add(self._thread)
             self._thread.start()
@@ -71,7 +77,7 @@ class PendingSave:
     def _run(self) -> None:
         try:
             self._write()  # type: ignore[misc]
-        except BaseException as error:
+        except Exception as error:
             self._error = error
         self._write = None  # and what it held
         _WRITING.discard(threading.current_thread())
@@ -79,7 +85,7 @@ class PendingSave:
     def _end(self) -> None:
         if self._thread is not None:
             self._thread.join()
-            atexit.unregister(self._at_exit)
+        atexit.unregister(self._at_exit)
 
     def _at_exit(self) -> None:
         self._end()

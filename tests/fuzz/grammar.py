@@ -214,6 +214,8 @@ def freeze_first(scene: Scene, model: Model) -> None:
     """Its first layer is frozen before setup, perhaps, and thawed in the loop, perhaps."""
     first = f"for p in list({model.name}.parameters())[:2]:"
     frozen = scene.chance(0.12 if scene.layout.splits else 0.08)
+    if model.kind.name == "reentrant" and scene.layout.name == "fsdp-unused":
+        return  # without an input to differentiate nobody uses the blocks: zeros there, as FSDPStrategy says
     if frozen:
         scene.build.append((first, ("p.requires_grad_(False)",)))
     if (frozen or model.kind.name == "partly") and scene.chance(0.5 if scene.layout.splits else 0.05):

@@ -2,11 +2,58 @@
 
 from __future__ import annotations
 
+import math
+import warnings
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from fabric.core.tree import flatten
 from fabric.utilities.state_keys import like
+
+_GROUPS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""Where Linux says what a container may take, and has: control groups, version 2 and 1."""
+
+
+def bytes_of(value: Any) -> int:
+    """What the values of a tensor take; of a sparse one, as of anything else, this is not known: 0."""
+    known = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return value.numel() * value.dtype.itemsize if known else 0
+
+
+def room_for(size: int) -> bool:
+    """Whether host memory can take `size` bytes more, and keep a tenth of what is free; else a warning."""
+    free = free_memory()
+    if size <= 0.9 * free:
+        return True
+    warnings.warn(
+        f"fabric.save(wait=False) holds the loop until the checkpoint is written: a copy of it takes "
+        f"{size / 1e9:.1f} GB of host memory, of which {free / 1e9:.1f} GB are free.",
+        stacklevel=2,
+    )
+    return False
+
+
+def free_memory(root: Path = Path("/")) -> float:
+    """Bytes of host memory that can be taken, on this machine and in its container; infinite: unknown."""
+    free = [math.inf]
+    with suppress(OSError, KeyError):
+        free.append(1024 * _counts(root / "proc/meminfo")["MemAvailable:"])
+    for group, most, used in _GROUPS:
+        with suppress(OSError, KeyError, ValueError):  # ValueError: there is no limit, "max"
+            limit, taken = [int((root / group / name).read_text()) for name in (most, used)]
+            kept = _counts(root / group / "memory.stat")  # pages of files are given back
+            free.append(limit - taken + kept["active_file"] + kept["inactive_file"])
+    return min(free)
+
+
+def _counts(file: Path) -> dict[str, int]:
+    return {name: int(count) for name, count, *_ in map(str.split, file.read_text().splitlines())}
 
 
 class Snapshot:
@@ -22,6 +69,11 @@ class Snapshot:
         self._copies: dict[Any, torch.UntypedStorage] = {}  # by the place and size of what they are of
         self._free = [] if before is None else list(before._copies.values())
         self._devices: set[torch.device] = set()
+
+    def fits(self, tree: Any) -> bool:
+        """Whether there is memory for a copy of `tree`."""
+        size = sum([bytes_of(leaf) for leaf in flatten(tree)[0]])
+        return room_for(size - sum([storage.nbytes() for storage in self._free]))
 
     def of(self, tree: Any) -> Any:
         """A copy of what `state.gather` gives. Called once."""
