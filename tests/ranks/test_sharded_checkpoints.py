@@ -380,7 +380,7 @@ def fail_to_write(folder, where):
 
     places = {
         "data": (FileSystemWriter, "write_data"),
-        "digest": (sharded, "digest"),
+        "digest": (sharded.DigestWriter, "write"),
         "rename": (Path, "rename"),
     }
     with pytest.MonkeyPatch.context() as patched:

@@ -41,19 +41,14 @@ FULL = {
     ],
 }
 """Where rank zero strikes, by the kind of save: before or after (in the past tense) what is named."""
-PART = ["open", "torn write", "write", "sync", "synced", "digest"]
+PART = ["open", "torn write", "write", "sync", "synced"]
 """Of a sharded save, where any rank strikes, as it writes its part. Beside the loop it leaves notes, too."""
 NOTES = ["mark", "marked", "tell", "told", "remove", "removed"]
+NEW = ["mkdir", "made", "rename", "renamed", "digest", "manifest", "directory synced"]
 WHOLE = {
-    "first": ["mkdir", "made", "rename", "renamed", "manifest", "directory synced"],
-    "overwriting": [
-        *["mkdir", "made", "rename", "renamed", "manifest", "directory synced", "set aside", "delete"],
-        *["torn delete", "deleted"],
-    ],
-    "latest": [
-        *["mkdir", "made", "rename", "renamed", "manifest", "directory synced", "delete", "torn delete"],
-        "deleted",
-    ],
+    "first": NEW,
+    "overwriting": [*NEW, "set aside", "delete", "torn delete", "deleted"],
+    "latest": [*NEW, "delete", "torn delete", "deleted"],
 }
 """Where rank zero alone does something."""
 WRITES = {"write": 8, "torn write": 8}
