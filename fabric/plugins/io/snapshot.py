@@ -13,12 +13,6 @@ import torch
 from fabric.core.tree import flatten
 from fabric.utilities.state_keys import like
 
-_GROUPS = (
-    ("sys/fs/cgroup", "memory.max", "memory.current"),
-    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
-"""Where Linux says what a container may take, and has: control groups, version 2 and 1."""
-
 
 def bytes_of(value: Any) -> int:
     """What the values of a tensor take; of a sparse one, as of anything else, this is not known: 0."""
@@ -40,15 +34,16 @@ def room_for(size: int) -> bool:
 
 
 def free_memory(root: Path = Path("/")) -> float:
-    """Bytes of host memory that can be taken, on this machine and in its container; infinite: unknown."""
-    free = [math.inf]
+    """Bytes of host memory that can be taken, of this machine and in its container (control groups of version
+    2); infinite: unknown.
+    """
+    free, group = [math.inf], root / "sys/fs/cgroup"
     with suppress(OSError, KeyError):
         free.append(1024 * _counts(root / "proc/meminfo")["MemAvailable:"])
-    for group, most, used in _GROUPS:
-        with suppress(OSError, KeyError, ValueError):  # ValueError: there is no limit, "max"
-            limit, taken = [int((root / group / name).read_text()) for name in (most, used)]
-            kept = _counts(root / group / "memory.stat")  # pages of files are given back
-            free.append(limit - taken + kept["active_file"] + kept["inactive_file"])
+    with suppress(OSError, KeyError, ValueError):  # ValueError: there is no limit, "max"
+        kept = _counts(group / "memory.stat")  # pages of files are given back
+        limit, taken = [int((group / name).read_text()) for name in ("memory.max", "memory.current")]
+        free.append(limit - taken + kept["active_file"] + kept["inactive_file"])
     return min(free)
 
 
