@@ -62,6 +62,28 @@ def test_positions_through_two_epochs(fabric, data):
     assert seen == [(0, 0), *[(0, n) for n in epoch], (1, 0), *[(1, n) for n in epoch], (2, 0)]
 
 
+class Fetched:
+    """Of a million samples, those that were asked for."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __len__(self):
+        return 1_000_002
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return index
+
+
+def test_samples_that_are_passed_over_are_not_fetched(fabric):
+    loader = ready(fabric, Fetched(), shuffle=True)
+    expected = list(fabric.setup_dataloaders(DataLoader(range(1_000_002), 1000, shuffle=True)))[-1][-2:]
+    loader.load_state_dict({**loader.state_dict(), "samples": 1_000_000})
+    assert list(loader) == [expected.tolist()]
+    assert loader.dataset.asked == expected.tolist()
+
+
 def test_the_last_iteration_is_the_one_that_counts(fabric):
     loader = ready(fabric)
     first = iter(loader)
