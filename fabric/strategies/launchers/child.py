@@ -23,7 +23,6 @@ from fabric.processes.garbage import forked
 from fabric.processes.lifeline import Ending, describe, die_with_creator, die_with_parent
 from fabric.processes.signals import flush_output
 from fabric.strategies.launchers.failure import exit_reason
-from fabric.strategies.launchers.pickling import explain_unpicklable
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -105,8 +104,8 @@ def _call(task: Task) -> bytes | None:
     except Exception as error:
         raise ArgumentTypeError(
             "The function's result cannot be sent back to the launching process, because it cannot be "
-            f"pickled: {explain_unpicklable(result, 'result')}. Return plain data and tensors (for a model "
-            "its state_dict())."
+            f"pickled ({type(error).__name__}: {error}). Return plain data and tensors (for a model its "
+            "state_dict())."
         ) from error
 
 

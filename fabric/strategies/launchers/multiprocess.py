@@ -17,7 +17,6 @@ import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +26,9 @@ from fabric.processes.garbage import forking
 from fabric.processes.signals import Handlers, die_by
 from fabric.processes.system import require_posix
 from fabric.strategies.launchers.child import Task, run_rank
-from fabric.strategies.launchers.cuda_touched import cuda_line, watch_cuda
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.openmp import rest_openmp
-from fabric.strategies.launchers.pickling import explain_unpicklable, interactive_name
+from fabric.strategies.launchers.pickling import interactive_name, why_unpicklable
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.supervisor import Supervisor
@@ -79,8 +77,6 @@ class MultiprocessLauncher(Launcher):
         self.num_processes = num_processes
         self.num_nodes = num_nodes
         self.start_method = start_method
-        if start_method == "fork":
-            watch_cuda()
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -260,12 +256,10 @@ def _revive(ending: Ending | None) -> BaseException | None:
 
 def _refuse_fork_after_cuda() -> None:
     if torch.cuda.is_initialized():
-        line = cuda_line()
-        what = "that line" if line else "the first .cuda(), .to('cuda') or torch.cuda call"
         raise LaunchError(
-            f"CUDA is initialised in this process{', ' * bool(line)}{line}, and a forked rank cannot use it "
-            f"again. Move {what} into the launched function (in a notebook: restart the kernel first), or "
-            'use strategy="ddp_spawn".'
+            "CUDA is initialised in this process, and a forked rank cannot use it again. Move the first "
+            ".cuda(), .to('cuda') or torch.cuda call into the launched function (in a notebook: restart the "
+            'kernel first), or use strategy="ddp_spawn".'
         )
 
 
@@ -284,18 +278,8 @@ def _refuse_interactive_function(function: Any, method: str) -> None:
 
 def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     owner = getattr(function, "__self__", function)  # `Fabric`, of which this is a method
-    # With an owner the first argument is the user's function, and what follows are its arguments.
-    start = 0 if owner is function else -1
-    named = [(_own_name(value, index), value) for index, value in enumerate((owner, *args), start)]
-    named += list(kwargs.items())
-    texts = (explain_unpicklable(value, name) for name, value in named)
-    return next((text for text in texts if text), "the environment plugin")
-
-
-def _own_name(value: Any, position: int) -> str:
-    """What people call it, when all we have is its position: `model` for a module, a function's own name."""
-    if isinstance(value, torch.nn.Module):
-        return "model"
-    if isinstance(value, FunctionType | MethodType):
-        return value.__qualname__
-    return f"argument {position}" if position > 0 else type(value).__name__.lower()
+    named = [(getattr(value, "__qualname__", type(value).__name__), value) for value in (owner, *args)]
+    for name, value in (*named, *kwargs.items()):
+        if why := why_unpicklable(value):
+            return f"{name} ({why})"
+    return "the environment plugin"
