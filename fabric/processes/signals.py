@@ -40,7 +40,7 @@ class Handlers:
             for number in set(numbers):
                 before = signal.signal(number, self._handle)
                 self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's
-            _forks.guard(self)
+            _guard(self)
 
     def before(self, number: int) -> Any:
         """What stood here before."""
@@ -50,10 +50,6 @@ class Handlers:
         """The signals it has taken."""
         return self._before.keys()
 
-    def in_place(self, number: int) -> bool:
-        """Whether nobody has put another handler in the place of this one."""
-        return signal.getsignal(number) == self._handle
-
     def restore(self) -> None:
         """Give the signals back to those who had them."""
         self.give_way()
@@ -62,7 +58,7 @@ class Handlers:
     def give_way(self) -> None:
         """Put back what stood here before, except where somebody has put another handler in our place."""
         for number, handler in self._before.items():
-            if self.in_place(number):
+            if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -76,40 +72,35 @@ class Handlers:
             before(number, frame)
 
 
-class _Forks:
-    """Takes handlers away in children that this process forks; a signal in that moment is not lost."""
-
-    def __init__(self) -> None:
-        self._handlers: list[weakref.ref[Handlers]] = []
-        self._masks = threading.local()
-        self._hooked = False
-
-    def guard(self, handlers: Handlers) -> None:
-        if not self._hooked:
-            self._hooked = True
-            os.register_at_fork(
-                before=self._hold, after_in_parent=self._release, after_in_child=self._give_way
-            )
-        self._handlers = [weakref.ref(known) for known in (*self._alive(), handlers)]
-
-    def _hold(self) -> None:
-        # Python forgets in the child what has arrived since the fork.
-        numbers = {number for handlers in self._alive() for number in handlers.numbers()}
-        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-
-    def _release(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
-
-    def _give_way(self) -> None:
-        for handlers in reversed(self._alive()):
-            handlers.give_way()
-        self._release()
-
-    def _alive(self) -> list[Handlers]:
-        return [handlers for known in self._handlers if (handlers := known()) is not None]
+_known: list[weakref.ref[Handlers]] = []
+_masks = threading.local()
 
 
-_forks = _Forks()
+def _guard(handlers: Handlers) -> None:
+    """Take them away in children that this process forks; a signal in that moment is not lost."""
+    if not _known:
+        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_give_way)
+    _known.append(weakref.ref(handlers))
+
+
+def _alive() -> list[Handlers]:
+    return [handlers for known in _known if (handlers := known()) is not None]
+
+
+def _hold() -> None:
+    # Python forgets in the child what has arrived since the fork.
+    numbers = {number for handlers in _alive() for number in handlers.numbers()}
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _give_way() -> None:
+    for handlers in reversed(_alive()):
+        handlers.give_way()
+    _release()
 
 
 class Listener:
@@ -130,11 +121,6 @@ class Listener:
         self._next = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._listen, daemon=True, name="fabric-signals").start()
-
-    def heard(self, number: int) -> None:
-        """Called by a handler: hear this signal here, if somebody (asyncio) has taken the ear away."""
-        if signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False) != self._writer:
-            os.write(self._writer, bytes([number]))
 
     def _listen(self) -> None:
         while numbers := os.read(self._reader, 64):

@@ -9,6 +9,7 @@ import atexit
 import builtins
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -20,12 +21,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fabric.core.errors import LaunchError
 from fabric.plugins.environments.local import LAUNCHED, LocalEnvironment
 from fabric.processes.lifeline import describe
-from fabric.processes.signals import flush_output
+from fabric.processes.signals import TOGETHER_S, Listener, die_by, flush_output
 from fabric.processes.system import require_posix
 from fabric.strategies.launchers.failure import Failure, exit_reason, root_cause
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.place import Place
-from fabric.strategies.launchers.relay import Relay
 from fabric.strategies.launchers.supervisor import EXIT_NOTE_S, Command, Supervisor
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ MAIN_GRACE_S = 1.0
 """Seconds that this process gets to fail by itself, usually in a collective, after another rank failed."""
 UNWIND_GRACE_S = 60.0
 """Seconds that this process gets to leave its `finally` and `except` blocks, after another rank failed."""
+AGAIN_S = 5.0
+"""A second Ctrl-C within so many seconds ends all ranks at once."""
 
 
 class ScriptLauncher(Launcher):
@@ -108,7 +110,8 @@ class _Job:
         self.host.follow(environment)
         self.supervisor = Supervisor(_commands(place, argv, directory), elsewhere=nodes > 1)
         self.supervisor.start()
-        self.relay = Relay(self.supervisor)
+        self._heard: dict[int, float] = {}
+        self._listener = Listener(self._on_signal)
         self._main_over = threading.Event()
         self._concluding, self._stderr = threading.Lock(), sys.stderr
         self._cause: Failure | None = None
@@ -143,6 +146,24 @@ class _Job:
         with contextlib.redirect_stderr(self._stderr):
             self._exit(self._finish(failure))
 
+    def _on_signal(self, number: int) -> None:
+        """Pass SIGTERM on to the ranks, once; a second one, or a second Ctrl-C, ends them and this process.
+
+        In a thread, while the main one may be deep in a collective; only of signals that have a handler in
+        Python. Without one SIGTERM ends this process, and the ranks die with it.
+        """
+        now, last = time.monotonic(), self._heard.get(number, float("-inf"))
+        if now - last < TOGETHER_S:
+            return
+        self._heard[number] = now
+        interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if number == signal.SIGTERM and last == float("-inf"):
+            self.supervisor.send(number)
+        elif number == signal.SIGTERM or (number == signal.SIGINT and interrupts and now - last < AGAIN_S):
+            self.supervisor.stopping = True
+            self.supervisor.send(signal.SIGKILL)
+            die_by(number)
+
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, tb: TracebackType | None
     ) -> None:
@@ -157,8 +178,6 @@ class _Job:
             self.supervisor.stop()
             return
         mine = Failure(self.rank, when, describe(error, tb))
-        if mine.is_consequence:
-            self.relay.await_end()
         self._cause = cause = self.supervisor.first_failure(mine) or mine
         if cause is mine or cause.rank in self.supervisor.finished() or not mine.is_consequence:
             self._previous_hook(kind, error, tb)
