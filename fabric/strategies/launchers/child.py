@@ -94,7 +94,6 @@ def _call(task: Task) -> bytes | None:
     environment, function, args, kwargs = (
         pickle.loads(task.call) if isinstance(task.call, bytes) else task.call
     )
-    _share_cores(task)
     environment.become(**asdict(task.place))
     result = function(*args, **kwargs)
     if task.place.local_rank != 0:
@@ -115,16 +114,6 @@ def _set_variables(task: Task) -> None:
         os.environ.clear()
         os.environ.update(task.variables)
     os.environ.update(task.place.variables(os.environ))
-
-
-def _share_cores(task: Task) -> None:
-    """Set torch's threads where torch was loaded before OMP_NUM_THREADS was known (fork, forkserver, main
-    module).
-    """
-    torch = sys.modules.get("torch")
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if torch is not None and wanted.isdigit() and torch.get_num_threads() != int(wanted):
-        torch.set_num_threads(int(wanted))
 
 
 def _ending_of(error: BaseException) -> Ending:
