@@ -303,23 +303,19 @@ def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
             check_parts([list(t.shape) for t in tensors], world, verb)
             if world == 1:
                 return unflatten([t.clone() for t in tensors], spec, data)
-            shell = unflatten([None] * len(tensors), spec, data)
-            small = all_on_host(tensors) and sum([t.nbytes for t in tensors]) <= ROOM
             parts = [label_of(t)._replace(shape=(t.shape[0] // world, *t.shape[1:])) for t in tensors]
-            told = shell, spec, tensors if small else [], [] if small else parts
-        except Exception as error:
+            told = unflatten([None] * len(tensors), spec, data), spec, parts
+        except FabricError as error:
             if world == 1:
                 raise
-            told = _Refusal(error if isinstance(error, FabricError) else ArgumentTypeError(str(error)))
-    shell, spec, small_ones, labels = _told(told, verb, src, channel)
-    place = channel.collective.rank_in_group
+            told = _Refusal(error)
+    shell, spec, labels = _told(told, verb, src, channel)
 
     def take(raw: Tensor, bucket: list[int]) -> None:
         rows = list(pack([tensors[i] for i in bucket], world)) if tensors else []
         channel.collective.scatter(raw, [channel.wire.ready(row) for row in rows], src)
 
-    mine = [t.tensor_split(world)[place].clone(memory_format=torch.contiguous_format) for t in small_ones]
-    return unflatten(mine or _receive(labels, channel, take), spec, shell)
+    return unflatten(_receive(labels, channel, take), spec, shell)
 
 
 def _told(obj: Any, verb: str, src: int, channel: Channel) -> Any:
