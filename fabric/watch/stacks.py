@@ -52,7 +52,7 @@ class StillWatch:
     nobody has told us: in `torch.distributed` itself, or a plain backward.
 
     A thread that is at the same place again and has used no processor time meanwhile has not moved. Costs the
-    thread nothing. Where the system does not tell a thread's time, it sees nothing.
+    thread nothing. Where the system does not tell a thread's time (macOS), a busy backward looks the same.
 
     Args:
         thread: Its identifier.
@@ -74,10 +74,11 @@ class StillWatch:
         spot = None if frame is None else (id(frame), frame.f_lasti)
         if spot is None or spot != self._spot:
             self._spot, self.stays = spot, None if spot is None else time.monotonic()
-        if frame is None or self._clock is None or (what := _waiting_in(frame)) is None:
+        if frame is None or (what := _waiting_in(frame)) is None:
             self._place = None
             return None
-        place, now, used = (id(frame), frame.f_lasti), time.monotonic(), time.clock_gettime(self._clock)
+        place, now = (id(frame), frame.f_lasti), time.monotonic()
+        used = 0.0 if self._clock is None else time.clock_gettime(self._clock)
         idle = used - self._used <= _IDLE * (now - self._looked)
         if place != self._place or not idle:
             self._place, self._since = place, now

@@ -1,9 +1,9 @@
 """`Watchdog`: a thread of each rank that says where all ranks are, once one of them has waited too long.
 
-It looks at what the main thread left behind (a call of all ranks that it waits in, a backward that it has not
-come back from) and asks the others through the store. Every rank answers from its own thread, so also one
-that is busy or stuck in Python; one that does not answer has ended, or cannot run Python. Nothing is written
-while nothing waits, and the main thread does nothing for it.
+It looks at what the main thread left behind (a call of all ranks that it waits in) and where it stands still,
+and asks the others through the store. Every rank answers from its own thread, so also one that is busy or
+stuck in Python; one that does not answer has ended, or cannot run Python. Nothing is written while nothing
+waits, and the main thread does nothing for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from fabric.processes.lifeline import describe
 from fabric.watch.stacks import StillWatch, Wait, user_line
 
 if TYPE_CHECKING:
-    from fabric.forward import BackwardGate
     from fabric.plugins.collectives.waits import Waits
     from fabric.watch.devices import DeviceWatch
 
@@ -57,8 +56,8 @@ _OF_THE_GROUP = re.compile(
 """How torch's backends say that another rank ended or did not come; a launch that timed out is a kernel's."""
 
 
-_LOOKS, _STILL_S = 3, 2.0
-"""Looks and seconds for which a thread must have stood still before others are told."""
+_STILL_S = 2.0
+"""Seconds for which a thread must have stood still before others are told."""
 
 
 _END_S = 30.0
@@ -72,7 +71,6 @@ class _Stands(NamedTuple):
     """Since when the thread stands still in torch's collectives, as far as the watchdog's own looks tell."""
 
     since: float | None = None
-    looks: int = 0
     stamp: int = 0
     """Of the post that says so; 0: not posted."""
     heard: float = 0.0
@@ -111,9 +109,9 @@ def report_after() -> float | None:
 _watchdogs: weakref.WeakKeyDictionary[Any, Watchdog | None] = weakref.WeakKeyDictionary()
 
 
-def watch_over(gate: BackwardGate, device: torch.device) -> Watchdog | None:
-    """The watchdog of torch's default process group, which looks at this gate and this rank's device, too;
-    None: switched off.
+def watch_over(device: torch.device) -> Watchdog | None:
+    """The watchdog of torch's default process group, which looks at this rank's device, too; None: switched
+    off.
 
     Raises:
         ConfigurationError: FABRIC_HANG_REPORT_AFTER is no number.
@@ -122,10 +120,7 @@ def watch_over(gate: BackwardGate, device: torch.device) -> Watchdog | None:
     if world not in _watchdogs:
         after = report_after()
         _watchdogs[world] = None if after is None else Watchdog(waits_of_world(), after, device)
-    watchdog = _watchdogs[world]
-    if watchdog is not None:
-        watchdog.gates.add(gate)
-    return watchdog
+    return _watchdogs[world]
 
 
 class Watchdog:
@@ -142,8 +137,6 @@ class Watchdog:
         self._board = self._store.part(waits.store.prefix)
         self._lock = threading.Lock()  # the main thread asks, too, when a call has failed
         self._waits = waits
-        self.gates: weakref.WeakSet[BackwardGate] = weakref.WeakSet()
-        """They say whether this rank is in a backward, and in which."""
         self._rank, self._world = waits.rank, waits.world_size
         self._after = self._next = after
         self._period = max(min(_PERIOD, after / 4), self._world / 2048)
@@ -154,7 +147,6 @@ class Watchdog:
             from fabric.watch.devices import DeviceWatch
 
             self._device = DeviceWatch(device, after / 2)
-        self._backward: tuple[int, float] | None = None
         self._answered, self._heard = 0, 0.0
         self._stands = _Stands()
         self._over = threading.Event()
@@ -247,15 +239,14 @@ class Watchdog:
                 self._waits.withdraw(stands.stamp, self._board)
             self._stands = _Stands(since)
             return
-        self._stands = stands._replace(looks=stands.looks + 1)
         if stands.stamp:
             self._waits.judge(self._board)
             self._end()
-        elif stands.looks >= _LOOKS and time.monotonic() - still.since >= _STILL_S:
+        elif time.monotonic() - still.since >= _STILL_S:
             begun = self._waits.begun(self._thread)
             if begun.pending:
                 row = Said(self._rank, still.what, "", user_line(self._thread))
-                self._stands = self._stands._replace(stamp=self._waits.post_still(self._board, row, begun))
+                self._stands = stands._replace(stamp=self._waits.post_still(self._board, row, begun))
 
     def _end(self) -> None:
         """End this process if by a verdict its thread stands still for ever, and nobody's end does it."""
@@ -324,18 +315,10 @@ class Watchdog:
 
     def _wait(self, still: Wait | None) -> Wait | None:
         """What this rank waits in; None: nothing that is known. Called at each look: quick."""
-        waiting, gates = self._waits.here, list(self.gates)
+        waiting = self._waits.here
         stuck = None if self._device is None else self._device.look(self._still.stays)
-        count = sum([gate.passes for gate in gates])
-        if not any([gate.open for gate in gates]):
-            self._backward = None
-        elif self._backward is None or self._backward[0] != count:
-            self._backward = count, time.monotonic()
         if waiting is not None:
             return Wait(waiting.verb, waiting.since, waiting.where)
-        if self._backward is not None:
-            return Wait("backward", self._backward[1])
-        # Else the host has given the device a backward, and goes on.
         return stuck if still is None else still
 
     def _here(self) -> Seen:
