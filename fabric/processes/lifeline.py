@@ -59,7 +59,6 @@ class Ending(NamedTuple):
     """The traceback, where the rank does not print it."""
     code: int = 1
     result: bytes | None = None
-    error: bytes | None = None
 
 
 def tie_to_parent() -> None:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.messages import say
 from fabric.plugins.collectives.control import reason_of, waits_of_world
+from fabric.plugins.collectives.frames import Said
 from fabric.plugins.collectives.job_store import StoreSilent
-from fabric.plugins.collectives.mismatch import Said, aligned
 from fabric.plugins.collectives.waits import Whereabouts
 from fabric.processes.lifeline import describe
 from fabric.watch.stacks import StillWatch, Wait, user_line
@@ -332,6 +332,8 @@ class Watchdog:
 
 def as_table(rows: list[Seen]) -> str:
     """A line per rank."""
+    from fabric.plugins.collectives.mismatch import aligned
+
     cells = [("rank", "host", "in", "for", "at")]
     for row in rows:
         seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"

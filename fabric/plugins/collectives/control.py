@@ -22,10 +22,8 @@ import torch.distributed as dist
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
 from fabric.core.torch_internals import default_store, group_timeout
-from fabric.plugins.collectives import mismatch
-from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM
+from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, Said
 from fabric.plugins.collectives.job_store import StoreSilent
-from fabric.plugins.collectives.mismatch import Said
 from fabric.plugins.collectives.waits import PATIENCE, Here, Waits, Whereabouts
 
 if TYPE_CHECKING:
@@ -196,6 +194,8 @@ class Guard:
 
     def _disagree(self, control: Any, call: Call) -> NoReturn:
         """All ranks see that the keys differ: say what each was about to do, and raise on all."""
+        from fabric.plugins.collectives import mismatch
+
         text = mismatch.to_text(self._row(call))
         sizes = [int(size) for size in self._all_gather(control, torch.tensor([len(text)]), call)]
         own = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -352,7 +352,11 @@ class Guard:
             text += f"{who} ended, or did not come within {self.timeout.total_seconds():.0f} s ({reason})."
         if found:
             return f"{text}\nWhere the ranks are:\n{found}"
-        return f"{text}\nWaiting at that time:\n{mismatch.table(rows)}" if rows else text
+        if not rows:
+            return text
+        from fabric.plugins.collectives.mismatch import table
+
+        return f"{text}\nWaiting at that time:\n{table(rows)}"
 
     def _missing(self, work: Any) -> tuple[list[str], list[Said]]:
         """Who has not come to this call, and the rows of the others that wait."""

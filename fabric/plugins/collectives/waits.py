@@ -19,8 +19,8 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.torch_internals import flight_record, group_names
+from fabric.plugins.collectives.frames import Said
 from fabric.plugins.collectives.job_store import JobStore
-from fabric.plugins.collectives.mismatch import Said, mismatch_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -213,6 +213,8 @@ class Waits:
         """Whether ranks wait for each other and can never go on, as one of them has written: `broken`."""
         store = store or self.store
         if self.broken is None and store.check(["verdict"]):
+            from fabric.plugins.collectives.mismatch import mismatch_text
+
             waits = [Wait(*fields) for fields in json.loads(store.get("verdict"))]
             self.can_raise = any([wait.turn for wait in waits])
             self.broken = (

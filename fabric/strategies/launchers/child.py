@@ -123,7 +123,4 @@ def _ending_of(error: BaseException) -> Ending:
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next
     trace = "".join(traceback.format_exception(error.with_traceback(tb))) if tb is not None else ""
-    whole = None
-    with contextlib.suppress(Exception):  # what cannot be pickled is told in words
-        whole = pickle.dumps(error)
-    return Ending(when, describe(error), trace, error=whole)
+    return Ending(when, describe(error), trace)

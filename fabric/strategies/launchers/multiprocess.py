@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from fabric.plugins.environments.local import LocalEnvironment
-    from fabric.processes.lifeline import Ending
 
 _PRELOAD = ["torch", "fabric.fabric"]
 """What the fork server imports once; a second launch forks from it in about 0.1 s."""
@@ -88,8 +87,7 @@ class MultiprocessLauncher(Launcher):
 
         Raises:
             LaunchError: There is no function, it or an argument cannot be pickled, fork is not possible any
-            more, or a rank failed: the message starts with that rank and its exception, which is also
-                `__cause__`.
+                more, or a rank failed: the message starts with that rank and its exception.
         """
         if function is None:
             raise LaunchError(
@@ -130,7 +128,7 @@ class MultiprocessLauncher(Launcher):
             if failure is not None:
                 ending = supervisor.endings.get(failure.rank)
                 trace = "" if ending is None else ending.trace
-                raise _launch_error(supervisor.summary(failure), trace, failure.code) from _revive(ending)
+                raise _launch_error(supervisor.summary(failure), trace, failure.code)
             result = supervisor.endings[first.rank].result
             return None if result is None else pickle.loads(result)
         finally:
@@ -237,21 +235,10 @@ def _tell_once(kind: type[BaseException], error: BaseException, tb: TracebackTyp
     told = error.told if isinstance(error, LaunchError) else None
     if told is not None:
         sys.stderr.write(told[1])
-        error.args, error.__cause__ = told[:1], None
+        error.args = told[:1]
     _hook_before(kind, error, tb)
     if told is not None and error.exit_code != 1:  # type: ignore[attr-defined]
         raise SystemExit(error.exit_code)  # type: ignore[attr-defined]
-
-
-def _revive(ending: Ending | None) -> BaseException | None:
-    """The rank's exception object, where its class can be imported here."""
-    if ending is None or ending.error is None:
-        return None
-    try:
-        error = pickle.loads(ending.error)
-    except Exception:  # an exception class with a constructor of its own: its text is in the message already
-        return None
-    return error if isinstance(error, BaseException) else None
 
 
 def _refuse_fork_after_cuda() -> None:

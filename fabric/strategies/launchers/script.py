@@ -23,7 +23,6 @@ from fabric.plugins.environments.local import LAUNCHED, LocalEnvironment
 from fabric.processes.lifeline import describe
 from fabric.processes.signals import TOGETHER_S, Listener, die_by, flush_output
 from fabric.processes.system import require_posix
-from fabric.strategies.launchers.failure import Failure, exit_reason, root_cause
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.supervisor import EXIT_NOTE_S, Command, Supervisor
@@ -31,6 +30,8 @@ from fabric.strategies.launchers.supervisor import EXIT_NOTE_S, Command, Supervi
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+
+    from fabric.strategies.launchers.failure import Failure
 
 
 MAIN_GRACE_S = 1.0
@@ -177,6 +178,8 @@ class _Job:
             self._previous_hook(kind, error, tb)
             self.supervisor.stop()
             return
+        from fabric.strategies.launchers.failure import Failure
+
         mine = Failure(self.rank, when, describe(error, tb))
         self._cause = cause = self.supervisor.first_failure(mine) or mine
         if cause is mine or cause.rank in self.supervisor.finished() or not mine.is_consequence:
@@ -186,6 +189,8 @@ class _Job:
 
     def _on_sys_exit(self, status: Any = None, /) -> NoReturn:
         """In place of `sys.exit`: Python tells nobody with which code it ends."""
+        from fabric.strategies.launchers.failure import Failure, exit_reason
+
         code, reason = exit_reason(status)
         if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
             self._exited = Failure(self.rank, time.monotonic(), reason, code) if code else None
@@ -214,6 +219,8 @@ class _Job:
     def _await_others(self) -> None:
         failure = self.supervisor.wait_noting(f"rank {self.rank} has finished; waiting for rank {{}}")
         if failure is not None:
+            from fabric.strategies.launchers.failure import root_cause
+
             self._exit(self._finish(root_cause([failure], [self.rank])))
 
     def _finish(self, failure: Failure) -> int:

@@ -18,13 +18,13 @@ from fabric.core.errors import LaunchError
 from fabric.core.messages import say
 from fabric.processes.lifeline import LIFELINE_FD, PARENT_PID, REPORT_FD, Ending, die_with_parent
 from fabric.processes.signals import TOGETHER_S
-from fabric.strategies.launchers.failure import Failure, from_returncode, root_cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
+    from fabric.strategies.launchers.failure import Failure
     from fabric.strategies.launchers.rank_logs import RankLogs
 
     Process = subprocess.Popen[bytes] | BaseProcess
@@ -151,9 +151,14 @@ class Supervisor:
         def seen() -> list[Failure]:
             return [*self._failures.values(), *mine]
 
+        self._look()
+        if not seen():
+            return None
+        from fabric.strategies.launchers.failure import root_cause
+
         seconds = SETTLE_ELSEWHERE_S if self.elsewhere else SETTLE_S
-        self._until(lambda: self.stopping or not (seen() and root_cause(seen()).is_consequence), seconds)
-        return root_cause(seen(), self.finished()) if seen() else None
+        self._until(lambda: self.stopping or not root_cause(seen()).is_consequence, seconds)
+        return root_cause(seen(), self.finished())
 
     def finished(self) -> list[int]:
         """The ranks that have ended well, or have said so."""
@@ -247,6 +252,8 @@ class Supervisor:
         for rank, code in codes.items():
             silent = self._functions and code == 0 and rank not in self.endings
             if (code or silent) and rank not in self._failures:
+                from fabric.strategies.launchers.failure import from_returncode
+
                 self._failures[rank] = from_returncode(rank, code or 0, now)
 
     def _hear(self, rank: int, link: Connection) -> None:
@@ -258,6 +265,8 @@ class Supervisor:
             if self.logs is not None:
                 self.logs.note(rank, trace)
             if ending.reason is not None:
+                from fabric.strategies.launchers.failure import Failure
+
                 self._failures[rank] = Failure(rank, ending.when, ending.reason, ending.code, trace)
 
     def _until(self, over: Callable[[], object], timeout: float | None) -> None:
