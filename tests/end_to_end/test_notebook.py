@@ -229,12 +229,14 @@ def test_spawn_says_what_to_do_instead(in_notebook):
         for call, name in [
             ("train", "train"),
             ("print, Net(1, 1)", "Net"),
-            ("print, [torch.nn.Sequential(Net(1, 1))]", "Net"),
         ]:
             cell = await notebook.run(f"launch({call}, strategy='ddp_spawn')")
             assert cell.error == "LaunchError"
             assert f"'{name}' is defined in a notebook" in cell.trace
             assert 'strategy="ddp_notebook"' in cell.trace
+        cell = await notebook.run("launch(print, [Net(1, 1)], strategy='ddp_spawn')")
+        assert cell.error == "LaunchError"  # of a rank
+        assert "Can't get attribute 'Net' on <module '__main__'" in cell.trace
         cell = await notebook.run("""
             model = torch.nn.Linear(1, 1)
             model.act = lambda x: x

@@ -28,7 +28,6 @@ from fabric.processes.system import require_posix
 from fabric.strategies.launchers.child import Task, run_rank
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.openmp import rest_openmp
-from fabric.strategies.launchers.pickling import interactive_name, why_unpicklable
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.supervisor import Supervisor
@@ -161,7 +160,7 @@ class MultiprocessLauncher(Launcher):
         if self.start_method == "fork":
             return call
         for part in (function, *args, *kwargs.values()):
-            _refuse_interactive_function(part, self.start_method)
+            _refuse_interactive(part, self.start_method)
         try:
             # By value and once: torch's own reducers would share CPU parameters between the ranks.
             return pickle.dumps(call)
@@ -250,23 +249,29 @@ def _refuse_fork_after_cuda() -> None:
         )
 
 
-def _refuse_interactive_function(function: Any, method: str) -> None:
+def _refuse_interactive(part: Any, method: str) -> None:
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     importable = getattr(main, "__spec__", None) is not None or (file is not None and Path(file).exists())
-    name = None if importable else interactive_name(function)
-    if name is not None:
+    if not importable and getattr(part, "__module__", None) == "__main__":
         raise LaunchError(
-            f'start_method="{method}" imports functions and classes by name in each rank, but {name!r} is '
-            "defined in a notebook, prompt or piped script, which cannot be imported. Use "
+            f'start_method="{method}" imports functions and classes by name in each rank, but '
+            f"{_name(part)!r} is defined in a notebook, prompt or piped script, which cannot be imported. Use "
             'strategy="ddp_notebook" (or "ddp_fork"), or define it in a file.'
         )
 
 
 def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The first argument that pickle refuses, with its reason."""
     owner = getattr(function, "__self__", function)  # `Fabric`, of which this is a method
-    named = [(getattr(value, "__qualname__", type(value).__name__), value) for value in (owner, *args)]
-    for name, value in (*named, *kwargs.items()):
-        if why := why_unpicklable(value):
-            return f"{name} ({why})"
+    for name, value in [*[(_name(value), value) for value in (owner, *args)], *kwargs.items()]:
+        try:
+            pickle.dumps(value)
+        except Exception as error:  # pickle's own, and what a user's __getstate__ or __reduce__ raises
+            notes = getattr(error, "__notes__", ())  # from Python 3.14 on: the way to what it refuses
+            return f"{name} ({'; '.join([f'{type(error).__name__}: {error}', *notes])})"
     return "the environment plugin"
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__qualname__", type(value).__name__)

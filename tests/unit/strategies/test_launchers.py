@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -150,16 +151,35 @@ def test_an_unknown_start_method():
         MultiprocessLauncher(LocalEnvironment(), 2, "popen")
 
 
+class Refuses:
+    def __reduce__(self):
+        raise ValueError("not me")
+
+
+def with_lambda(thing):
+    thing.act = lambda x: x
+    return thing
+
+
+def nested(levels):
+    thing = []
+    for _ in range(levels):
+        thing = [thing]
+    return thing
+
+
 @pytest.mark.parametrize(
-    ("args", "kwargs", "named"), [((1, Head()), {}, r"Head"), ((), {"net": Head()}, "net")]
+    ("args", "kwargs", "named"),
+    [
+        ((1, with_lambda(Head())), {}, r"Head \(\w+: .*<lambda>.*\)"),
+        ((), {"net": with_lambda(Head())}, r"net \(\w+: .*<lambda>.*\)"),
+        (({"a": [threading.Lock()]},), {}, r"dict \(TypeError: cannot pickle '_thread.lock' object.*\)"),
+        ((nn.Linear(1, 1), [Refuses()]), {}, r"list \(ValueError: not me.*\)"),
+        ((nested(100_000),), {}, r"list \(RecursionError: .*\)"),
+    ],
 )
-def test_an_unpicklable_argument_is_named(args, kwargs, named):
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Head):
-            value.act = lambda x: x
-    with pytest.raises(
-        LaunchError, match=rf"this cannot be pickled: {named} \(\w+: .*<lambda>.*\)\. Define it"
-    ):
+def test_an_unpicklable_argument_is_named_with_pickles_reason(args, kwargs, named):
+    with pytest.raises(LaunchError, match=rf"this cannot be pickled: {named}\. Define it"):
         MultiprocessLauncher(LocalEnvironment(), 2, "spawn").launch(work, *args, **kwargs)
 
 
@@ -175,8 +195,10 @@ def test_a_function_of_a_notebook_cannot_be_imported_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None))
     function = type(work)(work.__code__, {"__name__": "__main__"}, "work")
     function.__module__ = "__main__"
-    with pytest.raises(LaunchError, match=r"'work' is defined in a notebook.*ddp_notebook"):
-        MultiprocessLauncher(LocalEnvironment(), 2, "spawn").launch(function)
+    cell = type("Cell", (), {"work": work, "__module__": "__main__"})
+    for call, name in [((function,), "work"), ((work, cell), "Cell"), ((work, cell()), "Cell")]:
+        with pytest.raises(LaunchError, match=rf"'{name}' is defined in a notebook.*ddp_notebook"):
+            MultiprocessLauncher(LocalEnvironment(), 2, "spawn").launch(*call)
 
 
 def test_a_spawned_script_without_its_guard(monkeypatch):
