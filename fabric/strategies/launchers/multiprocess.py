@@ -256,8 +256,8 @@ def _refuse_interactive(part: Any, method: str) -> None:
     if not importable and getattr(part, "__module__", None) == "__main__":
         raise LaunchError(
             f'start_method="{method}" imports functions and classes by name in each rank, but '
-            f"{_name(part)!r} is defined in a notebook, prompt or piped script, which cannot be imported. Use "
-            'strategy="ddp_notebook" (or "ddp_fork"), or define it in a file.'
+            f"{_name(part)!r} is defined in a notebook, prompt or piped script, which cannot be imported. "
+            'Use strategy="ddp_notebook" (or "ddp_fork"), or define it in a file.'
         )
 
 
