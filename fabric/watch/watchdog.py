@@ -28,9 +28,9 @@ from fabric.core.messages import say
 from fabric.plugins.collectives.control import reason_of, waits_of_world
 from fabric.plugins.collectives.frames import Said
 from fabric.plugins.collectives.job_store import StoreSilent
-from fabric.plugins.collectives.waits import Whereabouts
+from fabric.plugins.collectives.waits import Here, Whereabouts
 from fabric.processes.lifeline import describe
-from fabric.watch.stacks import StillWatch, Wait, user_line
+from fabric.watch.stacks import StillWatch, user_line
 
 if TYPE_CHECKING:
     from fabric.plugins.collectives.waits import Waits
@@ -166,17 +166,15 @@ class Watchdog:
         error = getattr(sys, "last_value", None)
         end = "finished" if error is None else f"raised {describe(error)}"
         with suppress(Exception):  # the store may have gone before
-            self._store.set(f"left/{self._rank}", json.dumps([socket.gethostname(), end]))
-            self._waits.leave()
+            self._waits.leave(json.dumps([socket.gethostname(), end]))
 
     def whereabouts(self) -> Whereabouts:
         """Ask all ranks where they are. May be called by any thread of any rank."""
         try:
             rows = self._asked()
         except Exception:
-            return Whereabouts([], [], "")  # the store went with the rank that kept it
-        left = [row.rank for row in rows if row.what == _LEFT]
-        return Whereabouts(left, [row.rank for row in rows if row.what == _SILENT], as_table(rows))
+            return Whereabouts([], "")  # the store went with the rank that kept it
+        return Whereabouts([row.rank for row in rows if row.what in (_LEFT, _SILENT)], as_table(rows))
 
     def explain(self, error: Exception, doing: str) -> None:
         """Raise what lies behind an error of the process group, if it is one.
@@ -230,7 +228,7 @@ class Watchdog:
             self._next = seconds * _AGAIN
             self._report(self._here(), silent)
 
-    def _share(self, still: Wait | None) -> None:
+    def _share(self, still: Here | None) -> None:
         """Let ranks that wait in a call know if this one stands still in torch's collectives."""
         still = still if self._waits.here is None else None
         stands, since = self._stands, None if still is None else still.since
@@ -245,7 +243,7 @@ class Watchdog:
         elif time.monotonic() - still.since >= _STILL_S:
             begun = self._waits.begun(self._thread)
             if begun.pending:
-                row = Said(self._rank, still.what, "", user_line(self._thread))
+                row = Said(self._rank, still.verb, "", user_line(self._thread))
                 self._stands = stands._replace(stamp=self._waits.post_still(self._board, row, begun))
 
     def _end(self) -> None:
@@ -292,8 +290,8 @@ class Watchdog:
             key, left = f"at/{round_}/{rank}", f"left/{rank}"
             if key in told:
                 rows.append(Seen(*json.loads(told[key])))
-            elif self._store.check([left]):
-                host, end = json.loads(self._store.get(left))
+            elif self._board.check([left]):
+                host, end = json.loads(self._board.get(left))
                 rows.append(Seen(rank, host, _LEFT, None, end))
             else:
                 text = "it has died, cannot be reached, or something keeps Python from running there"
@@ -313,13 +311,10 @@ class Watchdog:
             self._answered = asked
         return asked > before
 
-    def _wait(self, still: Wait | None) -> Wait | None:
+    def _wait(self, still: Here | None) -> Here | None:
         """What this rank waits in; None: nothing that is known. Called at each look: quick."""
-        waiting = self._waits.here
         stuck = None if self._device is None else self._device.look(self._still.stays)
-        if waiting is not None:
-            return Wait(waiting.verb, waiting.since, waiting.where)
-        return stuck if still is None else still
+        return self._waits.here or still or stuck
 
     def _here(self) -> Seen:
         wait, host = self._wait(self._still.look()), socket.gethostname()
@@ -327,7 +322,7 @@ class Watchdog:
         where = where or user_line(self._thread)
         if wait is None:
             return Seen(self._rank, host, "", None, where)
-        return Seen(self._rank, host, wait.what, time.monotonic() - wait.since, where)
+        return Seen(self._rank, host, wait.verb, time.monotonic() - wait.since, where)
 
 
 def as_table(rows: list[Seen]) -> str:

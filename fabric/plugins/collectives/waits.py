@@ -79,21 +79,20 @@ class Begun(NamedTuple):
 
 
 class Here(NamedTuple):
-    """A call of all ranks that this process waits in, for the watchdog."""
+    """What this process waits in."""
 
     verb: str
-    where: str
     since: float
     """Of `time.monotonic()`."""
+    where: str = ""
+    """The user's line, where the call has left it."""
 
 
 class Whereabouts(NamedTuple):
     """Where all ranks are."""
 
-    left: list[int]
-    """Those that have ended."""
-    silent: list[int]
-    """Those that do not answer."""
+    gone: list[int]
+    """Those that have ended, or do not answer."""
     table: str
     """A line for each rank; "" if they cannot be asked."""
 
@@ -127,7 +126,7 @@ class Waits:
         self.counts: dict[str, int] = {}
         """How many calls of each group this rank has come to."""
         self.here: Here | None = None
-        """What this rank waits in, once it has waited for `PATIENCE`."""
+        """The call of all ranks that this rank waits in, once it has waited for `PATIENCE`."""
         self.explain: Callable[[], Whereabouts] | None = None
         """Asks all ranks where they are; a watchdog's."""
         self.broken: str | None = None
@@ -172,9 +171,9 @@ class Waits:
             if stamp == self._stamp:
                 (store or self.store).set(f"at/{self.rank}", "")
 
-    def leave(self) -> None:
-        """Tell the others that this rank will make no call any more."""
-        self.store.set(f"left/{self.rank}", "")
+    def leave(self, text: str = "") -> None:
+        """Tell the others that this rank will make no call any more, and in `text` more of it."""
+        self.store.set(f"left/{self.rank}", text)
         self.store.add("left", 1)
 
     def have_left(self, ranks: Iterable[int]) -> bool:

@@ -76,11 +76,6 @@ class MultiprocessLauncher(Launcher):
         self.num_nodes = num_nodes
         self.start_method = start_method
 
-    @property
-    def is_interactive_compatible(self) -> bool:
-        """Only fork: the others must import the function by name, and a notebook cannot be imported."""
-        return self.start_method == "fork"
-
     def launch(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
         """Run `function(*args, **kwargs)` in every rank; returns rank zero's result, copied by pickle.
 

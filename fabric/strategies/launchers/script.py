@@ -59,11 +59,6 @@ class ScriptLauncher(Launcher):
         self.num_processes = num_processes
         self.num_nodes = num_nodes
 
-    @property
-    def is_interactive_compatible(self) -> bool:
-        """No: there is no command to run again."""
-        return False
-
     def launch(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
         """Start the other ranks unless that has been done, then call `function` in this process.
 

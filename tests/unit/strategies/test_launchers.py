@@ -213,15 +213,6 @@ def test_fork_after_cuda(monkeypatch):
         MultiprocessLauncher(LocalEnvironment(), 2, "fork").launch(work)
 
 
-def test_which_launchers_suit_notebooks():
-    suits = {
-        method: MultiprocessLauncher(LocalEnvironment(), 2, method).is_interactive_compatible
-        for method in ("spawn", "fork", "forkserver")
-    }
-    assert suits == {"spawn": False, "fork": True, "forkserver": False}
-    assert not ScriptLauncher(LocalEnvironment(), 2).is_interactive_compatible
-
-
 def test_openmp_rests_without_losing_its_settings():
     before = torch.get_num_threads()
     torch.randn(100_000).exp()
