@@ -29,7 +29,6 @@ from fabric.plugins.collectives.control import reason_of, waits_of_world
 from fabric.plugins.collectives.frames import Said
 from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.waits import Here, Whereabouts
-from fabric.processes.lifeline import describe
 from fabric.watch.stacks import StillWatch, user_line
 
 if TYPE_CHECKING:
@@ -164,7 +163,11 @@ class Watchdog:
         self._watcher.join(2.0)
         self._waits.explain = None
         error = getattr(sys, "last_value", None)
-        end = "finished" if error is None else f"raised {describe(error)}"
+        end = "finished"
+        if error is not None:
+            from fabric.processes.endings import describe
+
+            end = f"raised {describe(error)}"
         with suppress(Exception):  # the store may have gone before
             self._waits.leave(json.dumps([socket.gethostname(), end]))
 
@@ -207,7 +210,7 @@ class Watchdog:
                 self._look()
             except Exception as error:
                 if not isinstance(error, dist.DistError | OSError):  # else the store has gone, with the job
-                    say(f"the watchdog of rank {self._rank} ends, it failed: {describe(error)}")
+                    say(f"the watchdog of rank {self._rank} ends, it failed: {error!r}")
                 atexit.unregister(self.stop)
                 return
 

@@ -19,8 +19,9 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
+from fabric.processes.endings import Ending, describe
 from fabric.processes.garbage import forked
-from fabric.processes.lifeline import Ending, describe, die_with_creator, die_with_parent
+from fabric.processes.lifeline import die_with_creator, die_with_parent
 from fabric.processes.signals import flush_output
 from fabric.strategies.launchers.failure import exit_reason
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fabric.core.errors import LaunchError
 from fabric.plugins.environments.local import LAUNCHED, LocalEnvironment
-from fabric.processes.lifeline import describe
 from fabric.processes.signals import TOGETHER_S, Listener, die_by, flush_output
 from fabric.processes.system import require_posix
 from fabric.strategies.launchers.launcher import Launcher
@@ -107,7 +106,7 @@ class _Job:
         self.supervisor = Supervisor(_commands(place, argv, directory), elsewhere=nodes > 1)
         self.supervisor.start()
         self._heard: dict[int, float] = {}
-        self._listener = Listener(self._on_signal)
+        Listener(self._on_signal)
         self._main_over = threading.Event()
         self._concluding, self._stderr = threading.Lock(), sys.stderr
         self._cause: Failure | None = None
@@ -173,6 +172,7 @@ class _Job:
             self._previous_hook(kind, error, tb)
             self.supervisor.stop()
             return
+        from fabric.processes.endings import describe
         from fabric.strategies.launchers.failure import Failure
 
         mine = Failure(self.rank, when, describe(error, tb))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
-from fabric.processes.lifeline import LIFELINE_FD, PARENT_PID, REPORT_FD, Ending, die_with_parent
+from fabric.processes.lifeline import LIFELINE_FD, PARENT_PID, REPORT_FD, die_with_parent
 from fabric.processes.signals import TOGETHER_S
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
+    from fabric.processes.endings import Ending
     from fabric.strategies.launchers.failure import Failure
     from fabric.strategies.launchers.rank_logs import RankLogs
 
@@ -260,7 +261,10 @@ class Supervisor:
         """Take what a rank says at its end, or the end of its link."""
         del self._links[rank]  # not closed: another thread may wait for it
         with contextlib.suppress(EOFError, OSError):
-            self.endings[rank] = ending = Ending(*pickle.loads(link.recv_bytes()))
+            said = pickle.loads(link.recv_bytes())
+            from fabric.processes.endings import Ending
+
+            self.endings[rank] = ending = Ending(*said)
             trace = "" if self._functions else ending.trace
             if self.logs is not None:
                 self.logs.note(rank, trace)

@@ -24,7 +24,7 @@ from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments import LocalEnvironment
 from fabric.plugins.environments.rendezvous import rendezvous
 from fabric.processes import system
-from fabric.processes.lifeline import describe, is_consequence
+from fabric.processes.endings import describe, is_consequence
 from fabric.strategies.launchers import script
 from fabric.strategies.launchers.failure import Failure, from_returncode, root_cause
 from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
