@@ -41,8 +41,6 @@ _PERIOD = 1.0
 """Seconds between two looks; more in large jobs, for the store's sake."""
 _ANSWER = 1.5
 """Seconds that ranks have to answer; they look twice, and more, in that time."""
-_ROUNDS = 16
-"""Questions of which answers are kept."""
 _AGAIN = 5.0
 """The next table of one hang comes after so many times the seconds of the last."""
 
@@ -309,8 +307,6 @@ class Watchdog:
             for round_ in range(before + 1, asked + 1):
                 self._store.set(f"at/{round_}/{self._rank}", json.dumps(self._here()))
                 self._store.add(f"count/{round_}", 1)
-                if round_ > _ROUNDS:
-                    self._store.delete_key(f"at/{round_ - _ROUNDS}/{self._rank}")
             self._answered = asked
         return asked > before
 
