@@ -135,10 +135,10 @@ class Dumped:
 
 
 def _arrived(place: int) -> Any:
-    raise pickle.UnpicklingError(f"tensor {place} of a message is in no pickle")  # `_Loader` replaces it
+    raise pickle.UnpicklingError(f"tensor {place} of a message is in no pickle")  # `Arrived` replaces it
 
 
-class Arrived:
+class Arrived(pickle.Unpickler):
     """An object that came as a message.
 
     Args:
@@ -146,36 +146,31 @@ class Arrived:
     """
 
     def __init__(self, message: Tensor) -> None:
-        self._file = io.BytesIO(to_bytes(message))
-        self._file.seek(-_TAIL.size, io.SEEK_END)
-        middle, end, self.inline = _TAIL.unpack(self._file.read())
-        self._file.seek(middle)
-        self.labels = [Label(*fields) for fields in pickle.load(self._file)]  # plain tuples pickle 3x faster
+        file = io.BytesIO(to_bytes(message))
+        file.seek(-_TAIL.size, io.SEEK_END)
+        middle, end, self.inline = _TAIL.unpack(file.read())
+        file.seek(middle)
+        self.labels = [Label(*fields) for fields in pickle.load(file)]  # plain tuples pickle 3x faster
         self.data = message[end : -_TAIL.size]
         """The tensors, if they are there."""
+        self._tensors: list[Tensor] = []
+        file.seek(0)
+        super().__init__(file)
 
-    def load(self, tensors: list[Tensor]) -> Any:
+    def around(self, tensors: list[Tensor]) -> Any:
         """The object, around its tensors."""
-        self._file.seek(0)
-        loader = _Loader(self._file)
-        loader.tensors = tensors
-        return loader.load()
+        self._tensors = tensors
+        return self.load()
 
     def whole(self, device: torch.device, copies: bool = True) -> Any:
         """The object, whose tensors came along; without `copies` they share the message's memory."""
         columns = zip(self.labels, unpack(self.data[None], self.labels), strict=True)
-        return self.load([label.dress(c.clone() if copies else c, device) for label, c in columns])
-
-
-class _Loader(pickle.Unpickler):
-    """Builds an object around tensors that have arrived."""
-
-    tensors: list[Tensor]
+        return self.around([label.dress(c.clone() if copies else c, device) for label, c in columns])
 
     def find_class(self, module: str, name: str) -> Any:
         """What a name in the pickle stands for."""
         if (module, name) == (__name__, _arrived.__name__):
-            return self.tensors.__getitem__
+            return self._tensors.__getitem__
         return super().find_class(module, name)
 
 
@@ -212,7 +207,7 @@ def gather_dumped(call: Call, dumped: Dumped, channel: Channel, copies: bool = T
             columns = unpack(rows[rank : rank + 1, :size].to(device), labels[rank])
             for i, label, column in zip(places[rank], labels[rank], columns, strict=True):
                 tensors[rank][i] = label.dress(column.clone() if copies else column, here)
-    return [one.load(some) for one, some in zip(came, tensors, strict=True)]
+    return [one.around(some) for one, some in zip(came, tensors, strict=True)]
 
 
 def gather_uneven(
@@ -325,7 +320,7 @@ def _told(obj: Any, verb: str, src: int, channel: Channel) -> Any:
             obj = came.whole(here)
         else:
             tensors = _receive(came.labels, channel, lambda raw, _: collective.broadcast(raw, src))
-            obj = came.load(tensors)
+            obj = came.around(tensors)
     else:
         try:
             dumped = Dumped(obj, verb, f"rank {src}'s object")

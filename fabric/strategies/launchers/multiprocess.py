@@ -23,7 +23,8 @@ import torch
 
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.processes.garbage import forking
-from fabric.processes.signals import Handlers, die_by
+from fabric.processes.handlers import Handlers
+from fabric.processes.signals import die_by
 from fabric.processes.system import require_posix
 from fabric.strategies.launchers.child import Task, run_rank
 from fabric.strategies.launchers.launcher import Launcher
