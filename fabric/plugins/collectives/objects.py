@@ -16,15 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError
-from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.channel import check_parts, to_tensors
+from fabric.core.errors import ArgumentTypeError, FabricError
 from fabric.plugins.collectives.frames import (
     ROOM,
     all_on_host,
     buckets,
     call_of,
-    draw,
     pack,
     packed_size,
     unpack,
@@ -80,7 +77,7 @@ def label_of(tensor: Tensor) -> Label:
     return Label(tuple(tensor.shape), tensor.dtype, tensor.is_cpu, grad, type(tensor) is Parameter)
 
 
-class _Refusal(NamedTuple):
+class Refusal(NamedTuple):
     """What `src` sends in place of its object."""
 
     error: FabricError
@@ -210,18 +207,6 @@ def gather_dumped(call: Call, dumped: Dumped, channel: Channel, copies: bool = T
     return [one.around(some) for one, some in zip(came, tensors, strict=True)]
 
 
-def gather_uneven(
-    tensors: list[Tensor], spec: Any, how: str, channel: Channel, sync_grads: bool = False
-) -> list[list[Tensor]]:
-    """For each tensor a list of what every rank has in its place; for "cat" shapes differ in dim 0 only."""
-    verb = f"all_gather(uneven={how!r}{', sync_grads=True' if sync_grads else ''})"
-    with channel.refusing(verb):
-        call = call_of(verb, draw(spec, [_kind(tensor, how) for tensor in tensors]))
-        dumped = Dumped([tensor.detach().as_subclass(torch.Tensor) for tensor in tensors], verb)
-    came = gather_dumped(call, dumped, channel)
-    return [[parts[i] for parts in came] for i in range(len(tensors))]
-
-
 def gather_bytes(call: Call, raw: Tensor, channel: Channel) -> list[Tensor]:
     """Every rank's flat bytes (on the host), of any length: one message if all are small, else two."""
     sizes, meeting = _sizes(call, raw, channel)
@@ -265,74 +250,31 @@ def broadcast_tree(data: Any, src: int, channel: Channel) -> Any:
         ArgumentTypeError: `src`'s object does not pickle; raised on every rank.
         CollectiveMismatch: Ranks made different calls; raised on all of them.
     """
-    return data if channel.world_size == 1 else _told(data, f"broadcast(src={src})", src, channel)
+    return data if channel.world_size == 1 else told_by(data, f"broadcast(src={src})", src, channel)
 
 
-def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
-    """This rank's part of `src`'s tree, whose leaves are split along dim 0 into one part per rank of the
-    group.
-
-    Args:
-        data: A tensor, or nesting of them; what ranks other than `src` pass is ignored.
-        src: Global rank that sends.
-        channel: The group.
-
-    Returns:
-        The tree with leaves of shape (n / world_size, ...) for leaves of (n, ...).
-
-    Raises:
-        ConfigurationError: The first dimension of a leaf does not divide by the number of ranks; on all
-            ranks.
-        ArgumentTypeError: A leaf that is no tensor, or structure that does not pickle; on all ranks.
-        CollectiveMismatch: Ranks made different calls; raised on all of them.
-    """
-    world, here, verb = channel.world_size, channel.wire.device, f"scatter(src={src})"
-    tensors: list[Tensor] = []
-    told: Any = None
-    if channel.collective.rank == src or world == 1:
-        try:
-            leaves, spec = flatten(data)
-            tensors = [t.detach().resolve_conj().resolve_neg() for t in to_tensors(leaves, here, verb)]
-            check_parts([list(t.shape) for t in tensors], world, verb)
-            if world == 1:
-                return unflatten([t.clone() for t in tensors], spec, data)
-            parts = [label_of(t)._replace(shape=(t.shape[0] // world, *t.shape[1:])) for t in tensors]
-            told = unflatten([None] * len(tensors), spec, data), spec, parts
-        except FabricError as error:
-            if world == 1:
-                raise
-            told = _Refusal(error)
-    shell, spec, labels = _told(told, verb, src, channel)
-
-    def take(raw: Tensor, bucket: list[int]) -> None:
-        rows = list(pack([tensors[i] for i in bucket], world)) if tensors else []
-        channel.collective.scatter(raw, [channel.wire.ready(row) for row in rows], src)
-
-    return unflatten(_receive(labels, channel, take), spec, shell)
-
-
-def _told(obj: Any, verb: str, src: int, channel: Channel) -> Any:
-    """`src`'s object on every rank; a `_Refusal` in its place is raised on all."""
+def told_by(obj: Any, verb: str, src: int, channel: Channel) -> Any:
+    """`src`'s object on every rank; a `Refusal` in its place is raised on all."""
     here, collective = channel.wire.device, channel.collective
     if collective.rank != src:
         came = Arrived(_message(None, verb, src, channel))
         if came.inline:
             obj = came.whole(here)
         else:
-            tensors = _receive(came.labels, channel, lambda raw, _: collective.broadcast(raw, src))
+            tensors = receive(came.labels, channel, lambda raw, _: collective.broadcast(raw, src))
             obj = came.around(tensors)
     else:
         try:
             dumped = Dumped(obj, verb, f"rank {src}'s object")
         except ArgumentTypeError as error:
-            obj = _Refusal(error)
+            obj = Refusal(error)
             dumped = Dumped(obj, verb)
         _message(dumped.message(), verb, src, channel)
         # Receivers know one device of their own besides the host, so all others' leave from one device, too.
         sent = [t if dumped.inline or t.is_cpu else t.to(here) for t in dumped.tensors]
         for bucket in [] if dumped.inline else buckets(dumped.labels, mixed=True):
             collective.broadcast(channel.wire.ready(pack([sent[i] for i in bucket]).view(-1)), src)
-    if isinstance(obj, _Refusal):
+    if isinstance(obj, Refusal):
         raise obj.error
     return obj
 
@@ -349,7 +291,7 @@ def _message(message: Tensor | None, verb: str, src: int, channel: Channel) -> T
     return raw.cpu()
 
 
-def _receive(labels: list[Label], channel: Channel, take: Callable[[Tensor, list[int]], Any]) -> list[Tensor]:
+def receive(labels: list[Label], channel: Channel, take: Callable[[Tensor, list[int]], Any]) -> list[Tensor]:
     """The tensors of these labels, in buckets as `take` brings them into flat memory."""
     here = channel.wire.device
     tensors: list[Any] = [None if o.nbytes else torch.empty(o.shape, dtype=o.dtype) for o in labels]
@@ -366,16 +308,3 @@ def _receive(labels: list[Label], channel: Channel, take: Callable[[Tensor, list
 def to_bytes(raw: Tensor) -> bytes:
     """The content of a contiguous tensor of bytes on the host."""
     return ctypes.string_at(raw.data_ptr(), raw.numel()) if raw.numel() else b""
-
-
-def _kind(tensor: Tensor, how: str) -> str:
-    """What must be equal on all ranks."""
-    dtype, place = str(tensor.dtype).removeprefix("torch."), tensor.device.type
-    if how == "list":
-        return f"{dtype} on {place}"
-    if not tensor.dim():
-        raise ConfigurationError(
-            "all_gather(uneven='cat') concatenates along dim 0, but a leaf is a number or a tensor of shape "
-            "[]. Write data.reshape(1), or uneven='error' or 'list'."
-        )
-    return f"{dtype}{['*', *tensor.shape[1:]]} on {place}".replace("'", "")

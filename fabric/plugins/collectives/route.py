@@ -1,4 +1,4 @@
-"""Trees whose leaves are split along dim 0, a part for each rank: reduce_scatter, all_to_all."""
+"""Trees whose leaves are split along dim 0, a part for each rank: reduce_scatter, all_to_all, scatter."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.errors import FabricError
 from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
 from fabric.plugins.collectives.frames import buckets, pack, tree_call, unpack
+from fabric.plugins.collectives.objects import Refusal, label_of, receive, told_by
 from fabric.plugins.collectives.reduce import reduce_tree
 
 if TYPE_CHECKING:
@@ -83,3 +85,46 @@ def all_to_all_tree(data: Any, channel: Channel, *, verb: str = "all_to_all") ->
         for i, column in zip(group, unpack(rows.to(matrix.device), parts, world), strict=True):
             results[i] = column.reshape(tensors[i].shape)
     return unflatten(results, spec, data)
+
+
+def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
+    """This rank's part of `src`'s tree, whose leaves are split along dim 0 into one part per rank of the
+    group.
+
+    Args:
+        data: A tensor, or nesting of them; what ranks other than `src` pass is ignored.
+        src: Global rank that sends.
+        channel: The group.
+
+    Returns:
+        The tree with leaves of shape (n / world_size, ...) for leaves of (n, ...).
+
+    Raises:
+        ConfigurationError: The first dimension of a leaf does not divide by the number of ranks; on all
+            ranks.
+        ArgumentTypeError: A leaf that is no tensor, or structure that does not pickle; on all ranks.
+        CollectiveMismatch: Ranks made different calls; raised on all of them.
+    """
+    world, here, verb = channel.world_size, channel.wire.device, f"scatter(src={src})"
+    tensors: list[Tensor] = []
+    told: Any = None
+    if channel.collective.rank == src or world == 1:
+        try:
+            leaves, spec = flatten(data)
+            tensors = [t.detach().resolve_conj().resolve_neg() for t in to_tensors(leaves, here, verb)]
+            check_parts([list(t.shape) for t in tensors], world, verb)
+            if world == 1:
+                return unflatten([t.clone() for t in tensors], spec, data)
+            parts = [label_of(t)._replace(shape=(t.shape[0] // world, *t.shape[1:])) for t in tensors]
+            told = unflatten([None] * len(tensors), spec, data), spec, parts
+        except FabricError as error:
+            if world == 1:
+                raise
+            told = Refusal(error)
+    shell, spec, labels = told_by(told, verb, src, channel)
+
+    def take(raw: Tensor, bucket: list[int]) -> None:
+        rows = list(pack([tensors[i] for i in bucket], world)) if tensors else []
+        channel.collective.scatter(raw, [channel.wire.ready(row) for row in rows], src)
+
+    return unflatten(receive(labels, channel, take), spec, shell)
