@@ -241,21 +241,19 @@ class Supervisor:
     def _look(self) -> None:
         """Take note of what has ended since."""
         with self._lock:
-            if not self.stopping:
-                self._take_note()
+            if self.stopping:
+                return
+            # First who has ended: what they said before then is in the pipes.
+            now, codes = time.monotonic(), {rank: _code(process) for rank, process in self.processes.items()}
+            for rank, link in list(self._links.items()):
+                if link.poll():
+                    self._hear(rank, link)
+            for rank, code in codes.items():
+                silent = self._functions and code == 0 and rank not in self.endings
+                if (code or silent) and rank not in self._failures:
+                    from fabric.strategies.launchers.failure import from_returncode
 
-    def _take_note(self) -> None:
-        # First who has ended: what they said before then is in the pipes.
-        now, codes = time.monotonic(), {rank: _code(process) for rank, process in self.processes.items()}
-        for rank, link in list(self._links.items()):
-            if link.poll():
-                self._hear(rank, link)
-        for rank, code in codes.items():
-            silent = self._functions and code == 0 and rank not in self.endings
-            if (code or silent) and rank not in self._failures:
-                from fabric.strategies.launchers.failure import from_returncode
-
-                self._failures[rank] = from_returncode(rank, code or 0, now)
+                    self._failures[rank] = from_returncode(rank, code or 0, now)
 
     def _hear(self, rank: int, link: Connection) -> None:
         """Take what a rank says at its end, or the end of its link."""
