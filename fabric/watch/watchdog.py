@@ -301,7 +301,7 @@ class Watchdog:
 
     def _answer(self) -> bool:
         with self._lock:
-            asked, before = self._store.add("asked", 0), self._answered
+            asked, before = int(self._store.add("asked", 0)), self._answered
             if asked > before:
                 self._heard = time.monotonic()
             for round_ in range(before + 1, asked + 1):
