@@ -1,4 +1,4 @@
-"""Signal handlers that stand in front of others and give way to them. Imports no torch."""
+"""Signals heard in a thread, and ends by a signal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,107 +9,14 @@ import signal
 import sys
 import threading
 import time
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from types import FrameType
+    from collections.abc import Callable
 
 TOGETHER_S = 0.5
 """Signals of a kind within so many seconds are one: a scheduler tells all processes, and a launcher passes it
 on."""
-
-
-class Handlers:
-    """Handlers for some signals of this process; in a forked child what stood there before is back.
-
-    A child with a handler of Python's would not end by a signal while it is deep in native code.
-
-    Signals can only be taken in the main thread; made in another one, this does nothing.
-
-    Args:
-        numbers: The signals.
-        act: Called with the signal's number and what stood here before (a callable, SIG_DFL or SIG_IGN).
-    """
-
-    def __init__(self, numbers: Iterable[int], act: Callable[[int, Any], None]) -> None:
-        self._act, self._owner = act, os.getpid()
-        self._before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in set(numbers):
-                before = signal.signal(number, self._handle)
-                self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's
-            _forks.guard(self)
-
-    def before(self, number: int) -> Any:
-        """What stood here before."""
-        return self._before.get(number, signal.SIG_DFL)
-
-    def numbers(self) -> Iterable[int]:
-        """The signals it has taken."""
-        return self._before.keys()
-
-    def in_place(self, number: int) -> bool:
-        """Whether nobody has put another handler in the place of this one."""
-        return signal.getsignal(number) == self._handle
-
-    def restore(self) -> None:
-        """Give the signals back to those who had them."""
-        self.give_way()
-        self._before.clear()
-
-    def give_way(self) -> None:
-        """Put back what stood here before, except where somebody has put another handler in our place."""
-        for number, handler in self._before.items():
-            if self.in_place(number):
-                signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        before = self.before(number)
-        if os.getpid() != self._owner:  # a fork has copied it, and another handler that calls this one
-            signal.signal(number, before)
-            os.kill(os.getpid(), number)
-            return
-        self._act(number, before)
-        if callable(before):
-            before(number, frame)
-
-
-class _Forks:
-    """Takes handlers away in children that this process forks; a signal in that moment is not lost."""
-
-    def __init__(self) -> None:
-        self._handlers: list[weakref.ref[Handlers]] = []
-        self._masks = threading.local()
-        self._hooked = False
-
-    def guard(self, handlers: Handlers) -> None:
-        if not self._hooked:
-            self._hooked = True
-            os.register_at_fork(
-                before=self._hold, after_in_parent=self._release, after_in_child=self._give_way
-            )
-        self._handlers = [weakref.ref(known) for known in (*self._alive(), handlers)]
-
-    def _hold(self) -> None:
-        # Python forgets in the child what has arrived since the fork.
-        numbers = {number for handlers in self._alive() for number in handlers.numbers()}
-        self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-
-    def _release(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
-
-    def _give_way(self) -> None:
-        for handlers in reversed(self._alive()):
-            handlers.give_way()
-        self._release()
-
-    def _alive(self) -> list[Handlers]:
-        return [handlers for known in self._handlers if (handlers := known()) is not None]
-
-
-_forks = _Forks()
 
 
 class Listener:
@@ -130,11 +37,6 @@ class Listener:
         self._next = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._forget)
         threading.Thread(target=self._listen, daemon=True, name="fabric-signals").start()
-
-    def heard(self, number: int) -> None:
-        """Called by a handler: hear this signal here, if somebody (asyncio) has taken the ear away."""
-        if signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False) != self._writer:
-            os.write(self._writer, bytes([number]))
 
     def _listen(self) -> None:
         while numbers := os.read(self._reader, 64):

@@ -170,7 +170,7 @@ class Exchange:
 
     def scatter(self, tensor: Any, src: int = 0, group: Any | None = None) -> Any:
         """This rank's part (along dim 0) of rank `src`'s tree."""
-        from fabric.plugins.collectives.objects import scatter_tree
+        from fabric.plugins.collectives.route import scatter_tree
 
         return scatter_tree(tensor, src, self.channel(group))
 

@@ -204,7 +204,7 @@ class ParallelStrategy(Strategy):
         if dist.get_world_size() > 1:
             from fabric.watch.watchdog import watch_over
 
-            self._watchdog = watch_over(self.gate, self.root_device)
+            self._watchdog = watch_over(self.root_device)
 
     def explain(self, error: Exception) -> None:
         """See the base: an error of the process group gets the table of where all ranks are.

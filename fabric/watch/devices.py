@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fabric.watch.stacks import Wait
+from fabric.plugins.collectives.waits import Here
 
 
 class DeviceWatch:
@@ -29,7 +29,7 @@ class DeviceWatch:
         self._event: Any = None
         self._of: float | None = None
 
-    def look(self, stays: float | None) -> Wait | None:
+    def look(self, stays: float | None) -> Here | None:
         """The wait for the device, if it has not gone on, as far as is known.
 
         Args:
@@ -42,4 +42,4 @@ class DeviceWatch:
             self._of, self._event = stays, torch.Event(self.device)
             self._event.record(torch.accelerator.current_stream(self.device))
             return None
-        return None if self._event.query() else Wait(f"work of {self.device}", stays)
+        return None if self._event.query() else Here(f"work of {self.device}", stays)

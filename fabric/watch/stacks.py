@@ -1,6 +1,4 @@
-"""Where a thread of this process is, in the user's own code, and whether it stands still. Imports no
-torch.
-"""
+"""Where a thread of this process is, in the user's own code, and whether it stands still."""
 
 from __future__ import annotations
 
@@ -8,9 +6,10 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fabric.core.source import is_users
+from fabric.plugins.collectives.waits import Here
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -37,22 +36,12 @@ def user_line(thread: int) -> str:
     return f"{own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
 
 
-class Wait(NamedTuple):
-    """What a rank waits in."""
-
-    what: str
-    since: float
-    """Of `time.monotonic()`."""
-    where: str = ""
-    """The user's line, where the call has left it."""
-
-
 class StillWatch:
     """Sees from one look to the next whether a thread stands still where ranks wait for each other, of which
     nobody has told us: in `torch.distributed` itself, or a plain backward.
 
     A thread that is at the same place again and has used no processor time meanwhile has not moved. Costs the
-    thread nothing. Where the system does not tell a thread's time, it sees nothing.
+    thread nothing. Where the system does not tell a thread's time (macOS), a busy backward looks the same.
 
     Args:
         thread: Its identifier.
@@ -68,21 +57,22 @@ class StillWatch:
         self.stays: float | None = None
         """Since when the thread has been at one place, busy or not, in whatever code; None: it has ended."""
 
-    def look(self) -> Wait | None:
+    def look(self) -> Here | None:
         """Where the thread stands still, and since which look; None: it moves, or is in the user's code."""
         frame = sys._current_frames().get(self._thread)
         spot = None if frame is None else (id(frame), frame.f_lasti)
         if spot is None or spot != self._spot:
             self._spot, self.stays = spot, None if spot is None else time.monotonic()
-        if frame is None or self._clock is None or (what := _waiting_in(frame)) is None:
+        if frame is None or (what := _waiting_in(frame)) is None:
             self._place = None
             return None
-        place, now, used = (id(frame), frame.f_lasti), time.monotonic(), time.clock_gettime(self._clock)
+        place, now = (id(frame), frame.f_lasti), time.monotonic()
+        used = 0.0 if self._clock is None else time.clock_gettime(self._clock)
         idle = used - self._used <= _IDLE * (now - self._looked)
         if place != self._place or not idle:
             self._place, self._since = place, now
         self._looked, self._used = now, used
-        return Wait(what, self._since) if self._since < now else None
+        return Here(what, self._since) if self._since < now else None
 
 
 def _waiting_in(frame: FrameType) -> str | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from datetime import datetime
 from typing import Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.processes.signals import TOGETHER_S, Handlers
+from fabric.processes.handlers import Handlers
+from fabric.processes.signals import TOGETHER_S
 
 DEADLINE = "FABRIC_DEADLINE"
 MARGIN = "FABRIC_DEADLINE_MARGIN"
@@ -63,11 +63,10 @@ class Stopper:
 def deadline() -> float | None:
     """The time (of `time.time()`) at which to begin to stop; None: there is no deadline.
 
-    FABRIC_DEADLINE is seconds since 1970, or a date and time as ISO 8601 has it; else SLURM's end of the job
-    counts.
+    FABRIC_DEADLINE is seconds since 1970; without it SLURM's end of the job counts.
 
     Raises:
-        ConfigurationError: It is neither, or FABRIC_DEADLINE_MARGIN is no number of seconds.
+        ConfigurationError: It is none, or FABRIC_DEADLINE_MARGIN is no number of seconds.
     """
     text = os.environ.get(DEADLINE) or os.environ.get(_SLURM_END)
     if not text:
@@ -75,13 +74,9 @@ def deadline() -> float | None:
     try:
         end = float(text)
     except ValueError:
-        try:
-            end = datetime.fromisoformat(text).timestamp()
-        except ValueError:
-            raise ConfigurationError(
-                f"{DEADLINE}={text!r} is no time. Write seconds since 1970, as `date +%s -d '+8 hours'` "
-                "gives them, or a date and time: 2026-11-21T18:30:00."
-            ) from None
+        raise ConfigurationError(
+            f"{DEADLINE}={text!r} is no time. Write seconds since 1970, as `date +%s -d '+8 hours'` says."
+        ) from None
     margin = os.environ.get(MARGIN, str(DEFAULT_MARGIN))
     try:
         return end - float(margin)

@@ -1,9 +1,9 @@
 """`Watchdog`: a thread of each rank that says where all ranks are, once one of them has waited too long.
 
-It looks at what the main thread left behind (a call of all ranks that it waits in, a backward that it has not
-come back from) and asks the others through the store. Every rank answers from its own thread, so also one
-that is busy or stuck in Python; one that does not answer has ended, or cannot run Python. Nothing is written
-while nothing waits, and the main thread does nothing for it.
+It looks at what the main thread left behind (a call of all ranks that it waits in) and where it stands still,
+and asks the others through the store. Every rank answers from its own thread, so also one that is busy or
+stuck in Python; one that does not answer has ended, or cannot run Python. Nothing is written while nothing
+waits, and the main thread does nothing for it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ import torch.distributed as dist
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.messages import say
 from fabric.plugins.collectives.control import reason_of, waits_of_world
+from fabric.plugins.collectives.frames import Said
 from fabric.plugins.collectives.job_store import StoreSilent
-from fabric.plugins.collectives.mismatch import Said, aligned
-from fabric.plugins.collectives.waits import Whereabouts
-from fabric.processes.lifeline import describe
-from fabric.watch.stacks import StillWatch, Wait, user_line
+from fabric.plugins.collectives.waits import Here, Whereabouts
+from fabric.watch.stacks import StillWatch, user_line
 
 if TYPE_CHECKING:
-    from fabric.forward import BackwardGate
     from fabric.plugins.collectives.waits import Waits
     from fabric.watch.devices import DeviceWatch
 
@@ -43,8 +41,6 @@ _PERIOD = 1.0
 """Seconds between two looks; more in large jobs, for the store's sake."""
 _ANSWER = 1.5
 """Seconds that ranks have to answer; they look twice, and more, in that time."""
-_ROUNDS = 16
-"""Questions of which answers are kept."""
 _AGAIN = 5.0
 """The next table of one hang comes after so many times the seconds of the last."""
 
@@ -57,8 +53,8 @@ _OF_THE_GROUP = re.compile(
 """How torch's backends say that another rank ended or did not come; a launch that timed out is a kernel's."""
 
 
-_LOOKS, _STILL_S = 3, 2.0
-"""Looks and seconds for which a thread must have stood still before others are told."""
+_STILL_S = 2.0
+"""Seconds for which a thread must have stood still before others are told."""
 
 
 _END_S = 30.0
@@ -72,7 +68,6 @@ class _Stands(NamedTuple):
     """Since when the thread stands still in torch's collectives, as far as the watchdog's own looks tell."""
 
     since: float | None = None
-    looks: int = 0
     stamp: int = 0
     """Of the post that says so; 0: not posted."""
     heard: float = 0.0
@@ -111,9 +106,9 @@ def report_after() -> float | None:
 _watchdogs: weakref.WeakKeyDictionary[Any, Watchdog | None] = weakref.WeakKeyDictionary()
 
 
-def watch_over(gate: BackwardGate, device: torch.device) -> Watchdog | None:
-    """The watchdog of torch's default process group, which looks at this gate and this rank's device, too;
-    None: switched off.
+def watch_over(device: torch.device) -> Watchdog | None:
+    """The watchdog of torch's default process group, which looks at this rank's device, too; None: switched
+    off.
 
     Raises:
         ConfigurationError: FABRIC_HANG_REPORT_AFTER is no number.
@@ -122,10 +117,7 @@ def watch_over(gate: BackwardGate, device: torch.device) -> Watchdog | None:
     if world not in _watchdogs:
         after = report_after()
         _watchdogs[world] = None if after is None else Watchdog(waits_of_world(), after, device)
-    watchdog = _watchdogs[world]
-    if watchdog is not None:
-        watchdog.gates.add(gate)
-    return watchdog
+    return _watchdogs[world]
 
 
 class Watchdog:
@@ -142,8 +134,6 @@ class Watchdog:
         self._board = self._store.part(waits.store.prefix)
         self._lock = threading.Lock()  # the main thread asks, too, when a call has failed
         self._waits = waits
-        self.gates: weakref.WeakSet[BackwardGate] = weakref.WeakSet()
-        """They say whether this rank is in a backward, and in which."""
         self._rank, self._world = waits.rank, waits.world_size
         self._after = self._next = after
         self._period = max(min(_PERIOD, after / 4), self._world / 2048)
@@ -154,7 +144,6 @@ class Watchdog:
             from fabric.watch.devices import DeviceWatch
 
             self._device = DeviceWatch(device, after / 2)
-        self._backward: tuple[int, float] | None = None
         self._answered, self._heard = 0, 0.0
         self._stands = _Stands()
         self._over = threading.Event()
@@ -172,19 +161,21 @@ class Watchdog:
         self._watcher.join(2.0)
         self._waits.explain = None
         error = getattr(sys, "last_value", None)
-        end = "finished" if error is None else f"raised {describe(error)}"
+        end = "finished"
+        if error is not None:
+            from fabric.processes.endings import describe
+
+            end = f"raised {describe(error)}"
         with suppress(Exception):  # the store may have gone before
-            self._store.set(f"left/{self._rank}", json.dumps([socket.gethostname(), end]))
-            self._waits.leave()
+            self._waits.leave(json.dumps([socket.gethostname(), end]))
 
     def whereabouts(self) -> Whereabouts:
         """Ask all ranks where they are. May be called by any thread of any rank."""
         try:
             rows = self._asked()
         except Exception:
-            return Whereabouts([], [], "")  # the store went with the rank that kept it
-        left = [row.rank for row in rows if row.what == _LEFT]
-        return Whereabouts(left, [row.rank for row in rows if row.what == _SILENT], as_table(rows))
+            return Whereabouts([], "")  # the store went with the rank that kept it
+        return Whereabouts([row.rank for row in rows if row.what in (_LEFT, _SILENT)], as_table(rows))
 
     def explain(self, error: Exception, doing: str) -> None:
         """Raise what lies behind an error of the process group, if it is one.
@@ -217,7 +208,7 @@ class Watchdog:
                 self._look()
             except Exception as error:
                 if not isinstance(error, dist.DistError | OSError):  # else the store has gone, with the job
-                    say(f"the watchdog of rank {self._rank} ends, it failed: {describe(error)}")
+                    say(f"the watchdog of rank {self._rank} ends, it failed: {error!r}")
                 atexit.unregister(self.stop)
                 return
 
@@ -238,7 +229,7 @@ class Watchdog:
             self._next = seconds * _AGAIN
             self._report(self._here(), silent)
 
-    def _share(self, still: Wait | None) -> None:
+    def _share(self, still: Here | None) -> None:
         """Let ranks that wait in a call know if this one stands still in torch's collectives."""
         still = still if self._waits.here is None else None
         stands, since = self._stands, None if still is None else still.since
@@ -247,15 +238,14 @@ class Watchdog:
                 self._waits.withdraw(stands.stamp, self._board)
             self._stands = _Stands(since)
             return
-        self._stands = stands._replace(looks=stands.looks + 1)
         if stands.stamp:
             self._waits.judge(self._board)
             self._end()
-        elif stands.looks >= _LOOKS and time.monotonic() - still.since >= _STILL_S:
+        elif time.monotonic() - still.since >= _STILL_S:
             begun = self._waits.begun(self._thread)
             if begun.pending:
-                row = Said(self._rank, still.what, "", user_line(self._thread))
-                self._stands = self._stands._replace(stamp=self._waits.post_still(self._board, row, begun))
+                row = Said(self._rank, still.verb, "", user_line(self._thread))
+                self._stands = stands._replace(stamp=self._waits.post_still(self._board, row, begun))
 
     def _end(self) -> None:
         """End this process if by a verdict its thread stands still for ever, and nobody's end does it."""
@@ -301,8 +291,8 @@ class Watchdog:
             key, left = f"at/{round_}/{rank}", f"left/{rank}"
             if key in told:
                 rows.append(Seen(*json.loads(told[key])))
-            elif self._store.check([left]):
-                host, end = json.loads(self._store.get(left))
+            elif self._board.check([left]):
+                host, end = json.loads(self._board.get(left))
                 rows.append(Seen(rank, host, _LEFT, None, end))
             else:
                 text = "it has died, cannot be reached, or something keeps Python from running there"
@@ -311,32 +301,19 @@ class Watchdog:
 
     def _answer(self) -> bool:
         with self._lock:
-            asked, before = self._store.add("asked", 0), self._answered
+            asked, before = int(self._store.add("asked", 0)), self._answered
             if asked > before:
                 self._heard = time.monotonic()
             for round_ in range(before + 1, asked + 1):
                 self._store.set(f"at/{round_}/{self._rank}", json.dumps(self._here()))
                 self._store.add(f"count/{round_}", 1)
-                if round_ > _ROUNDS:
-                    self._store.delete_key(f"at/{round_ - _ROUNDS}/{self._rank}")
             self._answered = asked
         return asked > before
 
-    def _wait(self, still: Wait | None) -> Wait | None:
+    def _wait(self, still: Here | None) -> Here | None:
         """What this rank waits in; None: nothing that is known. Called at each look: quick."""
-        waiting, gates = self._waits.here, list(self.gates)
         stuck = None if self._device is None else self._device.look(self._still.stays)
-        count = sum([gate.passes for gate in gates])
-        if not any([gate.open for gate in gates]):
-            self._backward = None
-        elif self._backward is None or self._backward[0] != count:
-            self._backward = count, time.monotonic()
-        if waiting is not None:
-            return Wait(waiting.verb, waiting.since, waiting.where)
-        if self._backward is not None:
-            return Wait("backward", self._backward[1])
-        # Else the host has given the device a backward, and goes on.
-        return stuck if still is None else still
+        return self._waits.here or still or stuck
 
     def _here(self) -> Seen:
         wait, host = self._wait(self._still.look()), socket.gethostname()
@@ -344,11 +321,13 @@ class Watchdog:
         where = where or user_line(self._thread)
         if wait is None:
             return Seen(self._rank, host, "", None, where)
-        return Seen(self._rank, host, wait.what, time.monotonic() - wait.since, where)
+        return Seen(self._rank, host, wait.verb, time.monotonic() - wait.since, where)
 
 
 def as_table(rows: list[Seen]) -> str:
     """A line per rank."""
+    from fabric.plugins.collectives.mismatch import aligned
+
     cells = [("rank", "host", "in", "for", "at")]
     for row in rows:
         seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"

@@ -158,15 +158,6 @@ def test_the_process_that_started_the_ranks_is_ended(launcher, number, others):
         job.assert_gone()
 
 
-def test_what_the_end_of_others_raises_is_not_told_after_sigterm():
-    with Job("script", -1, "", "native, slow") as job:
-        job.ready()
-        job.process.send_signal(signal.SIGTERM)
-        assert job.finish() == -signal.SIGTERM, job.err
-        assert "Traceback" not in job.err
-        job.assert_gone()
-
-
 @pytest.mark.parametrize(("launcher", "others"), rotating("compute", "native"))
 def test_ctrl_c_until_it_ends(launcher, others):
     with Job(launcher, -1, "", others) as job:

@@ -125,7 +125,7 @@ def test_ctrl_c_on_a_function_launcher_stops_the_ranks():
 def test_an_unpicklable_result_is_explained():
     code, _, err = finish(start("fork", "lambda"))
     assert code == 1
-    assert re.search(r"cannot be pickled: result\['f'\]: <lambda> at processes\.py:\d+", err)
+    assert re.search(r"cannot be pickled \(\w+: .*<lambda>", err)
 
 
 def test_a_chdir_before_the_launch_does_not_hurt(tmp_path):

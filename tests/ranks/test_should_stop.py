@@ -77,11 +77,17 @@ def test_a_deadline_that_one_rank_cannot_read_is_an_error_on_all(ranks):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("1000", 880.0), ("1000.5", 880.5), ("1970-01-01T01:00:00+00:00", 3480.0), ("", None)],
+    [("1000", 880.0), ("1000.5", 880.5), ("", None)],
 )
 def test_deadlines(monkeypatch, text, expected):
     monkeypatch.setenv("FABRIC_DEADLINE", text)
     assert deadline() == expected
+
+
+def test_a_date_is_no_number_of_seconds(monkeypatch):
+    monkeypatch.setenv("FABRIC_DEADLINE", "2026-11-21T18:30:00")
+    with pytest.raises(ConfigurationError, match=r"Write seconds since 1970, as `date \+%s"):
+        deadline()
 
 
 def test_slurms_end_counts_where_no_other_is_set(monkeypatch):
@@ -174,7 +180,7 @@ def test_a_child_that_was_forked_dies_at_once():
 
 def test_what_a_fork_has_copied_is_passed_over():
     script = (
-        "import os, signal\nfrom fabric.processes.signals import Handlers\n"
+        "import os, signal\nfrom fabric.processes.handlers import Handlers\n"
         "from fabric.watch.stopping import Stopper\n"
         "seen = []\nhandlers = Handlers([signal.SIGTERM], lambda *_: seen.append('of the parent'))\n"
         "if os.fork() == 0:\n    stopper = Stopper()\n    os.kill(os.getpid(), signal.SIGTERM)\n"

@@ -190,7 +190,7 @@ def all_wait_at_once():
     with watched("60") as (fabric, listener):
         dog, waits = fabric.strategy._watchdog, fabric.strategy._watchdog._waits
         fabric.barrier()
-        waits.here = Here("barrier('x') #1", "train.py:3", time.monotonic() - 100)
+        waits.here = Here("barrier('x') #1", time.monotonic() - 100, "train.py:3")
         listener.wait()
         for _ in range(3):  # each needs a look of every rank's watchdog
             dog.whereabouts()

@@ -7,9 +7,8 @@ is refused. All that one rank needs; how data travel is in frames.py.
 
 from __future__ import annotations
 
-import weakref
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -87,21 +86,13 @@ class Channel:
 
     def __init__(self, collective: Collective, wire: Wire) -> None:
         self.collective, self.wire = collective, wire
-        self._guard: Callable[[], Guard | None] = lambda: None
-
-    def __reduce__(self) -> Any:
-        return Channel, (self.collective, self.wire)
 
     @property
     def guard(self) -> Guard | None:
         """Where the ranks meet before each call; None: nowhere."""
-        guard = self._guard()
-        if guard is None:
-            guard = self.collective.guard
-            self._guard = self._guard if guard is None else weakref.ref(guard)  # it ends with its group
-        return guard
+        return self.collective.guard
 
-    @cached_property
+    @property
     def world_size(self) -> int:
         """How many ranks the group has.
 
@@ -139,6 +130,8 @@ class Channel:
         """
         from fabric.plugins.collectives.frames import ROOM, all_on_host
 
+        if self.world_size == 1 and may:
+            return [flat[None].clone() for flat in flats], None
         fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= ROOM
         made = None if fits else room()
         guard = self.guard
@@ -197,7 +190,12 @@ def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tenso
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
-                raise ArgumentTypeError(f"{verb} takes dense tensors, but a leaf {_why_not_dense(leaf)}")
+                kind = "nested" if leaf.is_nested else "quantised" if leaf.is_quantized else "without values"
+                kind = kind if leaf.layout is torch.strided else str(leaf.layout)
+                raise ArgumentTypeError(
+                    f"{verb} takes dense tensors with values, but a leaf is {kind}. Write .to_dense() of "
+                    "a sparse one, .dequantize() of a quantised one, .unbind() of a nested one."
+                )
             tensors.append(leaf)
         elif isinstance(leaf, bool | int | float | complex) or type(leaf).__module__ == "numpy":
             try:
@@ -217,16 +215,6 @@ def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tenso
                 "fabric.all_gather_object for objects."
             )
     return tensors
-
-
-def _why_not_dense(tensor: Tensor) -> str:
-    if tensor.is_nested:
-        return "is nested. Pass a list of its parts (tensor.unbind())."
-    if tensor.is_quantized:
-        return "is quantised. Write tensor.dequantize(), or tensor.int_repr()."
-    if tensor.is_meta:
-        return "is on the meta device and holds no values. Give it memory first."
-    return f"is {tensor.layout}. Write tensor.to_dense()."
 
 
 def check_parts(shapes: list[list[int]], world: int, verb: str) -> None:

@@ -22,10 +22,8 @@ import torch.distributed as dist
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
 from fabric.core.torch_internals import default_store, group_timeout
-from fabric.plugins.collectives import mismatch
-from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM
+from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, Said
 from fabric.plugins.collectives.job_store import StoreSilent
-from fabric.plugins.collectives.mismatch import Said
 from fabric.plugins.collectives.waits import PATIENCE, Here, Waits, Whereabouts
 
 if TYPE_CHECKING:
@@ -196,6 +194,8 @@ class Guard:
 
     def _disagree(self, control: Any, call: Call) -> NoReturn:
         """All ranks see that the keys differ: say what each was about to do, and raise on all."""
+        from fabric.plugins.collectives import mismatch
+
         text = mismatch.to_text(self._row(call))
         sizes = [int(size) for size in self._all_gather(control, torch.tensor([len(text)]), call)]
         own = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -261,7 +261,7 @@ class Guard:
             if self._waits.broken is not None:
                 raise CollectiveMismatch(self._waits.broken) from error
             if self._waits.here is None:
-                self._waits.here = Here(self._row(call).verb, user_place(), time.monotonic())
+                self._waits.here = Here(self._row(call).verb, time.monotonic(), user_place())
             raise RankError(self._failure(call, error, work)) from error
         except BaseException:  # Ctrl+C: the operation goes on, and its memory must not be used again
             if not isinstance(work, Arrival):
@@ -284,7 +284,7 @@ class Guard:
         seconds = 0.2 * longest
         point = work if isinstance(work, Arrival) else self
         row, stamp = self._row(call), None
-        waits.here = Here(row.verb, row.where, heard - PATIENCE)
+        waits.here = Here(row.verb, heard - PATIENCE, row.where)
         try:
             while not _is_done(work, seconds):
                 with suppress(StoreSilent):  # what the ranks wait for may come, all the same
@@ -322,7 +322,7 @@ class Guard:
                 limit = 0.0
             elif arrival.patient and now - heard > limit / 2 and self._waits.explain:
                 found = self._waits.explain()
-                if found.table and not missing & {*found.left, *found.silent}:
+                if found.table and not missing & {*found.gone}:
                     return time.monotonic()
         if now - heard > limit:
             raise RuntimeError(arrival.why)
@@ -336,8 +336,8 @@ class Guard:
         self._waits.store.settle()
         reason, explain = reason_of(error), self._waits.explain
         text = f"{call.verb} at {user_place()} failed on rank {self._waits.rank}: "
-        left, quiet, found = explain() if explain else Whereabouts([], [], "")
-        ended = [str(rank) for rank in self.members if rank in (*left, *quiet)]
+        gone, found = explain() if explain else Whereabouts([], "")
+        ended = [str(rank) for rank in self.members if rank in gone]
         try:
             missing, rows = self._missing(work) if not ended else ([], [])
         except StoreSilent as silent:
@@ -345,14 +345,17 @@ class Guard:
         except Exception:  # the store went with the rank that kept it
             missing, rows = [], []
         if ended:
-            how = "ended, or does not answer" if {*quiet} & {*self.members} else "ended"
-            text += f"rank {', '.join(ended)} {how} ({reason})."
+            text += f"rank {', '.join(ended)} ended, or does not answer ({reason})."
         else:
             who = f"rank {', '.join(missing)}" if missing else "a rank of the group"
             text += f"{who} ended, or did not come within {self.timeout.total_seconds():.0f} s ({reason})."
         if found:
             return f"{text}\nWhere the ranks are:\n{found}"
-        return f"{text}\nWaiting at that time:\n{mismatch.table(rows)}" if rows else text
+        if not rows:
+            return text
+        from fabric.plugins.collectives.mismatch import table
+
+        return f"{text}\nWaiting at that time:\n{table(rows)}"
 
     def _missing(self, work: Any) -> tuple[list[str], list[Said]]:
         """Who has not come to this call, and the rows of the others that wait."""

@@ -58,6 +58,15 @@ class Call(NamedTuple):
     """16 bytes that stand for both."""
 
 
+class Said(NamedTuple):
+    """What one rank was about to do: its row in the table of a mismatch."""
+
+    rank: int
+    verb: str
+    what: str
+    where: str
+
+
 _Op = dist.ReduceOp
 FOLDS: dict[Any, Callable[[Tensor, Tensor], Any]] = {
     _Op.SUM: torch.Tensor.add_,

@@ -52,9 +52,7 @@ def gather_tree(
     if tables is None:
         tables = made
         for table, raw in zip(made, raws, strict=True):
-            if world == 1:
-                table[0].copy_(raw)
-            elif dst is None:
+            if dst is None:
                 works.append(collective.start_all_gather_flat(table.view(-1), raw))
             else:
                 collective.gather(raw, list(table), dst)

@@ -13,12 +13,12 @@ from torch.autograd.function import once_differentiable
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.channel import op_name, reducible, to_tensors, torch_op
-from fabric.plugins.collectives.frames import fold
+from fabric.plugins.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
+from fabric.plugins.collectives.frames import call_of, draw, fold
 from fabric.plugins.collectives.gather import gather_tree
-from fabric.plugins.collectives.objects import gather_uneven
+from fabric.plugins.collectives.objects import Dumped, gather_dumped
 from fabric.plugins.collectives.reduce import reduce_tree, wire_dtype
-from fabric.plugins.collectives.route import all_to_all_tree, reduce_scatter_tree
+from fabric.plugins.collectives.route import all_to_all_tree, own_part, reduce_scatter_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,10 +79,15 @@ def all_gather_with_grads(data: Any, channel: Channel, *, verb: str = "all_gathe
     return unflatten(across(gather, back, tensors), spec, data)
 
 
-def all_reduce_with_grads(data: Any, op: Any, channel: Channel) -> Any:
+def all_reduce_with_grads(data: Any, op: Any, channel: Channel, *, verb: str = "all_reduce") -> Any:
     """A new tree, as `reduce_tree` gives it, through which gradients flow back to every rank's part."""
-    tensors, spec, op, name = _differentiable(data, op, channel, "all_reduce")
-    label = f"all_reduce({name}, sync_grads=True)"
+    leaves, spec = flatten(data)
+    with channel.refusing(verb):
+        op = torch_op("sum" if op is None else op)
+        name, tensors = op_name(op), reducible(leaves, op, channel.wire.device, verb)
+        if name not in (*_ALONG_RANKS, "sum", "mean"):
+            raise ConfigurationError(f"{verb}({name}, sync_grads=True): {name} has no gradient.")
+    label = f"{verb}({name}, sync_grads=True)"
     if name in _ALONG_RANKS:  # as one process would compute it from everybody's data, ties included
         gathered = flatten(all_gather_with_grads(unflatten(tensors, spec), channel, verb=label))[0]
         return unflatten([_along_ranks(table, op) for table in gathered], spec, data)
@@ -92,7 +97,7 @@ def all_reduce_with_grads(data: Any, op: Any, channel: Channel) -> Any:
         return flatten(reduce_tree(copies, op, channel, label=label))[0]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
-        reduced: list[Tensor] = reduce_tree(grads, op, channel, label="backward of all_reduce")
+        reduced: list[Tensor] = reduce_tree(grads, op, channel, label=f"backward of {verb}")
         return reduced
 
     return unflatten(across(reduce, back, tensors), spec, data)
@@ -100,30 +105,19 @@ def all_reduce_with_grads(data: Any, op: Any, channel: Channel) -> Any:
 
 def reduce_scatter_with_grads(data: Any, op: Any, channel: Channel) -> Any:
     """`reduce_scatter_tree` through which gradients flow back to every rank's part."""
-    tensors, spec, op, name = _differentiable(data, op, channel, "reduce_scatter")
-    world, label = channel.world_size, f"reduce_scatter({name}, sync_grads=True)"
-    if name in _ALONG_RANKS:
-        tree = unflatten(tensors, spec)
-        rows = flatten(all_to_all_with_grads(tree, channel, verb=label))[0]
-        reduced = [_along_ranks(row.unflatten(0, (world, row.shape[0] // world)), op) for row in rows]
-        return unflatten(reduced, spec, data)
-
-    def scatter(parts: list[Tensor]) -> list[Tensor]:
-        return flatten(reduce_scatter_tree(unflatten(parts, spec), op, channel, label=label))[0]
-
-    def back(grads: list[Tensor]) -> list[Tensor]:
-        tables = gather_tree(grads, channel, verb="backward of reduce_scatter")
-        whole = [table.flatten(0, 1) for table in tables]
-        return whole if name == "sum" else [grad / world for grad in whole]
-
-    return unflatten(across(scatter, back, tensors), spec, data)
+    tensors, spec = _tensors(data, channel, "reduce_scatter")
+    with channel.refusing("reduce_scatter"):
+        check_parts([list(t.shape) for t in tensors], channel.world_size, "reduce_scatter")
+    reduced = all_reduce_with_grads(unflatten(tensors, spec), op, channel, verb="reduce_scatter")
+    return unflatten([own_part(t, channel) for t in flatten(reduced)[0]], spec, data)
 
 
-def all_to_all_with_grads(data: Any, channel: Channel, *, verb: str = "all_to_all(sync_grads=True)") -> Any:
+def all_to_all_with_grads(data: Any, channel: Channel) -> Any:
     """`all_to_all_tree` through which gradients flow back the way the parts came."""
     tensors, spec = _tensors(data, channel, "all_to_all")
 
     def route(parts: list[Tensor]) -> list[Tensor]:
+        verb = "all_to_all(sync_grads=True)"
         return flatten(all_to_all_tree(unflatten(parts, spec), channel, verb=verb))[0]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
@@ -144,9 +138,14 @@ def all_gather_uneven(data: Any, how: str, channel: Channel, sync_grads: bool) -
     """
     tensors, spec = _tensors(data, channel, "all_gather")
     me, world = channel.collective.rank_in_group, channel.world_size
+    verb = f"all_gather(uneven={how!r}{', sync_grads=True' if sync_grads else ''})"
+    with channel.refusing(verb):
+        call = call_of(verb, draw(spec, [_kind(tensor, how) for tensor in tensors]))
 
     def gather(parts: list[Tensor]) -> list[Tensor]:
-        return [part for leaf in gather_uneven(parts, spec, how, channel, sync_grads) for part in leaf]
+        dumped = Dumped([part.detach().as_subclass(torch.Tensor) for part in parts], verb)
+        came = gather_dumped(call, dumped, channel)
+        return [theirs[i] for i in range(len(parts)) for theirs in came]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
         summed: list[Tensor] = reduce_tree(grads, "sum", channel, label="backward of all_gather")
@@ -171,19 +170,20 @@ def _along_ranks(table: Tensor, op: Any) -> Tensor:
     return fold(table.to(wire_dtype(table.dtype, op), copy=True), op).to(table.dtype)
 
 
-def _differentiable(data: Any, op: Any, channel: Channel, verb: str) -> tuple[list[Tensor], Any, Any, str]:
-    """The leaves, their tree, and an operation that has a gradient, with its name."""
-    leaves, spec = flatten(data)
-    with channel.refusing(verb):
-        op = torch_op("sum" if op is None else op)
-        name = op_name(op)
-        tensors = reducible(leaves, op, channel.wire.device, verb)
-        if name not in _ALONG_RANKS and name not in ("sum", "mean"):
-            raise ConfigurationError(f"{verb}({name}, sync_grads=True): {name} has no gradient.")
-    return tensors, spec, op, name
-
-
 def _tensors(data: Any, channel: Channel, verb: str) -> tuple[list[Tensor], Any]:
     leaves, spec = flatten(data)
     with channel.refusing(verb):
         return to_tensors(leaves, channel.wire.device, verb), spec
+
+
+def _kind(tensor: Tensor, how: str) -> str:
+    """What must be equal on all ranks."""
+    dtype, place = str(tensor.dtype).removeprefix("torch."), tensor.device.type
+    if how == "list":
+        return f"{dtype} on {place}"
+    if not tensor.dim():
+        raise ConfigurationError(
+            "all_gather(uneven='cat') concatenates along dim 0, but a leaf is a number or a tensor of shape "
+            "[]. Write data.reshape(1), or uneven='error' or 'list'."
+        )
+    return f"{dtype}{['*', *tensor.shape[1:]]} on {place}".replace("'", "")

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -50,24 +49,24 @@ class Handle:
         return f"<{self.verb} from {self.place}, {state}>"
 
 
-_unwaited: dict[str, weakref.ref[Handle]] = {}
-"""By number, verb and place."""
-_moving: dict[str, Handle] = {}
+_unwaited: dict[int, str] = {}
+"""By number: verb and place."""
+_moving: dict[int, Handle] = {}
 """Holds the memory of messages on their way, whoever drops the handle."""
 _numbers = itertools.count()
 
 
-def _keep(handle: Handle) -> str:
+def _keep(handle: Handle) -> int:
     if not _unwaited:
         atexit.register(report_unwaited)
     for done in [key for key, other in _moving.items() if other.done()]:
         del _moving[done]
-    key = f"{next(_numbers)} {handle.verb} at {handle.place}"
-    _unwaited[key], _moving[key] = weakref.ref(handle), handle
+    key = next(_numbers)
+    _unwaited[key], _moving[key] = f"{handle.verb} at {handle.place}", handle
     return key
 
 
-def _waited(key: str) -> None:
+def _waited(key: int) -> None:
     _unwaited.pop(key, None)
     _moving.pop(key, None)
     if not _unwaited:
@@ -79,13 +78,12 @@ def report_unwaited() -> list[str]:
     exit.
     """
     counts: Counter[str] = Counter()
-    for key, known in list(_unwaited.items()):
-        line, handle = key.partition(" ")[2], known()
+    for key, line in list(_unwaited.items()):
         try:
-            if handle is not None:
-                handle.wait()
+            if key in _moving:
+                _moving[key].wait()
         except RuntimeError as error:
-            line += f" (failed: {error})"
+            line = f"{line} (failed: {error})"
         _waited(key)
         counts[line] += 1
     lines = [line if count == 1 else f"{line} ({count} times)" for line, count in counts.items()]

@@ -1,28 +1,19 @@
 """What people read when ranks make different calls: a row for each rank, and what to look for.
 
-Pure, and needed only where something is wrong: `control.py` and the watchdog call it.
+Pure, and loaded only where something is wrong: by `control.py`, `waits.py` and the watchdog.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from fabric.plugins.collectives.frames import ALONE, CONTENTS, REFUSED
+from fabric.plugins.collectives.frames import ALONE, CONTENTS, REFUSED, Said
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 TEXT_BYTES = 1 << 20
 """Longest text in which a rank of those that disagree says what it was about to do."""
-
-
-class Said(NamedTuple):
-    """One rank's row in the table."""
-
-    rank: int
-    verb: str
-    what: str
-    where: str
 
 
 def to_text(said: Said) -> bytes:

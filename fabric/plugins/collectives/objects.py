@@ -16,15 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError
-from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.channel import check_parts, to_tensors
+from fabric.core.errors import ArgumentTypeError, FabricError
 from fabric.plugins.collectives.frames import (
     ROOM,
     all_on_host,
     buckets,
     call_of,
-    draw,
     pack,
     packed_size,
     unpack,
@@ -80,7 +77,7 @@ def label_of(tensor: Tensor) -> Label:
     return Label(tuple(tensor.shape), tensor.dtype, tensor.is_cpu, grad, type(tensor) is Parameter)
 
 
-class _Refusal(NamedTuple):
+class Refusal(NamedTuple):
     """What `src` sends in place of its object."""
 
     error: FabricError
@@ -135,10 +132,10 @@ class Dumped:
 
 
 def _arrived(place: int) -> Any:
-    raise pickle.UnpicklingError(f"tensor {place} of a message is in no pickle")  # `_Loader` replaces it
+    raise pickle.UnpicklingError(f"tensor {place} of a message is in no pickle")  # `Arrived` replaces it
 
 
-class Arrived:
+class Arrived(pickle.Unpickler):
     """An object that came as a message.
 
     Args:
@@ -146,36 +143,31 @@ class Arrived:
     """
 
     def __init__(self, message: Tensor) -> None:
-        self._file = io.BytesIO(to_bytes(message))
-        self._file.seek(-_TAIL.size, io.SEEK_END)
-        middle, end, self.inline = _TAIL.unpack(self._file.read())
-        self._file.seek(middle)
-        self.labels = [Label(*fields) for fields in pickle.load(self._file)]  # plain tuples pickle 3x faster
+        file = io.BytesIO(to_bytes(message))
+        file.seek(-_TAIL.size, io.SEEK_END)
+        middle, end, self.inline = _TAIL.unpack(file.read())
+        file.seek(middle)
+        self.labels = [Label(*fields) for fields in pickle.load(file)]  # plain tuples pickle 3x faster
         self.data = message[end : -_TAIL.size]
         """The tensors, if they are there."""
+        self._tensors: list[Tensor] = []
+        file.seek(0)
+        super().__init__(file)
 
-    def load(self, tensors: list[Tensor]) -> Any:
+    def around(self, tensors: list[Tensor]) -> Any:
         """The object, around its tensors."""
-        self._file.seek(0)
-        loader = _Loader(self._file)
-        loader.tensors = tensors
-        return loader.load()
+        self._tensors = tensors
+        return self.load()
 
     def whole(self, device: torch.device, copies: bool = True) -> Any:
         """The object, whose tensors came along; without `copies` they share the message's memory."""
         columns = zip(self.labels, unpack(self.data[None], self.labels), strict=True)
-        return self.load([label.dress(c.clone() if copies else c, device) for label, c in columns])
-
-
-class _Loader(pickle.Unpickler):
-    """Builds an object around tensors that have arrived."""
-
-    tensors: list[Tensor]
+        return self.around([label.dress(c.clone() if copies else c, device) for label, c in columns])
 
     def find_class(self, module: str, name: str) -> Any:
         """What a name in the pickle stands for."""
         if (module, name) == (__name__, _arrived.__name__):
-            return self.tensors.__getitem__
+            return self._tensors.__getitem__
         return super().find_class(module, name)
 
 
@@ -212,19 +204,7 @@ def gather_dumped(call: Call, dumped: Dumped, channel: Channel, copies: bool = T
             columns = unpack(rows[rank : rank + 1, :size].to(device), labels[rank])
             for i, label, column in zip(places[rank], labels[rank], columns, strict=True):
                 tensors[rank][i] = label.dress(column.clone() if copies else column, here)
-    return [one.load(some) for one, some in zip(came, tensors, strict=True)]
-
-
-def gather_uneven(
-    tensors: list[Tensor], spec: Any, how: str, channel: Channel, sync_grads: bool = False
-) -> list[list[Tensor]]:
-    """For each tensor a list of what every rank has in its place; for "cat" shapes differ in dim 0 only."""
-    verb = f"all_gather(uneven={how!r}{', sync_grads=True' if sync_grads else ''})"
-    with channel.refusing(verb):
-        call = call_of(verb, draw(spec, [_kind(tensor, how) for tensor in tensors]))
-        dumped = Dumped([tensor.detach().as_subclass(torch.Tensor) for tensor in tensors], verb)
-    came = gather_dumped(call, dumped, channel)
-    return [[parts[i] for parts in came] for i in range(len(tensors))]
+    return [one.around(some) for one, some in zip(came, tensors, strict=True)]
 
 
 def gather_bytes(call: Call, raw: Tensor, channel: Channel) -> list[Tensor]:
@@ -272,78 +252,31 @@ def broadcast_tree(data: Any, src: int, channel: Channel) -> Any:
         ArgumentTypeError: `src`'s object does not pickle; raised on every rank.
         CollectiveMismatch: Ranks made different calls; raised on all of them.
     """
-    return data if channel.world_size == 1 else _told(data, f"broadcast(src={src})", src, channel)
+    return data if channel.world_size == 1 else told_by(data, f"broadcast(src={src})", src, channel)
 
 
-def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
-    """This rank's part of `src`'s tree, whose leaves are split along dim 0 into one part per rank of the
-    group.
-
-    Args:
-        data: A tensor, or nesting of them; what ranks other than `src` pass is ignored.
-        src: Global rank that sends.
-        channel: The group.
-
-    Returns:
-        The tree with leaves of shape (n / world_size, ...) for leaves of (n, ...).
-
-    Raises:
-        ConfigurationError: The first dimension of a leaf does not divide by the number of ranks; on all
-            ranks.
-        ArgumentTypeError: A leaf that is no tensor, or structure that does not pickle; on all ranks.
-        CollectiveMismatch: Ranks made different calls; raised on all of them.
-    """
-    world, here, verb = channel.world_size, channel.wire.device, f"scatter(src={src})"
-    tensors: list[Tensor] = []
-    told: Any = None
-    if channel.collective.rank == src or world == 1:
-        try:
-            leaves, spec = flatten(data)
-            tensors = [t.detach().resolve_conj().resolve_neg() for t in to_tensors(leaves, here, verb)]
-            check_parts([list(t.shape) for t in tensors], world, verb)
-            if world == 1:
-                return unflatten([t.clone() for t in tensors], spec, data)
-            shell = unflatten([None] * len(tensors), spec, data)
-            small = all_on_host(tensors) and sum([t.nbytes for t in tensors]) <= ROOM
-            parts = [label_of(t)._replace(shape=(t.shape[0] // world, *t.shape[1:])) for t in tensors]
-            told = shell, spec, tensors if small else [], [] if small else parts
-        except Exception as error:
-            if world == 1:
-                raise
-            told = _Refusal(error if isinstance(error, FabricError) else ArgumentTypeError(str(error)))
-    shell, spec, small_ones, labels = _told(told, verb, src, channel)
-    place = channel.collective.rank_in_group
-
-    def take(raw: Tensor, bucket: list[int]) -> None:
-        rows = list(pack([tensors[i] for i in bucket], world)) if tensors else []
-        channel.collective.scatter(raw, [channel.wire.ready(row) for row in rows], src)
-
-    mine = [t.tensor_split(world)[place].clone(memory_format=torch.contiguous_format) for t in small_ones]
-    return unflatten(mine or _receive(labels, channel, take), spec, shell)
-
-
-def _told(obj: Any, verb: str, src: int, channel: Channel) -> Any:
-    """`src`'s object on every rank; a `_Refusal` in its place is raised on all."""
+def told_by(obj: Any, verb: str, src: int, channel: Channel) -> Any:
+    """`src`'s object on every rank; a `Refusal` in its place is raised on all."""
     here, collective = channel.wire.device, channel.collective
     if collective.rank != src:
         came = Arrived(_message(None, verb, src, channel))
         if came.inline:
             obj = came.whole(here)
         else:
-            tensors = _receive(came.labels, channel, lambda raw, _: collective.broadcast(raw, src))
-            obj = came.load(tensors)
+            tensors = receive(came.labels, channel, lambda raw, _: collective.broadcast(raw, src))
+            obj = came.around(tensors)
     else:
         try:
             dumped = Dumped(obj, verb, f"rank {src}'s object")
         except ArgumentTypeError as error:
-            obj = _Refusal(error)
+            obj = Refusal(error)
             dumped = Dumped(obj, verb)
         _message(dumped.message(), verb, src, channel)
         # Receivers know one device of their own besides the host, so all others' leave from one device, too.
         sent = [t if dumped.inline or t.is_cpu else t.to(here) for t in dumped.tensors]
         for bucket in [] if dumped.inline else buckets(dumped.labels, mixed=True):
             collective.broadcast(channel.wire.ready(pack([sent[i] for i in bucket]).view(-1)), src)
-    if isinstance(obj, _Refusal):
+    if isinstance(obj, Refusal):
         raise obj.error
     return obj
 
@@ -360,7 +293,7 @@ def _message(message: Tensor | None, verb: str, src: int, channel: Channel) -> T
     return raw.cpu()
 
 
-def _receive(labels: list[Label], channel: Channel, take: Callable[[Tensor, list[int]], Any]) -> list[Tensor]:
+def receive(labels: list[Label], channel: Channel, take: Callable[[Tensor, list[int]], Any]) -> list[Tensor]:
     """The tensors of these labels, in buckets as `take` brings them into flat memory."""
     here = channel.wire.device
     tensors: list[Any] = [None if o.nbytes else torch.empty(o.shape, dtype=o.dtype) for o in labels]
@@ -377,16 +310,3 @@ def _receive(labels: list[Label], channel: Channel, take: Callable[[Tensor, list
 def to_bytes(raw: Tensor) -> bytes:
     """The content of a contiguous tensor of bytes on the host."""
     return ctypes.string_at(raw.data_ptr(), raw.numel()) if raw.numel() else b""
-
-
-def _kind(tensor: Tensor, how: str) -> str:
-    """What must be equal on all ranks."""
-    dtype, place = str(tensor.dtype).removeprefix("torch."), tensor.device.type
-    if how == "list":
-        return f"{dtype} on {place}"
-    if not tensor.dim():
-        raise ConfigurationError(
-            "all_gather(uneven='cat') concatenates along dim 0, but a leaf is a number or a tensor of shape "
-            "[]. Write data.reshape(1), or uneven='error' or 'list'."
-        )
-    return f"{dtype}{['*', *tensor.shape[1:]]} on {place}".replace("'", "")

@@ -49,7 +49,7 @@ def reduce_tree(
         CollectiveMismatch: Ranks made different calls; raised on all of them.
         UsageError: This rank does not belong to the group.
     """
-    world = channel.world_size
+    channel.world_size  # noqa: B018 - raises for ranks outside the group
     if type(data) is torch.Tensor and not async_op and label is None and _reduce_small(data, op, channel):
         return data
     leaves, spec = flatten(data)
@@ -60,20 +60,17 @@ def reduce_tree(
     result = unflatten(tensors, spec, data)
     label = label or f"all_reduce({op_name(op)})"
     works: list[Any] = []
-    parcels: list[_Parcel] = []
-    if world > 1:
-        with _writable(tensors):
-            parcels = [_Parcel([tensors[i] for i in bucket], op, channel) for bucket in buckets(tensors)]
-            flats = [as_bytes(parcel.sent) for parcel in parcels]
-            may = foldable(op) and all_on_host(tensors)
-            call = tree_call(label, spec, tensors)
-            tables, _ = channel.ride(call, flats, lambda: _part(parcels), may)
-            if tables is None:
-                start_reduce = channel.collective.start_all_reduce
-                works = [start_reduce(parcel.sent, op) for parcel in parcels]
-            else:
-                for parcel, table in zip(parcels, tables, strict=True):
-                    parcel.deliver(fold(table.view(parcel.sent.dtype), op))
+    with _writable(tensors):
+        parcels = [_Parcel([tensors[i] for i in bucket], op, channel) for bucket in buckets(tensors)]
+        flats = [as_bytes(parcel.sent) for parcel in parcels]
+        # What ranks can compute by themselves from everybody's data.
+        may = isinstance(op, _Op.RedOpType) and op in FOLDS and all_on_host(tensors)
+        tables, _ = channel.ride(tree_call(label, spec, tensors), flats, lambda: _part(parcels), may)
+        if tables is None:
+            works = [channel.collective.start_all_reduce(parcel.sent, op) for parcel in parcels]
+        else:
+            for parcel, table in zip(parcels, tables, strict=True):
+                parcel.deliver(fold(table.view(parcel.sent.dtype), op))
 
     def finish() -> Any:
         for work, parcel in zip(works, parcels if works else [], strict=True):
@@ -123,11 +120,6 @@ def wire_dtype(dtype: torch.dtype, op: Any) -> torch.dtype:
     if dtype is torch.float16 and op == _Op.AVG:
         return torch.float32
     return WIDER.get(dtype, dtype)
-
-
-def foldable(op: Any) -> bool:
-    """Whether ranks can compute the reduction by themselves from everybody's data."""
-    return isinstance(op, _Op.RedOpType) and op in FOLDS
 
 
 class _Parcel:

@@ -13,7 +13,6 @@ from fabric.plugins.collectives.channel import torch_op
 from fabric.plugins.collectives.collective import Collective
 from fabric.plugins.collectives.control import guard_of, waits_of_world
 from fabric.plugins.collectives.frames import for_bools
-from fabric.plugins.collectives.ordered import from_ordered, to_ordered
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -47,7 +46,11 @@ class _Reduction:
 
     def to_send(self, tensor: Tensor) -> Tensor:
         """What the engine reduces in place of such a tensor."""
-        return to_ordered(tensor, largest=self.op == dist.ReduceOp.MAX) if self._ordered else tensor
+        if not self._ordered:
+            return tensor
+        from fabric.plugins.collectives.ordered import to_ordered
+
+        return to_ordered(tensor, largest=self.op == dist.ReduceOp.MAX)
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
@@ -58,6 +61,8 @@ class _Reduction:
         if self.work is not None:
             self.work.wait()
         if self._ordered:
+            from fabric.plugins.collectives.ordered import from_ordered
+
             self.tensor.copy_(from_ordered(self.sent, self.tensor.dtype))
         elif self.op == dist.ReduceOp.AVG and self.size > 1:
             self.tensor.div_(self.size)

@@ -19,8 +19,8 @@ import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.torch_internals import flight_record, group_names
+from fabric.plugins.collectives.frames import Said
 from fabric.plugins.collectives.job_store import JobStore
-from fabric.plugins.collectives.mismatch import Said, mismatch_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -79,21 +79,20 @@ class Begun(NamedTuple):
 
 
 class Here(NamedTuple):
-    """A call of all ranks that this process waits in, for the watchdog."""
+    """What this process waits in."""
 
     verb: str
-    where: str
     since: float
     """Of `time.monotonic()`."""
+    where: str = ""
+    """The user's line, where the call has left it."""
 
 
 class Whereabouts(NamedTuple):
     """Where all ranks are."""
 
-    left: list[int]
-    """Those that have ended."""
-    silent: list[int]
-    """Those that do not answer."""
+    gone: list[int]
+    """Those that have ended, or do not answer."""
     table: str
     """A line for each rank; "" if they cannot be asked."""
 
@@ -127,7 +126,7 @@ class Waits:
         self.counts: dict[str, int] = {}
         """How many calls of each group this rank has come to."""
         self.here: Here | None = None
-        """What this rank waits in, once it has waited for `PATIENCE`."""
+        """The call of all ranks that this rank waits in, once it has waited for `PATIENCE`."""
         self.explain: Callable[[], Whereabouts] | None = None
         """Asks all ranks where they are; a watchdog's."""
         self.broken: str | None = None
@@ -172,9 +171,9 @@ class Waits:
             if stamp == self._stamp:
                 (store or self.store).set(f"at/{self.rank}", "")
 
-    def leave(self) -> None:
-        """Tell the others that this rank will make no call any more."""
-        self.store.set(f"left/{self.rank}", "")
+    def leave(self, text: str = "") -> None:
+        """Tell the others that this rank will make no call any more, and in `text` more of it."""
+        self.store.set(f"left/{self.rank}", text)
         self.store.add("left", 1)
 
     def have_left(self, ranks: Iterable[int]) -> bool:
@@ -213,6 +212,8 @@ class Waits:
         """Whether ranks wait for each other and can never go on, as one of them has written: `broken`."""
         store = store or self.store
         if self.broken is None and store.check(["verdict"]):
+            from fabric.plugins.collectives.mismatch import mismatch_text
+
             waits = [Wait(*fields) for fields in json.loads(store.get("verdict"))]
             self.can_raise = any([wait.turn for wait in waits])
             self.broken = (

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
+from fabric.processes.endings import Ending, describe
 from fabric.processes.garbage import forked
-from fabric.processes.lifeline import Ending, describe, die_with_creator, die_with_parent
+from fabric.processes.lifeline import die_with_creator, die_with_parent
 from fabric.processes.signals import flush_output
 from fabric.strategies.launchers.failure import exit_reason
-from fabric.strategies.launchers.pickling import explain_unpicklable
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -95,7 +95,6 @@ def _call(task: Task) -> bytes | None:
     environment, function, args, kwargs = (
         pickle.loads(task.call) if isinstance(task.call, bytes) else task.call
     )
-    _share_cores(task)
     environment.become(**asdict(task.place))
     result = function(*args, **kwargs)
     if task.place.local_rank != 0:
@@ -105,8 +104,8 @@ def _call(task: Task) -> bytes | None:
     except Exception as error:
         raise ArgumentTypeError(
             "The function's result cannot be sent back to the launching process, because it cannot be "
-            f"pickled: {explain_unpicklable(result, 'result')}. Return plain data and tensors (for a model "
-            "its state_dict())."
+            f"pickled ({type(error).__name__}: {error}). Return plain data and tensors (for a model its "
+            "state_dict())."
         ) from error
 
 
@@ -118,16 +117,6 @@ def _set_variables(task: Task) -> None:
     os.environ.update(task.place.variables(os.environ))
 
 
-def _share_cores(task: Task) -> None:
-    """Set torch's threads where torch was loaded before OMP_NUM_THREADS was known (fork, forkserver, main
-    module).
-    """
-    torch = sys.modules.get("torch")
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if torch is not None and wanted.isdigit() and torch.get_num_threads() != int(wanted):
-        torch.set_num_threads(int(wanted))
-
-
 def _ending_of(error: BaseException) -> Ending:
     when = time.monotonic()
     # The frames of this module say nothing to the user: the traceback starts at the user's function.
@@ -135,7 +124,4 @@ def _ending_of(error: BaseException) -> Ending:
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next
     trace = "".join(traceback.format_exception(error.with_traceback(tb))) if tb is not None else ""
-    whole = None
-    with contextlib.suppress(Exception):  # what cannot be pickled is told in words
-        whole = pickle.dumps(error)
-    return Ending(when, describe(error), trace, error=whole)
+    return Ending(when, describe(error), trace)

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fabric.processes.lifeline import is_consequence
+from fabric.processes.endings import is_consequence
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

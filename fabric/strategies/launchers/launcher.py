@@ -15,11 +15,6 @@ class Launcher(ABC):
     start_method: str
     """"popen", "spawn", "fork" or "forkserver"."""
 
-    @property
-    @abstractmethod
-    def is_interactive_compatible(self) -> bool:
-        """Whether it works in notebooks and at the Python prompt."""
-
     @abstractmethod
     def launch(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
         """Start the ranks and return what `function(*args, **kwargs)` returns on rank zero.

@@ -17,20 +17,18 @@ import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.processes.garbage import forking
-from fabric.processes.signals import Handlers, die_by
+from fabric.processes.handlers import Handlers
+from fabric.processes.signals import die_by
 from fabric.processes.system import require_posix
 from fabric.strategies.launchers.child import Task, run_rank
-from fabric.strategies.launchers.cuda_touched import cuda_line, watch_cuda
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.openmp import rest_openmp
-from fabric.strategies.launchers.pickling import explain_unpicklable, interactive_name
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.supervisor import Supervisor
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from fabric.plugins.environments.local import LocalEnvironment
-    from fabric.processes.lifeline import Ending
 
 _PRELOAD = ["torch", "fabric.fabric"]
 """What the fork server imports once; a second launch forks from it in about 0.1 s."""
@@ -79,21 +76,13 @@ class MultiprocessLauncher(Launcher):
         self.num_processes = num_processes
         self.num_nodes = num_nodes
         self.start_method = start_method
-        if start_method == "fork":
-            watch_cuda()
-
-    @property
-    def is_interactive_compatible(self) -> bool:
-        """Only fork: the others must import the function by name, and a notebook cannot be imported."""
-        return self.start_method == "fork"
 
     def launch(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
         """Run `function(*args, **kwargs)` in every rank; returns rank zero's result, copied by pickle.
 
         Raises:
             LaunchError: There is no function, it or an argument cannot be pickled, fork is not possible any
-            more, or a rank failed: the message starts with that rank and its exception, which is also
-                `__cause__`.
+                more, or a rank failed: the message starts with that rank and its exception.
         """
         if function is None:
             raise LaunchError(
@@ -134,7 +123,7 @@ class MultiprocessLauncher(Launcher):
             if failure is not None:
                 ending = supervisor.endings.get(failure.rank)
                 trace = "" if ending is None else ending.trace
-                raise _launch_error(supervisor.summary(failure), trace, failure.code) from _revive(ending)
+                raise _launch_error(supervisor.summary(failure), trace, failure.code)
             result = supervisor.endings[first.rank].result
             return None if result is None else pickle.loads(result)
         finally:
@@ -167,7 +156,7 @@ class MultiprocessLauncher(Launcher):
         if self.start_method == "fork":
             return call
         for part in (function, *args, *kwargs.values()):
-            _refuse_interactive_function(part, self.start_method)
+            _refuse_interactive(part, self.start_method)
         try:
             # By value and once: torch's own reducers would share CPU parameters between the ranks.
             return pickle.dumps(call)
@@ -241,61 +230,44 @@ def _tell_once(kind: type[BaseException], error: BaseException, tb: TracebackTyp
     told = error.told if isinstance(error, LaunchError) else None
     if told is not None:
         sys.stderr.write(told[1])
-        error.args, error.__cause__ = told[:1], None
+        error.args = told[:1]
     _hook_before(kind, error, tb)
     if told is not None and error.exit_code != 1:  # type: ignore[attr-defined]
         raise SystemExit(error.exit_code)  # type: ignore[attr-defined]
 
 
-def _revive(ending: Ending | None) -> BaseException | None:
-    """The rank's exception object, where its class can be imported here."""
-    if ending is None or ending.error is None:
-        return None
-    try:
-        error = pickle.loads(ending.error)
-    except Exception:  # an exception class with a constructor of its own: its text is in the message already
-        return None
-    return error if isinstance(error, BaseException) else None
-
-
 def _refuse_fork_after_cuda() -> None:
     if torch.cuda.is_initialized():
-        line = cuda_line()
-        what = "that line" if line else "the first .cuda(), .to('cuda') or torch.cuda call"
         raise LaunchError(
-            f"CUDA is initialised in this process{', ' * bool(line)}{line}, and a forked rank cannot use it "
-            f"again. Move {what} into the launched function (in a notebook: restart the kernel first), or "
-            'use strategy="ddp_spawn".'
+            "CUDA is initialised in this process, and a forked rank cannot use it again. Move the first "
+            ".cuda(), .to('cuda') or torch.cuda call into the launched function (in a notebook: restart the "
+            'kernel first), or use strategy="ddp_spawn".'
         )
 
 
-def _refuse_interactive_function(function: Any, method: str) -> None:
+def _refuse_interactive(part: Any, method: str) -> None:
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     importable = getattr(main, "__spec__", None) is not None or (file is not None and Path(file).exists())
-    name = None if importable else interactive_name(function)
-    if name is not None:
+    if not importable and getattr(part, "__module__", None) == "__main__":
         raise LaunchError(
-            f'start_method="{method}" imports functions and classes by name in each rank, but {name!r} is '
-            "defined in a notebook, prompt or piped script, which cannot be imported. Use "
-            'strategy="ddp_notebook" (or "ddp_fork"), or define it in a file.'
+            f'start_method="{method}" imports functions and classes by name in each rank, but '
+            f"{_name(part)!r} is defined in a notebook, prompt or piped script, which cannot be imported. "
+            'Use strategy="ddp_notebook" (or "ddp_fork"), or define it in a file.'
         )
 
 
 def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The first argument that pickle refuses, with its reason."""
     owner = getattr(function, "__self__", function)  # `Fabric`, of which this is a method
-    # With an owner the first argument is the user's function, and what follows are its arguments.
-    start = 0 if owner is function else -1
-    named = [(_own_name(value, index), value) for index, value in enumerate((owner, *args), start)]
-    named += list(kwargs.items())
-    texts = (explain_unpicklable(value, name) for name, value in named)
-    return next((text for text in texts if text), "the environment plugin")
+    for name, value in [*[(_name(value), value) for value in (owner, *args)], *kwargs.items()]:
+        try:
+            pickle.dumps(value)
+        except Exception as error:  # pickle's own, and what a user's __getstate__ or __reduce__ raises
+            notes = getattr(error, "__notes__", ())  # from Python 3.14 on: the way to what it refuses
+            return f"{name} ({'; '.join([f'{type(error).__name__}: {error}', *notes])})"
+    return "the environment plugin"
 
 
-def _own_name(value: Any, position: int) -> str:
-    """What people call it, when all we have is its position: `model` for a module, a function's own name."""
-    if isinstance(value, torch.nn.Module):
-        return "model"
-    if isinstance(value, FunctionType | MethodType):
-        return value.__qualname__
-    return f"argument {position}" if position > 0 else type(value).__name__.lower()
+def _name(value: Any) -> str:
+    return getattr(value, "__qualname__", type(value).__name__)

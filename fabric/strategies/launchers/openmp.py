@@ -7,8 +7,10 @@ pool's others.
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 
+_RUNTIME = re.compile(r"/.*/lib(?:gomp|omp|iomp)[^/\n]*$", re.MULTILINE)
 _SOFT_PAUSE = 1  # omp_pause_soft: keeps settings; the pool comes back at the next parallel region
 
 
@@ -17,7 +19,11 @@ def rest_openmp() -> bool:
 
     Source: OpenMP 5.0, 3.2.44 omp_pause_resource_all; GNU and LLVM runtimes have it.
     """
-    rested = [_pause(path) for path in _runtimes()]
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return False
+    rested = [_pause(path) for path in set(_RUNTIME.findall(maps))]
     return bool(rested) and all(rested)
 
 
@@ -26,15 +32,3 @@ def _pause(path: str) -> bool:
         return bool(ctypes.CDLL(path).omp_pause_resource_all(_SOFT_PAUSE) == 0)
     except (OSError, AttributeError):
         return False
-
-
-def _runtimes() -> list[str]:
-    """Paths of the OpenMP runtimes that are loaded in this process."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return []
-    paths = {line.split(maxsplit=5)[5] for line in lines if len(line.split(maxsplit=5)) == 6}
-    return sorted(
-        path for path in paths if any(name in Path(path).name for name in ("libgomp", "libomp", "libiomp"))
-    )

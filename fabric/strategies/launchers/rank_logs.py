@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import threading
 import time
@@ -18,7 +17,6 @@ from fabric.core.messages import say
 if TYPE_CHECKING:
     from pathlib import Path
 
-_LINE = re.compile(rb"[^\r\n]*[\r\n]+")  # a progress bar returns to the start of its line
 _CHUNK = 65536
 _DRAIN_S = 2.0
 """Seconds for what is under way after a rank's end; a subprocess of it may hold the pipe open for longer."""
@@ -91,20 +89,18 @@ def _unusable(directory: Path | None, error: OSError) -> ConfigurationError:
 
 def _copy(reader: int, file: BinaryIO | None, terminal: TextIO, prefix: bytes) -> None:
     # To the end, whatever fails: a rank whose pipe nobody reads fails at its next print.
-    rest, writes = b"", file is not None
+    rest = b""
     with file or contextlib.nullcontext(), os.fdopen(reader, "rb", buffering=0) as pipe:
         while chunk := pipe.read(_CHUNK):
             try:
-                if file is not None and writes:
+                if file is not None:
                     file.write(chunk)
             except OSError as error:
-                writes = False
                 say(f"{file and file.name} ends here: {error}")
-            rest += chunk
-            end = max(rest.rfind(b"\n"), rest.rfind(b"\r")) + 1
-            lines, rest = _LINE.findall(rest[:end]), rest[end:]
-            if len(rest) > _CHUNK:  # no line
-                lines, rest = [*lines, rest + b"\n"], b""
+                file = None
+            # A progress bar ends its lines by a return.
+            lines = (rest + chunk).splitlines(keepends=True)
+            rest = b"" if lines[-1].endswith((b"\n", b"\r")) or len(lines[-1]) > _CHUNK else lines.pop()
             _show(terminal, [prefix + line for line in lines])
     if rest:
         _show(terminal, [prefix + rest + b"\n"])

@@ -9,6 +9,7 @@ import atexit
 import builtins
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,24 +20,25 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fabric.core.errors import LaunchError
 from fabric.plugins.environments.local import LAUNCHED, LocalEnvironment
-from fabric.processes.lifeline import describe
-from fabric.processes.signals import flush_output
+from fabric.processes.signals import TOGETHER_S, Listener, die_by, flush_output
 from fabric.processes.system import require_posix
-from fabric.strategies.launchers.failure import Failure, exit_reason, root_cause
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.place import Place
-from fabric.strategies.launchers.relay import Relay
 from fabric.strategies.launchers.supervisor import EXIT_NOTE_S, Command, Supervisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from fabric.strategies.launchers.failure import Failure
+
 
 MAIN_GRACE_S = 1.0
 """Seconds that this process gets to fail by itself, usually in a collective, after another rank failed."""
 UNWIND_GRACE_S = 60.0
 """Seconds that this process gets to leave its `finally` and `except` blocks, after another rank failed."""
+AGAIN_S = 5.0
+"""A second Ctrl-C within so many seconds ends all ranks at once."""
 
 
 class ScriptLauncher(Launcher):
@@ -55,11 +57,6 @@ class ScriptLauncher(Launcher):
         self.environment = environment
         self.num_processes = num_processes
         self.num_nodes = num_nodes
-
-    @property
-    def is_interactive_compatible(self) -> bool:
-        """No: there is no command to run again."""
-        return False
 
     def launch(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
         """Start the other ranks unless that has been done, then call `function` in this process.
@@ -108,7 +105,8 @@ class _Job:
         self.host.follow(environment)
         self.supervisor = Supervisor(_commands(place, argv, directory), elsewhere=nodes > 1)
         self.supervisor.start()
-        self.relay = Relay(self.supervisor)
+        self._heard: dict[int, float] = {}
+        Listener(self._on_signal)
         self._main_over = threading.Event()
         self._concluding, self._stderr = threading.Lock(), sys.stderr
         self._cause: Failure | None = None
@@ -143,6 +141,24 @@ class _Job:
         with contextlib.redirect_stderr(self._stderr):
             self._exit(self._finish(failure))
 
+    def _on_signal(self, number: int) -> None:
+        """Pass SIGTERM on to the ranks, once; a second one, or a second Ctrl-C, ends them and this process.
+
+        In a thread, while the main one may be deep in a collective; only of signals that have a handler in
+        Python. Without one SIGTERM ends this process, and the ranks die with it.
+        """
+        now, last = time.monotonic(), self._heard.get(number, float("-inf"))
+        if now - last < TOGETHER_S:
+            return
+        self._heard[number] = now
+        interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if number == signal.SIGTERM and last == float("-inf"):
+            self.supervisor.send(number)
+        elif number == signal.SIGTERM or (number == signal.SIGINT and interrupts and now - last < AGAIN_S):
+            self.supervisor.stopping = True
+            self.supervisor.send(signal.SIGKILL)
+            die_by(number)
+
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, tb: TracebackType | None
     ) -> None:
@@ -156,9 +172,10 @@ class _Job:
             self._previous_hook(kind, error, tb)
             self.supervisor.stop()
             return
+        from fabric.processes.endings import describe
+        from fabric.strategies.launchers.failure import Failure
+
         mine = Failure(self.rank, when, describe(error, tb))
-        if mine.is_consequence:
-            self.relay.await_end()
         self._cause = cause = self.supervisor.first_failure(mine) or mine
         if cause is mine or cause.rank in self.supervisor.finished() or not mine.is_consequence:
             self._previous_hook(kind, error, tb)
@@ -167,6 +184,8 @@ class _Job:
 
     def _on_sys_exit(self, status: Any = None, /) -> NoReturn:
         """In place of `sys.exit`: Python tells nobody with which code it ends."""
+        from fabric.strategies.launchers.failure import Failure, exit_reason
+
         code, reason = exit_reason(status)
         if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
             self._exited = Failure(self.rank, time.monotonic(), reason, code) if code else None
@@ -195,6 +214,8 @@ class _Job:
     def _await_others(self) -> None:
         failure = self.supervisor.wait_noting(f"rank {self.rank} has finished; waiting for rank {{}}")
         if failure is not None:
+            from fabric.strategies.launchers.failure import root_cause
+
             self._exit(self._finish(root_cause([failure], [self.rank])))
 
     def _finish(self, failure: Failure) -> int:

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
-from fabric.processes.lifeline import LIFELINE_FD, PARENT_PID, REPORT_FD, Ending, die_with_parent
+from fabric.processes.lifeline import LIFELINE_FD, PARENT_PID, REPORT_FD, die_with_parent
 from fabric.processes.signals import TOGETHER_S
-from fabric.strategies.launchers.failure import Failure, from_returncode, root_cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
+    from fabric.processes.endings import Ending
+    from fabric.strategies.launchers.failure import Failure
     from fabric.strategies.launchers.rank_logs import RankLogs
 
     Process = subprocess.Popen[bytes] | BaseProcess
@@ -151,9 +152,14 @@ class Supervisor:
         def seen() -> list[Failure]:
             return [*self._failures.values(), *mine]
 
+        self._look()
+        if not seen():
+            return None
+        from fabric.strategies.launchers.failure import root_cause
+
         seconds = SETTLE_ELSEWHERE_S if self.elsewhere else SETTLE_S
-        self._until(lambda: self.stopping or not (seen() and root_cause(seen()).is_consequence), seconds)
-        return root_cause(seen(), self.finished()) if seen() else None
+        self._until(lambda: self.stopping or not root_cause(seen()).is_consequence, seconds)
+        return root_cause(seen(), self.finished())
 
     def finished(self) -> list[int]:
         """The ranks that have ended well, or have said so."""
@@ -235,29 +241,34 @@ class Supervisor:
     def _look(self) -> None:
         """Take note of what has ended since."""
         with self._lock:
-            if not self.stopping:
-                self._take_note()
+            if self.stopping:
+                return
+            # First who has ended: what they said before then is in the pipes.
+            now, codes = time.monotonic(), {rank: _code(process) for rank, process in self.processes.items()}
+            for rank, link in list(self._links.items()):
+                if link.poll():
+                    self._hear(rank, link)
+            for rank, code in codes.items():
+                silent = self._functions and code == 0 and rank not in self.endings
+                if (code or silent) and rank not in self._failures:
+                    from fabric.strategies.launchers.failure import from_returncode
 
-    def _take_note(self) -> None:
-        # First who has ended: what they said before then is in the pipes.
-        now, codes = time.monotonic(), {rank: _code(process) for rank, process in self.processes.items()}
-        for rank, link in list(self._links.items()):
-            if link.poll():
-                self._hear(rank, link)
-        for rank, code in codes.items():
-            silent = self._functions and code == 0 and rank not in self.endings
-            if (code or silent) and rank not in self._failures:
-                self._failures[rank] = from_returncode(rank, code or 0, now)
+                    self._failures[rank] = from_returncode(rank, code or 0, now)
 
     def _hear(self, rank: int, link: Connection) -> None:
         """Take what a rank says at its end, or the end of its link."""
         del self._links[rank]  # not closed: another thread may wait for it
         with contextlib.suppress(EOFError, OSError):
-            self.endings[rank] = ending = Ending(*pickle.loads(link.recv_bytes()))
+            said = pickle.loads(link.recv_bytes())
+            from fabric.processes.endings import Ending
+
+            self.endings[rank] = ending = Ending(*said)
             trace = "" if self._functions else ending.trace
             if self.logs is not None:
                 self.logs.note(rank, trace)
             if ending.reason is not None:
+                from fabric.strategies.launchers.failure import Failure
+
                 self._failures[rank] = Failure(rank, ending.when, ending.reason, ending.code, trace)
 
     def _until(self, over: Callable[[], object], timeout: float | None) -> None:

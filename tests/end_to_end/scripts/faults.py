@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
 from fabric.strategies import DDPStrategy
-from fabric.strategies.launchers import relay
 
 STRATEGIES = {
     "script": "ddp",
@@ -50,9 +49,7 @@ def wait_in(state, fabric):
             os.write(1, b"saved\n")
     if state == "backward":
         ready.backward()
-    if state == "native, slow":  # this process ends a second after the ranks that it has started
-        die_by, relay.die_by = relay.die_by, lambda number: (time.sleep(1), die_by(number))
-    if state.startswith("native"):  # all ranks wait for each other where no Python runs
+    if state == "native":  # all ranks wait for each other where no Python runs
         dist.recv(torch.zeros(1), src=1 - fabric.global_rank)
     if state == "loader":
         next(ready)

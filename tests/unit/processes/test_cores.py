@@ -1,4 +1,5 @@
 import os
+from math import inf
 
 import pytest
 
@@ -24,20 +25,15 @@ def cgroups(tmp_path):
     ("membership", "files", "expected"),
     [
         ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
-        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, inf),
         ("0::/job/step\n", {"job/cpu.max": "300000 100000", "job/step/cpu.max": "max 100000"}, 3.0),
         ("0::/job/step\n", {"job/cpu.max": "100000 100000", "job/step/cpu.max": "400000 100000"}, 1.0),
         # the host's path, seen from inside a container: only the root is mounted
         ("0::/docker/abc\n", {"cpu.max": "250000 100000"}, 2.5),
         ("0::/../other\n", {"cpu.max": "250000 100000"}, 2.5),
-        (
-            "5:memory:/x\n4:cpu,cpuacct:/job\n",
-            {"cpu,cpuacct/job/cpu.cfs_quota_us": "50000", "cpu,cpuacct/job/cpu.cfs_period_us": "100000"},
-            0.5,
-        ),
-        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-        ("0::/\n", {"cpu.max": "garbage"}, None),
-        ("", {}, None),
+        ("4:cpu:/\n", {"cpu.max": "50000 100000"}, inf),  # of version 1
+        ("0::/\n", {"cpu.max": "garbage"}, inf),
+        ("", {}, inf),
     ],
 )
 def test_quota(cgroups, membership, files, expected):
@@ -45,10 +41,10 @@ def test_quota(cgroups, membership, files, expected):
 
 
 def test_no_cgroups_at_all(tmp_path):
-    assert cgroup_quota(tmp_path / "nothing", tmp_path) is None
+    assert cgroup_quota(tmp_path / "nothing", tmp_path) == inf
 
 
-@pytest.mark.parametrize(("quota", "cores"), [(None, 8), (1.5, 2), (0.1, 1), (7.0, 7), (64.0, 8)])
+@pytest.mark.parametrize(("quota", "cores"), [(inf, 8), (1.5, 2), (0.1, 1), (7.0, 7), (64.0, 8)])
 def test_quota_is_rounded_up_and_never_adds_cores(monkeypatch, quota, cores):
     monkeypatch.setattr("fabric.processes.cores.cgroup_quota", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)

@@ -17,7 +17,7 @@ from fabric.core.errors import RankError
 from fabric.core.torch_internals import backward_pass
 from fabric.core.tree import flatten, map_tree
 from fabric.plugins.collectives.objects import broadcast_tree
-from fabric.processes.lifeline import describe
+from fabric.processes.endings import describe
 from fabric.strategies.layouts.pipeline.link import Failed, Link
 from fabric.strategies.layouts.pipeline.stage import own
 from fabric.utilities.random_stream import RandomStream
