@@ -63,8 +63,7 @@ def reduce_tree(
     with _writable(tensors):
         parcels = [_Parcel([tensors[i] for i in bucket], op, channel) for bucket in buckets(tensors)]
         flats = [as_bytes(parcel.sent) for parcel in parcels]
-        # What ranks can compute by themselves from everybody's data.
-        may = isinstance(op, _Op.RedOpType) and op in FOLDS and all_on_host(tensors)
+        may = foldable(op) and all_on_host(tensors)
         tables, _ = channel.ride(tree_call(label, spec, tensors), flats, lambda: _part(parcels), may)
         if tables is None:
             works = [channel.collective.start_all_reduce(parcel.sent, op) for parcel in parcels]
@@ -120,6 +119,11 @@ def wire_dtype(dtype: torch.dtype, op: Any) -> torch.dtype:
     if dtype is torch.float16 and op == _Op.AVG:
         return torch.float32
     return WIDER.get(dtype, dtype)
+
+
+def foldable(op: Any) -> bool:
+    """Whether ranks can compute the reduction by themselves from everybody's data."""
+    return isinstance(op, _Op.RedOpType) and op in FOLDS
 
 
 class _Parcel:
