@@ -71,7 +71,6 @@ __all__ = [
     "phase",
     "pin_memory",
     "renew_reducer",
-    "shallow_copy",
     "show_part",
     "ungathered",
     "value_of",
@@ -368,11 +367,6 @@ def hang(state: Any, out: Any) -> Any:
 
 
 # Modules, parameters, process groups.
-
-
-def shallow_copy(module: Any) -> Any:
-    """A module's own way to be copied for a replica that computes with other tensors (RNNs keep lists)."""
-    return module._replicate_for_data_parallel()
 
 
 def has_hooks(parameter: Any) -> bool:

@@ -420,12 +420,3 @@ def test_hooks_of_parameters_are_seen() -> None:
     two.register_post_accumulate_grad_hook(lambda p: None)
     assert internals.has_hooks(one)
     assert internals.has_hooks(two)
-
-
-def test_shallow_copies_hold_the_same_children_in_tables_of_their_own() -> None:
-    """Replicas of `dp` would share what a forward puts on a module."""
-    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    copy = internals.shallow_copy(model)
-    assert type(copy) is type(model)
-    assert copy._modules is not model._modules
-    assert copy._modules == model._modules
