@@ -23,8 +23,7 @@ OWED = [
     (r"DistributedDataParallel|a DDP of your own", "a DDP of the user's own"),
     (r"share the same data|is a collective", "evaluation on one rank of a row"),
     (r"no_backward_sync needs a model that is set up", "no_backward_sync of a model that is not set up"),
-    (r"parameter of a layer that it does not call", "a forward that reads a split layer's parameter itself"),
-    (r"a tensor that is split over ranks, beside plain", "a method that reads split parameters itself"),
+    (r"computes .*with a tensor that is split over ranks", "reading split parameters, unmarked methods"),
     (r"A compiled model cannot be cut into stages", "a pipeline of a compiled model"),
     (r"has only this .* of the states", "the raw optimizer's state_dict under zero1 and in a pipeline"),
     (r"would be lost: the first stage of the pipeline", "saving what one stage has of a model"),
@@ -36,7 +35,6 @@ OWED = [
     (r"torch\.autograd\.grad, or backward\(inputs", "torch.autograd.grad through a pipeline"),
     (r"a penalty on weights", "a term of split parameters in the loss"),
     (r"which is on stage \d+ of the pipeline", "a state dict of some stages in a file"),
-    (r"ran without the mixed precision of forward", "a method of a split model that is not marked"),
     (r"is not finite", "clip_gradients of gradients that are not finite"),
 ]  # fmt: skip
 
