@@ -314,10 +314,6 @@ def setup(make=Net, parallelize=None, sizes=(1, "auto"), **keywords):
     return call
 
 
-def zero1_of_one_element():
-    start("zero1").setup(model := nn.Linear(1, 1, bias=False), sgd(model))
-
-
 def offload_by_setup():
     start("fsdp_cpu_offload").setup(model := Net(), sgd(model))
 
@@ -387,11 +383,6 @@ AT_SETUP = {
         setup(lambda: nn.Linear(1, 1, bias=False)),
         ConfigurationError,
         ["Linear has 1 parameter elements for {world} ranks", 'Write devices=1, or strategy="ddp"'],
-    ),
-    "fewer elements than ranks, zero1": (
-        zero1_of_one_element,
-        ConfigurationError,
-        ['strategy="zero1"', "SGD over {world} ranks", "only 1 elements", 'strategy="ddp"', "devices=1"],
     ),
     "a set that matches nothing": (
         setup(auto_wrap_policy={nn.Conv2d}),
