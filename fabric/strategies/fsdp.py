@@ -11,7 +11,7 @@ from fabric.core.errors import ConfigurationError
 from fabric.core.precision import POLICIES
 from fabric.strategies.fsdp_keywords import sharding, translate
 from fabric.strategies.layouts.blocks import check_policy
-from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings, offload_error
+from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings
 from fabric.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffload, ShardingStrategy
     from torch.nn import Module
-    from torch.optim import Optimizer
 
     from fabric.accelerators.accelerator import Accelerator
     from fabric.core.traits import Traits
@@ -46,7 +45,6 @@ class FSDPStrategy(ParallelStrategy):
         process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
         timeout: How long a collective waits for the other ranks.
         cpu_offload: Parameters, gradients and optimizer states in host memory (True, or torch's CPUOffload).
-            Make optimizers after `fabric.setup_module`, from `model.parameters()`.
         mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; None: by `precision=`.
         auto_wrap_policy: Which modules are gathered and freed together: a set of classes (an empty one: the
             model is one group), a function (module) -> bool, or a policy of torch.distributed.fsdp.wrap.
@@ -158,18 +156,6 @@ class FSDPStrategy(ParallelStrategy):
         """The MixedPrecisionPolicy that parameters are gathered and gradients reduced by."""
         self.layout.policy = self._precision.policy
         return self.layout.precision_policy()
-
-    def setup_module_and_optimizers(
-        self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
-    ) -> tuple[Module, list[Optimizer], Any | None]:
-        """Module and optimizers together. All ranks must call this.
-
-        Raises:
-            ConfigurationError: Parameters are offloaded, and optimizers were made before.
-        """
-        if self.layout.settings.offload and optimizers:
-            raise offload_error(optimizers[0])
-        return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
 
 def _checkpointed(modules: Any, policy: Any) -> Any:

@@ -27,7 +27,6 @@ OWED = [
     (r"A compiled model cannot be cut into stages", "a pipeline of a compiled model"),
     (r"has only this .* of the states", "the raw optimizer's state_dict under zero1 and in a pipeline"),
     (r"would be lost: the first stage of the pipeline", "saving what one stage has of a model"),
-    (r"with offload|cpu_offload", "optimizers made before setup under offload"),
     (r"no_grad\S* #\d+ with different data", "ranks of one model that evaluate other batches"),
     (r"must see the same data", "a stream that shares itself out among ranks of one model"),
     (r"LBFGS (joins|computes)", "LBFGS on split parameters or states"),

@@ -229,7 +229,11 @@ def test_models_and_arguments_that_cannot_be_divided(ranks, bad):
         (lambda: ContextParallel(blocks=set()), ConfigurationError, "blocks is empty"),
         (lambda: ContextParallel(seq_dims={"x": "1"}), ArgumentTypeError, "seq_dims['x']"),
         (lambda: DDPStrategy(context_parallel=2), ArgumentTypeError, "Write ContextParallel(2)"),
-        (lambda: DDP2Strategy(context_parallel=ContextParallel()), ConfigurationError, "Use DDPStrategy"),
+        (
+            lambda: DDP2Strategy(context_parallel=ContextParallel()),
+            ConfigurationError,
+            "or write DDPStrategy",
+        ),
         (
             lambda: Fabric(
                 accelerator="cpu", devices=4, strategy=DDPStrategy(context_parallel=ContextParallel(3))

@@ -314,17 +314,6 @@ def setup(make=Net, parallelize=None, sizes=(1, "auto"), **keywords):
     return call
 
 
-def offload_by_setup():
-    start("fsdp_cpu_offload").setup(model := Net(), sgd(model))
-
-
-def offload_by_two_calls():
-    fabric = start(FSDPStrategy(cpu_offload=True))
-    optimizer = sgd(model := Net())
-    fabric.setup_module(model)
-    fabric.setup_optimizers(optimizer)
-
-
 def shards_parts_only(model, mesh):
     for block in model.blocks:
         fully_shard(block, mesh=mesh["data_parallel"])
@@ -373,10 +362,6 @@ def mesh_of_three_dimensions():
 large = functools.partial(size_based_auto_wrap_policy, min_num_params=10**6)
 HAS = "matches no module inside Net, which has Block, Linear, Sequential."
 CHOSEN = "or leave auto_wrap_policy out"
-OFFLOAD = [
-    "SGD was made before the model was set up with cpu_offload",
-    "then make the optimizer from model.par",
-]
 WHOLE = ["sharded already", "fully_shard was called on it before", "ModelParallelStrategy(parallelize_fn)"]
 AT_SETUP = {
     "fewer elements than ranks": (
@@ -434,8 +419,6 @@ AT_SETUP = {
         ConfigurationError,
         ["activation_checkpointing_policy=ModuleWrapPolicy", HAS],
     ),
-    "an optimizer before offload, in one call": (offload_by_setup, ConfigurationError, OFFLOAD),
-    "an optimizer before offload, in two calls": (offload_by_two_calls, ConfigurationError, OFFLOAD),
     "a function that returns nothing": (
         setup(parallelize=lambda model, mesh: None),
         ArgumentTypeError,

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.nn import Module
-    from torch.optim import Optimizer
 
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
@@ -153,18 +152,6 @@ class FullyShard(Sharded):
             self._split(module, set(blocks), topology)
         self._finish(module, blocks)
         return module
-
-    def follow(self, optimizer: Optimizer) -> None:
-        """As `Split`.
-
-        Raises:
-            ConfigurationError: The optimizer was made before setup, and parameters are offloaded.
-        """
-        if self.settings.offload and any(
-            [self.has_moved(p) for g in optimizer.param_groups for p in g["params"]]
-        ):
-            raise offload_error(optimizer)
-        super().follow(optimizer)
 
     def _check_split(self, optimizer: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -296,16 +283,6 @@ class FullyShard(Sharded):
             for one, following in itertools.pairwise(blocks):
                 one.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
         self.open_gate(module)
-
-
-def offload_error(optimizer: Any) -> ConfigurationError:
-    """Why an optimizer made before setup is refused where parameters are offloaded."""
-    return ConfigurationError(
-        f"{type(optimizer).__name__} was made before the model was set up with cpu_offload, which moves "
-        "parameters to host memory: its choice of kernels and its state were for the device. Write model = "
-        "fabric.setup_module(model), then make the optimizer from model.parameters(), then "
-        "fabric.setup_optimizers(optimizer)."
-    )
 
 
 def _places(module: Module) -> Places:
