@@ -72,13 +72,6 @@ class ReplicatedSplitBatch(Replicate):
         self.devices: list[torch.device] = []
         """The devices of this process; the strategy sets them."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "devices": self.devices}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.devices = state["devices"]
-
     def wrap(self, module: Module, topology: Topology) -> Module:
         """DDP around the splitting module. All ranks must call this."""
         split = split_module(module, self.devices)

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
 
-    Places = dict[int, list[tuple[dict[str, Any], str]]]
-
 
 @dataclass
 class ShardSettings:
@@ -133,7 +131,7 @@ class FullyShard(Sharded):
             UsageError: A parameter on the meta device that nothing initialises.
         """
         if not any([p.numel() for p in module.parameters()]):
-            self._bring(module, topology, _places(module))
+            self._bring(module, topology)
             return module
         self._check_parameters(module)
         blocks = self._choose(module, "auto_wrap_policy", self.settings.blocks)
@@ -190,15 +188,15 @@ class FullyShard(Sharded):
 
     def _split(self, module: Module, blocks: list[Module], topology: Topology) -> None:
         """Bring up and split group after group, inner ones first, so that only one is whole at a time."""
-        maker, places = Materialiser(module), _places(module)
+        maker = Materialiser(module)
         for block in [*blocks, module]:
-            self._split_block(block, maker, places, topology)
+            self._split_block(block, maker, topology)
 
-    def _split_block(self, block: Module, maker: Materialiser, places: Places, topology: Topology) -> None:
+    def _split_block(self, block: Module, maker: Materialiser, topology: Topology) -> None:
         from torch.distributed.fsdp import fully_shard
 
         maker.fill(block, replay=topology.rank == 0)
-        self._bring(block, topology, places)
+        on_host = self._bring(block, topology)
         maker.release(block)
         settings = self.settings
         fully_shard(
@@ -209,28 +207,30 @@ class FullyShard(Sharded):
             offload_policy=_offload_policy(settings.offload, topology.device),
             ignored_params=settings.ignored or None,
         )
+        # An optimizer that was made before setup holds them until all blocks are split.
+        for parameter, values in on_host:
+            parameter.data = values
 
-    def _bring(self, block: Module, topology: Topology, places: Places) -> None:
+    def _bring(self, block: Module, topology: Topology) -> list[tuple[Tensor, Tensor]]:
         """The block's whole tensors on the device, with rank zero's values. All ranks must call this.
 
-        A parameter of the host stays there, and another one takes its place: an optimizer that was made
-        before setup would keep its values on the device until all blocks are split.
+        Gives parameters that a part is about to replace, with the memory that they were in before.
         """
         held: dict[int, Tensor] = {}
+        moved: list[tuple[Tensor, Tensor]] = []
         for part in _own_modules(block):
-            for slots in (part._parameters, part._buffers):
-                for name, tensor in list(slots.items()):
-                    if tensor is None or is_split(tensor):
-                        continue
-                    ignored = tensor in self.settings.ignored
-                    if tensor.device != topology.device:
-                        if type(tensor) is Parameter and not ignored:
-                            tensor = slots[name] = _twin(tensor, topology.device, places)
-                        else:
-                            tensor.data = tensor.data.to(topology.device)
-                    if not ignored:
-                        held[id(tensor)] = tensor
+            for tensor in (*part._parameters.values(), *part._buffers.values()):
+                if tensor is None or is_split(tensor):
+                    continue
+                ignored = tensor in self.settings.ignored
+                if tensor.device != topology.device:
+                    if isinstance(tensor, Parameter) and not ignored:
+                        moved.append((tensor, tensor.data))
+                    tensor.data = tensor.data.to(topology.device)
+                if not ignored:
+                    held[id(tensor)] = tensor
         broadcast_from_zero(list(held.values()))
+        return moved
 
     def precision_policy(self, block: Module | None = None) -> Any:
         """torch's MixedPrecisionPolicy for a group: the one given, or what the precision means."""
@@ -253,26 +253,6 @@ class FullyShard(Sharded):
             for one, following in itertools.pairwise(blocks):
                 one.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
         self.open_gate(module)
-
-
-def _places(module: Module) -> Places:
-    """Where each parameter stands (tied ones in several places), by id."""
-    places: Places = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((part._parameters, name))
-    return places
-
-
-def _twin(parameter: Parameter, device: torch.device, places: Places) -> Parameter:
-    """A copy on the device, in all places of the parameter."""
-    twin = Parameter(parameter.detach().to(device), parameter.requires_grad)
-    twin.__dict__.update(parameter.__dict__)
-    for slots, name in places.get(id(parameter), ()):
-        if slots[name] is parameter:
-            slots[name] = twin
-    return twin
 
 
 def _own_modules(block: Module) -> Iterator[Module]:
