@@ -67,11 +67,9 @@ __all__ = [
     "memory_of",
     "no_subclass_functions",
     "owner_of",
-    "packs_saved_tensors",
     "phase",
     "pin_memory",
     "renew_reducer",
-    "shallow_copy",
     "show_part",
     "ungathered",
     "value_of",
@@ -154,11 +152,6 @@ def ungathered(states: list[Any]) -> Iterator[torch.dtype | None]:
     finally:
         for (holder, name), value in zip(held, before, strict=True):
             setattr(holder, name, value)
-
-
-def packs_saved_tensors() -> bool:
-    """Whether hooks on saved tensors are on, as of activations that are computed again."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def accumulates() -> bool:
@@ -368,11 +361,6 @@ def hang(state: Any, out: Any) -> Any:
 
 
 # Modules, parameters, process groups.
-
-
-def shallow_copy(module: Any) -> Any:
-    """A module's own way to be copied for a replica that computes with other tensors (RNNs keep lists)."""
-    return module._replicate_for_data_parallel()
 
 
 def has_hooks(parameter: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
@@ -10,12 +9,6 @@ from fabric.strategies.ddp import DDPStrategy
 from fabric.strategies.layouts.data_parallel import ReplicatedSplitBatch
 
 if TYPE_CHECKING:
-    import torch
-
-    from fabric.accelerators.accelerator import Accelerator
-    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.plugins.io.checkpoint_io import CheckpointIO
-    from fabric.plugins.precision.precision import Precision
     from fabric.strategies.plan import Plan
 
 
@@ -35,59 +28,24 @@ class DDP2Strategy(DDPStrategy):
     Start one process on each machine: `torchrun --nnodes N --nproc-per-node 1 ...`, or the script itself with
     MASTER_ADDR, MASTER_PORT and NODE_RANK set and `Fabric(num_nodes=N)`.
 
-    Args:
-        accelerator: As in `Strategy`.
-        parallel_devices: The devices of this machine; None: chosen by `Fabric`, all GPUs for devices="auto".
-        cluster_environment: As in `ParallelStrategy`.
-        checkpoint_io: As in `Strategy`.
-        precision: As in `Strategy`.
-        process_group_backend: As in `DDPStrategy`.
-        timeout: As in `DDPStrategy`.
-        startup_timeout: As in `DDPStrategy`.
-        kwargs: Keywords of DistributedDataParallel.
+    Arguments are those of `DDPStrategy`.
 
     Raises:
-        ConfigurationError: A `start_method`. When `Fabric` is made: several processes were started on this
-            machine.
+        ConfigurationError: A `start_method` or `context_parallel`. When `Fabric` is made: several processes
+            were started on this machine.
     """
 
     layout: ReplicatedSplitBatch
     _layout = ReplicatedSplitBatch
 
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(seconds=1800),
-        *,
-        startup_timeout: timedelta = timedelta(minutes=10),
-        **kwargs: Any,
-    ) -> None:
-        if "start_method" in kwargs:
-            raise ConfigurationError(
-                f"DDP2Strategy(start_method={kwargs['start_method']!r}): there is one process on each "
-                f"machine, and so nothing to start. Leave start_method out."
-            )
-        if "context_parallel" in kwargs:
-            raise ConfigurationError(
-                "DDP2Strategy(context_parallel=...): one process splits batches over the devices of its "
-                "machine, and sequences are divided over processes. Use DDPStrategy(context_parallel=...)."
-            )
-        super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision,
-            process_group_backend,
-            timeout,
-            startup_timeout=startup_timeout,
-            **kwargs,
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        for name in ("start_method", "context_parallel"):
+            if name in kwargs:
+                raise ConfigurationError(
+                    f"DDP2Strategy({name}={kwargs[name]!r}): there is one process on each machine, which "
+                    f"splits batches over its devices. Leave {name} out, or write DDPStrategy({name}=...)."
+                )
+        super().__init__(*args, **kwargs)
 
     def bind(self, plan: Plan) -> None:
         """Complete the composition; called once, by `Fabric`."""

@@ -34,12 +34,11 @@ class DataParallelStrategy(ParallelStrategy):
     Tensors in the arguments of `model(...)`, in any nesting, are split along dim 0 as by `torch.chunk`; all
     must have the same number of rows. Other arguments go to every replica. Outputs come back as one: tensors
     are joined along dim 0, a 0-dim output becomes a vector with one entry a replica (average it weighted by
-    rows), other values must be equal on all replicas. Methods other than `forward` are not split.
+    rows); other outputs than tensors cannot be joined. Methods other than `forward` are not split.
 
-    On the CPU `devices=k` makes k replicas on shared parameters, which run in order, so that random draws
-    depend on the seed alone; they save no time. On CUDA replicas run at the same time, and
-    each draws from its device's stream. An exception in a replica reaches the caller with the replica's
-    number. torch.compile around the model compiles nothing inside the replicas; compile its parts instead.
+    On CUDA replicas run at the same time, and each draws from its device's stream. torch.compile around the
+    model compiles nothing inside the replicas; compile its parts instead. On the CPU `devices=` changes
+    nothing: the model sees the whole batch, as with torch's DataParallel.
 
     Args:
         accelerator: As in `Strategy`.

@@ -7,11 +7,11 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.errors import ConfigurationError
 from fabric.core.precision import POLICIES
-from fabric.strategies.fsdp_keywords import check_mesh, check_ranks, sharding, translate
+from fabric.strategies.fsdp_keywords import sharding, translate
 from fabric.strategies.layouts.blocks import check_policy
-from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings, offload_error
+from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings
 from fabric.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffload, ShardingStrategy
     from torch.nn import Module
-    from torch.optim import Optimizer
 
     from fabric.accelerators.accelerator import Accelerator
     from fabric.core.traits import Traits
@@ -46,7 +45,6 @@ class FSDPStrategy(ParallelStrategy):
         process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
         timeout: How long a collective waits for the other ranks.
         cpu_offload: Parameters, gradients and optimizer states in host memory (True, or torch's CPUOffload).
-            Make optimizers after `fabric.setup_module`, from `model.parameters()`.
         mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; None: by `precision=`.
         auto_wrap_policy: Which modules are gathered and freed together: a set of classes (an empty one: the
             model is one group), a function (module) -> bool, or a policy of torch.distributed.fsdp.wrap.
@@ -66,9 +64,10 @@ class FSDPStrategy(ParallelStrategy):
             A parameter that nobody used then has a gradient of zeros instead of none. Without a policy the
             model is then one group; modules that a policy names are still called by all ranks.
         context_parallel: `ContextParallel(...)`: long sequences are divided over ranks; None: they are not.
+        reshard_after_forward: FSDP2's: True (parameters are freed after forward), False (they stay), or over
+            how many ranks they are split between forward and backward; None: by `sharding_strategy`.
         kwargs: Further keywords of FSDP1: limit_all_gathers, use_orig_params, sync_module_states,
-            forward_prefetch, backward_prefetch, ignored_modules, ignored_states, param_init_fn, device_id;
-            and `reshard_after_forward` of FSDP2.
+            forward_prefetch, backward_prefetch, ignored_modules, ignored_states, device_id.
 
     Raises:
         ConfigurationError: A keyword or value that FSDP2 has nothing like.
@@ -99,22 +98,21 @@ class FSDPStrategy(ParallelStrategy):
         startup_timeout: timedelta = timedelta(minutes=10),
         find_unused_parameters: bool = False,
         context_parallel: ContextParallel | None = None,
+        reshard_after_forward: bool | int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
-        _check_flags(state_dict_type, find_unused_parameters)
+        if state_dict_type not in ("full", "sharded"):
+            raise ConfigurationError(f"state_dict_type={state_dict_type!r} is neither 'full' nor 'sharded'.")
         check_policy(auto_wrap_policy, "auto_wrap_policy")
-        check_mesh(device_mesh, sharding(sharding_strategy))
-        own = {
-            **sharding(sharding_strategy),
-            **translate(cpu_offload, mixed_precision, kwargs, inspect.signature(FSDPStrategy).parameters),
-        }
+        freed = {"reshard_after_forward": reshard_after_forward} if reshard_after_forward is not None else {}
         settings = ShardSettings(
             blocks=set() if find_unused_parameters and auto_wrap_policy is None else auto_wrap_policy,
             checkpointed=_checkpointed(activation_checkpointing, activation_checkpointing_policy),
             mesh=device_mesh,
             unused=find_unused_parameters,
-            **own,
+            **{**sharding(sharding_strategy), **freed},
+            **translate(cpu_offload, mixed_precision, kwargs, inspect.signature(FSDPStrategy).parameters),
         )
         self.layout: FullyShard = FullyShard(settings)
         self.state_dict_type = state_dict_type
@@ -136,7 +134,7 @@ class FSDPStrategy(ParallelStrategy):
         Raises:
             ConfigurationError: Sizes of a mesh that do not multiply to the number of ranks.
         """
-        check_ranks(self.layout.settings.mesh, len(plan.devices), plan.num_nodes)
+        self.layout.sizes(len(plan.devices), plan.num_nodes)
         super().bind(plan)
 
     @property
@@ -158,25 +156,6 @@ class FSDPStrategy(ParallelStrategy):
         """The MixedPrecisionPolicy that parameters are gathered and gradients reduced by."""
         self.layout.policy = self._precision.policy
         return self.layout.precision_policy()
-
-    def setup_module_and_optimizers(
-        self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
-    ) -> tuple[Module, list[Optimizer], Any | None]:
-        """Module and optimizers together. All ranks must call this.
-
-        Raises:
-            ConfigurationError: Parameters are offloaded, and optimizers were made before.
-        """
-        if self.layout.settings.offload and optimizers:
-            raise offload_error(optimizers[0])
-        return super().setup_module_and_optimizers(module, optimizers, scheduler)
-
-
-def _check_flags(state_dict_type: Any, find_unused_parameters: Any) -> None:
-    if state_dict_type not in ("full", "sharded"):
-        raise ConfigurationError(f"state_dict_type={state_dict_type!r} is neither 'full' nor 'sharded'.")
-    if not isinstance(find_unused_parameters, bool):
-        raise ArgumentTypeError(f"find_unused_parameters={find_unused_parameters!r} must be True or False.")
 
 
 def _checkpointed(modules: Any, policy: Any) -> Any:

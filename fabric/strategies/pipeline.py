@@ -6,11 +6,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
-from fabric.core.registry import did_you_mean
 from fabric.strategies.layouts.pipeline.cut import checked_balance
 from fabric.strategies.layouts.pipeline.layout import Pipeline
 from fabric.strategies.layouts.pipeline.stage import CHECKPOINT
-from fabric.strategies.parallel import START_METHODS, ParallelStrategy
+from fabric.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
     import torch
@@ -82,21 +81,13 @@ class PipelineStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
         _check_number("num_stages", num_stages)
         _check_number("num_microbatches", num_microbatches)
-        for name, value, known in (
-            ("checkpoint", checkpoint, CHECKPOINT),
-            ("start_method", start_method, START_METHODS),
-        ):
-            if value not in known:
-                raise ConfigurationError(
-                    f"{name}={value!r} is not one of {', '.join(map(repr, known))}."
-                    f"{did_you_mean(value, known) if isinstance(value, str) else ''}"
-                )
+        if checkpoint not in CHECKPOINT:
+            raise ConfigurationError(
+                f"checkpoint={checkpoint!r} is not one of {', '.join(map(repr, CHECKPOINT))}."
+            )
         sizes = checked_balance(balance, num_stages)
         self.layout: Pipeline = Pipeline(sizes, num_stages, num_microbatches, checkpoint)
-        self._backend = process_group_backend
-        self.process_group_timeout = timeout or timedelta(seconds=1800)
-        self.startup_timeout = startup_timeout
-        self.start_method = start_method
+        self._set_processes(process_group_backend, timeout, startup_timeout, start_method)
 
     @property
     def balance(self) -> list[int] | None:

@@ -157,7 +157,7 @@ def refused(strategy, forwards, plainly):
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_what_ddp_cannot_sum_is_refused_on_all_ranks(ranks, strategy):
     for rank, text in enumerate(ranks.run(refused, strategy, 2, False, world_size=2)):
-        assert re.search(rf"Rank {rank}: DDP got the gradient of layers\.2\.\w+ of Net twice in one", text)
+        assert re.search(rf"Rank {rank}: DDP got the gradient of a parameter twice in one", text)
         assert "checkpoint(..., use_reentrant=False)" in text
 
 

@@ -417,8 +417,9 @@ def perturbing(net):
 
 @pytest.mark.parametrize("net", [Net, One])
 def test_an_optimizer_that_evaluates_in_the_middle_of_its_step_is_refused(ranks, net):
-    for (kind, text), _ in ranks.run(perturbing, net, world_size=2):
-        assert kind is UsageError
+    for rank, ((kind, text), _) in enumerate(ranks.run(perturbing, net, world_size=2)):
+        idle = net is One and rank == 1  # it owns nothing, and hears of it
+        assert kind is (RankError if idle else UsageError)
         assert "changed parameters before it called its closure" in text
         assert 'Fabric(strategy="ddp")' in text
 
@@ -817,14 +818,8 @@ def test_optimizers_that_cannot_be_divided_are_refused_on_all_ranks(ranks):
     assert ranks.run(refused, lbfgs, world_size=1) == [None]
 
 
-def test_fewer_elements_than_ranks_is_refused_on_all_ranks(ranks):
-    for kind, text in ranks.run(refused, sgd, world_size=4):
-        assert kind is ConfigurationError
-        assert text == (
-            'strategy="zero1" divides the states of SGD over 4 ranks, but its parameters have only 3 '
-            'elements. Write Fabric(strategy="ddp"), or devices=3 or fewer.'
-        )
-    assert ranks.run(refused, sgd, world_size=3) == [None] * 3
+def test_fewer_elements_than_ranks_leave_some_ranks_nothing_to_step(ranks):
+    assert ranks.run(refused, sgd, world_size=4) == [None] * 4
 
 
 def sgd(params):

@@ -313,8 +313,18 @@ def hooked():
 
 
 REFUSED = {
-    "fewer blocks": ({}, lambda: deep(1), ConfigurationError, "1 block, which cannot fill 2 stages"),
-    "sum": ({"balance": [1, 2]}, deep, ConfigurationError, "has 3 blocks, but Sequential has 4: 0, 1"),
+    "fewer blocks": (
+        {},
+        lambda: deep(1),
+        ConfigurationError,
+        "which cannot be put on 2 stages",
+    ),
+    "sum": (
+        {"balance": [1, 2]},
+        deep,
+        ConfigurationError,
+        r"on 2 stages by balance=\[1, 2\]",
+    ),
     "not listed": ({}, Unlisted, ConfigurationError, "Unlisted is neither an nn.Sequential nor does it list"),
     "stranger": ({}, lambda: Listing(stranger), ArgumentTypeError, "Block 4 of Listing is no part"),
     "function": ({}, lambda: Listing(lambdas), ArgumentTypeError, "Block 4 of Listing is a builtin_function"),

@@ -113,13 +113,6 @@ def test_modules_hold_their_tables_under_these_names() -> None:
     assert {*internals.MODULE_TABLES} <= {*vars(torch.nn.Module())}
 
 
-def test_hooks_on_saved_tensors_are_seen() -> None:
-    """ContextParallel would keep what activations that are computed again must not keep, or the other way."""
-    assert not internals.packs_saved_tensors()
-    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
-        assert internals.packs_saved_tensors()
-
-
 def test_passes_that_accumulate_are_told_from_those_that_do_not() -> None:
     """`torch.autograd.grad` through a pipeline would add to `.grad` of its stages' parameters."""
     seen: list[bool] = []
@@ -420,12 +413,3 @@ def test_hooks_of_parameters_are_seen() -> None:
     two.register_post_accumulate_grad_hook(lambda p: None)
     assert internals.has_hooks(one)
     assert internals.has_hooks(two)
-
-
-def test_shallow_copies_hold_the_same_children_in_tables_of_their_own() -> None:
-    """Replicas of `dp` would share what a forward puts on a module."""
-    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    copy = internals.shallow_copy(model)
-    assert type(copy) is type(model)
-    assert copy._modules is not model._modules
-    assert copy._modules == model._modules

@@ -7,11 +7,11 @@ is `blocks.py`; full values and norms of what is split is `dtensors.py`; meta te
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -28,15 +28,12 @@ from fabric.strategies.layouts.split import is_split
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    import torch
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
-    from torch.optim import Optimizer
 
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
-
-    Places = dict[int, list[tuple[dict[str, Any], str]]]
 
 
 @dataclass
@@ -63,8 +60,6 @@ class ShardSettings:
     """Parameters that are left whole, and whose gradients are left local."""
     unused: bool = False
     """Whether ranks may use different parameters."""
-    init: Callable[[Module], Any] | None = None
-    """Initialises a module's own parameters that are on the meta device."""
     prefetch: bool = False
     """Whether the next group is gathered while one computes."""
 
@@ -89,52 +84,64 @@ class FullyShard(Sharded):
         # Groups and models belong to their process; a spawned rank joins anew.
         return type(self), (self.settings,)
 
+    def sizes(self, local_world_size: int, num_nodes: int) -> tuple[int, ...]:
+        """Of the mesh: ranks to split over, behind replicas of that.
+
+        Raises:
+            ConfigurationError: They do not multiply to the number of ranks, or nothing is to be split.
+        """
+        world, wanted = local_world_size * num_nodes, self.settings.mesh
+        if wanted is None:
+            nodes = self.settings.hybrid and num_nodes > 1
+            return (world, 1) if self.settings.whole else (num_nodes, local_world_size) if nodes else (world,)
+        if self.settings.whole:
+            raise ConfigurationError(
+                f"sharding_strategy='NO_SHARD' keeps a replica on every rank, but device_mesh={wanted!r} "
+                "says over which ranks to split. Leave one of the two out."
+            )
+        sizes = wanted if isinstance(wanted, tuple | list) else getattr(wanted, "shape", None)
+        if sizes is None or len(sizes) > 2 or math.prod(sizes) != world:
+            raise ConfigurationError(
+                f"device_mesh={sizes or wanted!r} does not hold {world} ranks ({num_nodes} nodes of "
+                f"{local_world_size}). Write (replicate, shard) sizes that multiply to {world}, or a "
+                f"DeviceMesh of them: device_mesh=({num_nodes}, {local_world_size})."
+            )
+        return tuple(sizes)
+
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Make the mesh. All ranks must call this.
 
         Raises:
             ConfigurationError: The sizes of the mesh do not multiply to the number of ranks.
         """
+        from torch.distributed.device_mesh import init_device_mesh
+
         super().join(topology, policy)
-        self.mesh = self._make_mesh(topology)
+        sizes = self.sizes(topology.local_world_size, topology.num_nodes)
+        names = ("replicate", "shard")[-len(sizes) :]
+        wanted, kind = self.settings.mesh, topology.device.type
+        given = hasattr(wanted, "mesh_dim_names")
+        self.mesh = wanted if given else init_device_mesh(kind, sizes, mesh_dim_names=names)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module itself, split group by group; rank zero's values count. All ranks must call this.
 
         Raises:
-            ConfigurationError: Fewer elements than ranks, or a policy that matches nothing.
+            ConfigurationError: A policy that matches nothing.
             UsageError: A parameter on the meta device that nothing initialises.
         """
-        size = sum([p.numel() for p in module.parameters()])
-        if size == 0:
-            self._bring(module, topology, _places(module))
+        if not any([p.numel() for p in module.parameters()]):
+            self._bring(module, topology)
             return module
-        if size < topology.world_size:
-            raise ConfigurationError(
-                f"{type(module).__name__} has {size} parameter elements for {topology.world_size} ranks: "
-                f'some would hold nothing. Write devices={max(size, 1)}, or strategy="ddp".'
-            )
         self._check_parameters(module)
         blocks = self._choose(module, "auto_wrap_policy", self.settings.blocks)
         if self.settings.checkpointed is not None:
             _recompute(self._choose(module, "activation_checkpointing_policy", self.settings.checkpointed))
         self._agree(module, blocks)
         with self.following(module):
-            self._split(module, set(blocks), topology)
+            self._split(module, blocks, topology)
         self._finish(module, blocks)
         return module
-
-    def follow(self, optimizer: Optimizer) -> None:
-        """As `Split`.
-
-        Raises:
-            ConfigurationError: The optimizer was made before setup, and parameters are offloaded.
-        """
-        if self.settings.offload and any(
-            [self.has_moved(p) for g in optimizer.param_groups for p in g["params"]]
-        ):
-            raise offload_error(optimizer)
-        super().follow(optimizer)
 
     def _check_split(self, optimizer: Any) -> None:
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -159,16 +166,12 @@ class FullyShard(Sharded):
         for name, parameter in module.named_parameters():
             if parameter in self.settings.ignored:
                 continue
-            if parameter.dim() == 0:
+            if parameter.dim() == 0 or not parameter.is_contiguous():
                 raise UsageError(
-                    f"{name} has no dimension (shape []) along which it could be split. Write "
-                    "nn.Parameter(torch.ones(1)) instead of torch.tensor(1.0), or name it in "
-                    "ignored_states=."
-                )
-            if not parameter.is_contiguous():
-                raise UsageError(
-                    f"{name} (shape {list(parameter.shape)}, stride {list(parameter.stride())}) is a view "
-                    "with gaps, or transposed, and cannot be split. Write nn.Parameter(tensor.contiguous())."
+                    f"{name} (shape {list(parameter.shape)}, stride {list(parameter.stride())}) cannot be "
+                    "split: it has no dimension, is a view with gaps, or transposed. Write "
+                    "nn.Parameter(torch.ones(1)) for a number, nn.Parameter(tensor.contiguous()) for others, "
+                    "or name it in ignored_states=."
                 )
             if has_hooks(parameter):
                 raise UsageError(
@@ -183,59 +186,17 @@ class FullyShard(Sharded):
             names = ", ".join([inside[block] for block in blocks])
             self.channel.meet(call_of("setup", f"{type(module).__name__} in {len(blocks)} groups: {names}"))
 
-    def _make_mesh(self, topology: Topology) -> DeviceMesh:
-        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-        wanted, world, kind = self.settings.mesh, topology.world_size, topology.device.type
-        if isinstance(wanted, DeviceMesh):
-            sizes = tuple(wanted.shape)
-        elif wanted is not None:
-            sizes = tuple(wanted)
-        elif self.settings.whole:
-            sizes = (world, 1)
-        elif self.settings.hybrid and topology.num_nodes > 1:
-            sizes = (topology.num_nodes, topology.local_world_size)
-        else:
-            sizes = (world,)
-        if len(sizes) > 2 or torch.Size(sizes).numel() != world:
-            raise ConfigurationError(
-                f"device_mesh={sizes} has {torch.Size(sizes).numel()} ranks in {len(sizes)} dimensions, but "
-                f"there are {world} ranks. Write (replicate, shard) sizes that multiply to {world}, such as "
-                f"device_mesh=({1 if world < 4 else 2}, {world if world < 4 else world // 2})."
-            )
-        if isinstance(wanted, DeviceMesh):
-            return wanted
-        return init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-
-    def _split(self, module: Module, blocks: set[Module], topology: Topology) -> None:
+    def _split(self, module: Module, blocks: list[Module], topology: Topology) -> None:
         """Bring up and split group after group, inner ones first, so that only one is whole at a time."""
-        maker = Materialiser(module, topology.device, self.settings.init)
-        places = _places(module)
-        seen: set[Module] = set()
-        held_back: list[Module] = []
+        maker = Materialiser(module)
+        for block in [*blocks, module]:
+            self._split_block(block, maker, topology)
 
-        def visit(part: Module, held: bool) -> None:
-            if part in seen:
-                return
-            seen.add(part)
-            waits = maker.waits(part)
-            for child in part.children():
-                visit(child, held or waits)
-            maker.reset(part)
-            if part in blocks or part is module:
-                held_back.append(part)
-            if not (held or (waits and part is not module)):
-                ready, held_back[:] = list(held_back), []
-                for block in ready:
-                    self._split_block(block, maker, places, topology)
-
-        visit(module, held=False)
-
-    def _split_block(self, block: Module, maker: Materialiser, places: Places, topology: Topology) -> None:
+    def _split_block(self, block: Module, maker: Materialiser, topology: Topology) -> None:
         from torch.distributed.fsdp import fully_shard
 
         maker.fill(block, replay=topology.rank == 0)
-        self._bring(block, topology, places)
+        on_host = self._bring(block, topology)
         maker.release(block)
         settings = self.settings
         fully_shard(
@@ -246,28 +207,30 @@ class FullyShard(Sharded):
             offload_policy=_offload_policy(settings.offload, topology.device),
             ignored_params=settings.ignored or None,
         )
+        # An optimizer that was made before setup holds them until all blocks are split.
+        for parameter, values in on_host:
+            parameter.data = values
 
-    def _bring(self, block: Module, topology: Topology, places: Places) -> None:
+    def _bring(self, block: Module, topology: Topology) -> list[tuple[Tensor, Tensor]]:
         """The block's whole tensors on the device, with rank zero's values. All ranks must call this.
 
-        A parameter of the host stays there, and another one takes its place: an optimizer that was made
-        before setup would keep its values on the device until all blocks are split.
+        Gives parameters that a part is about to replace, with the memory that they were in before.
         """
         held: dict[int, Tensor] = {}
+        moved: list[tuple[Tensor, Tensor]] = []
         for part in _own_modules(block):
-            for slots in (part._parameters, part._buffers):
-                for name, tensor in list(slots.items()):
-                    if tensor is None or is_split(tensor):
-                        continue
-                    ignored = tensor in self.settings.ignored
-                    if tensor.device != topology.device:
-                        if type(tensor) is Parameter and not ignored:
-                            tensor = slots[name] = _twin(tensor, topology.device, places)
-                        else:
-                            tensor.data = tensor.data.to(topology.device)
-                    if not ignored:
-                        held[id(tensor)] = tensor
+            for tensor in (*part._parameters.values(), *part._buffers.values()):
+                if tensor is None or is_split(tensor):
+                    continue
+                ignored = tensor in self.settings.ignored
+                if tensor.device != topology.device:
+                    if isinstance(tensor, Parameter) and not ignored:
+                        moved.append((tensor, tensor.data))
+                    tensor.data = tensor.data.to(topology.device)
+                if not ignored:
+                    held[id(tensor)] = tensor
         broadcast_from_zero(list(held.values()))
+        return moved
 
     def precision_policy(self, block: Module | None = None) -> Any:
         """torch's MixedPrecisionPolicy for a group: the one given, or what the precision means."""
@@ -290,36 +253,6 @@ class FullyShard(Sharded):
             for one, following in itertools.pairwise(blocks):
                 one.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
         self.open_gate(module)
-
-
-def offload_error(optimizer: Any) -> ConfigurationError:
-    """Why an optimizer made before setup is refused where parameters are offloaded."""
-    return ConfigurationError(
-        f"{type(optimizer).__name__} was made before the model was set up with cpu_offload, which moves "
-        "parameters to host memory: its choice of kernels and its state were for the device. Write model = "
-        "fabric.setup_module(model), then make the optimizer from model.parameters(), then "
-        "fabric.setup_optimizers(optimizer)."
-    )
-
-
-def _places(module: Module) -> Places:
-    """Where each parameter stands (tied ones in several places), by id."""
-    places: Places = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((part._parameters, name))
-    return places
-
-
-def _twin(parameter: Parameter, device: torch.device, places: Places) -> Parameter:
-    """A copy on the device, in all places of the parameter."""
-    twin = Parameter(parameter.detach().to(device), parameter.requires_grad)
-    twin.__dict__.update(parameter.__dict__)
-    for slots, name in places.get(id(parameter), ()):
-        if slots[name] is parameter:
-            slots[name] = twin
-    return twin
 
 
 def _own_modules(block: Module) -> Iterator[Module]:

@@ -36,35 +36,26 @@ def unused_parameters(module: Module, names: list[str], error: RuntimeError) -> 
     )
 
 
-def tell_apart(replicas: list[tuple[str, list[str]]], error: RuntimeError, graph: bool) -> None:
+def tell_apart(error: RuntimeError, graph: bool) -> None:
     """Raise a better error than torch's for what a reducer cannot do.
 
     Args:
-        replicas: Of each the class of its module, and names of its parameters as the reducer counts them.
         error: What torch raised.
         graph: Whether it was a backward with create_graph=True.
     """
     if any([sign in str(error) for sign in TWICE]):
-        raise marked_twice(replicas, error) from error
-    if graph and replicas and "leaf Variable that requires grad" in str(error):
+        raise UsageError(
+            f"Rank {dist.get_rank()}: DDP got the gradient of a parameter twice in one backward. Activation "
+            "checkpoints with use_reentrant=True do so where several forwards meet in one backward, where a "
+            "layer is called or a parameter is used once more, or under find_unused_parameters. Write "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+        ) from error
+    if graph and "leaf Variable that requires grad" in str(error):
         raise UsageError(
             "backward(create_graph=True) cannot go through DDP: what averages gradients is no part of a "
             "graph. For a penalty on gradients write torch.autograd.grad(outputs, inputs, create_graph=True) "
             "and fabric.backward(loss) of the loss that has the penalty."
         ) from error
-
-
-def marked_twice(replicas: list[tuple[str, list[str]]], error: BaseException) -> UsageError:
-    """The error for a gradient that came twice; torch says its number, and not of which replica."""
-    found = re.search(r"Parameter at index (\d+)", str(error))
-    number = int(found.group(1)) if found is not None else -1
-    which = [f"{known[number]} of {kind}" for kind, known in replicas if 0 <= number < len(known)]
-    return UsageError(
-        f"Rank {dist.get_rank()}: DDP got the gradient of {' or '.join(which) or 'a parameter'} twice in one "
-        "backward. Activation checkpoints with use_reentrant=True do so where several forwards meet in one "
-        "backward, where a layer is called or a parameter is used once more, or under "
-        "find_unused_parameters. Write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-    )
 
 
 def thawed_late(name: str) -> UsageError:

@@ -207,11 +207,10 @@ class Replicate(Whole):
             for replica in [replica for replica in syncing if not _is_finished(replica)]:
                 renew_reducer(replica, self._replicas[replica].trained)
                 _MeetsAgain(self, replica)
-            if isinstance(error, RuntimeError):
+            if isinstance(error, RuntimeError) and syncing:
                 from fabric.strategies.layouts.replica_errors import tell_apart
 
-                names = [(type(r.module).__name__, self._replicas[r].names) for r in syncing]
-                tell_apart(names, error, graph=kwargs.get("create_graph") or True in args[2:3])
+                tell_apart(error, graph=kwargs.get("create_graph") or True in args[2:3])
             raise
         finally:
             reached, self.reached = self.reached, set()

@@ -72,11 +72,7 @@ class Step:
             "_optimizer_step_post_hooks": OrderedDict(),
         }
         self.stand_in = stand_in(optimizer, **self.replaced)
-        self.versions = share.versions()
-        self.note_gradients(share)
-
-    def note_gradients(self, share: Share) -> None:
-        """Before the update: torch steps what has a gradient, and some optimizers clear it then."""
+        # Before the update: torch steps what has a gradient, and some optimizers clear it then.
         self.with_gradient = [p.grad is not None for p in share.params]
 
     def give_back(self, optimizer: Optimizer) -> None:

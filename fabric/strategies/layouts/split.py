@@ -116,25 +116,21 @@ class Split(Whole):
         Raises:
             UsageError: It has parameters whose place has been taken, and would train nothing.
         """
-        self._refuse_moved([p for group in optimizer.param_groups for p in group["params"]], optimizer)
-
-    def _refuse_moved(self, parameters: list[Tensor], optimizer: Any = None) -> None:
-        stale = [tuple(p.shape) for p in parameters if self.has_moved(p)] if self._moved else []
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        stale = [tuple(p.shape) for p in held if self.has_moved(p)] if self._moved else []
         if stale:
-            kind = "This optimizer" if optimizer is None else type(optimizer).__name__
             raise UsageError(
-                f"{kind} holds {len(stale)} parameters (shapes {', '.join(map(str, stale[:3]))}) that setup "
-                "took out of the model: their parts on each rank are trained in their place, and this would "
-                "train nothing. Write model, optimizer = fabric.setup(model, optimizer), or optimizer = "
-                "fabric.setup_optimizers(optimizer) after fabric.setup_module(model)."
+                f"{type(optimizer).__name__} holds {len(stale)} parameters (shapes "
+                f"{', '.join(map(str, stale[:3]))}) that setup took out of the model: their parts on each "
+                "rank are trained in their place, and this would train nothing. Write model, optimizer = "
+                "fabric.setup(model, optimizer), or optimizer = fabric.setup_optimizers(optimizer) after "
+                "fabric.setup_module(model)."
             )
 
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
         """As `Whole`; the norm is that of the whole model, the same on all ranks, which all call this."""
-        parameters = list(parameters)
-        self._refuse_moved(parameters)
         if self.channel is not None:
             self.channel.meet(call_of("clip_gradients", f"max_norm={max_norm}, norm_type={norm_type}"))
         return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -155,8 +151,6 @@ class Split(Whole):
         """Clamp every gradient element to [-clip_value, clip_value]."""
         from fabric.strategies.layouts.dtensors import clip_value_
 
-        parameters = list(parameters)
-        self._refuse_moved(parameters)
         clip_value_(parameters, clip_value)
 
     def whole_values(self, module: Module) -> dict[str, Tensor]:

@@ -49,7 +49,7 @@ class ShardedStates(Replicate):
         """The same optimizer, which steps this rank's share. All ranks must call this.
 
         Raises:
-            ConfigurationError: It has fewer elements than there are ranks, or cannot be divided.
+            ConfigurationError: Its states cannot lie on several ranks.
         """
         optimizer = super().setup_optimizer(optimizer)
         if self.attend(optimizer) is not None:
@@ -62,7 +62,7 @@ class ShardedStates(Replicate):
             return None
         share = self._shares.get(optimizer)
         if share is None:
-            _check_divisible(optimizer, self.channel.world_size)
+            _check_divisible(optimizer)
             compiled = getattr(optimizer.__dict__.get("step"), "_torchdynamo_orig_callable", None)
             if compiled is not None:
                 optimizer.step = compiled  # type: ignore[method-assign]
@@ -193,36 +193,16 @@ class ShardedStates(Replicate):
         if optimizer not in self._shares:
             return None
         share = self._current(optimizer)
-        share.step = step = Step(share, optimizer)
         if callable(kwargs.get("closure")):
-            kwargs = {**kwargs, "closure": self._watched(share, kwargs["closure"])}
+            kwargs = {**kwargs, "closure": _called(kwargs["closure"], share)}
         elif len(args) > 1 and callable(args[1]):
-            args = (args[0], self._watched(share, args[1]), *args[2:])
+            args = (args[0], _called(args[1], share), *args[2:])
+        share.step = step = Step(share, optimizer)
         return (step.stand_in, *args[1:]), kwargs
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Step post-hook."""
         self.finish(optimizer)
-
-    def _watched(self, share: Share, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, seen from inside the step: it writes gradients, and must come before any update."""
-
-        def run() -> Any:
-            step, share.step = share.step, None  # if the closure fails, the others are in its backward pass
-            early = step is not None and step.versions != share.versions()
-            if True in gather_objects(early, self._group(), "closure"):
-                raise UsageError(
-                    "The optimizer changed parameters before it called its closure, which would see those of "
-                    "this rank's share changed and the others not. Optimizers that evaluate the model in the "
-                    'middle of a step cannot be sharded: write Fabric(strategy="ddp").'
-                )
-            loss = closure()
-            if step is not None:
-                step.note_gradients(share)
-            share.step = step
-            return loss
-
-        return run
 
     def _keep_own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """Load hook: without what other ranks own, so that it never gets memory on this device."""
@@ -234,6 +214,24 @@ class ShardedStates(Replicate):
         foreign = {i for i, p in zip(ids, params, strict=True) if not share.is_own(p)}
         kept = {key: value for key, value in state["state"].items() if key not in foreign}
         return {**state, "state": kept}
+
+
+def _called(closure: Callable[[], Any], share: Share) -> Callable[[], Any]:
+    """A closure that was called, on all ranks and before any update; the step asks for its loss."""
+    with torch.enable_grad():
+        loss = closure()
+    before = share.versions()
+
+    def again() -> Any:
+        if before != share.versions():
+            raise UsageError(
+                "The optimizer changed parameters before it called its closure, which would see those of "
+                "this rank's share changed and the others not. Optimizers that evaluate the model in the "
+                'middle of a step cannot be sharded: write Fabric(strategy="ddp").'
+            )
+        return loss
+
+    return again
 
 
 class JointStep:
@@ -271,7 +269,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return list(dict.fromkeys([p for group in optimizer.param_groups for p in group["params"]]))
 
 
-def _check_divisible(optimizer: Optimizer, ranks: int) -> None:
+def _check_divisible(optimizer: Optimizer) -> None:
     """Raise for an optimizer whose states cannot lie on several ranks."""
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -283,12 +281,6 @@ def _check_divisible(optimizer: Optimizer, ranks: int) -> None:
         raise ConfigurationError(
             f'{kind}(differentiable=True): autograd cannot follow parameters that strategy="zero1" receives '
             f'from other ranks. Leave differentiable out, or write Fabric(strategy="ddp").'
-        )
-    elements = sum([p.numel() for p in _parameters(optimizer)])
-    if elements < ranks:
-        raise ConfigurationError(
-            f'strategy="zero1" divides the states of {kind} over {ranks} ranks, but its parameters have only '
-            f'{elements} elements. Write Fabric(strategy="ddp"), or devices={max(elements, 1)} or fewer.'
         )
 
 

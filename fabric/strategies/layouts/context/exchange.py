@@ -55,43 +55,32 @@ class Exchange:
         return _passed(own, partial(self.gather, dim=dim), partial(self.sum_parts, dim=dim))
 
     def gather(self, own: list[Tensor], dim: int) -> list[Tensor]:
-        """The whole of tensors, without gradients. Those of one dtype travel together."""
-        most, sizes = max(self.part.sizes), self.part.sizes
-        moved = [tensor.detach().movedim(dim, 0) for tensor in own]
-        made: dict[int, Tensor] = {}
-        for places in _alike(moved):
-            flat = torch.cat([_padded(moved[i], most).reshape(-1) for i in places])
-            ready = self.channel.wire.ready(_as_numbers(flat))
-            room = ready.new_empty(len(sizes) * ready.numel())
-            self.channel.collective.all_gather_flat(room, ready)
-            rows = room.to(flat.device).view(flat.dtype).view(len(sizes), -1)
-            start = 0
-            for i in places:
-                shape = (most, *moved[i].shape[1:])
-                columns = rows[:, start : start + _numel(shape)].unflatten(1, shape)
-                start += _numel(shape)
-                made[i] = self._in_order([columns[r, :size] for r, size in enumerate(sizes)], dim)
-        return [made[i] for i in range(len(own))]
+        """The whole of tensors, without gradients."""
+        return [self._gathered(tensor.detach().movedim(dim, 0), dim) for tensor in own]
 
     def sum_parts(self, whole: list[Tensor], dim: int) -> list[Tensor]:
         """Of tensors that each rank has whole, this rank's part of the sum over ranks."""
-        most, size = max(self.part.sizes), self.part.size
-        moved = [tensor.movedim(dim, 0) for tensor in whole]
-        made: dict[int, Tensor] = {}
-        for places in _alike(moved):
-            each = []
-            for pair in self.part.spans:
-                taken = [torch.cat([moved[i][start:end] for start, end in pair]) for i in places]
-                flat = torch.cat([_padded(tensor, most).reshape(-1) for tensor in taken])
-                each.append(self.channel.wire.ready(flat))
-            own = torch.empty_like(each[0])
-            self.channel.collective.reduce_scatter(own, each)
-            own, begin = own.to(moved[places[0]].device), 0
-            for i in places:
-                shape = (most, *moved[i].shape[1:])
-                made[i] = own[begin : begin + _numel(shape)].view(shape)[:size].movedim(0, dim)
-                begin += _numel(shape)
-        return [made[i] for i in range(len(whole))]
+        return [self._summed(tensor.movedim(dim, 0)).movedim(0, dim) for tensor in whole]
+
+    def _gathered(self, own: Tensor, dim: int) -> Tensor:
+        """The whole of a tensor that has the sequence first; it then has it in `dim`."""
+        sizes = self.part.sizes
+        padded = _padded(own, max(sizes))
+        ready = self.channel.wire.ready(_as_numbers(padded))
+        room = ready.new_empty(len(sizes) * ready.numel())
+        self.channel.collective.all_gather_flat(room, ready.reshape(-1))
+        parts = room.to(own.device).view(own.dtype).view(len(sizes), *padded.shape)
+        return self._in_order([part[:size] for part, size in zip(parts, sizes, strict=True)], dim)
+
+    def _summed(self, whole: Tensor) -> Tensor:
+        """This rank's part of the sum, of a tensor that has the sequence first."""
+        most, each = max(self.part.sizes), []
+        for pair in self.part.spans:
+            taken = torch.cat([whole[start:end] for start, end in pair])
+            each.append(self.channel.wire.ready(_padded(taken, most).contiguous()))
+        own = torch.empty_like(each[0])
+        self.channel.collective.reduce_scatter(own, each)
+        return own.to(whole.device)[: self.part.size]
 
     def _mean(self, alike: list[Tensor]) -> list[Tensor]:
         """The means over ranks, as new tensors."""
@@ -147,14 +136,6 @@ def _views(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.view_as(tensor) for tensor in tensors]
 
 
-def _alike(tensors: list[Tensor]) -> list[list[int]]:
-    """Places of tensors of one dtype, which travel together."""
-    kinds: dict[Any, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        kinds.setdefault(tensor.dtype, []).append(place)
-    return list(kinds.values())
-
-
 def _padded(tensor: Tensor, rows: int) -> Tensor:
     missing = rows - tensor.shape[0]
     return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
@@ -163,7 +144,3 @@ def _padded(tensor: Tensor, rows: int) -> Tensor:
 def _as_numbers(flat: Tensor) -> Tensor:
     """Truth values as bytes, which every backend sends."""
     return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()

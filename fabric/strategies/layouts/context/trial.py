@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import FabricError, UsageError
-from fabric.core.torch_internals import fsdp_groups, groups_inside, owner_of, ungathered
+from fabric.core.torch_internals import groups_inside, ungathered
 from fabric.core.tree import flatten, map_tree
 from fabric.strategies.layouts.context.attention import HEADS, Attention
 from fabric.strategies.layouts.context.call import noise
@@ -62,9 +63,8 @@ def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, n
     short = min(call.length, 2 * count * _EACH[number % len(_EACH)])
     states = groups_inside(module)  # gathering them needs ranks that may try nothing now
     with torch.no_grad(), _uncompiled(), ungathered(states) as dtype:
-        mode = Trial(module, channel.wire.device, dtype, states)
-        tries = [call.some(short, stir=True), call.some(short), call.some(call.length)]
-        (whole, kept), small = _first_that_runs(module, tries, mode)
+        mode = Trial(module, channel.wire.device, dtype)
+        (whole, kept), small = _run_whole(module, call, short, mode)
         exchange = Exchange(channel, Part(small.length, place, count))
         try:
             parts, kept_by_parts = _run(module, small, mode, exchange)
@@ -99,17 +99,14 @@ class Trial(TorchFunctionMode):
         module: Whose parameters are meant.
         device: Where values are wanted for parameters that are split (by FSDP2).
         dtype: Of those values; None: the parameter's.
-        states: Of the groups that FSDP2 has split.
     """
 
-    def __init__(
-        self, module: Module, device: torch.device, dtype: torch.dtype | None, states: list[Any]
-    ) -> None:
+    def __init__(self, module: Module, device: torch.device, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.device, self._dtype, self.states = device, dtype, states
+        self.device, self._dtype = device, dtype
         self._parameters = [p for p in module.parameters() if p.is_floating_point() and p.numel()]
         self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
-        self._values: dict[int, Tensor] = {}
+        self._made = lru_cache(_AT_ONCE)(self._make)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """`func` of these values."""
@@ -130,59 +127,15 @@ class Trial(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)([self._swapped(entry) for entry in value])
         number = self._numbers.get(id(value))
-        if number is None:
-            return value
-        if number not in self._values:
-            if len(self._values) == _AT_ONCE:
-                del self._values[next(iter(self._values))]
-            self._values[number] = self._made(number)
-        return self._values[number]
+        return value if number is None else self._made(number)
 
-    def made(self, parameter: Any) -> Tensor:
-        """The value of a parameter."""
-        number = self._numbers.get(id(parameter))
-        return parameter.detach() if number is None else self._made(number)
-
-    def _made(self, number: int) -> Tensor:
+    def _make(self, number: int) -> Tensor:
         own = self._parameters[number]
         size = own.shape[-1] ** -0.5 if own.dim() > 1 else 0.2
         if not hasattr(own, "device_mesh"):
             return own.detach() + 0.5 * size * noise(own, number)
         random = noise(torch.empty(own.shape, dtype=self._dtype or own.dtype, device=self.device), number)
         return size * random if own.dim() > 1 else 1 + size * random  # what scales or shifts
-
-
-class Filled:
-    """While modules of a split group are called, its made-up values are in their places, too.
-
-    For code that hands parameters to no function that a mode sees: TorchScript, `torch.vmap`. Of one group at
-    a time; `untouched` takes the hooks away.
-    """
-
-    def __init__(self, state: Any, mode: Trial) -> None:
-        self._mode, self._running = mode, 0
-        self._places: list[tuple[Module, str]] = []
-        for group in fsdp_groups([state]):
-            for info in [owner_of(part) for part in group.fsdp_params]:
-                shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-                self._places += [(info.module, info.param_name), *shared]
-        self._held: list[Any] = []
-        for module in state._modules:
-            module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leave, always_call=True)
-
-    def _enter(self, module: Module, args: Any) -> None:
-        self._running += 1
-        if self._running == 1:
-            self._held = [holder._parameters[name] for holder, name in self._places]
-            for (holder, name), own in zip(self._places, self._held, strict=True):
-                holder._parameters[name] = torch.nn.Parameter(self._mode.made(own), requires_grad=False)
-
-    def _leave(self, module: Module, args: Any, output: Any) -> None:
-        self._running -= 1
-        if self._running == 0:
-            for (holder, name), own in zip(self._places, self._held, strict=True):
-                holder._parameters[name] = own
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
@@ -202,14 +155,14 @@ _DROPPING = {
 }
 
 
-def _first_that_runs(module: Module, tries: list[DividedCall], mode: Trial) -> tuple[Result, DividedCall]:
-    """What the whole comes to, of the first of these calls that the module takes."""
-    for small in tries[:-1]:
-        try:
-            return _run(module, small, mode), small
-        except Exception:  # perhaps it takes this length, or such numbers, only
-            continue
-    return _run(module, tries[-1], mode), tries[-1]
+def _run_whole(module: Module, call: DividedCall, short: int, mode: Trial) -> tuple[Result, DividedCall]:
+    """What the whole comes to, and of which call: of few positions, if the module takes so few."""
+    small = call.some(short, stir=True)
+    try:
+        return _run(module, small, mode), small
+    except Exception:  # perhaps it takes this length, or such numbers, only
+        small = call.some(call.length)
+        return _run(module, small, mode), small
 
 
 def _run(module: Module, call: DividedCall, mode: Trial, exchange: Exchange | None = None) -> Result:
@@ -220,8 +173,6 @@ def _run(module: Module, call: DividedCall, mode: Trial, exchange: Exchange | No
     part = enter_part(None if exchange is None else exchange.part)
     try:
         with untouched(list(modules.values()), mode.device):
-            for state in mode.states:
-                Filled(state, mode)
             if exchange is None:
                 with mode:
                     output = module.forward(*args, **kwargs)

@@ -143,29 +143,17 @@ def checked_balance(balance: Any, stages: int | None = None) -> list[int] | None
     return list(balance)
 
 
-def check_sum(balance: list[int], blocks: Blocks, kind: str) -> None:
-    """Raise unless a balance puts every block on a stage.
+def check_fits(balance: list[int] | None, stages: int, blocks: Blocks, kind: str) -> None:
+    """Raise unless every stage gets a block, and every block a stage.
 
     Raises:
-        ConfigurationError: It has more or fewer.
+        ConfigurationError: There are fewer blocks than stages, or not as many as the balance has.
     """
-    if sum(balance) != len(blocks):
+    if len(blocks) < stages or (balance is not None and sum(balance) != len(blocks)):
         paths = ", ".join([path for path, _ in blocks[:6]])
         raise ConfigurationError(
-            f"balance={balance} has {sum(balance)} blocks, but {kind} has {len(blocks)}: "
-            f"{paths}{', ...' if blocks[6:] else ''}. Write numbers that sum to {len(blocks)}."
-        )
-
-
-def check_enough(blocks: Blocks, stages: int, kind: str) -> None:
-    """Raise if there are fewer blocks than stages.
-
-    Raises:
-        ConfigurationError: There are.
-    """
-    if len(blocks) < stages:
-        raise ConfigurationError(
-            f"{kind} has {len(blocks)} block{'s' * (len(blocks) != 1)}, which cannot fill {stages} stages. "
-            f"Use {len(blocks)} devices or fewer, num_stages={max(len(blocks), 1)} (the other ranks see "
-            "different data), or make smaller blocks."
+            f"{kind} has {len(blocks)} blocks ({paths}{', ...' if blocks[6:] else ''}), which cannot be put "
+            f"on {stages} stages{f' by balance={balance}' if balance else ''}. Write numbers that sum to "
+            f"{len(blocks)}, use {len(blocks)} devices or fewer, or num_stages={max(len(blocks), 1)} (the "
+            "other ranks see different data)."
         )

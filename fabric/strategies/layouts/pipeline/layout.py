@@ -22,12 +22,7 @@ from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, copy_from_first
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.pipeline.balance import even_balance
-from fabric.strategies.layouts.pipeline.cut import (
-    check_enough,
-    check_sum,
-    find_blocks,
-    shared_parameters,
-)
+from fabric.strategies.layouts.pipeline.cut import check_fits, find_blocks, shared_parameters
 from fabric.strategies.layouts.pipeline.flow import Flow
 from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
@@ -135,11 +130,10 @@ class Pipeline(InRows, PipelineStates):
             UsageError: It cannot be cut; see `find_blocks`.
         """
         blocks, stages = find_blocks(module), len(self._ranks)
-        check_enough(blocks, stages, type(module).__name__)
         given, _, count, checkpoint = self.asked
+        check_fits(given, stages, blocks, type(module).__name__)
         count = count or 2 * stages
         balance = given or even_balance(blocks, stages, tell=topology.rank == 0)
-        check_sum(balance, blocks, type(module).__name__)
         starts = list(itertools.accumulate([0, *balance]))
         stage_of = [stage for stage, size in enumerate(balance) for _ in range(size)]
         shared = shared_parameters(blocks, stage_of)
@@ -232,11 +226,7 @@ class Pipeline(InRows, PipelineStates):
 
     def _bring(self, module: Module, blocks: Blocks, own: Blocks, topology: Topology) -> None:
         """Values for all blocks, one after the other; those of other stages are emptied again."""
-        maker = Materialiser(module, topology.device)
-        if maker.resets:  # a module's own function wants it whole
-            for part in reversed(list(module.modules())):
-                maker.reset(part)
-            maker.fill(module, replay=True)
+        maker = Materialiser(module)
         # Those without memory are replaced, so only what was there at first says which ones are the same.
         first = [tensors_of(block) for _, block in blocks]
         kept = {id(t) for _, block in own for t in tensors_of(block)}
