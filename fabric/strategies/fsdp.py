@@ -67,7 +67,7 @@ class FSDPStrategy(ParallelStrategy):
         reshard_after_forward: FSDP2's: True (parameters are freed after forward), False (they stay), or over
             how many ranks they are split between forward and backward; None: by `sharding_strategy`.
         kwargs: Further keywords of FSDP1: limit_all_gathers, use_orig_params, sync_module_states,
-            forward_prefetch, backward_prefetch, ignored_modules, ignored_states, device_id.
+            forward_prefetch, backward_prefetch, ignored_modules, ignored_states, param_init_fn, device_id.
 
     Raises:
         ConfigurationError: A keyword or value that FSDP2 has nothing like.

@@ -23,14 +23,13 @@ _SETTLED = {
     "use_orig_params": (True, "FSDP2 always keeps the parameters themselves"),
     "limit_all_gathers": (True, "FSDP2 always limits how far gathering runs ahead"),
     "sync_module_states": (True, "rank zero's values always count"),
-    "param_init_fn": (None, "models without memory are built under fabric.init_module(empty_init=True)"),
 }
 """Keywords whose one value is how FSDP2 works, and why the other cannot be had."""
 
 _NEEDLESS = ("backward_prefetch", "device_id")
 """Keywords that FSDP2 decides by itself, without a change of numbers."""
 
-_KNOWN = (*_SETTLED, *_NEEDLESS, "forward_prefetch", "ignored_modules", "ignored_states")
+_KNOWN = (*_SETTLED, *_NEEDLESS, "forward_prefetch", "ignored_modules", "ignored_states", "param_init_fn")
 
 
 def sharding(strategy: Any) -> dict[str, Any]:
@@ -76,6 +75,7 @@ def translate(
         "offload": _offload(cpu_offload),
         "mixed_precision": _precision(mixed_precision),
         "ignored": _ignored([*keywords.get("ignored_modules", ()), *keywords.get("ignored_states", ())]),
+        "init": keywords.get("param_init_fn"),
         "prefetch": keywords.get("forward_prefetch", False),
     }
 

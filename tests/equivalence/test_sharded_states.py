@@ -317,7 +317,7 @@ def never_initialised(strategy: str) -> None:
     with fabric.init_module(empty_init=True):
         model = Unset()
     with pytest.raises(
-        UsageError, match=r"Unset has no initial values for body\.1\.gain of Module: on the meta device"
+        UsageError, match=r"Unset has no initial values for body\.1\.gain of Module: .*reset_parameters"
     ):
         fabric.setup(model)
 
@@ -327,18 +327,65 @@ def test_what_nothing_initialises_is_named(ranks, strategy):
     ranks.run(never_initialised, strategy, world_size=2)
 
 
-def users_own_meta(strategy: str) -> None:
-    fabric = launched(strategy)
+class Forgetful(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+class Parent(nn.Module):
+    """A root that initialises its children's parameters as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.gain = nn.Parameter(torch.ones(4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gain, 3)
+        for layer in self.layers:
+            nn.init.normal_(layer.weight)
+
+
+def users_own_meta(kind: str) -> None:
+    fabric = launched("layers" if kind != "tp" else "tp")
+    torch.manual_seed(4)
+    if kind == "forgetful":
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), Forgetful(4, 4))
+        state = fabric.strategy.get_module_state_dict(fabric.setup(model))
+        assert {key for key, value in state.items() if value.isnan().any()} == {"1.bias"}
+        return
+    if kind == "tp":
+        fabric.strategy.layout.parallelize = lambda model, mesh: model
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.raises(UsageError, match=r"no initial values for 0\.weight of Linear, .*init_module\("):
-        fabric.setup(model)
+        model = Parent()
+    model = fabric.setup(model)
+    torch.manual_seed(4)
+    assert_states(fabric.strategy.get_module_state_dict(model), Parent().state_dict())
 
 
 @pytest.mark.device
-@pytest.mark.parametrize("strategy", ["layers", "tp"])
-def test_a_users_own_meta_model_is_refused(ranks, strategy):
-    ranks.run(users_own_meta, strategy, world_size=2)
+@pytest.mark.parametrize("kind", ["parent", "forgetful", "tp"])
+def test_a_users_meta_model_is_initialised_by_its_own_functions(ranks, kind):
+    ranks.run(users_own_meta, kind, world_size=2)
+
+
+def given_function() -> None:
+    def init(module):
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, 0.25)
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FSDPStrategy(param_init_fn=init))
+    fabric.launch()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = fabric.setup(model)
+    assert all(bool((value == 0.25).all()) for value in fabric.strategy.get_module_state_dict(model).values())
+
+
+def test_param_init_fn_initialises_meta_parameters(ranks):
+    ranks.run(given_function, world_size=2)
 
 
 def reads_what_is_not_there() -> None:

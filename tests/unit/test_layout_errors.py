@@ -171,11 +171,6 @@ AT_ONCE = {
         ConfigurationError,
         ["sync_module_states=False cannot be had: rank zero's values", "Leave sync_module_states out"],
     ),
-    "param_init_fn": (
-        lambda: FSDPStrategy(param_init_fn=torch.nn.init.zeros_),
-        ConfigurationError,
-        ["param_init_fn=<function", "built under fabric.init_module(empty_init=True)"],
-    ),
     "sharding_strategy": (
         lambda: FSDPStrategy(sharding_strategy="FULL"),
         ConfigurationError,
@@ -369,6 +364,11 @@ HAS = "matches no module inside Net, which has Block, Linear, Sequential."
 CHOSEN = "or leave auto_wrap_policy out"
 WHOLE = ["sharded already", "fully_shard was called on it before", "ModelParallelStrategy(parallelize_fn)"]
 AT_SETUP = {
+    "fewer elements than ranks": (
+        setup(lambda: nn.Linear(1, 1, bias=False)),
+        ConfigurationError,
+        ["Linear has 1 parameter elements for {world} ranks", 'Write devices=1, or strategy="ddp"'],
+    ),
     "a set that matches nothing": (
         setup(auto_wrap_policy={nn.Conv2d}),
         ConfigurationError,

@@ -60,6 +60,8 @@ class ShardSettings:
     """Parameters that are left whole, and whose gradients are left local."""
     unused: bool = False
     """Whether ranks may use different parameters."""
+    init: Callable[[Module], Any] | None = None
+    """Initialises a module's own parameters that are on the meta device."""
     prefetch: bool = False
     """Whether the next group is gathered while one computes."""
 
@@ -127,19 +129,25 @@ class FullyShard(Sharded):
         """The module itself, split group by group; rank zero's values count. All ranks must call this.
 
         Raises:
-            ConfigurationError: A policy that matches nothing.
+            ConfigurationError: Fewer elements than ranks, or a policy that matches nothing.
             UsageError: A parameter on the meta device that nothing initialises.
         """
-        if not any([p.numel() for p in module.parameters()]):
+        size = sum([p.numel() for p in module.parameters()])
+        if size == 0:
             self._bring(module, topology)
             return module
+        if size < topology.world_size:
+            raise ConfigurationError(
+                f"{type(module).__name__} has {size} parameter elements for {topology.world_size} ranks: "
+                f'some would hold nothing. Write devices={max(size, 1)}, or strategy="ddp".'
+            )
         self._check_parameters(module)
         blocks = self._choose(module, "auto_wrap_policy", self.settings.blocks)
         if self.settings.checkpointed is not None:
             _recompute(self._choose(module, "activation_checkpointing_policy", self.settings.checkpointed))
         self._agree(module, blocks)
         with self.following(module):
-            self._split(module, blocks, topology)
+            self._split(module, set(blocks), topology)
         self._finish(module, blocks)
         return module
 
@@ -166,12 +174,16 @@ class FullyShard(Sharded):
         for name, parameter in module.named_parameters():
             if parameter in self.settings.ignored:
                 continue
-            if parameter.dim() == 0 or not parameter.is_contiguous():
+            if parameter.dim() == 0:
                 raise UsageError(
-                    f"{name} (shape {list(parameter.shape)}, stride {list(parameter.stride())}) cannot be "
-                    "split: it has no dimension, is a view with gaps, or transposed. Write "
-                    "nn.Parameter(torch.ones(1)) for a number, nn.Parameter(tensor.contiguous()) for others, "
-                    "or name it in ignored_states=."
+                    f"{name} has no dimension (shape []) along which it could be split. Write "
+                    "nn.Parameter(torch.ones(1)) instead of torch.tensor(1.0), or name it in "
+                    "ignored_states=."
+                )
+            if not parameter.is_contiguous():
+                raise UsageError(
+                    f"{name} (shape {list(parameter.shape)}, stride {list(parameter.stride())}) is a view "
+                    "with gaps, or transposed, and cannot be split. Write nn.Parameter(tensor.contiguous())."
                 )
             if has_hooks(parameter):
                 raise UsageError(
@@ -186,11 +198,28 @@ class FullyShard(Sharded):
             names = ", ".join([inside[block] for block in blocks])
             self.channel.meet(call_of("setup", f"{type(module).__name__} in {len(blocks)} groups: {names}"))
 
-    def _split(self, module: Module, blocks: list[Module], topology: Topology) -> None:
+    def _split(self, module: Module, blocks: set[Module], topology: Topology) -> None:
         """Bring up and split group after group, inner ones first, so that only one is whole at a time."""
-        maker = Materialiser(module)
-        for block in [*blocks, module]:
-            self._split_block(block, maker, topology)
+        maker = Materialiser(module, topology.device, self.settings.init)
+        seen: set[Module] = set()
+        held_back: list[Module] = []
+
+        def visit(part: Module, held: bool) -> None:
+            if part in seen:
+                return
+            seen.add(part)
+            waits = maker.waits(part)
+            for child in part.children():
+                visit(child, held or waits)
+            maker.reset(part)
+            if part in blocks or part is module:
+                held_back.append(part)
+            if not (held or (waits and part is not module)):
+                ready, held_back[:] = list(held_back), []
+                for block in ready:
+                    self._split_block(block, maker, topology)
+
+        visit(module, held=False)
 
     def _split_block(self, block: Module, maker: Materialiser, topology: Topology) -> None:
         from torch.distributed.fsdp import fully_shard

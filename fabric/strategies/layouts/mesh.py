@@ -112,7 +112,10 @@ class Mesh(InRows, Sharded):
             ArgumentTypeError: The function did not return the model.
             UsageError: A parameter on the meta device that nothing initialises.
         """
-        maker = Materialiser(module)
+        maker = Materialiser(module, topology.device)
+        if maker.resets:  # a module's own function wants it whole
+            _each(module, maker.reset)
+            maker.fill(module, replay=True)
         whole = [t for t in (*module.parameters(), *module.buffers()) if not (t.is_meta or is_split(t))]
         broadcast_from_zero(whole)
         with self.following(module):
@@ -286,3 +289,17 @@ def _holds_parts(module: Module) -> bool:
 def _tensors(module: Module) -> list[tuple[str, Any]]:
     own = [*module._parameters.items(), *module._buffers.items()]
     return [(name, tensor) for name, tensor in own if tensor is not None]
+
+
+def _each(module: Module, call: Callable[[Module], None]) -> None:
+    """Call on every module once, inner ones first."""
+    seen: set[Module] = set()
+
+    def visit(part: Module) -> None:
+        if part not in seen:
+            seen.add(part)
+            for child in part.children():
+                visit(child)
+            call(part)
+
+    visit(module)

@@ -388,7 +388,7 @@ def test_ignored_parameters_stay_whole_and_local(ranks, how, left):
     assert ranks.run(ignoring, how, world_size=2) == [left] * 2
 
 
-# forward_prefetch, find_unused_parameters
+# forward_prefetch, param_init_fn, find_unused_parameters
 
 
 def prefetching(enabled: bool) -> list[int]:
@@ -400,6 +400,23 @@ def prefetching(enabled: bool) -> list[int]:
 @pytest.mark.parametrize(("enabled", "ahead"), [(True, [1, 0]), (False, [0, 0])])
 def test_forward_prefetch_gathers_the_next_group(ranks, enabled, ahead):
     assert ranks.run(prefetching, enabled, world_size=2) == [ahead] * 2
+
+
+def fill(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.constant_(parameter, 0.25)
+
+
+def initialised() -> set[float]:
+    fabric = start(auto_wrap_policy={Block}, param_init_fn=fill)
+    with torch.device("meta"):
+        model = Net()
+    model = fabric.setup(model)
+    return {float(v) for w in fabric.strategy.get_module_state_dict(model).values() for v in w.flatten()}
+
+
+def test_param_init_fn_gives_values_to_meta_parameters(ranks):
+    assert ranks.run(initialised, world_size=2) == [{0.25}] * 2
 
 
 class Choice(nn.Module):
