@@ -34,7 +34,7 @@ def steps(strategy, precision, accumulate):
                 with fabric.no_backward_sync(model, enabled=not last):
                     loss = model(fabric.to_device(rows[micro])).pow(2).mean()
                     fabric.backward(loss / accumulate)
-            norm = fabric.clip_gradients(model, optimizer, max_norm=0.1, error_if_nonfinite=False)
+            norm = fabric.clip_gradients(model, optimizer, max_norm=0.1)
             fabric.clip_gradients(model, optimizer, clip_val=0.01)
             optimizer.step()
         seen.append(
@@ -54,7 +54,7 @@ def test_a_steady_step_waits_for_nothing(ranks, strategy, precision):
             assert [kinds for kinds, _ in seen] == [{}] * 5, seen
 
 
-def not_finite(strategy):
+def not_finite(strategy, folder):
     fabric = fabric_of(STRATEGIES[strategy]())
     model = fabric.setup_module(net(2))
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -64,13 +64,23 @@ def not_finite(strategy):
         fabric.backward(model(x).pow(2).mean() * factor)
         return fabric.clip_gradients(model, optimizer, max_norm=1.0, **kwargs)
 
-    with pytest.raises(RuntimeError, match=r"is nan \(non-finite\), so they cannot be clipped"):
-        clip(float("nan"))
+    assert clip(float("nan")).isnan()
+    with pytest.raises(
+        RuntimeError, match=r"is nan \(non-finite\).* call before this one \(.*test_host_syncs.py:"
+    ):
+        clip(1.0)
     optimizer.zero_grad()
     clip(1.0)
-    assert clip(float("nan"), error_if_nonfinite=False).isnan()
+    clip(float("inf"))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        fabric.save(folder / strategy, {"model": model})
+    assert not (folder / strategy).exists()
+    optimizer.zero_grad()
+    clip(float("nan"), error_if_nonfinite=False)
+    clip(1.0, error_if_nonfinite=False)
+    fabric.save(folder / strategy, {"model": model})
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
-def test_a_norm_that_is_not_finite_is_an_error(ranks, strategy):
-    ranks.run(not_finite, strategy, world_size=2)
+def test_a_norm_that_is_not_finite_is_an_error_in_the_next_call(ranks, tmp_path, strategy):
+    ranks.run(not_finite, strategy, tmp_path, world_size=2)

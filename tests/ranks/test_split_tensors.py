@@ -177,7 +177,9 @@ def mixed(case: str) -> None:
         fabric.launch()
         model, x = fabric.setup(Mixing()), torch.ones(2, 8)
     here = re.escape("test_split_tensors.py:")
-    said = rf"computes \({here}\d+\) with a tensor that is split over ranks, .*mixed torch\.Tensor"
+    said = (
+        rf"computes \({here}\d+\) with a tensor that is split over ranks, .*mixed torch\.Tensor and DTensor"
+    )
     if case == "tensor parallel":
         with pytest.raises(UsageError, match=rf"forward of Ones {said}.*leave use_local_output=False out"):
             model(x)

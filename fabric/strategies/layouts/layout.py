@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
     from fabric.plugins.collectives.channel import Channel
+    from fabric.strategies.layouts.norms import FiniteNorms
 
 
 class Whole:
@@ -90,7 +92,11 @@ class Whole:
         """Context in which full states are gathered on all ranks, and kept by those that say so.
 
         With `parts` nothing is gathered: see `keeps_parts`.
+
+        Raises:
+            RuntimeError: The gradients that were clipped last had a norm that is not finite.
         """
+        self.finite.look()
         self.keeps_full, self.keeps_parts = keep, parts
         try:
             yield
@@ -140,13 +146,14 @@ class Whole:
         model.
 
         Raises:
-            RuntimeError: With `error_if_nonfinite`: it is not finite.
+            RuntimeError: With `error_if_nonfinite`: it is not finite, or that of the call before (see
+                `FiniteNorms`).
         """
-        from fabric.strategies.layouts.norms import check_finite, scale_
+        from fabric.strategies.layouts.norms import scale_
 
         grads, norm = self.total_norm(list(parameters), norm_type)
         if error_if_nonfinite:
-            check_finite(norm, norm_type)
+            self.finite.check(norm, norm_type)
         with torch.no_grad():
             scale_(grads, norm, max_norm)
         return norm
@@ -155,6 +162,13 @@ class Whole:
         """The gradients, and their norm in the whole model. All ranks must call this."""
         grads = [p.grad for p in parameters if p.grad is not None]
         return grads, torch.nn.utils.get_total_norm(grads, norm_type)
+
+    @cached_property
+    def finite(self) -> FiniteNorms:
+        """The check of the norms of gradients."""
+        from fabric.strategies.layouts.norms import FiniteNorms
+
+        return FiniteNorms()
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""

@@ -1,4 +1,7 @@
-"""Norms of gradients: made and applied in few kernels, and an error for those that are not finite."""
+"""Norms of gradients: made and applied in few kernels, and an error for those that are not finite.
+
+Called by layouts. Lets the host wait for no device.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fabric.core.source import user_place
 from fabric.core.torch_internals import foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:
@@ -16,19 +20,61 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def check_finite(norm: Tensor, norm_type: float) -> None:
-    """Raise before anything is scaled by a norm that is not finite; the host waits for it.
+class FiniteNorms:
+    """The check of the norms that clipping gives: an error for one that is not finite.
 
-    Raises:
-        RuntimeError: It is not.
+    On the host at once. To look at a norm of a device, the host would wait for all that the device has still
+    to do, and the device then for the host. So it is looked at when the next one comes, or something is
+    saved: the device has then come to it, or has a whole step more to do. Which call raises does not depend
+    on time, so all ranks raise in the same one.
     """
-    value = norm.item()
-    if not math.isfinite(value):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} of the gradients of the whole model is {value} "
-            "(non-finite), so they cannot be clipped. Pass error_if_nonfinite=False to scale them by it "
-            "anyway."
-        )
+
+    def __init__(self) -> None:
+        self._late: tuple[Tensor, Any, float, str] | None = None
+
+    def check(self, norm: Tensor, norm_type: float) -> None:
+        """Look at `norm`, now or later, and at the one before.
+
+        Raises:
+            RuntimeError: One of them is not finite.
+        """
+        self.look()
+        if norm.device.type in ("cpu", "mps"):  # mps: torch has no pinned memory of it
+            value = norm.item()
+            if not math.isfinite(value):
+                raise RuntimeError(_text(norm_type, value) + ", so they cannot be clipped. " + _WAY_OUT)
+            return
+        copy = torch.empty((), dtype=norm.dtype, pin_memory=True).copy_(norm.detach(), non_blocking=True)
+        event = torch.Event(norm.device)
+        event.record(torch.accelerator.current_stream(norm.device))
+        self._late = copy, event, norm_type, user_place()
+
+    def look(self) -> None:
+        """Look at the last norm of a device, if nobody has.
+
+        Raises:
+            RuntimeError: It is not finite.
+        """
+        late, self._late = self._late, None
+        if late is None:
+            return
+        copy, event, norm_type, line = late
+        if not event.query():
+            event.synchronize()
+        value = copy.item()
+        if not math.isfinite(value):
+            raise RuntimeError(
+                f"{_text(norm_type, value)}. They were clipped in the call before this one ({line}): the "
+                "host does not wait for the device to look at the norm. Optimizers that have stepped since "
+                f"have made parameters NaN with them: go on from a checkpoint of before. {_WAY_OUT}"
+            )
+
+
+_WAY_OUT = "Pass error_if_nonfinite=False to scale them by it anyway."
+
+
+def _text(norm_type: float, value: float) -> str:
+    return f"The total norm of order {norm_type} of the gradients of the whole model is {value} (non-finite)"
 
 
 def norm_over_ranks(spread: list[tuple[list[Tensor], list[Any]]], norm_type: float, via: Any) -> Tensor:
