@@ -67,6 +67,7 @@ __all__ = [
     "memory_of",
     "no_subclass_functions",
     "owner_of",
+    "packs_saved_tensors",
     "phase",
     "pin_memory",
     "renew_reducer",
@@ -152,6 +153,11 @@ def ungathered(states: list[Any]) -> Iterator[torch.dtype | None]:
     finally:
         for (holder, name), value in zip(held, before, strict=True):
             setattr(holder, name, value)
+
+
+def packs_saved_tensors() -> bool:
+    """Whether hooks on saved tensors are on, as of activations that are computed again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def accumulates() -> bool:

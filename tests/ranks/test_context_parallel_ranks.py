@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError
 from fabric.strategies import ContextParallel, DDP2Strategy, DDPStrategy
+from fabric.strategies.layouts.context.exchange import Exchange
 from fabric.utilities import sequence_positions
 from fabric.utilities.sequence import current_part
 
@@ -392,6 +394,64 @@ class Biased(nn.Module):
 @pytest.mark.parametrize("inside", [False, True])
 def test_biases_that_learn(ranks, inside):
     ranks.run(biased, inside, world_size=2)
+
+
+def keys_kept():
+    fabric = launched()
+    torch.manual_seed(1)
+    plain = nn.Sequential(Attend(), nn.Linear(4, 4), Attend("whole"))
+    model = fabric.setup(copy.deepcopy(plain))
+    x = torch.randn(2, 13, 4)
+    dist.broadcast(x, 0)
+    storages, see = [], Exchange.see
+
+    def watched(self, own, dim):
+        whole = see(self, own, dim)
+        storages.extend([StorageWeakRef(tensor.untyped_storage()) for tensor in whole])
+        return whole
+
+    Exchange.see = watched
+    try:
+        out = model(x)
+    finally:
+        Exchange.see = see
+    assert len(storages) >= 4
+    assert all([storage.expired() for storage in storages]), (
+        "keys and values of all ranks go after the forward"
+    )
+    for _ in range(2):
+        fabric.backward(out.square().sum(), retain_graph=True)
+        plain(x).square().sum().backward()
+    assert_same_gradients(model, plain)
+
+
+def test_keys_of_other_ranks_are_not_kept_for_the_backward(ranks):
+    ranks.run(keys_kept, world_size=2)
+
+
+def changes_in_place():
+    fabric = launched()
+    model = fabric.setup(InPlace())
+    with pytest.raises(UsageError, match="was changed in place after it"):
+        fabric.backward(model(torch.ones(1, 8, 4)).sum())
+
+
+class InPlace(nn.Module):
+    """Changes what attention has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, x):
+        query = self.project(x).unsqueeze(1)
+        seen = F.scaled_dot_product_attention(query, query * 2, query * 3)
+        query.mul_(2)
+        return seen.squeeze(1)
+
+
+def test_what_attention_has_saved_must_not_be_changed(ranks):
+    ranks.run(changes_in_place, world_size=2)
 
 
 class Hiding(nn.Module):

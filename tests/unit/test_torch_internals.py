@@ -113,6 +113,13 @@ def test_modules_hold_their_tables_under_these_names() -> None:
     assert {*internals.MODULE_TABLES} <= {*vars(torch.nn.Module())}
 
 
+def test_hooks_on_saved_tensors_are_seen() -> None:
+    """ContextParallel would keep what activations that are computed again must not keep, or the other way."""
+    assert not internals.packs_saved_tensors()
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
+        assert internals.packs_saved_tensors()
+
+
 def test_passes_that_accumulate_are_told_from_those_that_do_not() -> None:
     """`torch.autograd.grad` through a pipeline would add to `.grad` of its stages' parameters."""
     seen: list[bool] = []

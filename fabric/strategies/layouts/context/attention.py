@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import UsageError
+from fabric.strategies.layouts.context.kept import KeptParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,16 +68,21 @@ def _attend(
     part = exchange.part
     query, key, value = [_in_autocast(tensor) for tensor in (query, key, value)]
     _check_lengths("scaled_dot_product_attention", exchange, query, (key, value), -2)
-    key, value = exchange.see([key, value], -2)
-    if not is_causal or attn_mask is not None:  # both together torch refuses, in its own words
-        mask = _own_rows(attn_mask, exchange)
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **kwargs)
-    outputs, first = [], 0
-    for start, end in part.own:
-        rows, seen = query.narrow(-2, first, end - start), (key.narrow(-2, 0, end), value.narrow(-2, 0, end))
-        mask = _causal(end - start, end, query)
-        outputs.append(F.scaled_dot_product_attention(rows, *seen, mask, dropout_p, **kwargs))
-        first += end - start
+    own = [key, value]
+    key, value = exchange.see(own, -2)
+    kept = KeptParts(exchange, own, [key, value], -2)
+    with kept.context():
+        if not is_causal or attn_mask is not None:  # both together torch refuses, in its own words
+            mask = _own_rows(attn_mask, exchange)
+            return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **kwargs)
+        outputs, first = [], 0
+        for start, end in part.own:
+            rows = query.narrow(-2, first, end - start)
+            seen = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
+            make = partial(_causal, end - start, end, query)
+            with kept.making(make(), make) as mask:
+                outputs.append(F.scaled_dot_product_attention(rows, *seen, mask, dropout_p, **kwargs))
+            first += end - start
     return torch.cat(outputs, -2)
 
 
