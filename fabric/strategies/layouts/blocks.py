@@ -124,7 +124,9 @@ def _repeated(model: Module) -> set[Module]:
 
 
 def _classes(policy: Any) -> tuple[Any, ...]:
-    return (policy,) if isinstance(policy, type) else tuple(policy) if isinstance(policy, _CLASSES) else ()
+    if isinstance(policy, type):
+        return (policy,)
+    return tuple(policy) if isinstance(policy, _CLASSES) else ()
 
 
 def _is_function(policy: Any) -> bool:
