@@ -190,8 +190,8 @@ def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tenso
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized or leaf.is_meta:
-                kind = "nested" if leaf.is_nested else "quantised" if leaf.is_quantized else "without values"
-                kind = kind if leaf.layout is torch.strided else str(leaf.layout)
+                kind = "nested" if leaf.is_nested else "quantised" if leaf.is_quantized else str(leaf.layout)
+                kind = "on the meta device" if leaf.is_meta else kind
                 raise ArgumentTypeError(
                     f"{verb} takes dense tensors with values, but a leaf is {kind}. Write .to_dense() of "
                     "a sparse one, .dequantize() of a quantised one, .unbind() of a nested one."

@@ -100,7 +100,9 @@ def _copy(reader: int, file: BinaryIO | None, terminal: TextIO, prefix: bytes) -
                 file = None
             # A progress bar ends its lines by a return.
             lines = (rest + chunk).splitlines(keepends=True)
-            rest = b"" if lines[-1].endswith((b"\n", b"\r")) or len(lines[-1]) > _CHUNK else lines.pop()
+            rest = b"" if lines[-1].endswith((b"\n", b"\r")) else lines.pop()
+            if len(rest) > _CHUNK:  # no line
+                lines, rest = [*lines, rest + b"\n"], b""
             _show(terminal, [prefix + line for line in lines])
     if rest:
         _show(terminal, [prefix + rest + b"\n"])

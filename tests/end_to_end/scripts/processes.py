@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fabric.plugins.environments import LocalEnvironment
 from fabric.plugins.environments.rendezvous import rendezvous
+from fabric.processes.cores import share_cores
 from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
 from fabric.strategies.launchers.script import ScriptLauncher
 
@@ -22,6 +23,7 @@ def say(**what):
 
 
 def join(environment, seconds=60):
+    share_cores(environment.world_size())  # as a strategy does
     rank, size = environment.global_rank(), environment.world_size()
     store = rendezvous(environment, rank, size, timedelta(seconds=seconds))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
