@@ -195,7 +195,7 @@ BAD_CALLS = {
     with_batch_norm: "has batch norm (1)",
     that_is_compiled: "compiled model cannot be divided",
     with_a_compiled_block: "is compiled, and ContextParallel cannot divide it",
-    where_blocks_match_nothing: "blocks={LSTM} matches no module inside Fourfold",
+    where_blocks_match_nothing: "matches no module inside Fourfold",
     with_gradients_by_frequency: "has embeddings with scale_grad_by_freq (0)",
     with_a_nested_tensor: "write nn.TransformerEncoder(..., enable_nested_tensor=False)",
     with_a_length_among_its_outputs: "than for the whole (4 in place of 8)",

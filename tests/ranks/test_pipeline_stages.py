@@ -387,7 +387,7 @@ def test_outputs_that_cannot_go_on(ranks, name):
         ({"num_microbatches": 0}, ConfigurationError, "num_microbatches=0 must be 1 or more"),
         ({"num_microbatches": 2.5}, ArgumentTypeError, "num_microbatches=2.5 must be a whole number"),
         ({"checkpoint": True}, ConfigurationError, "checkpoint=True is not one of 'always'"),
-        ({"checkpoint": "alway"}, ConfigurationError, "is not one of 'always', .* Did you mean"),
+        ({"checkpoint": "alway"}, ConfigurationError, "is not one of 'always'"),
         ({"start_method": "thread"}, ConfigurationError, "start_method='thread' is not one of"),
     ],
 )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _UNCALLED = NonDynamicallyQuantizableLinear
 """The output layer in torch's MultiheadAttention, whose parameters are used without a call of it."""
 
-_CLASSES = (set, frozenset, list, tuple, type)
+_SEVERAL = (set, frozenset, list, tuple)
 """In what module classes are named."""
 
 SMALL = 100_000
@@ -31,7 +31,7 @@ def check_policy(policy: Any, name: str) -> None:
         ArgumentTypeError: `policy` is of another kind.
     """
     wrong = [c for c in _classes(policy) if not (isinstance(c, type) and issubclass(c, Module))]
-    if wrong or not (policy is None or isinstance(policy, _CLASSES) or _is_function(policy)):
+    if wrong or not (policy is None or isinstance(policy, (*_SEVERAL, type)) or _is_function(policy)):
         raise ArgumentTypeError(
             f"{name}={policy!r} must be a set of module classes or a function, but is or has a "
             f"{type((wrong or [policy])[0]).__name__}. Write {name}={{TransformerBlock}}."
@@ -82,7 +82,7 @@ def choose_blocks(
     check_whole(model)
     if policy is None:
         chosen = _repeated(model)
-    elif isinstance(policy, _CLASSES):
+    elif isinstance(policy, (*_SEVERAL, type)):
         chosen = {module for module in model.modules() if isinstance(module, _classes(policy))}
         may_be_empty = may_be_empty or not _classes(policy)
     elif hasattr(policy, "_run_policy"):  # torch's ModuleWrapPolicy, CustomPolicy
@@ -124,9 +124,7 @@ def _repeated(model: Module) -> set[Module]:
 
 
 def _classes(policy: Any) -> tuple[Any, ...]:
-    if isinstance(policy, type):
-        return (policy,)
-    return tuple(policy) if isinstance(policy, _CLASSES) else ()
+    return tuple(policy) if isinstance(policy, _SEVERAL) else (policy,) if isinstance(policy, type) else ()
 
 
 def _is_function(policy: Any) -> bool:
