@@ -65,11 +65,13 @@ class _Record:
     dtype: torch.dtype
     steps: list[_Step] = field(default_factory=list)
     """All that leads to its values, from an empty piece of memory on."""
+    refusal: UsageError | None = None
+    """Where it was computed in a way that cannot be repeated: raised if it is part of a model."""
 
     @property
     def initialised(self) -> bool:
         """Whether anybody gave it values."""
-        return not all([step.derives for step in self.steps])
+        return self.refusal is not None or not all([step.derives for step in self.steps])
 
     @property
     def numel(self) -> int:
@@ -117,6 +119,16 @@ class DeferredInit(TorchFunctionMode):
         super().__init__()
         self.device = device
         self._records: dict[int, _Record] = {}
+        self._building = False
+
+    def __enter__(self) -> DeferredInit:
+        self._building = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._building = False
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the tensor was given values, which `make` can repeat."""
@@ -136,6 +148,8 @@ class DeferredInit(TorchFunctionMode):
 
     def _replayed(self, record: _Record) -> Tensor:
         """The piece of memory, flat, with its values."""
+        if record.refusal is not None:
+            raise record.refusal
         whole = torch.empty(0)
         before = _get_state(None, self.device)
         try:
@@ -185,11 +199,13 @@ class DeferredInit(TorchFunctionMode):
         if changed is not None:
             self._record(func, args, kwargs, changed)
             return changed
+        if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
+            return self._set_data(func, *args)
         try:
             out = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
             without = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor) and t.is_meta]
-            if without and ("meta" in str(error).lower() or name == "__set__"):
+            if without and "meta" in str(error).lower():
                 raise self._refusal(name, without[0]) from error
             raise
         if type(out) in (tuple, list):
@@ -215,12 +231,30 @@ class DeferredInit(TorchFunctionMode):
         known = [t for t in known if _key(t) in self._records]
         if not known:
             return
-        name = getattr(func, "__name__", str(func))
-        if "rand" in name or name in ("bernoulli", "dropout", "normal", "multinomial"):
-            raise self._refusal(name, known[0])
-        step = _Step(func, *self._kept(name, args, kwargs, known[0]), derives=True)
-        steps = [*self._records[_key(known[0])].steps, step]
-        self._records[_key(out)] = _Record(out.untyped_storage(), out.dtype, steps)
+        record = self._records[_key(out)] = _Record(out.untyped_storage(), out.dtype)
+        source, name = self._records[_key(known[0])], getattr(func, "__name__", str(func))
+        try:
+            if "rand" in name or name in ("bernoulli", "dropout", "normal", "multinomial"):
+                raise self._refusal(name, known[0])
+            step = _Step(func, *self._kept(name, args, kwargs, known[0]), derives=True)
+        except UsageError as error:
+            if self._building:
+                raise
+            record.refusal = error  # later only if it matters: of activations nobody wants values
+        else:
+            record.refusal, record.steps = source.refusal, [*source.steps, step]
+
+    def _set_data(self, func: Any, target: Tensor, value: Tensor) -> None:
+        """`weight.data = values`: of a tensor without memory, a copy of them."""
+        if not target.is_meta or value.is_meta or _key(target) not in self._records:
+            func(target, value)
+            if isinstance(value, Unmade) and isinstance(target, Unmade):
+                target.recorder = value.recorder
+        elif target.shape != value.shape or target.dtype != value.dtype:
+            raise self._refusal("weight.data = other", target)
+        else:
+            step = _Step(torch.Tensor.copy_, (_View(target), value.detach().clone()), {})
+            self._records[_key(target)].steps.append(step)
 
     def _changed(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """The known tensor without memory that this call changes; None: it changes none."""

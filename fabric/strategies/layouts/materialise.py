@@ -48,6 +48,7 @@ class Materialiser:
             int, tuple[Tensor, Tensor]
         ] = {}  # by id of the meta tensor: it, kept, and the real one
         self._resets: dict[Module, Callable[[], Any]] = {}
+        self._poisoned: set[int] = set()
         missing: list[str] = []
         self._look(model, "", False, missing)
         if missing:
@@ -81,22 +82,23 @@ class Materialiser:
         return module in self._resets and next(module.children(), None) is not None
 
     def reset(self, module: Module) -> None:
-        """Memory for a module's own tensors of which nothing is recorded, and values by its own function.
-
-        What it does not set is NaN, as is seen in the first loss.
-        """
+        """Memory for a module's own tensors of which nothing is recorded, and values by its own function."""
         for slots, name, tensor in _own_meta(module):
             if self._recorder_of(tensor) is None:
                 real = torch.empty_like(tensor, device=self.device)
-                fillable = real.is_floating_point() or real.is_complex()
-                self._put(slots, name, tensor, real.fill_(torch.nan if fillable else 0))
+                self._put(slots, name, tensor, real.fill_(torch.nan) if _can_be_nan(real) else real.zero_())
+                self._poisoned.add(id(slots[name]))
         if module in self._resets:
             self._resets[module]()
 
     @torch.no_grad()
     def fill(self, block: Module, replay: bool) -> None:
-        """Memory for all recorded tensors of `block`, and with `replay` their values."""
-        for module in block.modules():
+        """Memory for all recorded tensors of `block`, and with `replay` their values.
+
+        Raises:
+            UsageError: A `reset_parameters` left something in the block without values.
+        """
+        for prefix, module in block.named_modules():
             for slots, name, tensor in _own_meta(module):
                 recorder = self._recorder_of(tensor)
                 if id(tensor) in self._made or recorder is None:
@@ -104,11 +106,23 @@ class Materialiser:
                     continue
                 self._put(slots, name, tensor, recorder.make(tensor, replay))
                 recorder.forget(tensor)
+            for name, value in [*module._parameters.items(), *module._buffers.items()]:
+                if (
+                    value is not None
+                    and id(value) in self._poisoned
+                    and _can_be_nan(value)
+                    and value.isnan().any()
+                ):
+                    raise UsageError(
+                        f"{'.'.join(filter(None, [prefix, name]))} in {type(block).__name__} has no values "
+                        f"after reset_parameters(). Let {type(module).__name__}.reset_parameters() set it."
+                    )
 
     def release(self, block: Module) -> None:
         """Let go of the block's whole tensors, which are about to be split."""
         gone = {id(t) for m in block.modules() for t in [*m._parameters.values(), *m._buffers.values()]}
         self._made = {key: made for key, made in self._made.items() if id(made[1]) not in gone}
+        self._poisoned -= gone
 
     def _look(self, module: Module, prefix: str, served: bool, missing: list[str]) -> bool:
         """Find reset functions and what none serves; gives whether anything under `module` needs one."""
@@ -150,3 +164,7 @@ def _own_meta(module: Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
         for name, tensor in list(slots.items()):
             if tensor is not None and tensor.is_meta:
                 yield slots, name, tensor
+
+
+def _can_be_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -93,6 +93,7 @@ MAKERS = {
     "scaled data": lambda: changed(lambda m: setattr(m.weight, "data", m.weight.data * 0.5)),
     "transposed": lambda: changed(lambda m: setattr(m, "weight", nn.Parameter(m.weight.t() * 2 + 1))),
     "scaled, then filled": lambda: changed(scale_and_fill),
+    "data from values": lambda: changed(lambda m: setattr(m.weight, "data", torch.full((4, 3), 2).float())),
 }  # fmt: skip
 
 
@@ -150,6 +151,7 @@ LATER = {
     "reset_parameters": lambda m: [part.reset_parameters() for part in m],
     "setattr": lambda m: setattr(m[0], "bias", nn.Parameter(m[0].bias * 2)),
     "dtype": lambda m: by_data(m.double()),
+    "values": lambda m: setattr(m[0].weight, "data", torch.full((6, 5), 3.0)),
     "tied": retied,
     "loaded": lambda m: [p.data.copy_(torch.ones(p.shape)) for p in m.parameters()],
 }
@@ -184,14 +186,11 @@ def test_what_is_changed_after_the_construction_counts(name, copied):
 def test_values_that_are_not_there_yet_cannot_be_read_later():
     with DeferredInit(CPU):
         layer = nn.Linear(2, 2)
-    for read in (
-        lambda: layer(torch.ones(1, 2)),
-        lambda: layer(torch.empty(3, 2, device="meta")),
-        lambda: torch.rand_like(layer.bias),
-        lambda: setattr(layer.weight, "data", torch.ones(2, 2)),
-        layer.weight.sum().item,
-        lambda: layer.to("cpu"),
-    ):
+    assert layer(torch.empty(3, 2, device="meta")).shape == (3, 2)  # as for counting operations
+    layer.bias = nn.Parameter(layer.bias + torch.rand_like(layer.bias))
+    with pytest.raises(UsageError, match=r"add reads a tensor of shape \[2\] that has no values yet"):
+        layer.bias.recorder.make(layer.bias)
+    for read in (lambda: layer(torch.ones(1, 2)), layer.weight.sum().item, lambda: layer.to("cpu")):
         with pytest.raises(UsageError, match=r"reads a tensor of shape .* that has no values yet"):
             read()
     assert "meta" in repr(layer.weight)
