@@ -7,9 +7,9 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from fabric.core.errors import ConfigurationError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.precision import POLICIES
-from fabric.strategies.fsdp_keywords import sharding, translate
+from fabric.strategies.fsdp_keywords import check_mesh, check_ranks, sharding, translate
 from fabric.strategies.layouts.blocks import check_policy
 from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings
 from fabric.strategies.parallel import ParallelStrategy
@@ -64,10 +64,9 @@ class FSDPStrategy(ParallelStrategy):
             A parameter that nobody used then has a gradient of zeros instead of none. Without a policy the
             model is then one group; modules that a policy names are still called by all ranks.
         context_parallel: `ContextParallel(...)`: long sequences are divided over ranks; None: they are not.
-        reshard_after_forward: FSDP2's: True (parameters are freed after forward), False (they stay), or over
-            how many ranks they are split between forward and backward; None: by `sharding_strategy`.
         kwargs: Further keywords of FSDP1: limit_all_gathers, use_orig_params, sync_module_states,
-            forward_prefetch, backward_prefetch, ignored_modules, ignored_states, param_init_fn, device_id.
+            forward_prefetch, backward_prefetch, ignored_modules, ignored_states, param_init_fn, device_id;
+            and `reshard_after_forward` of FSDP2.
 
     Raises:
         ConfigurationError: A keyword or value that FSDP2 has nothing like.
@@ -98,21 +97,22 @@ class FSDPStrategy(ParallelStrategy):
         startup_timeout: timedelta = timedelta(minutes=10),
         find_unused_parameters: bool = False,
         context_parallel: ContextParallel | None = None,
-        reshard_after_forward: bool | int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
-        if state_dict_type not in ("full", "sharded"):
-            raise ConfigurationError(f"state_dict_type={state_dict_type!r} is neither 'full' nor 'sharded'.")
+        _check_flags(state_dict_type, find_unused_parameters)
         check_policy(auto_wrap_policy, "auto_wrap_policy")
-        freed = {"reshard_after_forward": reshard_after_forward} if reshard_after_forward is not None else {}
+        check_mesh(device_mesh, sharding(sharding_strategy))
+        own = {
+            **sharding(sharding_strategy),
+            **translate(cpu_offload, mixed_precision, kwargs, inspect.signature(FSDPStrategy).parameters),
+        }
         settings = ShardSettings(
             blocks=set() if find_unused_parameters and auto_wrap_policy is None else auto_wrap_policy,
             checkpointed=_checkpointed(activation_checkpointing, activation_checkpointing_policy),
             mesh=device_mesh,
             unused=find_unused_parameters,
-            **{**sharding(sharding_strategy), **freed},
-            **translate(cpu_offload, mixed_precision, kwargs, inspect.signature(FSDPStrategy).parameters),
+            **own,
         )
         self.layout: FullyShard = FullyShard(settings)
         self.state_dict_type = state_dict_type
@@ -134,7 +134,7 @@ class FSDPStrategy(ParallelStrategy):
         Raises:
             ConfigurationError: Sizes of a mesh that do not multiply to the number of ranks.
         """
-        self.layout.sizes(len(plan.devices), plan.num_nodes)
+        check_ranks(self.layout.settings.mesh, len(plan.devices), plan.num_nodes)
         super().bind(plan)
 
     @property
@@ -156,6 +156,13 @@ class FSDPStrategy(ParallelStrategy):
         """The MixedPrecisionPolicy that parameters are gathered and gradients reduced by."""
         self.layout.policy = self._precision.policy
         return self.layout.precision_policy()
+
+
+def _check_flags(state_dict_type: Any, find_unused_parameters: Any) -> None:
+    if state_dict_type not in ("full", "sharded"):
+        raise ConfigurationError(f"state_dict_type={state_dict_type!r} is neither 'full' nor 'sharded'.")
+    if not isinstance(find_unused_parameters, bool):
+        raise ArgumentTypeError(f"find_unused_parameters={find_unused_parameters!r} must be True or False.")
 
 
 def _checkpointed(modules: Any, policy: Any) -> Any:

@@ -34,13 +34,13 @@ def parallel(*sizes, **settings) -> Fabric:
 
 KINDS = ["set of module classes or a function", "{TransformerBlock}"]
 SIZES = ['"auto" or a whole number, 1 or more']
-MESH = "Write (replicate, shard) sizes that multiply to 2, or a DeviceMesh"
+MESH = ["must be (replicate, shard) sizes", "device_mesh=(2, 4) for 2 replicas that are split over 4"]
 SHARDINGS = "not one of 'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD', '_HYBRID_SHARD_ZERO2', 'NO_SHARD'."
 AT_ONCE = {
     "policy a string": (
         lambda: FSDPStrategy(auto_wrap_policy="Block"),
         ArgumentTypeError,
-        ["auto_wrap_policy='Block'", "has a str", *KINDS],
+        ["auto_wrap_policy='Block'", "is a str", *KINDS],
     ),
     "policy a module": (
         lambda: FSDPStrategy(auto_wrap_policy=nn.Tanh()),
@@ -50,12 +50,17 @@ AT_ONCE = {
     "policy a set of names": (
         lambda: FSDPStrategy(auto_wrap_policy={"Block"}),
         ArgumentTypeError,
-        ["auto_wrap_policy={'Block'} must be", "has a str", *KINDS],
+        ["auto_wrap_policy takes classes of modules, but has 'Block'", "{TransformerBlock}"],
     ),
     "policy a class of no modules": (
         lambda: FSDPStrategy(auto_wrap_policy=[dict]),
         ArgumentTypeError,
-        ["auto_wrap_policy=[<class 'dict'>] must be a set of module classes"],
+        ["takes classes of modules, but has <class 'dict'>"],
+    ),
+    "policy of two arguments": (
+        lambda: FSDPStrategy(auto_wrap_policy=lambda one, two: True),
+        ArgumentTypeError,
+        ["auto_wrap_policy=<lambda> cannot be called as (module)", "nonwrapped_numel=", "isinstance(module"],
     ),
     "checkpointing a string": (
         lambda: FSDPStrategy(activation_checkpointing="Block"),
@@ -65,7 +70,7 @@ AT_ONCE = {
     "checkpointing a list of numbers": (
         lambda: FSDPStrategy(activation_checkpointing=[3]),
         ArgumentTypeError,
-        ["activation_checkpointing=[3] must be", "has a int"],
+        ["activation_checkpointing takes classes of modules, but has 3"],
     ),
     "checkpointing policy a number": (
         lambda: FSDPStrategy(activation_checkpointing_policy=3),
@@ -80,30 +85,31 @@ AT_ONCE = {
     "mesh larger than the ranks": (
         lambda: made(FSDPStrategy(device_mesh=(2, 3))),
         ConfigurationError,
-        ["device_mesh=(2, 3) does not hold 2 ranks (1 nodes of 2)", "device_mesh=(1, 2)"],
+        [
+            "device_mesh=(2, 3) has 6 ranks, but devices=2 and num_nodes=1 make 2",
+            "such as device_mesh=(1, 2)",
+        ],
     ),
     "mesh smaller than two machines": (
         lambda: made(FSDPStrategy(device_mesh=(1, 2)), num_nodes=2),
         ConfigurationError,
-        ["device_mesh=(1, 2) does not hold 4 ranks (2 nodes of 2)", "device_mesh=(2, 2)"],
+        ["device_mesh=(1, 2) has 2 ranks, but devices=2 and num_nodes=2 make 4", "device_mesh=(2, 2)"],
     ),
-    "mesh of a number": (
-        lambda: made(FSDPStrategy(device_mesh=2)),
-        ConfigurationError,
-        ["device_mesh=2", MESH],
-    ),
+    "mesh of a number": (lambda: FSDPStrategy(device_mesh=2), ArgumentTypeError, ["device_mesh=2", *MESH]),
     "mesh of a string": (
-        lambda: made(FSDPStrategy(device_mesh="22")),
-        ConfigurationError,
-        ["device_mesh='22'", MESH],
+        lambda: FSDPStrategy(device_mesh="22"),
+        ArgumentTypeError,
+        ["device_mesh='22'", *MESH],
     ),
-    "mesh of three": (
-        lambda: made(FSDPStrategy(device_mesh=(1, 1, 2))),
-        ConfigurationError,
-        ["(1, 1, 2)", MESH],
+    "mesh with a bool": (
+        lambda: FSDPStrategy(device_mesh=(True, 2)),
+        ArgumentTypeError,
+        ["device_mesh=(True, 2)", *MESH],
     ),
+    "mesh with nothing": (lambda: FSDPStrategy(device_mesh=(0, 2)), ArgumentTypeError, ["(0, 2)", *MESH]),
+    "mesh of three": (lambda: FSDPStrategy(device_mesh=(1, 1, 2)), ArgumentTypeError, ["(1, 1, 2)", *MESH]),
     "mesh and no sharding": (
-        lambda: made(FSDPStrategy(sharding_strategy="NO_SHARD", device_mesh=(1, 2))),
+        lambda: FSDPStrategy(sharding_strategy="NO_SHARD", device_mesh=(1, 2)),
         ConfigurationError,
         ["'NO_SHARD' keeps a replica", "device_mesh=(1, 2)", "Leave one of the two out"],
     ),
@@ -174,7 +180,7 @@ AT_ONCE = {
     "sharding_strategy": (
         lambda: FSDPStrategy(sharding_strategy="FULL"),
         ConfigurationError,
-        [f"sharding_strategy='FULL' is {SHARDINGS}"],
+        [f"sharding_strategy='FULL' is {SHARDINGS} Did you mean 'FULL_SHARD'?"],
     ),
     "sharding_strategy a number": (
         lambda: FSDPStrategy(sharding_strategy=3),
@@ -204,27 +210,57 @@ AT_ONCE = {
     "mixed_precision of buffers": (
         lambda: FSDPStrategy(mixed_precision=MixedPrecision(buffer_dtype=torch.float16)),
         ConfigurationError,
-        ["buffer_dtype or keep_low_precision_grads cannot be had: FSDP2 leaves buffers as"],
+        ["buffer_dtype=torch.float16 cannot be had: FSDP2 leaves buffers", "Cast them in the model"],
     ),
     "mixed_precision of gradients": (
         lambda: FSDPStrategy(mixed_precision=MixedPrecision(keep_low_precision_grads=True)),
         ConfigurationError,
-        ["keep_low_precision_grads cannot be had", 'write Fabric(precision="bf16-true")'],
+        ["keep_low_precision_grads=True cannot be had", 'write Fabric(precision="bf16-true")'],
+    ),
+    "cpu_offload": (
+        lambda: FSDPStrategy(cpu_offload="yes"),
+        ArgumentTypeError,
+        ["cpu_offload='yes' must be True, False or a CPUOffload(offload_params=...)"],
+    ),
+    "ignored_modules one": (
+        lambda: FSDPStrategy(ignored_modules=nn.Linear(1, 1)),
+        ArgumentTypeError,
+        ["ignored_modules takes a list of Modules of the model, but is a Linear", "=[model.head]"],
     ),
     "ignored_modules names": (
         lambda: FSDPStrategy(ignored_modules=["head"]),
         ArgumentTypeError,
-        ["ignored_modules and ignored_states take modules and parameters", "have a str", "=[model.head]"],
+        ["ignored_modules takes a list of Modules", "has a str"],
     ),
     "ignored_states names": (
         lambda: FSDPStrategy(ignored_states="head"),
         ArgumentTypeError,
-        ["take modules and parameters of the model, but have a str"],
+        ["ignored_states takes a list of Modules or Parameters", "is a str"],
     ),
     "ignored_modules without values": (
         lambda: FSDPStrategy(ignored_modules=[nn.Linear(1, 1, device="meta")]),
         ConfigurationError,
         ["Ignored parameters are on the meta device", "Give them values before"],
+    ),
+    "param_init_fn": (
+        lambda: FSDPStrategy(param_init_fn=3),
+        ArgumentTypeError,
+        ["param_init_fn=3 must be a function (module)"],
+    ),
+    "reshard_after_forward": (
+        lambda: FSDPStrategy(reshard_after_forward="yes"),
+        ArgumentTypeError,
+        ["reshard_after_forward='yes' must be True (", "False (", "a number of ranks above 1"],
+    ),
+    "forward_prefetch": (
+        lambda: FSDPStrategy(forward_prefetch="yes"),
+        ArgumentTypeError,
+        ["forward_prefetch='yes' must be True or False"],
+    ),
+    "find_unused_parameters": (
+        lambda: FSDPStrategy(find_unused_parameters="yes"),
+        ArgumentTypeError,
+        ["find_unused_parameters='yes' must be True or False"],
     ),
     "parallelize_fn no function": (
         lambda: ModelParallelStrategy("tensor_parallel"),
@@ -257,7 +293,24 @@ AT_ONCE = {
         ConfigurationError,
         ["DDP2Strategy runs one process per machine", "2 were started", "--nproc-per-node 1", '"ddp"'],
     ),
+    "dp with uneven rows": (
+        lambda: made("dp").setup(nn.Bilinear(2, 2, 1))(torch.ones(4, 2), torch.ones(3, 2)),
+        ConfigurationError,
+        ["split into replicas along dim 0", "argument 0 has 4", "argument 1 has 3", "tensor.expand"],
+    ),
+    "dp with outputs that differ": (
+        lambda: made("dp").setup(Rows())(torch.ones(3, 2)),
+        UsageError,
+        ["outputs that cannot be joined along dim 0", "(pad the others)"],
+    ),
 }
+
+
+class Rows(nn.Module):
+    """Its output has as many columns as there are rows."""
+
+    def forward(self, x):
+        return x.new_ones(1, len(x))
 
 
 @pytest.mark.parametrize("case", AT_ONCE)
@@ -361,7 +414,7 @@ def mesh_of_three_dimensions():
 
 large = functools.partial(size_based_auto_wrap_policy, min_num_params=10**6)
 HAS = "matches no module inside Net, which has Block, Linear, Sequential."
-CHOSEN = "or leave auto_wrap_policy out"
+CHOSEN = "or leave auto_wrap_policy out to have them chosen"
 WHOLE = ["sharded already", "fully_shard was called on it before", "ModelParallelStrategy(parallelize_fn)"]
 AT_SETUP = {
     "fewer elements than ranks": (
@@ -372,22 +425,22 @@ AT_SETUP = {
     "a set that matches nothing": (
         setup(auto_wrap_policy={nn.Conv2d}),
         ConfigurationError,
-        ["Conv2d'>}} " + HAS, CHOSEN],
+        [f"auto_wrap_policy={{Conv2d}} {HAS}".replace("{", "{{").replace("}", "}}"), "Name classes", CHOSEN],
     ),
     "a function that matches nothing": (
         setup(auto_wrap_policy=lambda module: False),
         ConfigurationError,
-        [HAS, "Let it name some of these", CHOSEN],
+        [f"auto_wrap_policy=<lambda> {HAS}", "Let it accept some of these", CHOSEN],
     ),
     "a size that nothing has": (
         setup(auto_wrap_policy=large),
         ConfigurationError,
-        ["size_based_auto_wrap_policy", HAS, CHOSEN],
+        [f"auto_wrap_policy=size_based_auto_wrap_policy {HAS}", "Let it accept some of these", CHOSEN],
     ),
     "a ModuleWrapPolicy that matches nothing": (
         setup(auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d})),
         ConfigurationError,
-        ["ModuleWrapPolicy", HAS, CHOSEN],
+        [f"auto_wrap_policy=ModuleWrapPolicy {HAS}", CHOSEN],
     ),
     "a CustomPolicy with settings": (
         setup(auto_wrap_policy=CustomPolicy(lambda module: {"forward_prefetch": True})),
@@ -397,27 +450,27 @@ AT_SETUP = {
     "a class that no checkpoint is for": (
         setup(activation_checkpointing=nn.Conv2d),
         ConfigurationError,
-        ["Conv2d'>", f"{HAS} Let it name some of these, or leave activation_checkpointing"],
+        [f"=Conv2d {HAS} Name classes of these, or leave activation_checkpointing"],
     ),
     "a list that no checkpoint is for": (
         setup(activation_checkpointing=[nn.Conv2d, nn.ReLU]),
         ConfigurationError,
-        ["Conv2d", "ReLU", HAS],
+        [f"={{Conv2d, ReLU}} {HAS}".replace("{", "{{").replace("}", "}}")],
     ),
     "a checkpointing function that matches nothing": (
         setup(activation_checkpointing_policy=lambda module: False),
         ConfigurationError,
-        ["activation_checkpointing_policy=<", HAS],
+        [f"activation_checkpointing_policy=<lambda> {HAS} Let it accept some of these, or leave act"],
     ),
     "a checkpointing size that nothing has": (
         setup(activation_checkpointing_policy=large),
         ConfigurationError,
-        ["activation_checkpointing_policy=functools.partial", HAS],
+        [f"activation_checkpointing_policy=size_based_auto_wrap_policy {HAS}"],
     ),
     "a checkpointing ModuleWrapPolicy that matches nothing": (
         setup(activation_checkpointing_policy=ModuleWrapPolicy({nn.Conv2d})),
         ConfigurationError,
-        ["activation_checkpointing_policy=<", "ModuleWrapPolicy", HAS],
+        [f"activation_checkpointing_policy=ModuleWrapPolicy {HAS}"],
     ),
     "a function that returns nothing": (
         setup(parallelize=lambda model, mesh: None),
@@ -460,12 +513,12 @@ AT_SETUP = {
     "a DeviceMesh of one rank": (
         mesh_of_one_rank,
         ConfigurationError,
-        ["device_mesh=(1,) does not hold {world} ranks", "sizes that multiply to {world}"],
+        ["device_mesh=(1,) has 1 ranks", "there are {world} ranks", "sizes that multiply to {world}"],
     ),
     "a DeviceMesh of three dimensions": (
         mesh_of_three_dimensions,
         ConfigurationError,
-        ["device_mesh=(1, 1, {world}) does not hold {world} ranks", "(replicate, shard)"],
+        ["device_mesh=(1, 1, {world}) has {world} ranks in 3 dimensions", "(replicate, shard)"],
     ),
     "a part that does not divide the ranks": (
         setup(reshard_after_forward=3),

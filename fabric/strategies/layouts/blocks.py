@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 _UNCALLED = NonDynamicallyQuantizableLinear
 """The output layer in torch's MultiheadAttention, whose parameters are used without a call of it."""
 
-_SEVERAL = (set, frozenset, list, tuple)
-"""In what module classes are named."""
-
 SMALL = 100_000
 """Elements below which a module is not worth messages of its own."""
 
@@ -30,11 +28,21 @@ def check_policy(policy: Any, name: str) -> None:
     Raises:
         ArgumentTypeError: `policy` is of another kind.
     """
-    wrong = [c for c in _classes(policy) if not (isinstance(c, type) and issubclass(c, Module))]
-    if wrong or not (policy is None or isinstance(policy, (*_SEVERAL, type)) or _is_function(policy)):
+    if isinstance(policy, set | frozenset | list | tuple | type):
+        wrong = [c for c in _as_tuple(policy) if not (isinstance(c, type) and issubclass(c, Module))]
+        if wrong:
+            raise ArgumentTypeError(
+                f"{name} takes classes of modules, but has {wrong[0]!r}. Write {name}={{TransformerBlock}}."
+            )
+    elif policy is not None and (isinstance(policy, Module) or not _is_function(policy)):
         raise ArgumentTypeError(
-            f"{name}={policy!r} must be a set of module classes or a function, but is or has a "
-            f"{type((wrong or [policy])[0]).__name__}. Write {name}={{TransformerBlock}}."
+            f"{name}={policy!r} must be a set of module classes or a function, but is a "
+            f"{type(policy).__name__}. Write {name}={{TransformerBlock}}."
+        )
+    elif policy is not None and not (_asks_twice(policy) or _binds(policy, None)):
+        raise ArgumentTypeError(
+            f"{name}={_spell(policy)} cannot be called as (module) nor as (module=, recurse=, "
+            f"nonwrapped_numel=). Write {name}=lambda module: isinstance(module, TransformerBlock)."
         )
 
 
@@ -80,21 +88,22 @@ def choose_blocks(
     """
     check_policy(policy, name)
     check_whole(model)
+    if isinstance(policy, set | frozenset | list | tuple) and not policy:
+        return []
     if policy is None:
         chosen = _repeated(model)
-    elif isinstance(policy, (*_SEVERAL, type)):
-        chosen = {module for module in model.modules() if isinstance(module, _classes(policy))}
-        may_be_empty = may_be_empty or not _classes(policy)
     elif hasattr(policy, "_run_policy"):  # torch's ModuleWrapPolicy, CustomPolicy
         chosen = _run(model, policy, name)
+    elif isinstance(policy, set | frozenset | list | tuple | type):
+        chosen = {module for module in model.modules() if isinstance(module, _as_tuple(policy))}
     else:
         chosen = _accepted(model, policy)
     chosen = {m for m in chosen if m is not model and not isinstance(m, _UNCALLED)}
     if policy is not None and not chosen and not may_be_empty:
         kinds = sorted({type(m).__name__ for m in model.modules() if m is not model})
         raise ConfigurationError(
-            f"{name}={policy!r} matches no module inside {type(model).__name__}, which has "
-            f"{', '.join(kinds) or 'no modules'}. Let it name some of these, or leave {name} out."
+            f"{name}={_spell(policy)} matches no module inside {type(model).__name__}, which has "
+            f"{', '.join(kinds) or 'no modules'}. {_remedy(policy, name)}"
         )
     uses = Counter([id(p) for m in model.modules() for p in m._parameters.values() if p is not None])
     return [m for m in _innermost_first(model) if m in chosen and (not alone or _stands_alone(m, uses))]
@@ -123,12 +132,27 @@ def _repeated(model: Module) -> set[Module]:
     return chosen
 
 
-def _classes(policy: Any) -> tuple[Any, ...]:
-    return tuple(policy) if isinstance(policy, _SEVERAL) else (policy,) if isinstance(policy, type) else ()
+def _as_tuple(policy: Any) -> tuple[Any, ...]:
+    return (policy,) if isinstance(policy, type) else tuple(policy)
 
 
 def _is_function(policy: Any) -> bool:
-    return hasattr(policy, "_run_policy") or (callable(policy) and not isinstance(policy, Module))
+    return callable(policy) or hasattr(policy, "_run_policy")
+
+
+def _asks_twice(policy: Any) -> bool:
+    """Whether a function has the three arguments of torch's policies."""
+    return hasattr(policy, "_run_policy") or _binds(policy, module=None, recurse=True, nonwrapped_numel=0)
+
+
+def _binds(policy: Any, *args: Any, **kwargs: Any) -> bool:
+    try:
+        inspect.signature(policy).bind(*args, **kwargs)
+    except ValueError:  # written in C: it cannot be asked
+        return not kwargs
+    except TypeError:
+        return False
+    return True
 
 
 def _run(model: Module, policy: Any, name: str) -> set[Module]:
@@ -145,7 +169,7 @@ def _run(model: Module, policy: Any, name: str) -> set[Module]:
 
 def _accepted(model: Module, policy: Callable[..., Any]) -> set[Module]:
     """What a function chooses: of one argument, asked for each module; of torch's three, asked top down."""
-    if "recurse" not in inspect.signature(policy).parameters:
+    if not _asks_twice(policy):
         return {module for module in model.modules() if module is not model and policy(module)}
     chosen: set[Module] = set()
 
@@ -181,3 +205,20 @@ def _innermost_first(model: Module) -> Iterable[Module]:
         yield module
 
     return visit(model)
+
+
+def _remedy(policy: Any, name: str) -> str:
+    classes = isinstance(policy, set | frozenset | list | tuple | type)
+    say = "Name classes of these" if classes else "Let it accept some of these"
+    automatic = name == "auto_wrap_policy"
+    return f"{say}, or leave {name} out{' to have them chosen' if automatic else ''}."
+
+
+def _spell(policy: Any) -> str:
+    if isinstance(policy, functools.partial):
+        policy = policy.func
+    if isinstance(policy, type):
+        return policy.__name__
+    if isinstance(policy, set | frozenset | list | tuple):
+        return "{" + ", ".join(sorted([c.__name__ for c in policy])) + "}"
+    return getattr(policy, "__name__", type(policy).__name__)

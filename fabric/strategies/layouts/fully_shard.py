@@ -7,11 +7,11 @@ is `blocks.py`; full values and norms of what is split is `dtensors.py`; meta te
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -28,8 +28,8 @@ from fabric.strategies.layouts.split import is_split
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
     from fabric.core.precision import DtypePolicy
@@ -86,44 +86,14 @@ class FullyShard(Sharded):
         # Groups and models belong to their process; a spawned rank joins anew.
         return type(self), (self.settings,)
 
-    def sizes(self, local_world_size: int, num_nodes: int) -> tuple[int, ...]:
-        """Of the mesh: ranks to split over, behind replicas of that.
-
-        Raises:
-            ConfigurationError: They do not multiply to the number of ranks, or nothing is to be split.
-        """
-        world, wanted = local_world_size * num_nodes, self.settings.mesh
-        if wanted is None:
-            nodes = self.settings.hybrid and num_nodes > 1
-            return (world, 1) if self.settings.whole else (num_nodes, local_world_size) if nodes else (world,)
-        if self.settings.whole:
-            raise ConfigurationError(
-                f"sharding_strategy='NO_SHARD' keeps a replica on every rank, but device_mesh={wanted!r} "
-                "says over which ranks to split. Leave one of the two out."
-            )
-        sizes = wanted if isinstance(wanted, tuple | list) else getattr(wanted, "shape", None)
-        if sizes is None or len(sizes) > 2 or math.prod(sizes) != world:
-            raise ConfigurationError(
-                f"device_mesh={sizes or wanted!r} does not hold {world} ranks ({num_nodes} nodes of "
-                f"{local_world_size}). Write (replicate, shard) sizes that multiply to {world}, or a "
-                f"DeviceMesh of them: device_mesh=({num_nodes}, {local_world_size})."
-            )
-        return tuple(sizes)
-
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Make the mesh. All ranks must call this.
 
         Raises:
             ConfigurationError: The sizes of the mesh do not multiply to the number of ranks.
         """
-        from torch.distributed.device_mesh import init_device_mesh
-
         super().join(topology, policy)
-        sizes = self.sizes(topology.local_world_size, topology.num_nodes)
-        names = ("replicate", "shard")[-len(sizes) :]
-        wanted, kind = self.settings.mesh, topology.device.type
-        given = hasattr(wanted, "mesh_dim_names")
-        self.mesh = wanted if given else init_device_mesh(kind, sizes, mesh_dim_names=names)
+        self.mesh = self._make_mesh(topology)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module itself, split group by group; rank zero's values count. All ranks must call this.
@@ -197,6 +167,30 @@ class FullyShard(Sharded):
             inside = {part: name for name, part in module.named_modules()}
             names = ", ".join([inside[block] for block in blocks])
             self.channel.meet(call_of("setup", f"{type(module).__name__} in {len(blocks)} groups: {names}"))
+
+    def _make_mesh(self, topology: Topology) -> DeviceMesh:
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        wanted, world, kind = self.settings.mesh, topology.world_size, topology.device.type
+        if isinstance(wanted, DeviceMesh):
+            sizes = tuple(wanted.shape)
+        elif wanted is not None:
+            sizes = tuple(wanted)
+        elif self.settings.whole:
+            sizes = (world, 1)
+        elif self.settings.hybrid and topology.num_nodes > 1:
+            sizes = (topology.num_nodes, topology.local_world_size)
+        else:
+            sizes = (world,)
+        if len(sizes) > 2 or torch.Size(sizes).numel() != world:
+            raise ConfigurationError(
+                f"device_mesh={sizes} has {torch.Size(sizes).numel()} ranks in {len(sizes)} dimensions, but "
+                f"there are {world} ranks. Write (replicate, shard) sizes that multiply to {world}, such as "
+                f"device_mesh=({1 if world < 4 else 2}, {world if world < 4 else world // 2})."
+            )
+        if isinstance(wanted, DeviceMesh):
+            return wanted
+        return init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
     def _split(self, module: Module, blocks: set[Module], topology: Topology) -> None:
         """Bring up and split group after group, inner ones first, so that only one is whole at a time."""
