@@ -293,24 +293,7 @@ AT_ONCE = {
         ConfigurationError,
         ["DDP2Strategy runs one process per machine", "2 were started", "--nproc-per-node 1", '"ddp"'],
     ),
-    "dp with uneven rows": (
-        lambda: made("dp").setup(nn.Bilinear(2, 2, 1))(torch.ones(4, 2), torch.ones(3, 2)),
-        ConfigurationError,
-        ["split into replicas along dim 0", "argument 0 has 4", "argument 1 has 3", "tensor.expand"],
-    ),
-    "dp with outputs that differ": (
-        lambda: made("dp").setup(Rows())(torch.ones(3, 2)),
-        UsageError,
-        ["outputs that cannot be joined along dim 0", "(pad the others)"],
-    ),
 }
-
-
-class Rows(nn.Module):
-    """Its output has as many columns as there are rows."""
-
-    def forward(self, x):
-        return x.new_ones(1, len(x))
 
 
 @pytest.mark.parametrize("case", AT_ONCE)

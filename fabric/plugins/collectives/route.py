@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import FabricError
+from fabric.core.errors import ArgumentTypeError, FabricError
 from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
 from fabric.plugins.collectives.frames import as_bytes, buckets, fold, pack, tree_call, unpack
@@ -129,10 +129,10 @@ def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
                 return unflatten([t.clone() for t in tensors], spec, data)
             parts = [label_of(t)._replace(shape=(t.shape[0] // world, *t.shape[1:])) for t in tensors]
             told = unflatten([None] * len(tensors), spec, data), spec, parts
-        except FabricError as error:
+        except Exception as error:  # whatever it is, the others wait
             if world == 1:
                 raise
-            told = Refusal(error)
+            told = Refusal(error if isinstance(error, FabricError) else ArgumentTypeError(str(error)))
     shell, spec, labels = told_by(told, verb, src, channel)
 
     def take(raw: Tensor, bucket: list[int]) -> None:
