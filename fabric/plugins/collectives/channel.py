@@ -7,8 +7,9 @@ is refused. All that one rank needs; how data travel is in frames.py.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -86,13 +87,21 @@ class Channel:
 
     def __init__(self, collective: Collective, wire: Wire) -> None:
         self.collective, self.wire = collective, wire
+        self._guard: Callable[[], Guard | None] = lambda: None
+
+    def __reduce__(self) -> Any:
+        return Channel, (self.collective, self.wire)
 
     @property
     def guard(self) -> Guard | None:
         """Where the ranks meet before each call; None: nowhere."""
-        return self.collective.guard
+        guard = self._guard()
+        if guard is None:
+            guard = self.collective.guard
+            self._guard = self._guard if guard is None else weakref.ref(guard)  # it ends with its group
+        return guard
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """How many ranks the group has.
 
