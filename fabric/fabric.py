@@ -151,7 +151,6 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             )
         strategy = self._strategy
         gate = strategy.gate
-        gate.passes += 1
         gate.open = True
         try:
             if strategy.plain_backward:

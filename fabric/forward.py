@@ -22,12 +22,10 @@ _Tensor = torch.Tensor
 class BackwardGate:
     """Open while `fabric.backward` runs. Guarded outputs refuse a backward that comes past it."""
 
-    __slots__ = ("__weakref__", "open", "passes")
+    __slots__ = ("open",)
 
     def __init__(self) -> None:
         self.open = False
-        self.passes = 0
-        """How many backwards have begun; the watchdog looks at it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackwardGate:
         return self  # `fabric.backward` opens one gate for a model and its copies

@@ -30,7 +30,6 @@ __all__ = [
     "begin_fsdp",
     "build_buckets",
     "call_after_backward",
-    "call_when_cuda_starts",
     "check_reduced",
     "computes_in",
     "default_store",
@@ -207,11 +206,6 @@ def fsdp_states(root: Any) -> list[Any]:
 def fsdp_groups(states: list[Any]) -> list[Any]:
     """The groups of parameters that are gathered together."""
     return [group for state in states for group in state._fsdp_param_groups]
-
-
-def call_when_cuda_starts(call: Callable[[], Any]) -> None:
-    """Inside the call that initialises CUDA in this process; at once where that has been."""
-    torch.cuda._lazy_call(call)
 
 
 no_subclass_functions = torch._C.DisableTorchFunctionSubclass

@@ -233,16 +233,6 @@ def test_tensors_flatten_into_one() -> None:
     assert flat.tolist() == [1.0, 1.0, 0.0]
 
 
-def test_what_waits_for_cuda_is_called_by_the_line_that_initialises_it() -> None:
-    """A fork after CUDA was used is refused; the error could not name the line that used it."""
-    called: list[int] = []
-    internals.call_when_cuda_starts(lambda: called.append(1))
-    assert called == [1] * torch.cuda.is_initialized()
-    if not called:
-        assert torch.cuda._queued_calls.pop()[0]() is None
-        assert called == [1]
-
-
 def test_tensor_classes_are_not_asked() -> None:
     """Parameters without memory would be asked about the operations that record them, without end."""
 
