@@ -149,9 +149,10 @@ class Checkpoints(Exchange):
 
                 where = local_path(path) or path  # absolute: the loop may leave its directory
                 # Another's IO may still hold what it was given.
-                self.snapshot = Snapshot(self.snapshot if ours else None)
-                copied = self.snapshot.fits(checkpoint)
-                checkpoint = self.snapshot.of(checkpoint) if copied else checkpoint
+                snapshot = Snapshot(self.snapshot if ours else None)
+                copied = snapshot.fits(checkpoint)
+                checkpoint = snapshot.of(checkpoint) if copied else checkpoint
+                self.snapshot = snapshot if copied else None  # what the one before has is needed elsewhere
         if self.topology.rank != 0:
             return None, copied
         storage.facts = facts
