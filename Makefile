@@ -14,23 +14,24 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all lint types tests slow-tests test-device fuzz clean help
+.PHONY: demo test test-all lint types tests slow-tests test-device test-engines fuzz clean help
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    the same loop on 2 processes and on 1, side by side"
 	@echo "make test    lint, types and the tests but for the slow ones"
-	@echo "make test-all   those, whole jobs under every launcher (slow), and make test-device"
+	@echo "make test-all   those, whole jobs under every launcher (slow), make test-device and make test-engines"
 	@echo "make fuzz    random user programs, ranks against one process: make fuzz MINUTES=10 SEED=0"
 	@echo "make lint | types | tests | slow-tests | clean (removes $(VENV))"
 	@echo "make test-device   what can differ on an accelerator, on a pretend one (needs a C++ compiler)"
+	@echo "make test-engines ENGINES=\"horovod ray\"   engines of others with their packages, each in an environment of its own"
 
 demo: $(VENV)/.examples
 	@$(BIN)/python examples/demo.py
 
 test: lint types tests
 
-test-all: test slow-tests test-device
+test-all: test slow-tests test-device test-engines
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -50,6 +51,12 @@ test-device: $(VENV)/.dev
 	PYTHONPATH=$(CURDIR)/tests/pretend/device \
 		$(PYTEST) -m "device or gpu" tests/pretend tests/gpu tests/equivalence tests/test_frames.py
 
+# Engines of others (tests/integrations): what cannot be installed is skipped, and said at the end. All, unless named.
+ENGINES ?=
+
+test-engines: $(VENV)/.dev
+	$(BIN)/python tests/integrations $(ENGINES)
+
 # Random user programs, on ranks and in plain torch (tests/fuzz). Another SEED is another million of programs.
 MINUTES ?= 10
 SEED ?= 0
@@ -58,7 +65,7 @@ fuzz: $(VENV)/.dev
 	$(BIN)/python tests/fuzz --minutes $(MINUTES) --seed $(SEED)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-engines
 
 # Stamps: a step runs again only when what it was made from has changed.
 $(VENV)/.made:
