@@ -69,6 +69,7 @@ __all__ = [
     "packs_saved_tensors",
     "phase",
     "pin_memory",
+    "place_in_file",
     "renew_reducer",
     "show_part",
     "ungathered",
@@ -185,6 +186,13 @@ def memory_of(tensor: Any) -> int:
     """A number of the memory that a tensor (a DTensor: this rank's part) views, on the meta device, too."""
     key: int = getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
     return key
+
+
+def place_in_file(name: str, offset: int, length: int) -> Any:
+    """Where `torch.distributed.checkpoint` finds a value in the files of a checkpoint."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(name, offset, length)
 
 
 def is_fsdp(module: Any) -> bool:

@@ -13,11 +13,11 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemWriter
 
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError
 from fabric.plugins.io import TorchCheckpointIO
+from fabric.plugins.io.sharded import Part
 
 
 class Slow(TorchCheckpointIO):
@@ -206,13 +206,13 @@ def shards_changed_meanwhile(strategy, path):
     opt = copy.deepcopy(fabric.strategy.get_optimizer_state(optimizer))
     lists = [1, 2]
     state = {"model": model, "optimizer": optimizer, "lists": lists}
-    write, let = FileSystemWriter.write_data, threading.Event()
+    write, let = Part.write, threading.Event()
 
     def later(*args):
         assert let.wait(60)
         return write(*args)
 
-    with mock.patch.object(FileSystemWriter, "write_data", later):
+    with mock.patch.object(Part, "write", later):
         saving = fabric.save(path, state, wait=False, format="sharded")
         lists.append(3)
         for _ in range(2):
@@ -243,9 +243,7 @@ def a_rank_cannot_write(path, bad):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(
-        FileSystemWriter, "write_data", full if fabric.global_rank in bad else FileSystemWriter.write_data
-    ):
+    with mock.patch.object(Part, "write", full if fabric.global_rank in bad else Part.write):
         saving = fabric.save(path, {"model": model, "n": 2}, wait=False)
         try:
             saving.wait()

@@ -11,7 +11,6 @@ import pytest
 import torch
 from checkpoint_cases import failure, launched, net, over_ranks, same
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 from torch.distributed.tensor import DTensor
 
@@ -379,7 +378,7 @@ def fail_to_write(folder, where):
         return rename(*args)
 
     places = {
-        "data": (FileSystemWriter, "write_data"),
+        "data": (sharded.Part, "write"),
         "digest": (sharded.DigestWriter, "write"),
         "rename": (Path, "rename"),
     }

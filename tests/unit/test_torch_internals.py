@@ -410,3 +410,14 @@ def test_hooks_of_parameters_are_seen() -> None:
     two.register_post_accumulate_grad_hook(lambda p: None)
     assert internals.has_hooks(one)
     assert internals.has_hooks(two)
+
+
+def test_a_place_in_a_file_is_what_torch_writes(tmp_path: Path) -> None:
+    """Sharded checkpoints could not be read, by fabric or by `torch.distributed.checkpoint.load`."""
+    from torch.distributed import checkpoint
+
+    with pytest.warns(UserWarning, match="single process"):
+        metadata = checkpoint.save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
+    (place,) = metadata.storage_data.values()
+    size = (tmp_path / "__0_0.distcp").stat().st_size
+    assert place == internals.place_in_file("__0_0.distcp", 0, size)

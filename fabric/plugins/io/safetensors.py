@@ -15,6 +15,7 @@ import torch
 
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, MissingExtraError
 from fabric.core.torch_internals import memory_of
+from fabric.plugins.io.archives import values
 from fabric.plugins.io.digest import crc_of, write_all
 from fabric.plugins.io.formats import INDEX, INDICES, LENGTH, SINGLE
 from fabric.plugins.io.portable import TAG, Stored, read_stored
@@ -111,10 +112,10 @@ def write(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], file: Any) ->
     header = _header(kept, {"torch": torch.__version__, **facts}, tied)
     crc = zlib.crc32(header)
     for tensor in kept.values():
-        crc = zlib.crc32(_bytes(tensor), crc)
+        crc = zlib.crc32(values(read_stored(tensor)), crc)
     write_all(file, header.replace(_START + _BLANK, _START + b"%08x" % crc, 1))
     for tensor in kept.values():
-        write_all(file, _bytes(tensor))
+        write_all(file, values(read_stored(tensor)))
 
 
 def read(path: Path, verify: bool, name: PathLike | None = None) -> dict[str, Tensor]:
@@ -202,11 +203,6 @@ def _header(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], tied: Mappi
     text = json.dumps({"__metadata__": {**free, "format": "pt"}, **entries})
     header = text.encode() + b" " * (-len(text) % LENGTH)
     return len(header).to_bytes(LENGTH, "little") + header
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    plain = read_stored(tensor).detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
 
 
 def _place_of(tensor: Tensor) -> Any:

@@ -7,29 +7,30 @@ in `.metadata`.
 
 from __future__ import annotations
 
+import os
 import pickle
 import tempfile
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from io import BufferedWriter
+from io import BufferedWriter, BytesIO
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.core.torch_internals import memory_of
+from fabric.core.torch_internals import memory_of, place_in_file
 from fabric.core.tree import map_tree
+from fabric.plugins.io.archives import Archives
 from fabric.plugins.io.digest import LARGE, DigestWriter
-from fabric.plugins.io.directory import MANIFEST, METADATA, check, damaged, digest, sharded_at, write_manifest
+from fabric.plugins.io.directory import MANIFEST, METADATA, check, damaged, sharded_at, write_manifest
 from fabric.plugins.io.formats import is_safetensors
 from fabric.plugins.io.portable import Stored, is_elsewhere
 from fabric.plugins.io.snapshot import Snapshot, bytes_of, room_for
@@ -60,19 +61,16 @@ class Planner(DefaultSavePlanner):
         return super().transform_object(write_item, plain)
 
 
-class _Files(FileSystem):
-    """A disk, on which digests of files are taken while they are written."""
-
-    def __init__(self) -> None:
-        self.digests: dict[str, Any] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with path.open(mode, buffering=0) as file:
-            taken = DigestWriter(file)
-            with BufferedWriter(taken, LARGE) as stream:
-                yield stream
-        self.digests[path.name] = {"size": taken.size, "crc32": taken.crc}
+@contextmanager
+def _writing(path: Path, digests: dict[str, Any]) -> Iterator[Any]:
+    """A new file, of which a digest is taken while it is written; flushed to the disk at the end."""
+    with path.open("wb", buffering=0) as file:
+        taken = DigestWriter(file)
+        with BufferedWriter(taken, LARGE) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(file.fileno())
+    digests[path.name] = {"size": taken.size, "crc32": taken.crc}
 
 
 class Part:
@@ -137,29 +135,39 @@ class Part:
             values[name] = _copied(values[name])
         return True
 
-    def write(self, directory: Path) -> tuple[list[Any], dict[str, Any]]:
-        """Write this rank's file; gives torch's notes, and size and digest of the file."""
-        if not self._plans[self._rank].items:
-            return [], {}
-        writer = FileSystemWriter(directory)
-        files = writer.fs = _Files()
-        plan = self._planner.finish_plan(writer.prepare_global_plan(self._plans)[self._rank])
-        with saving():
-            notes: list[Any] = writer.write_data(plan, self._planner).value()
-        return notes, files.digests
+    def write(self, directory: Path) -> tuple[dict[Any, Any], dict[str, Any]]:
+        """Write this rank's file; gives what lies where in it, and size and digest of the file."""
+        places: dict[Any, Any] = {}
+        digests: dict[str, Any] = {}
+        items = self._plans[self._rank].items
+        if items:
+            name, archives = f"__{self._rank}_0.distcp", Archives()
+            with saving(), _writing(directory / name, digests) as stream:
+                for item in items:
+                    start, value = stream.tell(), self._planner.resolve_data(item)
+                    if isinstance(value, BytesIO):
+                        stream.write(value.getbuffer())
+                    else:
+                        archives.write(value, stream)
+                    places[item.index] = place_in_file(name, start, stream.tell() - start)
+        return places, digests
 
-    def finish(self, directory: Path, told: list[tuple[list[Any], dict[str, Any]]], facts: Any) -> None:
+    def finish(self, directory: Path, told: list[tuple[dict[Any, Any], dict[str, Any]]], facts: Any) -> None:
         """On rank zero: write what describes the whole checkpoint, of what all ranks have told."""
-        notes = [note for some, _ in told for note in some]
+        places: dict[Any, Any] = {}
+        files: dict[str, Any] = {}
+        for some, digests in told:
+            places.update(some)
+            files.update(digests)
         metadata: Any = self._metadata
         for name, first in self.tied.items():
             metadata.state_dict_metadata[name] = metadata.state_dict_metadata[first]
-            same = [note for note in notes if note.index.fqn == first]
-            notes += [replace(note, index=replace(note.index, fqn=name)) for note in same]
-        metadata.planner_data, metadata.fabric_tree = self.paths, self.tree
-        FileSystemWriter(directory).finish(metadata, [notes])
-        files = {name: said for _, some in told for name, said in some.items()}
-        files[METADATA] = digest(directory / METADATA)
+            same = {replace(at, fqn=name): place for at, place in places.items() if at.fqn == first}
+            places.update(same)
+        metadata.storage_data, metadata.planner_data, metadata.fabric_tree = places, self.paths, self.tree
+        metadata.version = "1.0.0"  # of torch's format
+        with _writing(directory / METADATA, files) as stream:
+            pickle.dump(metadata, stream)
         write_manifest(directory, files, torch=torch.__version__, **facts)
 
     def _flatten(self, node: Any, path: tuple[str | int, ...]) -> Any:
@@ -304,7 +312,7 @@ _KNOWN = {
     "collections.Counter",
     "torch.Size",
     "torch.serialization._get_layout",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",  # see place_in_file
 }
 
 
