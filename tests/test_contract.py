@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,8 @@ from fabric.strategies import (
     ParallelStrategy,
 )
 from fabric.strategies.layouts.layout import Whole
-from fabric.testing.contract import PROMISES, check_strategy
+from fabric.testing.contract import check_strategy
+from fabric.testing.promises import PROMISES
 
 
 class AverageAfterwards(Whole):
@@ -149,7 +152,16 @@ def test_batches_split_over_three_devices(ranks, strategy):
     check_strategy(strategy, devices=3, pool=ranks)
 
 
-@pytest.mark.parametrize("make", [ThirdParty, not_launchable])
+def of_the_example() -> ParallelStrategy:
+    folder = str(Path(__file__).parents[1] / "examples")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    from custom_engine import FlatGradientsStrategy
+
+    return FlatGradientsStrategy()
+
+
+@pytest.mark.parametrize("make", [ThirdParty, not_launchable, of_the_example])
 def test_strategies_of_third_parties(ranks, make):
     check_strategy(make, pool=ranks)
 
@@ -177,13 +189,14 @@ def test_a_strategy_without_gradient_sync_is_found_out(ranks):
         "training_equals_plain_torch",
         "models_are_independent",
         "accumulation_equals_the_big_batch",
+        "normalizing_equals_the_joined_batch",
         "clipping_sees_the_whole_gradient",
         "state_keys_are_the_users",
         "checkpoints_round_trip",
         "sharded_checkpoints_round_trip",
         "overrides_take_effect",
     }
-    assert f"strategy 'NoGradientSync' on 2 x cpu breaks 8 of {len(PROMISES)} promises" in message
+    assert f"strategy 'NoGradientSync' on 2 x cpu breaks 9 of {len(PROMISES)} promises" in message
     training = found["training_equals_plain_torch"]
     assert "the model after three steps['body.0.weight'] differs from plain torch" in training
     assert "['state']" in found["state_keys_are_the_users"]

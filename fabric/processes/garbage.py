@@ -1,7 +1,7 @@
-"""What a forked process inherits is not its to clean up.
+"""When cycles are looked for, and in whose process.
 
-The destructor of a process group that is garbage there would wait for threads that only the parent has, for
-ever (measured).
+What a forked process inherits is not its to clean up: the destructor of a process group that is garbage there
+would wait for threads that only the parent has, for ever (measured).
 """
 
 from __future__ import annotations
@@ -17,16 +17,25 @@ _collects = True
 
 
 @contextmanager
+def nothing_collected() -> Iterator[bool]:
+    """Within, cycles are not looked for, which takes a tenth of a second where many objects are made and
+    kept for a short time; gives whether they were before.
+    """
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield before
+    finally:
+        if before:
+            gc.enable()
+
+
+@contextmanager
 def forking() -> Iterator[None]:
     """Within, processes may be forked: nothing is collected in them before they have called `forked`."""
     global _collects
-    _collects = gc.isenabled()
-    gc.disable()  # the child begins so, too
-    try:
+    with nothing_collected() as _collects:  # the child begins so, too
         yield
-    finally:
-        if _collects:
-            gc.enable()
 
 
 def forked() -> None:

@@ -16,6 +16,7 @@ from fabric.plugins.collectives.objects import gather_objects
 from fabric.plugins.io.directory import begin, named, put_in_place, remove
 from fabric.plugins.io.formats import is_safetensors
 from fabric.plugins.io.torch_io import TorchCheckpointIO
+from fabric.processes.garbage import nothing_collected
 from fabric.strategies import state as states
 from fabric.utilities.cloud_io import target_path
 
@@ -60,6 +61,7 @@ def choose_format(
     return format or ("full" if why else strategy.state_dict_type), where
 
 
+@nothing_collected()  # plans are many objects
 def save_sharded(
     strategy: Any,
     path: Any,

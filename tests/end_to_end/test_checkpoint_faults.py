@@ -19,7 +19,7 @@ from fabric import Fabric
 
 FULL = {"open", "torn write", "write", "sync", "synced", "chmod", "rename", "renamed", "directory synced"}
 FULL |= {"remove", "removed", None}
-SHARDED = FULL - {"chmod"} | {"digest", "mark", "marked", "tell", "told", "mkdir", "made", "manifest"}
+SHARDED = FULL - {"chmod"} | {"mark", "marked", "tell", "told", "mkdir", "made", "manifest"}
 SHARDED |= {"set aside", "delete", "torn delete", "deleted"}
 
 

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 SHORT = {
     "collectives": [],
     "contrastive": ["--epochs", "2", "--report-every", "1"],
+    "custom_engine": ["--epochs", "2"],
     "custom_strategy": ["--epochs", "2"],
     "digits": ["--epochs", "2"],
     "gan": ["--epochs", "2", "--report-every", "1"],
@@ -42,6 +43,7 @@ SHORT = {
 AGREE = {
     "collectives": 1e-5,
     "contrastive": 1e-4,
+    "custom_engine": 1e-4,
     "custom_strategy": 3e-2,
     "digits": 1e-4,
     "gan": 1e-3,
