@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import threading
 import warnings
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ WIDTH, DEPTH = 832, 48
 SAVES = ("raw torch.save", "fabric.save", "wait=False", "raw torch.load", "mmap limit", "fabric.load")
 LIMIT, PLAIN = "write + fsync", "mmap limit"
 EACH = "each rank writes + fsync"
+ANEW = "with crc32, over another file"
 PARTS = ("full", "sharded", "sharded, wait=False", "load full", "load sharded")
 
 
@@ -176,6 +178,19 @@ class Parts:
             os.fsync(file.fileno())
         dist.barrier()
 
+    def write_anew(self) -> None:
+        """The least that a verified checkpoint needs: with a digest, into a new file, which replaces the old."""
+        new = self.own.with_suffix(".new")
+        with new.open("wb", buffering=0) as file:
+            crc = 0
+            for start in range(0, len(self.content), MIB):
+                piece = memoryview(self.content)[start : start + MIB]
+                crc = zlib.crc32(piece, crc)
+                file.write(piece)
+            os.fsync(file.fileno())
+        new.replace(self.own)
+        dist.barrier()
+
     def raw_state(self) -> dict[str, Any]:
         """Of torch's own: the parts under names."""
         moments = [self.adam.state[p] for p in self.net.parameters()]
@@ -213,6 +228,7 @@ def times_of_parts(directory: str, rounds: int) -> dict[str, Samples]:
     saves = {
         EACH: bench.write,
         f"{EACH} again": bench.write,
+        ANEW: bench.write_anew,
         "raw dcp.save": bench.raw_save,
         "fabric.save, sharded": lambda: bench.save("sharded"),
         "fabric.save, full": lambda: bench.save("full"),
@@ -373,7 +389,7 @@ def parts_tables(samples: dict[str, Samples], found: dict[str, dict[str, float]]
     share = shares(samples["saves"], EACH)
     ours = f"sharded {share['fabric.save, sharded']:.0%} (raw dcp.save {share['raw dcp.save']:.0%}); "
     ours += f"full {share['fabric.save, full']:.0%}"
-    limit = f"100 % (again: {share[f'{EACH} again']:.0%})"
+    limit = f"100 % (again: {share[f'{EACH} again']:.0%}; with crc32 over another file: {share[ANEW]:.0%})"
     summarise(item, "save, zero3 on 2 ranks, share of write + fsync", {"ours": ours}, limit, ">= 80 %")
     to_save = ratios(samples["saves"], "fabric.save, sharded")
     ours = f"{to_save['wait=False, loop held']:.0%}; {to_save['wait=False, total']:.2f}"
