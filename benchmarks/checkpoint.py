@@ -179,7 +179,7 @@ class Parts:
         dist.barrier()
 
     def write_anew(self) -> None:
-        """The least that a verified checkpoint needs: with a digest, into a new file, which replaces the old."""
+        """The least that a verified checkpoint needs: a digest, and a new file that replaces the old."""
         new = self.own.with_suffix(".new")
         with new.open("wb", buffering=0) as file:
             crc = 0
