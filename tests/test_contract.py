@@ -19,6 +19,7 @@ from fabric.strategies import (
     DataParallelStrategy,
     DDP2Strategy,
     DDPStrategy,
+    LocalSGDStrategy,
     ParallelStrategy,
 )
 from fabric.strategies.layouts.layout import Whole
@@ -138,13 +139,19 @@ def ddp2_on_machines() -> DDP2Strategy:
     return DDP2Strategy(cluster_environment=MachineEach())
 
 
-OF_MACHINES = {"ddp2": ddp2_on_machines}
-"""Strategies whose ranks are machines: the pool's ranks, which share one, are told that each is its own."""
+def local_sgd_of_one_step() -> LocalSGDStrategy:
+    return LocalSGDStrategy(sync_every=1)
+
+
+SO_MADE = {"ddp2": ddp2_on_machines, "local_sgd": local_sgd_of_one_step}
+"""Whose ranks are machines: the pool's ranks, which share one, are told that each is its own; and whose ranks
+are alike after some steps only.
+"""
 
 
 @pytest.mark.parametrize("name", STRATEGY_REGISTRY.names())
 def test_every_registered_strategy(ranks, name):
-    check_strategy(OF_MACHINES.get(name, name), pool=ranks)
+    check_strategy(SO_MADE.get(name, name), pool=ranks)
 
 
 @pytest.mark.parametrize("strategy", ["dp", ddp2_on_machines])

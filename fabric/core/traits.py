@@ -17,6 +17,8 @@ class Traits:
     """`loss.backward()` is wrong: only `fabric.backward(loss)` gives right gradients."""
     data_parallel: bool = False
     """Each rank sees its own part of the data."""
+    steps_apart: bool = False
+    """Each rank steps by its own gradients: what is not linear in them (clipping) differs from one rank's."""
     one_process_per_node: bool = False
     """A rank is a machine, and holds all of its devices; else each device has a rank of its own."""
     accelerators: tuple[str, ...] = ()

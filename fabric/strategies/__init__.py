@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fabric.strategies.dp import DataParallelStrategy as DataParallelStrategy
     from fabric.strategies.fsdp import FSDPStrategy as FSDPStrategy
     from fabric.strategies.layouts.context.part import ContextParallel as ContextParallel
+    from fabric.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
     from fabric.strategies.model_parallel import ModelParallelStrategy as ModelParallelStrategy
     from fabric.strategies.parallel import ParallelStrategy as ParallelStrategy
     from fabric.strategies.pipeline import PipelineStrategy as PipelineStrategy
@@ -27,6 +28,7 @@ __getattr__, __dir__ = lazy_exports(
         "DDPStrategy": "fabric.strategies.ddp",
         "DataParallelStrategy": "fabric.strategies.dp",
         "FSDPStrategy": "fabric.strategies.fsdp",
+        "LocalSGDStrategy": "fabric.strategies.local_sgd",
         "ModelParallelStrategy": "fabric.strategies.model_parallel",
         "ParallelStrategy": "fabric.strategies.parallel",
         "PipelineStrategy": "fabric.strategies.pipeline",

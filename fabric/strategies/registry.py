@@ -51,5 +51,10 @@ STRATEGY_REGISTRY.register(
     "zero1", "fabric.strategies.zero1:ZeRO1Strategy", "DDP with the optimizer states divided over ranks"
 )
 STRATEGY_REGISTRY.register(
+    "local_sgd",
+    "fabric.strategies.local_sgd:LocalSGDStrategy",
+    "ranks step by themselves, and go on from their mean after every 16 steps",
+)
+STRATEGY_REGISTRY.register(
     "pipeline", "fabric.strategies.pipeline:PipelineStrategy", "a model in stages, fed with micro-batches"
 )

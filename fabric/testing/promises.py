@@ -184,6 +184,8 @@ def normalizing_equals_the_joined_batch(fabric: Fabric, folder: Path) -> None:
 
 def clipping_sees_the_whole_gradient(fabric: Fabric, folder: Path) -> None:
     """Clipping by norm and by value equals plain torch on the joined batch; the norm before is returned."""
+    if fabric.strategy.traits.steps_apart:
+        return
     for clip in ({"max_norm": 0.05}, {"clip_val": 0.01}):
         model, _ = _train(fabric, 2, clip)
         _equal(_weights(fabric, model), _train_plain(fabric, 2, clip), f"the model clipped with {clip}")
@@ -297,7 +299,10 @@ def overrides_take_effect(fabric: Fabric, folder: Path) -> None:
         seen.add("setup_module_and_optimizers")
     missed = [name for name in OVERRIDABLE if name not in seen]
     _must(not missed, f"an override of {', '.join(missed)} is not called")
-    _equal(_weights(fabric, model), _train_plain(fabric, 1, {"max_norm": 1.0}), "the model under overrides")
+    if not fabric.strategy.traits.steps_apart:
+        _equal(
+            _weights(fabric, model), _train_plain(fabric, 1, {"max_norm": 1.0}), "the model under overrides"
+        )
 
 
 def loaders_are_split(fabric: Fabric, folder: Path) -> None:

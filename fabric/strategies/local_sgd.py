@@ -1,0 +1,104 @@
+"""`LocalSGDStrategy`: ranks step by themselves and are averaged now and then, for slow networks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.strategies.layouts.local_steps import LocalSteps
+from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from fabric.core.types import PathLike
+    from fabric.strategies.pending import PendingSave
+
+
+class LocalSGDStrategy(ParallelStrategy):
+    """Data parallel training in which ranks send parameters after every `sync_every` steps, and no gradients.
+
+    Each rank steps by its own gradients (clipping is of these, too); at the end of a round all go on from the
+    mean of their parameters and floating buffers (local SGD). With an outer optimizer they go on from where
+    it steps, from the values that they had at the end of the round before, by the difference of these and
+    that mean, as a gradient (DiLoCo). Steps count by optimizer. The states of the optimizers stay each
+    rank's own.
+
+    Other numbers than those of `DDPStrategy`, unless `sync_every=1`, the step is linear in the gradients
+    (SGD) and nothing is clipped: `1 / sync_every` of the messages, for more steps.
+
+    `fabric.save` and `fabric.whole` end the round early, and average the moments of the optimizers, too: all
+    ranks have one state then, a checkpoint is that of any other strategy, and a run that was resumed goes on
+    as the one that was not. Call `fabric.strategy.end_round()` before an evaluation that is to see one model.
+
+    Args:
+        sync_every: Steps of a round, 1 or more.
+        outer_optimizer: Makes an optimizer of a list of parameters, for example `lambda parameters:
+            torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)`; it needs 4 bytes a parameter
+            more than its own states. None: ranks go on from the mean.
+        start_method: As in `DDPStrategy`.
+        process_group_backend: As in `DDPStrategy`.
+        timeout: As in `DDPStrategy`.
+        startup_timeout: As in `DDPStrategy`.
+        kwargs: As in `ParallelStrategy`.
+
+    Raises:
+        ConfigurationError: `sync_every` is less than 1.
+        ArgumentTypeError: `sync_every` is no integer, or `outer_optimizer` no function.
+    """
+
+    layout: LocalSteps
+
+    def __init__(
+        self,
+        sync_every: int = 16,
+        outer_optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
+        *,
+        start_method: str = "popen",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        startup_timeout: timedelta = ParallelStrategy.startup_timeout,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if not isinstance(sync_every, int) or isinstance(sync_every, bool):
+            raise ArgumentTypeError(
+                f"sync_every={sync_every!r} must be a number of steps, for example sync_every=16."
+            )
+        if sync_every < 1:
+            raise ConfigurationError(f"sync_every={sync_every} ends no round. Write 1 (every step) or more.")
+        if outer_optimizer is not None and not callable(outer_optimizer):
+            raise ArgumentTypeError(
+                f"outer_optimizer={type(outer_optimizer).__name__}(...) must be a function that makes one, "
+                "since its parameters are copies. Write outer_optimizer=lambda parameters: "
+                "torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)."
+            )
+        self._set_processes(process_group_backend, timeout, startup_timeout, start_method)
+        self.layout = LocalSteps(sync_every, outer_optimizer)
+
+    def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
+        """What `optimizer.step(closure)` runs. LBFGS goes by the losses of its own rank."""
+        return Strategy.step_plan(self, optimizer)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Step the optimizer. At the end of a round all ranks must do so."""
+        result = super().optimizer_step(optimizer, **kwargs)
+        self.layout.stepped(optimizer)
+        return result
+
+    def end_round(self) -> None:
+        """Let all ranks go on from one state, now. All ranks must call this."""
+        self.meet("end_round")
+        self.layout.end_rounds()
+
+    def save_checkpoint(
+        self, path: PathLike, state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> PendingSave | None:
+        """See the base; the round ends. All ranks must call this."""
+        self.layout.end_rounds()
+        return super().save_checkpoint(path, state, *args, **kwargs)
