@@ -58,3 +58,12 @@ STRATEGY_REGISTRY.register(
 STRATEGY_REGISTRY.register(
     "pipeline", "fabric.strategies.pipeline:PipelineStrategy", "a model in stages, fed with micro-batches"
 )
+
+for _name, _instead in {"xla": "ddp", "xla_fsdp": "fsdp", "single_xla": "single_device"}.items():
+    STRATEGY_REGISTRY.register(
+        _name,
+        "fabric.integrations.tpu.xla:refuse",
+        f"torch_xla's: an error that says what to write ({_instead})",
+        asked=_name,
+        instead=_instead,
+    )

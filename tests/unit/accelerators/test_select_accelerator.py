@@ -116,7 +116,7 @@ def test_names(machine):
 def test_the_device_type_of_torch_is_a_name_too(machine):
     machine.has(other="xpu")
     assert select_accelerator("xpu").name() == "xpu"
-    with pytest.raises(ConfigurationError, match="Known: auto, cpu, cuda, gpu, mps, xpu"):
+    with pytest.raises(ConfigurationError, match="Known: auto, cpu, cuda, gpu, mps, tpu, xpu"):
         select_accelerator("npu")
 
 
@@ -160,7 +160,7 @@ def test_unknown_names(machine, name, hint):
     message = str(caught.value)
     assert f"accelerator={name!r} is not known" in message
     assert hint in message
-    assert "Known: auto, cpu, cuda, gpu, mps." in message
+    assert "Known: auto, cpu, cuda, gpu, mps, tpu." in message
 
 
 @pytest.mark.parametrize("wrong", [None, 1, CPUAccelerator, torch.device("cpu")])

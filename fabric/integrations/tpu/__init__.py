@@ -1,0 +1,1 @@
+"""TPUs by `torch_tpu`, and what became of torch_xla."""
