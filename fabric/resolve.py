@@ -342,6 +342,11 @@ def _forked(choice: Any) -> str:
 
 def _check_precision(precision: Precision, strategy: Strategy) -> None:
     allowed, why = strategy.traits.precisions, strategy.traits.precisions_why
+    if precision.replaces_parameters and strategy.layout.splits:
+        raise ConfigurationError(
+            f"{type(strategy).__name__} splits parameters over ranks, which those that "
+            f'{type(precision).__name__} makes cannot be. Write strategy="ddp" or "zero1".'
+        )
     if allowed and precision.precision not in allowed:
         raise ConfigurationError(
             f"{type(strategy).__name__} does not run with precision={precision.precision!r}"

@@ -203,7 +203,10 @@ class SetupVerbs(RankFacts):
                 f"it under `with fabric.init_module():`, or give it values with "
                 f"model.to_empty(device=fabric.device) and load them."
             )
-        inner = self._strategy.precision.convert_module(original)
+        precision = self._strategy.precision
+        inner = precision.convert_module(original)
+        if optimizers and precision.replaces_parameters:
+            check_owned(tuple(optimizers), [inner, *self._strategy.modules], "fabric.setup")
         if move_to_device:
             self._strategy.place_module(inner)
         if self._strategy.topology.world_size > 1:

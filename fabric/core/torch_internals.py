@@ -62,6 +62,7 @@ __all__ = [
     "is_custom_function_input",
     "is_fsdp",
     "is_gathered_ahead",
+    "leave_out_of_ddp",
     "loader_iterator",
     "memory_of",
     "no_subclass_functions",
@@ -186,6 +187,11 @@ def memory_of(tensor: Any) -> int:
     """A number of the memory that a tensor (a DTensor: this rank's part) views, on the meta device, too."""
     key: int = getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
     return key
+
+
+def leave_out_of_ddp(module: Any, names: list[str]) -> None:
+    """Let DDP neither send nor look at these parameters and buffers of a module that it gets later."""
+    module._ddp_params_and_buffers_to_ignore = names
 
 
 def place_in_file(name: str, offset: int, length: int) -> Any:

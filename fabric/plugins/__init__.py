@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
+        "BitsandbytesPrecision": "fabric.integrations.bitsandbytes.precision",
         "CheckpointIO": "fabric.plugins.io.checkpoint_io",
         "ClusterEnvironment": "fabric.plugins.environments.cluster_environment",
         "DoublePrecision": "fabric.plugins.precision.true",
@@ -24,6 +25,8 @@ __getattr__, __dir__ = lazy_exports(
         "HalfPrecision": "fabric.plugins.precision.true",
         "MixedPrecision": "fabric.plugins.precision.mixed",
         "Precision": "fabric.plugins.precision.precision",
+        "TorchAOPrecision": "fabric.integrations.torchao.precision",
         "TorchCheckpointIO": "fabric.plugins.io.torch_io",
+        "TransformerEnginePrecision": "fabric.integrations.transformer_engine.precision",
     },
 )

@@ -421,3 +421,17 @@ def test_a_place_in_a_file_is_what_torch_writes(tmp_path: Path) -> None:
     (place,) = metadata.storage_data.values()
     size = (tmp_path / "__0_0.distcp").stat().st_size
     assert place == internals.place_in_file("__0_0.distcp", 0, size)
+
+
+def test_ddp_leaves_out_what_it_is_told_to() -> None:
+    """Weights of other kinds (torchao's int8) would be sent at setup, which raises."""
+    import torch.distributed as dist
+
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    internals.leave_out_of_ddp(module, ["0.weight", "0.bias"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        replica = torch.nn.parallel.DistributedDataParallel(module)
+    finally:
+        dist.destroy_process_group()
+    assert replica.parameters_to_ignore == {"0.weight", "0.bias"}

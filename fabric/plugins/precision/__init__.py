@@ -16,10 +16,13 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "PRECISION_REGISTRY": "fabric.plugins.precision.select",
+        "BitsandbytesPrecision": "fabric.integrations.bitsandbytes.precision",
         "DoublePrecision": "fabric.plugins.precision.true",
         "FSDPPrecision": "fabric.plugins.precision.fsdp",
         "HalfPrecision": "fabric.plugins.precision.true",
         "MixedPrecision": "fabric.plugins.precision.mixed",
         "Precision": "fabric.plugins.precision.precision",
+        "TorchAOPrecision": "fabric.integrations.torchao.precision",
+        "TransformerEnginePrecision": "fabric.integrations.transformer_engine.precision",
     },
 )

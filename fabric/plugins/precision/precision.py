@@ -33,6 +33,10 @@ class Precision:
     """
 
     precision: str = "32-true"
+    replaces_parameters = False
+    """Whether `convert_module` puts others in the place of parameters: no optimizer may hold those, and no
+    layout can split what is there then.
+    """
 
     @property
     def policy(self) -> DtypePolicy:

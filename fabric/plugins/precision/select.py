@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING
 
+import torch
+
 from fabric.core.errors import ConfigurationError
-from fabric.core.precision import parse_precision
+from fabric.core.precision import POLICIES, parse_precision
 from fabric.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -22,6 +24,12 @@ for _name in ("16-true", "bf16-true"):
     PRECISION_REGISTRY.register(_name, f"{_HOME}true:HalfPrecision", "all half", precision=_name)
 for _name in ("16-mixed", "bf16-mixed"):
     PRECISION_REGISTRY.register(_name, f"{_HOME}mixed:MixedPrecision", "autocast", precision=_name)
+PRECISION_REGISTRY.register(
+    "float8", "fabric.integrations.torchao.precision:TorchAOPrecision", "linear layers multiply in float8"
+)
+_ENGINE = "fabric.integrations.transformer_engine.precision:TransformerEnginePrecision"
+for _name, _dtype in (("transformer-engine", torch.bfloat16), ("transformer-engine-float16", torch.float16)):
+    PRECISION_REGISTRY.register(_name, _ENGINE, "NVIDIA's Transformer Engine", weights_dtype=_dtype)
 
 
 def make_precision(value: object, device_type: str) -> Precision:
@@ -32,9 +40,10 @@ def make_precision(value: object, device_type: str) -> Precision:
     """
     try:
         name = parse_precision(value).name
-    except ConfigurationError:
+    except ConfigurationError as error:
         if value not in PRECISION_REGISTRY:  # looks at third parties' entry points, so it comes last
-            raise
+            others = [repr(name) for name in PRECISION_REGISTRY if name not in POLICIES]
+            raise ConfigurationError(f"{error} With packages of others: {', '.join(others)}.") from None
         name = value  # type: ignore[assignment]
     factory = PRECISION_REGISTRY.entry(name).load()
     takes_device = "device" in inspect.signature(factory).parameters

@@ -1,0 +1,90 @@
+"""bitsandbytes' layers, which also load what they saved, and plain weights. Imported where one is made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import bitsandbytes.nn as bnb
+from bitsandbytes import matmul
+
+from fabric.plugins.io.portable import read_stored
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Linear
+
+
+class FourBits(bnb.Linear4bit):
+    """A layer whose weight is stored in 4 bits."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        given = state.get(f"{prefix}weight")
+        own: Any = self.weight
+        keys = [key for key in state if key.startswith(f"{prefix}weight.")]
+        if given is not None and given.is_floating_point():
+            self.weight: Any = _four(read_stored(given), own.quant_type, own.compress_statistics)
+            self.to(own.device)
+        elif given is not None and keys:
+            stats = {key.removeprefix(f"{prefix}weight."): read_stored(state[key]) for key in keys}
+            made = bnb.Params4bit.from_prequantized(read_stored(given), stats, device=own.device, module=self)
+            self.weight = made
+        if given is not None:
+            state[f"{prefix}weight"] = self.weight.data
+        super()._load_from_state_dict(state, prefix, *rest)
+        unexpected: list[str] = rest[3]
+        unexpected[:] = [key for key in unexpected if key not in keys]
+
+
+class EightBits(bnb.Linear8bitLt):
+    """A layer whose weight is stored in 8 bits."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        given = state.get(f"{prefix}weight")
+        if self.state.SCB is not None:
+            self.weight.SCB = self.state.SCB  # a forward has taken it away
+        if given is not None and given.is_floating_point():
+            made = _eight(read_stored(given)).to(self.weight.device)
+            state.update({f"{prefix}weight": made.data, f"{prefix}SCB": made.SCB})
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class TrainedEightBits(bnb.Linear8bitLt):
+    """A layer that is trained, and multiplies in 8 bits: by the weights of now, in evaluation, too.
+
+    bitsandbytes' own evaluates with those of the last forward in training (a step, or a checkpoint that was
+    loaded, would not be seen), by a kernel that a CPU has not.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) to (..., out_features)."""
+        self.state.is_training, self.state.CB = True, None
+        out: torch.Tensor = matmul(x, self.weight, bias=self.bias, state=self.state)
+        return out
+
+
+def four_bits(layer: Linear, kind: str, twice: bool, compute: torch.dtype) -> Any:
+    """The layer with its weight in 4 bits."""
+    made = _like(layer, FourBits, quant_type=kind, compress_statistics=twice, compute_dtype=compute)
+    made.weight = _four(layer.weight.data, kind, twice)
+    return made.to(layer.weight.device)
+
+
+def eight_bits(layer: Linear, trained: bool) -> Any:
+    """The layer with its weight in 8 bits, or, if it is `trained`, as it was, and multiplied in 8."""
+    made = _like(layer, TrainedEightBits if trained else EightBits, has_fp16_weights=trained, threshold=6.0)
+    made.weight = _eight(layer.weight.data, trained)
+    return made.to(layer.weight.device)
+
+
+def _like(layer: Linear, kind: Any, **settings: Any) -> Any:
+    made = kind(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta", **settings)
+    made.bias = layer.bias
+    return made.train(layer.training)
+
+
+def _four(weight: torch.Tensor, kind: str, twice: bool) -> Any:
+    return bnb.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=twice)
+
+
+def _eight(weight: torch.Tensor, trained: bool = False) -> Any:
+    return bnb.Int8Params(weight, requires_grad=trained, has_fp16_weights=trained)

@@ -1,0 +1,72 @@
+"""`BitsandbytesPrecision`: linear layers whose weights are stored, or multiplied, in 4 or 8 bits."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from fabric.core.errors import ConfigurationError
+from fabric.core.registry import did_you_mean
+from fabric.integrations.linears import replace_linears
+from fabric.integrations.needed import needed
+from fabric.plugins.precision.true import TruePrecision
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+Mode = Literal["nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"]
+
+
+class BitsandbytesPrecision(TruePrecision):
+    """The weights of linear layers in 4 or 8 bits; everything else in `dtype`.
+
+    In the modes "nf4", "fp4", their double quantised forms ("-dq") and "int8" the weights are fixed: what is
+    trained are other parameters (adapters, which are then to be ignored, norms, biases). "int8-training"
+    keeps weights in `dtype`, trains them, and multiplies in 8 bits.
+
+    Weights are those of rank zero, from which each rank makes its own. A checkpoint has the weights as they
+    are stored; one of plain weights is quantised while it is loaded. Optimizers are made after
+    `fabric.setup_module(model)`, from what requires gradients then.
+
+    Args:
+        mode: See above.
+        dtype: Of everything else, and of products; None: bfloat16, float16 on GPUs that have none.
+        ignore_modules: Names of modules whose linear layers stay as they are.
+
+    Raises:
+        ConfigurationError: Unknown `mode`.
+        MissingExtraError: bitsandbytes is not installed.
+    """
+
+    replaces_parameters = True
+
+    def __init__(
+        self, mode: Mode, dtype: torch.dtype | None = None, ignore_modules: set[str] | None = None
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ConfigurationError(
+                f"BitsandbytesPrecision({mode!r}) is no mode of it.{did_you_mean(mode, get_args(Mode))} "
+                f"Write one of {', '.join(map(repr, get_args(Mode)))}."
+            )
+        self._asked = f"BitsandbytesPrecision({mode!r})"
+        needed("bitsandbytes", self._asked, "bitsandbytes", least="0.49")
+        if dtype is None:
+            old = torch.cuda.is_available() and not torch.cuda.is_bf16_supported()
+            dtype = torch.float16 if old else torch.bfloat16
+        super().__init__(dtype)
+        self.mode, self.ignored = mode, ignore_modules or set()
+        self.precision = f"bitsandbytes-{mode}"
+
+    def convert_module(self, module: Module) -> Module:
+        """The module with other linear layers, and in `dtype`. All ranks must call this."""
+        from fabric.integrations.bitsandbytes import layers
+
+        if self.mode.startswith("int8"):
+            make: Any = partial(layers.eight_bits, trained=self.mode == "int8-training")
+        else:
+            kind, _, twice = self.mode.partition("-")
+            make = partial(layers.four_bits, kind=kind, twice=bool(twice), compute=self.dtype)
+        module = super().convert_module(module)
+        return replace_linears(module, make, self._asked, self.ignored, share=True)

@@ -1,0 +1,94 @@
+"""`TorchAOPrecision`: training whose linear layers multiply in float8, and weights stored in int8."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from fabric.core.errors import ConfigurationError
+from fabric.core.registry import did_you_mean
+from fabric.core.torch_internals import leave_out_of_ddp
+from fabric.integrations.linears import replace_linears
+from fabric.integrations.needed import needed
+from fabric.plugins.precision.true import TruePrecision
+
+if TYPE_CHECKING:
+    from torch.nn import Linear, Module
+
+Mode = Literal["float8", "int8-weights"]
+
+
+class TorchAOPrecision(TruePrecision):
+    """Linear layers of torchao. `precision="float8"` is this with its defaults.
+
+    In the mode "float8" the parameters stay what they are, and are trained; each product scales its factors
+    to float8. GPUs without float8 (before compute capability 8.9) and CPUs compute the same numbers by
+    emulation, slowly. It runs under every strategy. In the mode "int8-weights" weights are stored in int8,
+    a scale for each row, and fixed: optimizers are made after `fabric.setup_module(model)`, of what requires
+    gradients then; not under strategies that split parameters.
+
+    Args:
+        mode: See above.
+        dtype: Of everything else: torch.bfloat16, for example.
+        ignore_modules: Names of modules whose linear layers stay as they are, such as the last one.
+        config: In the mode "float8" a `torchao.float8.Float8LinearConfig`; None: scales of whole tensors.
+
+    Raises:
+        ConfigurationError: Unknown `mode`, or a `config` for "int8-weights".
+        MissingExtraError: torchao is not installed.
+    """
+
+    def __init__(
+        self,
+        mode: Mode = "float8",
+        dtype: torch.dtype = torch.float32,
+        ignore_modules: set[str] | None = None,
+        config: Any = None,
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ConfigurationError(
+                f"TorchAOPrecision({mode!r}) is no mode of it.{did_you_mean(mode, get_args(Mode))} "
+                f"Write one of {', '.join(map(repr, get_args(Mode)))}."
+            )
+        if config is not None and mode != "float8":
+            raise ConfigurationError(
+                f"TorchAOPrecision({mode!r}, config=...): only the mode 'float8' has a config. Leave it out."
+            )
+        self._asked = f"TorchAOPrecision({mode!r})"
+        needed("torchao", self._asked, "torchao", least="0.18")
+        super().__init__(dtype)
+        self.mode, self.config, self.ignored = mode, config, ignore_modules or set()
+        self.precision = mode
+        self.replaces_parameters = mode == "int8-weights"
+
+    def convert_module(self, module: Module) -> Module:
+        """The module with other linear layers, and in `dtype`. All ranks must call this."""
+        module = super().convert_module(module)
+        make = self._float8 if self.mode == "float8" else _int8
+        made = replace_linears(module, make, self._asked, self.ignored, share=self.replaces_parameters)
+        if self.replaces_parameters:
+            leave_out_of_ddp(
+                made, [name for name, p in made.named_parameters() if type(p.data) is not Tensor]
+            )
+        return made
+
+    def _float8(self, layer: Linear) -> Module:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = self.config or Float8LinearConfig(emulate=not _has_float8(layer.weight.device))
+        made: Module = convert_to_float8_training(layer, config=config)
+        return made
+
+
+def _int8(layer: Linear) -> Module:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    layer.weight.requires_grad_(False)
+    quantize_(layer, Int8WeightOnlyConfig(set_inductor_config=False))
+    return layer
+
+
+def _has_float8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

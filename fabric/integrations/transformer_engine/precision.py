@@ -1,0 +1,102 @@
+"""`TransformerEnginePrecision`: linear layers of NVIDIA's Transformer Engine."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fabric.core.errors import ConfigurationError
+from fabric.integrations.linears import replace_linears
+from fabric.integrations.needed import needed
+from fabric.plugins.precision.precision import DefaultDtype
+from fabric.plugins.precision.true import TruePrecision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class TransformerEnginePrecision(TruePrecision):
+    """Forwards under Transformer Engine's float8 autocast, with its layers in the places of torch's.
+
+    Written against its documentation (2.x) and never run by us: it needs CUDA, and GPUs with float8.
+
+    Args:
+        weights_dtype: Of parameters: torch.bfloat16 or torch.float16.
+        recipe: A recipe of `transformer_engine.common.recipe`, or the keywords of `DelayedScaling`; None: its
+            defaults.
+        replace_layers: Whether each `nn.Linear` whose sizes divide by 16 is replaced. None does so unless the
+            model has layers of Transformer Engine; False leaves it to you.
+        fallback_compute_dtype: Of everything that is not computed in float8; None: `weights_dtype`.
+
+    Raises:
+        ConfigurationError: `weights_dtype` is neither float16 nor bfloat16.
+        MissingExtraError: transformer_engine is not installed.
+    """
+
+    def __init__(
+        self,
+        *,
+        weights_dtype: torch.dtype,
+        recipe: Mapping[str, Any] | Any | None = None,
+        replace_layers: bool | None = None,
+        fallback_compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        if weights_dtype not in _DTYPES:
+            raise ConfigurationError(
+                f"TransformerEnginePrecision(weights_dtype={weights_dtype}) needs torch.bfloat16 or "
+                "torch.float16."
+            )
+        self._asked = "TransformerEnginePrecision"
+        needed("transformer_engine.pytorch", self._asked, "transformer-engine", "transformer-engine", "2.0")
+        super().__init__(weights_dtype)
+        self.recipe, self.replace_layers = recipe, replace_layers
+        self.compute = fallback_compute_dtype or weights_dtype
+        self.precision = "transformer-engine" + "-float16" * (weights_dtype is torch.float16)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """The module with other layers, and in `weights_dtype`. All ranks must call this."""
+        import transformer_engine.pytorch as te
+
+        kinds = (te.Linear, te.LayerNorm)
+        there = any([isinstance(part, kinds) for part in module.modules()])
+        if there and self.replace_layers:
+            raise ConfigurationError(
+                f"{self._asked}(replace_layers=True): {type(module).__name__} has layers of Transformer "
+                "Engine already. Leave replace_layers out."
+            )
+        if self.replace_layers is not False and not there:
+            module = replace_linears(module, self._linear, self._asked)
+        return super().convert_module(module)
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Products in float8, where a layer of Transformer Engine computes; else in the compute dtype."""
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import DelayedScaling
+
+        recipe = DelayedScaling(**self.recipe) if isinstance(self.recipe, dict) else self.recipe
+        autocast = torch.autocast("cuda", dtype=self.compute)
+        with DefaultDtype(self.dtype), autocast, te.fp8_autocast(enabled=True, fp8_recipe=recipe):
+            yield
+
+    def _linear(self, layer: nn.Linear) -> Any:
+        import transformer_engine.pytorch as te
+
+        if layer.in_features % 16 or layer.out_features % 16:
+            return layer
+        made: Any = te.Linear(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            params_dtype=self.dtype,
+            device=layer.weight.device,
+        )
+        made.weight = layer.weight
+        if layer.bias is not None:
+            made.bias = layer.bias
+        return made

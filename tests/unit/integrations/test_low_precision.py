@@ -1,0 +1,69 @@
+"""Low-precision plugins without their packages: what to install; nothing else is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+from fabric import Fabric
+from fabric.core.errors import ConfigurationError, MissingExtraError
+from fabric.plugins import BitsandbytesPrecision, TorchAOPrecision, TransformerEnginePrecision
+from fabric.plugins.precision.select import make_precision
+
+BFLOAT16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("make", "module", "text"),
+    [
+        (
+            lambda: BitsandbytesPrecision("nf4"),
+            "bitsandbytes",
+            "BitsandbytesPrecision('nf4') needs the package bitsandbytes, which is not installed. Run `pip "
+            'install "torch-fabric[bitsandbytes]"`.',
+        ),
+        (
+            lambda: Fabric(accelerator="cpu", devices=1, precision="float8"),
+            "torchao",
+            "TorchAOPrecision('float8') needs the package torchao, which is not installed. Run `pip install "
+            '"torch-fabric[torchao]"`.',
+        ),
+        (
+            lambda: Fabric(accelerator="cpu", devices=1, precision="transformer-engine"),
+            "transformer_engine",
+            "TransformerEnginePrecision needs the package transformer-engine, which is not installed. Run "
+            '`pip install "torch-fabric[transformer-engine]"`.',
+        ),
+    ],
+)
+def test_a_missing_package(make, module, text):
+    if importlib.util.find_spec(module) is not None:
+        pytest.skip(f"{module} is installed")
+    with pytest.raises(MissingExtraError) as caught:
+        make()
+    assert str(caught.value) == text
+    assert module not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: BitsandbytesPrecision("nf5"), "is no mode of it. Did you mean 'nf4'"),
+        (lambda: TorchAOPrecision("int8"), "Write one of 'float8', 'int8-weights'."),
+        (
+            lambda: TransformerEnginePrecision(weights_dtype=torch.float32),
+            "TransformerEnginePrecision(weights_dtype=torch.float32) needs torch.bfloat16 or torch.float16.",
+        ),
+        (
+            lambda: make_precision("fp8", "cpu"),
+            "With packages of others: 'float8', 'transformer-engine', 'transformer-engine-float16'.",
+        ),
+    ],
+)
+def test_what_is_none(make, text):
+    with pytest.raises(ConfigurationError) as caught:
+        make()
+    assert text in str(caught.value)
