@@ -149,11 +149,11 @@ are alike after some steps only.
 """
 
 
-REFUSED = {"xla", "xla_fsdp", "single_xla"}
-"""Names that are errors which say what to write (`tests/unit/integrations/test_tpu.py`)."""
+ELSEWHERE = {"horovod", "xla", "xla_fsdp", "single_xla"}
+"""Names with a launcher of their own (`tests/integrations/`), or that are errors which say what to write."""
 
 
-@pytest.mark.parametrize("name", sorted(set(STRATEGY_REGISTRY.names()) - REFUSED))
+@pytest.mark.parametrize("name", sorted(set(STRATEGY_REGISTRY.names()) - ELSEWHERE))
 def test_every_registered_strategy(ranks, name):
     check_strategy(SO_MADE.get(name, name), pool=ranks)
 

@@ -58,7 +58,9 @@ STRATEGY_REGISTRY.register(
 STRATEGY_REGISTRY.register(
     "pipeline", "fabric.strategies.pipeline:PipelineStrategy", "a model in stages, fed with micro-batches"
 )
-
+STRATEGY_REGISTRY.register(
+    "horovod", "fabric.integrations.horovod.strategy:HorovodStrategy", "Horovod's DistributedOptimizer"
+)
 for _name, _instead in {"xla": "ddp", "xla_fsdp": "fsdp", "single_xla": "single_device"}.items():
     STRATEGY_REGISTRY.register(
         _name,

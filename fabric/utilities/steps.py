@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fabric.core.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -30,3 +32,28 @@ def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
     handle = register_optimizer_step_pre_hook(tell)
     weakref.finalize(watcher, handle.remove)
     return handle.remove
+
+
+class OnlySetUp:
+    """Refuses steps of optimizers that hold parameters of set-up modules and were not set up themselves."""
+
+    def __init__(self) -> None:
+        self.modules: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self.optimizers: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self.end = watch_steps(self)
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Before a step of any optimizer in this process.
+
+        Raises:
+            UsageError: It would step with the gradients of this rank alone.
+        """
+        if optimizer in self.optimizers:
+            return
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        if any([not held.isdisjoint(module.parameters()) for module in self.modules]):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() came from an optimizer that was not set up: it knows of "
+                "no other rank. Write model, optimizer = fabric.setup(model, optimizer), or optimizer = "
+                "fabric.setup_optimizers(optimizer)."
+            )

@@ -6,8 +6,7 @@ Reads variables only; the module of an environment is imported if some variable 
 from __future__ import annotations
 
 import os
-from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.registry import unknown_name_message
@@ -27,13 +26,14 @@ class Found(NamedTuple):
 
 
 _MARKS = {
-    "torchelastic": ("TorchElasticEnvironment", "TORCHELASTIC_RUN_ID"),
-    "lsf": ("LSFEnvironment", "JSM_NAMESPACE_RANK"),
-    "mpi": (*("MPIEnvironment", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),),
-    "slurm": ("SLURMEnvironment", "SLURM_JOB_ID", "SLURM_JOBID"),
-    "kubeflow": ("KubeflowEnvironment", "KUBERNETES_PORT"),
+    "torchelastic": ("TORCHELASTIC_RUN_ID",),
+    "horovod": ("HOROVOD_RANK",),
+    "lsf": ("JSM_NAMESPACE_RANK",),
+    "mpi": ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
+    "slurm": ("SLURM_JOB_ID", "SLURM_JOBID"),
+    "kubeflow": ("KUBERNETES_PORT",),
 }
-"""Classes, and variables without which nothing speaks for them: they are not loaded to be asked."""
+"""Names, and variables without which nothing speaks for them: their classes are not loaded to be asked."""
 PRECEDENCE = ("process_group", "local", *_MARKS, "local")
 """Registered names in the order in which they are asked. The innermost launcher comes first."""
 
@@ -51,10 +51,10 @@ def find_environment() -> Found:
             )
         return Found(ENVIRONMENT_REGISTRY.get(name), f"FABRIC_ENVIRONMENT={name} forces it", name)
     signs = [("process_group", _existing_group()), ("local", _our_launch())]
-    for name, (kind, *marks) in _MARKS.items():
+    for name, marks in _MARKS.items():
         if not os.environ.keys().isdisjoint(marks):
-            module = import_module(f"fabric.plugins.environments.{name}")
-            signs.append((name, getattr(module, kind).sign()))
+            kind: Any = ENVIRONMENT_REGISTRY.entry(name).load()
+            signs.append((name, kind.sign()))
     here = [(name, why) for name, (speaks, why) in signs if speaks]
     (name, why), *later = [*here, ("local", "nothing else started this process")]
     after = [f"{other} comes later ({reason})" for other, reason in later[:-1]]

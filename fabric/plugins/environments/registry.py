@@ -14,3 +14,6 @@ for _name, _home, _what in (
     ("torchrun", "torchelastic:TorchElasticEnvironment", "torchrun"),
 ):
     ENVIRONMENT_REGISTRY.register(_name, f"fabric.plugins.environments.{_home}", _what)
+ENVIRONMENT_REGISTRY.register(
+    "horovod", "fabric.integrations.horovod.environment:HorovodEnvironment", "horovodrun"
+)

@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fabric.core.errors import ArgumentTypeError, UsageError
+from fabric.core.errors import ArgumentTypeError
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.reduce import reduce_tree
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.layout import Whole
-from fabric.utilities.steps import watch_steps
+from fabric.utilities.steps import OnlySetUp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,9 +81,8 @@ class LocalSteps(Whole):
 
     def __init__(self, sync_every: int, outer_optimizer: Callable[[list[Tensor]], Optimizer] | None) -> None:
         self.sync_every, self.outer_optimizer = sync_every, outer_optimizer
-        self._modules: WeakKeyDictionary[Module, None] = WeakKeyDictionary()
+        self._steps = OnlySetUp()
         self._rounds: WeakKeyDictionary[Optimizer, Round] = WeakKeyDictionary()
-        self._unwatch: Callable[[], None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"sync_every": self.sync_every, "outer_optimizer": self.outer_optimizer}
@@ -95,30 +94,14 @@ class LocalSteps(Whole):
         """The module, with rank zero's values on all ranks. All ranks must call this."""
         if topology.world_size > 1:
             broadcast_from_zero([*module.parameters(), *module.buffers()])
-        self._modules[module] = None
-        self._unwatch = self._unwatch or watch_steps(self)
+        self._steps.modules[module] = None
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, whose first round begins."""
+        self._steps.optimizers[optimizer] = None
         self._rounds[optimizer] = Round(optimizer, self.outer_optimizer)
         return optimizer
-
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Before a step of any optimizer in this process.
-
-        Raises:
-            UsageError: It was not set up: its parameters would drift apart on the ranks, for ever.
-        """
-        if optimizer in self._rounds:
-            return
-        held = {p for group in optimizer.param_groups for p in group["params"]}
-        if any([not held.isdisjoint(module.parameters()) for module in self._modules]):
-            raise UsageError(
-                f"{type(optimizer).__name__}.step() came from an optimizer that was not set up, so that "
-                "nobody counts its steps, and the ranks would never meet. Write model, optimizer = "
-                "fabric.setup(model, optimizer), or optimizer = fabric.setup_optimizers(optimizer)."
-            )
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Count a step; the last one of a round ends it, which all ranks must do."""
@@ -163,15 +146,13 @@ class LocalSteps(Whole):
 
     def teardown(self) -> None:
         """See the base."""
-        if self._unwatch is not None:
-            self._unwatch()
-        self._unwatch = None
+        self._steps.end()
 
     def _end(self, optimizers: list[Optimizer], moments: Sequence[Tensor] = ()) -> None:
         rounds = [self._rounds[optimizer] for optimizer in optimizers]
         parameters = dict.fromkeys([p for held in rounds for p in held.parameters])
         shared = [*parameters, *moments]
-        for module in self._modules:
+        for module in self._steps.modules:
             if not parameters.keys().isdisjoint(module.parameters()):
                 shared += [b for b in module.buffers() if b.is_floating_point()]
         if shared and self.channel is not None and self.channel.world_size > 1:

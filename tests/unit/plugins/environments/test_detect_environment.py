@@ -76,7 +76,8 @@ def test_the_last_one_always_says_yes():
 
 def test_names():
     assert ENVIRONMENT_REGISTRY.names() == [
-        *("kubeflow", "local", "lsf", "mpi", "process_group", "slurm", "torchelastic", "torchrun")
+        *("horovod", "kubeflow", "local", "lsf", "mpi", "process_group", "slurm", "torchelastic"),
+        "torchrun",
     ]
 
 

@@ -98,7 +98,7 @@ def test_an_environment_in_the_code_is_said_so(monkeypatch, caplog):
 
 
 def test_precedence_is_as_documented():
-    documented = "process_group local torchelastic lsf mpi slurm kubeflow local"
+    documented = "process_group local torchelastic horovod lsf mpi slurm kubeflow local"
     assert " ".join(PRECEDENCE) == documented
 
 

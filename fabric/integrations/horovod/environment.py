@@ -1,0 +1,49 @@
+"""`HorovodEnvironment`: ranks that `horovodrun` started."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from fabric.integrations.horovod.package import load_horovod
+from fabric.plugins.environments.started import StartedEnvironment
+from fabric.plugins.environments.stores import part_of_store, take_port
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from torch.distributed import Store
+
+
+class HorovodEnvironment(StartedEnvironment):
+    """Processes started by `horovodrun`. Where rank zero listens is told by Horovod's own broadcast."""
+
+    launcher = "horovodrun"
+    variables = {
+        "rank": ("HOROVOD_RANK",),
+        "size": ("HOROVOD_SIZE",),
+        "local_rank": ("HOROVOD_LOCAL_RANK",),
+        "local_size": ("HOROVOD_LOCAL_SIZE",),
+        "node_rank": ("HOROVOD_CROSS_RANK",),
+        "nodes": ("HOROVOD_CROSS_SIZE",),
+    }
+
+    @staticmethod
+    def sign() -> tuple[bool, str]:
+        """Whether horovodrun started this process."""
+        rank = os.environ.get("HOROVOD_RANK")
+        return rank is not None, f"horovodrun started this process (HOROVOD_RANK={rank})" if rank else ""
+
+    def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
+        """See the base. All ranks must call this."""
+        told = None
+        if rank == 0:
+            several = (self.num_nodes() or 1) > 1
+            address = os.environ.get("MASTER_ADDR") or (socket.gethostname() if several else "127.0.0.1")
+            told = address, take_port(address, 0, everywhere=several)
+        address, port = load_horovod().broadcast_object(told, 0, name="fabric.store")
+        return part_of_store(address, port, rank == 0, timeout)
+
+    def _remedy(self, num_devices: int, num_nodes: int) -> str:
+        return f"start it with `horovodrun -np {num_devices * num_nodes} python train.py`"

@@ -1,0 +1,204 @@
+"""What ranks under horovodrun or mpirun do: `jobs.py NAME FOLDER`. Rank zero writes FOLDER/NAME.json."""
+
+import json
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fabric import Fabric
+from fabric.integrations.horovod import HorovodStrategy, scale_learning_rate
+from fabric.testing import contract
+from fabric.testing.promises import PROMISES
+from fabric.wrappers import unwrap
+
+STEPS = 20
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def batch(step, rank):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def launched(**settings):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=HorovodStrategy(**settings))
+    fabric.launch()
+    return fabric
+
+
+def loss_of(model, x):
+    return (model(x) - x[:, :2]).pow(2).mean()
+
+
+def ready(fabric, kind=torch.optim.Adam):
+    model = net()
+    if fabric.global_rank:
+        with torch.no_grad():
+            [p.add_(1) for p in model.parameters()]  # rank zero's count
+    return fabric.setup(model, kind(model.parameters(), lr=0.02))
+
+
+def train(fabric, model, optimizer, steps=STEPS, clip=None, parts=1):
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(parts):
+            x = batch(step * parts + part, fabric.global_rank)
+            with fabric.no_backward_sync(model, enabled=part < parts - 1):
+                fabric.backward(loss_of(model, x) / parts)
+        if clip:
+            fabric.clip_gradients(model, optimizer, max_norm=clip)
+        optimizer.step()
+
+
+def plain(steps=STEPS, clip=None, parts=1, kind=torch.optim.Adam, world=2):
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.02)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(parts):
+            x = torch.cat([batch(step * parts + part, rank) for rank in range(world)])
+            (loss_of(model, x) / parts).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return model
+
+
+def furthest(model, other):
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return max((p.detach() - q.detach()).abs().max().item() for p, q in pairs)
+
+
+def equal(folder):
+    fabric, told = launched(), {}
+    for name, settings in {"steps": {}, "clipped": {"clip": 0.1}, "accumulated": {"parts": 3}}.items():
+        model, optimizer = ready(fabric)
+        train(fabric, model, optimizer, **settings)
+        told[name] = furthest(model, plain(**settings))
+    model, optimizer = ready(fabric, torch.optim.SGD)
+    train(fabric, model, optimizer)
+    told["sgd"] = furthest(model, plain(kind=torch.optim.SGD))
+    told["kind"] = isinstance(optimizer, torch.optim.SGD)
+    fabric.save(folder / "c.pt", {"model": model, "optimizer": optimizer})
+    other, again = ready(fabric, torch.optim.SGD)
+    fabric.load(folder / "c.pt", {"model": other, "optimizer": again})
+    told["loaded"] = furthest(model, other)
+    with fabric.whole(model) as alone:
+        told["whole"] = 0.0 if alone is None else furthest(alone, model)
+    rates = scale_learning_rate(again, fabric.world_size, warmup_steps=4)
+    told["rates"] = [unwrap(again).param_groups[0]["lr"]]
+    for _ in range(5):
+        fabric.backward(loss_of(other, batch(0, 0)))
+        again.step()
+        again.zero_grad()
+        rates.step()
+        told["rates"].append(unwrap(again).param_groups[0]["lr"])
+    return told
+
+
+def fp16(folder):
+    fabric = launched(compression="fp16")
+    model, optimizer = ready(fabric)
+    train(fabric, model, optimizer, 5)
+    return furthest(model, plain(5))
+
+
+def mixed(folder):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="horovod", precision="bf16-mixed")
+    fabric.launch()
+    model, optimizer = ready(fabric)
+    train(fabric, model, optimizer, 5)
+    return furthest(model, plain(5))
+
+
+def joins(folder):
+    """Rank one has half the batches."""
+    fabric = launched()
+    model, optimizer = ready(fabric, torch.optim.SGD)
+    train(fabric, model, optimizer, 4 if fabric.global_rank else 8)
+    last = fabric.strategy.join()
+    expected = net()
+    sgd = torch.optim.SGD(expected.parameters(), lr=0.02)
+    for step in range(8):
+        sgd.zero_grad()
+        for rank in range(2 if step < 4 else 1):
+            (loss_of(expected, batch(step, rank)) / 2).backward()
+        sgd.step()
+    return {"last": last, "error": furthest(model, expected) if fabric.global_rank == 0 else 0.0}
+
+
+def promises(folder):
+    """What every strategy promises."""
+    fabric = launched()
+    info = type("Info", (), {"rank": fabric.global_rank, "world_size": fabric.world_size})
+    from fabric.testing import promises as module
+
+    module.rank_info = lambda: info
+    broken = {}
+    for promise in PROMISES:
+        place = Path(folder) / promise.__name__
+        place.mkdir(exist_ok=True)
+        try:
+            contract.keep_promise(promise.__name__, HorovodStrategy, "cpu", 2, str(place))
+        except Exception:
+            broken[promise.__name__] = traceback.format_exc()
+    return broken
+
+
+def refused(folder):
+    fabric, told = launched(), {}
+
+    def error(name, call):
+        try:
+            call()
+        except Exception as error:
+            told[name] = f"{type(error).__name__}: {error}"
+
+    model, optimizer = ready(fabric)
+    error("plain backward", lambda: loss_of(model, batch(0, 0)).backward())
+    optimizer.zero_grad()
+    fabric.backward(loss_of(model, batch(0, 0)))
+    error("two backwards", lambda: fabric.backward(loss_of(model, batch(1, 0))))
+    optimizer.zero_grad()
+    module = net()
+    other = fabric.setup_module(module)
+    fabric.backward(loss_of(other, batch(0, 0)))
+    error("optimizer", torch.optim.SGD(module.parameters(), lr=0.1).step)
+    error("bf16", lambda: Fabric(accelerator="cpu", devices=2, strategy="horovod", precision="bf16-true"))
+    error("devices", lambda: Fabric(accelerator="cpu", devices=3, strategy="horovod"))
+    return told
+
+
+def ddp(folder):
+    """Another strategy on the same ranks."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    model, optimizer = ready(fabric)
+    train(fabric, model, optimizer, 5)
+    return [fabric.world_size, furthest(model, plain(5))]
+
+
+def dies(folder):
+    fabric = launched()
+    if fabric.global_rank == 1:
+        raise SystemExit(3)
+    fabric.barrier()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    told = globals()[name](folder)
+    import horovod.torch as hvd
+
+    told = hvd.allgather_object(told) if name == "promises" else told
+    if hvd.rank() == 0:
+        (folder / f"{name}.json").write_text(json.dumps(told))

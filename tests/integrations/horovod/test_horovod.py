@@ -1,0 +1,103 @@
+"""HorovodStrategy with the real package, on two ranks that horovodrun has started, or mpirun."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fabric import Fabric
+from fabric.core.errors import ConfigurationError
+from fabric.integrations.horovod import HorovodStrategy, scale_learning_rate
+
+JOBS = Path(__file__).with_name("jobs.py")
+HOROVODRUN = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", "2", "-H", "localhost:2"]
+MPIRUN = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "-mca", "btl", "self,tcp"]
+
+
+def has_mpi():
+    import horovod.torch as hvd
+
+    return hvd.mpi_built() and shutil.which("mpirun") is not None
+
+
+def job(name, folder, launcher=HOROVODRUN, code=0):
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(JOBS.parents[3])}
+    command = [*launcher, sys.executable, str(JOBS), name, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ, cwd=folder)
+    assert (done.returncode == 0) == (code == 0), done.stdout[-4000:] + done.stderr[-4000:]
+    file = folder / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else done.stdout + done.stderr
+
+
+NO_MPI = pytest.mark.skipif("not has_mpi()", reason="this Horovod was built without MPI")
+LAUNCHERS = [HOROVODRUN, pytest.param(MPIRUN, marks=NO_MPI)]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=["horovodrun", "mpirun"])
+def test_it_is_plain_torch_on_the_joined_batch(tmp_path, launcher):
+    told = job("equal", tmp_path, launcher)
+    assert told["kind"] is True
+    for name in ("steps", "clipped", "accumulated", "sgd"):
+        assert told[name] < 1e-5, name
+    assert told["loaded"] == told["whole"] == 0
+    assert told["rates"] == pytest.approx([0.02, 0.025, 0.03, 0.035, 0.04, 0.04])
+
+
+def test_every_promise_of_a_strategy_is_kept(tmp_path):
+    assert job("promises", tmp_path) == [{}, {}]
+
+
+def test_gradients_in_half_precision(tmp_path):
+    assert 0 < job("fp16", tmp_path) < 1e-2
+
+
+def test_mixed_precision(tmp_path):
+    assert 0 < job("mixed", tmp_path) < 5e-2
+
+
+def test_uneven_inputs_are_joined(tmp_path):
+    told = job("joins", tmp_path)
+    assert told["last"] == 0
+    assert told["error"] < 1e-5
+
+
+def test_ddp_under_horovodrun(tmp_path):
+    world, error = job("ddp", tmp_path)
+    assert world == 2
+    assert error < 1e-5
+
+
+def test_what_is_refused(tmp_path):
+    told = job("refused", tmp_path)
+    assert told["plain backward"].startswith("UsageError: loss.backward() was called where it gives wrong")
+    assert told["two backwards"] == (
+        "UsageError: Two backwards came before one optimizer.step(), and Horovod has sent the gradients of "
+        "the first. Let all but the last run under `with fabric.no_backward_sync(model):`."
+    )
+    assert told["optimizer"].startswith("UsageError: SGD.step() came from an optimizer that was not set up")
+    assert told["bf16"].startswith(
+        "ConfigurationError: HorovodStrategy does not run with precision='bf16-true': Horovod does not"
+    )
+    assert "start it with `horovodrun -np 3 python train.py`" in told["devices"]
+
+
+def test_a_rank_that_dies_ends_the_job(tmp_path):
+    job("dies", tmp_path, code=1)
+
+
+def test_without_a_launcher():
+    with pytest.raises(ConfigurationError, match="`horovodrun -np 2 python"):
+        Fabric(accelerator="cpu", devices=2, strategy="horovod")
+
+
+def test_bad_input():
+    with pytest.raises(ConfigurationError, match=r"compression='fp8'\): write 'none' or 'fp16'"):
+        HorovodStrategy(compression="fp8")
+    with pytest.raises(ConfigurationError, match="give the number of processes, 1 or more, and of steps"):
+        scale_learning_rate(None, 0)
