@@ -280,7 +280,7 @@ ERRORS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "forced: kubeflow without a pod": ({"FABRIC_ENVIRONMENT": "kubeflow"}, {}, "needs WORLD_SIZE, which"),
     "forced: misspelt": (
         *({"FABRIC_ENVIRONMENT": "slrum"}, {}),
-        "FABRIC_ENVIRONMENT='slrum' is not known. Did you mean 'slurm'? Known: horovod, kubeflow, local, lsf,",
+        "FABRIC_ENVIRONMENT='slrum' is not known. Did you mean 'slurm'? Known: horovod, kubeflow, local,",
     ),
     "forced: capitals": ({"FABRIC_ENVIRONMENT": "SLURM"}, {}, "Did you mean 'slurm'?"),
     "forced: and another in the code": (
