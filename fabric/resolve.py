@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fabric.accelerators.registry import ACCELERATOR_REGISTRY
-from fabric.accelerators.select import select_accelerator, select_devices
+from fabric.accelerators.select import first_device, select_accelerator, select_devices
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.precision import find_policy
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -82,9 +82,12 @@ def resolve(request: Request, machine: Machine) -> Plan:
     precision_plugin, environment_plugin, io_plugin = sort_plugins(request.plugins)
     named = name_strategy(request.strategy)
     environment = choose_environment(environment_plugin, named, machine)
-    accelerator = choose_accelerator(request.accelerator, named)
+    accelerator = choose_accelerator(request.accelerator, named, here=not environment.elsewhere)
     nodes = choose_nodes(request, environment, named)
-    devices = choose_devices(request, accelerator, environment, named)
+    if environment.elsewhere:
+        devices = [first_device(accelerator)] * count_elsewhere(request.devices, environment)
+    else:
+        devices = choose_devices(request, accelerator, environment, named)
     processes = count_processes(devices, named)
     check_started(environment, named, processes, nodes)
     strategy = named or auto_strategy(len(devices) * nodes, environment, machine)
@@ -178,10 +181,13 @@ def choose_environment(
     return given
 
 
-def choose_accelerator(choice: Any, strategy: Strategy | None) -> Accelerator:
-    """The accelerator that was passed, once, or that the name means here; "auto" heeds the strategy."""
-    if strategy is None:
-        return select_accelerator(choice)
+def choose_accelerator(choice: Any, strategy: Strategy | None, here: bool = True) -> Accelerator:
+    """The accelerator that was passed, once, or that the name means; "auto" heeds the strategy.
+
+    `here`: it must be on this machine.
+    """
+    if strategy is None or not here:
+        return select_accelerator(choice, here)
     of_strategy, automatic = strategy.given[0], isinstance(choice, str) and choice == "auto"
     if of_strategy is not None:
         if not automatic:
@@ -227,6 +233,16 @@ def choose_devices(
     return select_devices(accelerator, wanted)
 
 
+def count_elsewhere(devices: Any, environment: ClusterEnvironment) -> int:
+    """As many devices as were asked for, of machines that this process does not see."""
+    if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
+        raise ConfigurationError(
+            f"devices={devices!r} under {type(environment).__name__}, whose ranks run elsewhere: write how "
+            "many there are to be, for example devices=2."
+        )
+    return devices
+
+
 def count_processes(devices: list[torch.device], strategy: Strategy | None) -> int:
     """How many processes this machine runs: one for each device, unless one holds them all."""
     return 1 if not _needs_launch(strategy) or _is_machine_each(strategy) else len(devices)
@@ -253,8 +269,10 @@ def check_started(
 def auto_strategy(world_size: int, environment: ClusterEnvironment, machine: Machine) -> Strategy:
     """One device for one process, else DDP as it can start here."""
     started = environment.creates_processes_externally
-    several = "ddp_notebook" if machine.interactive and not started else "ddp"
-    strategy: Strategy = STRATEGY_REGISTRY.get(several if world_size > 1 else "single_device")
+    forked = machine.interactive and not started and not environment.elsewhere
+    several = "ddp_notebook" if forked else "ddp"
+    alone = world_size == 1 and not environment.elsewhere
+    strategy: Strategy = STRATEGY_REGISTRY.get("single_device" if alone else several)
     return strategy
 
 
@@ -319,7 +337,7 @@ def check_interactive(
         machine.interactive
         and reruns_script
         and processes > 1
-        and not environment.creates_processes_externally
+        and not (environment.creates_processes_externally or environment.elsewhere)
     ):
         raise ConfigurationError(
             "This is a notebook or a prompt: there is no script that "

@@ -12,12 +12,13 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.registry import unknown_name_message
 
 
-def select_accelerator(choice: str | Accelerator) -> Accelerator:
+def select_accelerator(choice: str | Accelerator, here: bool = True) -> Accelerator:
     """The accelerator behind what a user wrote as `accelerator=`.
 
     Args:
         choice: "auto" (cuda, else mps, else torch's other accelerator, else cpu), "gpu" (cuda or mps), a
             registered name, the device type that torch.accelerator reports, or an object, returned unchecked.
+        here: Whether it must be on this machine.
 
     Raises:
         ArgumentTypeError: Neither a string nor an Accelerator.
@@ -38,7 +39,7 @@ def select_accelerator(choice: str | Accelerator) -> Accelerator:
         fact = "torch sees neither a CUDA nor an MPS device"
         remedy = _by_name("cuda").explain_unavailable()[1]
         raise ConfigurationError(_unavailable(choice, fact, remedy))
-    if not accelerator.is_available():
+    if here and not accelerator.is_available():
         raise ConfigurationError(_unavailable(choice, *accelerator.explain_unavailable()))
     return accelerator
 
@@ -55,6 +56,11 @@ def select_devices(accelerator: Accelerator, devices: Any) -> list[torch.device]
         # Zero stays "auto": the parser then says that there is no device, not that the user asked for none.
         devices = accelerator.auto_device_count() or devices
     return accelerator.get_parallel_devices(accelerator.parse_devices(devices))
+
+
+def first_device(accelerator: Accelerator) -> torch.device:
+    """The one that a process sees which sees but one."""
+    return torch.device("cpu") if accelerator.name() == "cpu" else torch.device(accelerator.name(), 0)
 
 
 def group_backend(accelerator: Accelerator, device: torch.device) -> str:

@@ -324,6 +324,9 @@ class ParallelStrategy(Strategy):
     def _make_launcher(self, environment: ClusterEnvironment) -> Launcher | None:
         if environment.creates_processes_externally:
             return None
+        own = environment.make_launcher(self)
+        if own is not None:
+            return own
         if not isinstance(environment, LocalEnvironment):
             raise ConfigurationError(
                 f"{type(environment).__name__} says that nobody started the processes, and only "

@@ -66,7 +66,7 @@ def install(name: str) -> str:
 
 def test(name: str) -> bool:
     """Run the tests of an engine in its environment."""
-    command = [VENVS / name / "bin/python", "-m", "pytest", "-n", "2", "--dist", "worksteal", HERE / name]
+    command = [VENVS / name / "bin/python", "-m", "pytest", "-n", "2", "--dist", "loadgroup", HERE / name]
     paths = [str(VENVS / name / "bin"), os.environ["PATH"]]
     environ = {**os.environ, "FABRIC_ENGINE": name, "PATH": os.pathsep.join(paths)}
     try:

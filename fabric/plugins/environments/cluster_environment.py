@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
 
@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
+    from fabric.strategies.launchers.launcher import Launcher
+
 
 class ClusterEnvironment(ABC):
     """Where this process stands in the job, and where rank zero listens."""
+
+    elsewhere = False
+    """Whether ranks run where this process does not: what devices there are is not looked up here."""
 
     @property
     @abstractmethod
@@ -82,6 +87,10 @@ class ClusterEnvironment(ABC):
         Raises:
             ConfigurationError: They differ (only environments that know the number of processes).
         """
+
+    def make_launcher(self, strategy: Any) -> Launcher | None:
+        """What starts the ranks of a parallel strategy, if the environment has a way of its own."""
+        return None
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """The key-value store of the job: rank zero hosts it, the others connect; nobody waits.

@@ -17,3 +17,6 @@ for _name, _home, _what in (
 ENVIRONMENT_REGISTRY.register(
     "horovod", "fabric.integrations.horovod.environment:HorovodEnvironment", "horovodrun"
 )
+ENVIRONMENT_REGISTRY.register(
+    "ray", "fabric.integrations.ray.environment:RayEnvironment", "actors of a Ray cluster"
+)

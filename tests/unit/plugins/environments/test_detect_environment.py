@@ -76,7 +76,7 @@ def test_the_last_one_always_says_yes():
 
 def test_names():
     assert ENVIRONMENT_REGISTRY.names() == [
-        *("horovod", "kubeflow", "local", "lsf", "mpi", "process_group", "slurm", "torchelastic"),
+        *("horovod", "kubeflow", "local", "lsf", "mpi", "process_group", "ray", "slurm", "torchelastic"),
         "torchrun",
     ]
 

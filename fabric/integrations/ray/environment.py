@@ -1,0 +1,135 @@
+"""`RayEnvironment`: ranks are actors of a Ray cluster, which run a function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import ConfigurationError
+from fabric.integrations.needed import needed
+from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+
+if TYPE_CHECKING:
+    from fabric.strategies.launchers.launcher import Launcher
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The place of a rank, which the launcher gives it when it knows where the actors are."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    nodes: int
+    address: str
+    port: int
+
+
+class RayEnvironment(ClusterEnvironment):
+    """`Fabric(plugins=RayEnvironment(), accelerator="cpu", devices=2)`, then `fabric.launch(function)`.
+
+    `devices=` times `num_nodes=` is the number of ranks; Ray places them. Each has a GPU of its own where
+    `accelerator="cuda"` is asked for (the driver, which calls `launch`, needs none).
+
+    Args:
+        cpus: CPUs of the cluster that a rank takes.
+        gpus: GPUs that a rank takes; None: one under accelerator="cuda", else none.
+        resources: Further resources that a rank takes, as Ray calls them.
+        placement: Ray's strategy of placement: "PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD".
+        min_workers: With how few ranks a run begins where the cluster has no room for more, or goes on after
+            a node was lost; None: as many as were asked for. The function begins anew then, so that it
+            begins with `fabric.load_latest(...)`.
+        max_failures: How often it begins anew after an actor or its node was lost.
+        startup_seconds: How long to wait until the cluster has room for all ranks.
+        init: Keywords of `ray.init`, if Ray does not run here yet.
+
+    Raises:
+        ConfigurationError: `min_workers` is less than 1, or `max_failures` negative.
+        MissingExtraError: Ray is not installed.
+    """
+
+    elsewhere = True
+
+    def __init__(
+        self,
+        cpus: float = 1,
+        gpus: float | None = None,
+        resources: dict[str, float] | None = None,
+        placement: str = "PACK",
+        min_workers: int | None = None,
+        max_failures: int = 0,
+        startup_seconds: float = 120.0,
+        init: dict[str, Any] | None = None,
+    ) -> None:
+        if (min_workers is not None and min_workers < 1) or max_failures < 0:
+            raise ConfigurationError(
+                f"RayEnvironment(min_workers={min_workers}, max_failures={max_failures}): a run has 1 rank "
+                "or more, and fails 0 times or more."
+            )
+        needed("ray", "RayEnvironment", "ray", least="2.40")
+        self.cpus, self.gpus, self.resources, self.placement = cpus, gpus, resources or {}, placement
+        self.min_workers, self.max_failures = min_workers, max_failures
+        self.startup_seconds, self.init = startup_seconds, init or {}
+        self._seat = Seat(0, 1, 0, 1, 0, 1, "", 0)
+
+    def make_launcher(self, strategy: Any) -> Launcher | None:
+        """What starts the actors."""
+        from fabric.integrations.ray.launcher import RayLauncher
+
+        return RayLauncher(self, strategy)
+
+    def sit(self, seat: Seat) -> None:
+        """Take a place, in the actor."""
+        self._seat = seat
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """The launcher creates them."""
+        return False
+
+    @property
+    def main_address(self) -> str:
+        """Of rank zero's node."""
+        return self._seat.address
+
+    @property
+    def main_port(self) -> int:
+        """On which rank zero listens already."""
+        return self._seat.port
+
+    @staticmethod
+    def detect() -> bool:
+        """Never by itself: somebody asks for it."""
+        return False
+
+    def world_size(self) -> int:
+        """Number of actors."""
+        return self._seat.world_size
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the launcher says how many there are."""
+
+    def global_rank(self) -> int:
+        """Index of this actor."""
+        return self._seat.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the launcher says which one this is."""
+
+    def local_rank(self) -> int:
+        """Index of this actor on its node."""
+        return self._seat.local_rank
+
+    def node_rank(self) -> int:
+        """Index of this actor's node."""
+        return self._seat.node_rank
+
+    def local_world_size(self) -> int | None:
+        """Number of actors on this node."""
+        return self._seat.local_size
+
+    def num_nodes(self) -> int | None:
+        """Number of nodes with an actor."""
+        return self._seat.nodes
