@@ -82,12 +82,9 @@ def resolve(request: Request, machine: Machine) -> Plan:
     precision_plugin, environment_plugin, io_plugin = sort_plugins(request.plugins)
     named = name_strategy(request.strategy)
     environment = choose_environment(environment_plugin, named, machine)
-    accelerator = choose_accelerator(request.accelerator, named, here=not environment.elsewhere)
+    accelerator = choose_accelerator(request.accelerator, named, environment.elsewhere)
     nodes = choose_nodes(request, environment, named)
-    if environment.elsewhere:
-        devices = [first_device(accelerator)] * count_elsewhere(request.devices, environment)
-    else:
-        devices = choose_devices(request, accelerator, environment, named)
+    devices = choose_devices(request, accelerator, environment, named)
     processes = count_processes(devices, named)
     check_started(environment, named, processes, nodes)
     strategy = named or auto_strategy(len(devices) * nodes, environment, machine)
@@ -181,13 +178,10 @@ def choose_environment(
     return given
 
 
-def choose_accelerator(choice: Any, strategy: Strategy | None, here: bool = True) -> Accelerator:
-    """The accelerator that was passed, once, or that the name means; "auto" heeds the strategy.
-
-    `here`: it must be on this machine.
-    """
-    if strategy is None or not here:
-        return select_accelerator(choice, here)
+def choose_accelerator(choice: Any, strategy: Strategy | None, elsewhere: bool = False) -> Accelerator:
+    """The accelerator that was passed, once, or that the name means here; "auto" heeds the strategy."""
+    if strategy is None or elsewhere:
+        return select_accelerator(choice, False) if elsewhere else select_accelerator(choice)
     of_strategy, automatic = strategy.given[0], isinstance(choice, str) and choice == "auto"
     if of_strategy is not None:
         if not automatic:
@@ -221,6 +215,8 @@ def choose_devices(
     request: Request, accelerator: Accelerator, environment: ClusterEnvironment, strategy: Strategy | None
 ) -> list[torch.device]:
     """The devices of this machine's processes: the strategy's own, or what `devices=` means here."""
+    if environment.elsewhere:
+        return [first_device(accelerator)] * count_elsewhere(request.devices, environment)
     wanted, own = request.devices, _own_devices(strategy)
     if own and not _is_auto(wanted):
         _check_same_devices(own, request, accelerator, strategy)

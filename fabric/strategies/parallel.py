@@ -324,7 +324,7 @@ class ParallelStrategy(Strategy):
     def _make_launcher(self, environment: ClusterEnvironment) -> Launcher | None:
         if environment.creates_processes_externally:
             return None
-        own = environment.make_launcher(self)
+        own: Launcher | None = environment.make_launcher(self)
         if own is not None:
             return own
         if not isinstance(environment, LocalEnvironment):

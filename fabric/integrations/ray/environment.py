@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
 from fabric.integrations.needed import needed
+from fabric.integrations.ray.seat import Seat
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 if TYPE_CHECKING:
     from fabric.strategies.launchers.launcher import Launcher
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """The place of a rank, which the launcher gives it when it knows where the actors are."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-    nodes: int
-    address: str
-    port: int
 
 
 class RayEnvironment(ClusterEnvironment):

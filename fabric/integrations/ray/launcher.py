@@ -14,14 +14,12 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fabric.core.errors import LaunchError, RankError
-from fabric.integrations.ray.environment import Seat
+from fabric.integrations.ray.seat import Seat
 from fabric.plugins.environments.stores import take_port
 from fabric.strategies.launchers.launcher import Launcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from fabric.integrations.ray.environment import RayEnvironment
 
 _log = logging.getLogger(__name__)
 
@@ -53,13 +51,13 @@ class RayLauncher(Launcher):
     """Starts the ranks as actors, waits for them, and leaves none behind.
 
     Args:
-        environment: What each rank takes of the cluster.
+        environment: A `RayEnvironment`: what each rank takes of the cluster.
         strategy: Is sent to the actors, with the function.
     """
 
     start_method = "ray"
 
-    def __init__(self, environment: RayEnvironment, strategy: Any) -> None:
+    def __init__(self, environment: Any, strategy: Any) -> None:
         self.environment, self.strategy = environment, strategy
 
     def launch(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-    from fabric.strategies.launchers.launcher import Launcher
-
 
 class ClusterEnvironment(ABC):
     """Where this process stands in the job, and where rank zero listens."""
@@ -88,8 +86,8 @@ class ClusterEnvironment(ABC):
             ConfigurationError: They differ (only environments that know the number of processes).
         """
 
-    def make_launcher(self, strategy: Any) -> Launcher | None:
-        """What starts the ranks of a parallel strategy, if the environment has a way of its own."""
+    def make_launcher(self, strategy: Any) -> Any | None:
+        """A `Launcher` of the ranks of a parallel strategy, if the environment has a way of its own."""
         return None
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
