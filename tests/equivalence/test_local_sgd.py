@@ -194,13 +194,14 @@ def saved_in_a_round(path, kind, outer, format, other):
     fabric = launched(3, outer)
     model, optimizer = ready(fabric, kind)
     train(fabric, model, optimizer, 4)
-    fabric.save(path, {"model": model, "optimizer": optimizer}, format=format)
+    fabric.save(path, {"optimizer": optimizer, "model": model}, format=format)
     train(fabric, model, optimizer, 5, first=4)
     went_on = values(model)
     fabric = launched(3, outer) if other is None else Fabric(accelerator="cpu", devices=WORLD, strategy=other)
     fabric.launch()
     model, optimizer = ready(fabric, kind)
-    fabric.load(path, {"model": model, "optimizer": optimizer})
+    # The optimizer first: what it begins from is of the model that comes after it.
+    fabric.load(path, {"optimizer": optimizer, "model": model})
     if other is not None:
         return values(model), len(unwrap(optimizer).state)
     train(fabric, model, optimizer, 5, first=4)

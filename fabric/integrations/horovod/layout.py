@@ -5,7 +5,9 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import UsageError
+import torch
+
+from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.traits import Traits
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.steps import OnlySetUp
@@ -56,9 +58,18 @@ class Reduced(Whole):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Horovod's optimizer around it, with rank zero's state. All ranks must call this."""
+        """Horovod's optimizer around it, with rank zero's state. All ranks must call this.
+
+        Raises:
+            ConfigurationError: It is LBFGS, which computes gradients during a step, where Horovod sends none.
+        """
         import horovod.torch as hvd
 
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigurationError(
+                "LBFGS computes gradients during its step, where Horovod sends none. Write "
+                'strategy="ddp", or take another optimizer.'
+            )
         held = [p for group in optimizer.param_groups for p in group["params"]]
         names = [(f"{len(self._steps.optimizers)}.{i}", p) for i, p in enumerate(held)]
         compression = getattr(hvd.Compression, self.compression)

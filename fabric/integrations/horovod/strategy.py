@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.core.registry import did_you_mean
 from fabric.integrations.horovod.environment import HorovodEnvironment
@@ -89,12 +91,19 @@ class HorovodStrategy(ParallelStrategy):
             )
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step the optimizer, with gradients that have arrived. All ranks must call this."""
-        if "closure" in kwargs:
-            return super().optimizer_step(optimizer, **kwargs)
+        """Step the optimizer, with gradients that have arrived. All ranks must call this.
+
+        A closure runs before the step, whose gradients those are then.
+        """
+        closure = kwargs.pop("closure", None)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         self.layout.synchronize([p for group in optimizer.param_groups for p in group["params"]])
         with optimizer.skip_synchronize():
-            return super().optimizer_step(optimizer, **kwargs)
+            result = super().optimizer_step(optimizer, **kwargs)
+        return result if closure is None else loss
 
     def join(self) -> int:
         """After the last batch of this rank: take part, with zeros, in the steps of those that have more.

@@ -56,6 +56,13 @@ class Round:
                 )
 
     @torch.no_grad()
+    def begin(self) -> None:
+        """From the values that the parameters have now, on all ranks."""
+        self.steps = 0
+        for before, parameter in zip(self.alike, self.parameters, strict=False):
+            before.copy_(parameter)
+
+    @torch.no_grad()
     def go_on(self) -> None:
         """From the mean of all ranks, which the parameters hold now."""
         self.steps = 0
@@ -122,6 +129,13 @@ class LocalSteps(Whole):
         """See the base; the round ends. All ranks must call this."""
         self.end_rounds()
         return super().plain_module(module, keep, device)
+
+    def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
+        """Load a full state dict; new rounds begin, from its values."""
+        told = super().load_module_state(module, state, strict)
+        for held in self._rounds.values():
+            held.begin()
+        return told
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of an optimizer, with what the outer one knows of each parameter in it."""

@@ -45,9 +45,18 @@ def ready(fabric, kind=torch.optim.Adam):
     return fabric.setup(model, kind(model.parameters(), lr=0.02))
 
 
-def train(fabric, model, optimizer, steps=STEPS, clip=None, parts=1):
+def train(fabric, model, optimizer, steps=STEPS, clip=None, parts=1, closure=False):
     for step in range(steps):
         optimizer.zero_grad()
+        if closure:
+
+            def evaluate(x=batch(step, fabric.global_rank)):  # noqa: B008
+                loss = loss_of(model, x)
+                fabric.backward(loss)
+                return loss
+
+            assert optimizer.step(evaluate) > 0
+            continue
         for part in range(parts):
             x = batch(step * parts + part, fabric.global_rank)
             with fabric.no_backward_sync(model, enabled=part < parts - 1):
@@ -86,6 +95,9 @@ def equal(folder):
     train(fabric, model, optimizer)
     told["sgd"] = furthest(model, plain(kind=torch.optim.SGD))
     told["kind"] = isinstance(optimizer, torch.optim.SGD)
+    by_closure, stepped = ready(fabric, torch.optim.SGD)
+    train(fabric, by_closure, stepped, closure=True)
+    told["closure"] = furthest(by_closure, plain(kind=torch.optim.SGD))
     fabric.save(folder / "c.pt", {"model": model, "optimizer": optimizer})
     other, again = ready(fabric, torch.optim.SGD)
     fabric.load(folder / "c.pt", {"model": other, "optimizer": again})
@@ -171,6 +183,7 @@ def refused(folder):
     other = fabric.setup_module(module)
     fabric.backward(loss_of(other, batch(0, 0)))
     error("optimizer", torch.optim.SGD(module.parameters(), lr=0.1).step)
+    error("lbfgs", lambda: fabric.setup_optimizers(torch.optim.LBFGS(module.parameters())))
     error("bf16", lambda: Fabric(accelerator="cpu", devices=2, strategy="horovod", precision="bf16-true"))
     error("devices", lambda: Fabric(accelerator="cpu", devices=3, strategy="horovod"))
     return told

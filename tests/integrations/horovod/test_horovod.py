@@ -43,7 +43,7 @@ LAUNCHERS = [HOROVODRUN, pytest.param(MPIRUN, marks=NO_MPI)]
 def test_it_is_plain_torch_on_the_joined_batch(tmp_path, launcher):
     told = job("equal", tmp_path, launcher)
     assert told["kind"] is True
-    for name in ("steps", "clipped", "accumulated", "sgd"):
+    for name in ("steps", "clipped", "accumulated", "sgd", "closure"):
         assert told[name] < 1e-5, name
     assert told["loaded"] == told["whole"] == 0
     assert told["rates"] == pytest.approx([0.02, 0.025, 0.03, 0.035, 0.04, 0.04])
@@ -81,6 +81,7 @@ def test_what_is_refused(tmp_path):
         "the first. Let all but the last run under `with fabric.no_backward_sync(model):`."
     )
     assert told["optimizer"].startswith("UsageError: SGD.step() came from an optimizer that was not set up")
+    assert told["lbfgs"].startswith("ConfigurationError: LBFGS computes gradients during its step")
     assert told["bf16"].startswith(
         "ConfigurationError: HorovodStrategy does not run with precision='bf16-true': Horovod does not"
     )
