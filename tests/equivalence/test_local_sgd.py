@@ -268,6 +268,24 @@ def test_steps_count_by_optimizer(ranks):
         torch.testing.assert_close(second, dict(seconds[rank].state_dict()), rtol=0, atol=0)
 
 
+def groups_added(outer):
+    fabric = launched(2, outer)
+    module = net()
+    model, optimizer = fabric.setup(module, SGD(module[3].parameters(), lr=0.1))
+    train(fabric, model, optimizer, 2)
+    optimizer.add_param_group({"params": list(module[0].parameters())})
+    train(fabric, model, optimizer, 2, first=2)
+    return values(model)
+
+
+def test_groups_that_are_added_are_averaged_too(ranks):
+    found = ranks.run(groups_added, None, world_size=WORLD)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert not torch.equal(found[0]["0.weight"], net().state_dict()["0.weight"])
+    for error in ranks.run_expecting_errors(groups_added, "diloco", world_size=WORLD):
+        assert "the outer optimizer has the parameters of setup. Give the optimizer all its" in str(error)
+
+
 def another_number_of_steps():
     fabric = launched(2)
     model, optimizer = ready(fabric, "sgd")

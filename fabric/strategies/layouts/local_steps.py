@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fabric.core.errors import ArgumentTypeError
+from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.reduce import reduce_tree
 from fabric.strategies.layouts.agree import broadcast_from_zero
@@ -42,7 +42,7 @@ class Round:
 
     def __init__(self, optimizer: Optimizer, outer: Callable[[list[Tensor]], Optimizer] | None) -> None:
         self.steps = 0
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._groups = optimizer.param_groups
         self.alike: list[Tensor] = []
         self.outer: Optimizer | None = None
         if outer is not None:
@@ -54,6 +54,11 @@ class Round:
                     "outer_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, "
                     "nesterov=True)."
                 )
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All that the optimizer has now."""
+        return [p for group in self._groups for p in group["params"]]
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -109,6 +114,18 @@ class LocalSteps(Whole):
         self._steps.optimizers[optimizer] = None
         self._rounds[optimizer] = Round(optimizer, self.outer_optimizer)
         return optimizer
+
+    def check_added(self, parameters: list[Tensor]) -> None:
+        """Before an optimizer takes in more parameters.
+
+        Raises:
+            UsageError: There is an outer optimizer, which knows those of the beginning.
+        """
+        if self.outer_optimizer is not None:
+            raise UsageError(
+                "add_param_group() came after setup, and the outer optimizer has the parameters of setup. "
+                "Give the optimizer all its parameters before, frozen ones, too."
+            )
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Count a step; the last one of a round ends it, which all ranks must do."""
