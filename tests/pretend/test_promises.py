@@ -5,16 +5,22 @@ import torch
 
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError
-from fabric.strategies import STRATEGY_REGISTRY
+from fabric.strategies import STRATEGY_REGISTRY, LocalSGDStrategy
 from fabric.testing import RankFailure, RankPool, check_strategy
 
-# Those that differ in more than how they start processes; less the two that run on CUDA only.
+# Those that differ in more than how they start processes; less the two that run on CUDA only, and engines of
+# others.
 NAMES = ("ddp", "fsdp", "fsdp_cpu_offload", "hsdp", "pipeline", "single_device", "zero1", "zero2")
 
 
 def test_no_strategy_is_left_out():
     forms = {name for name in STRATEGY_REGISTRY.names() if name.startswith("ddp_")}
-    assert set(STRATEGY_REGISTRY.names()) - forms == {*NAMES, "dp", "ddp2", "zero3"}
+    names = {
+        name
+        for name in STRATEGY_REGISTRY.names()
+        if "integrations" not in str(STRATEGY_REGISTRY.entry(name).factory)
+    }
+    assert names - forms == {*NAMES, "dp", "ddp2", "zero3", "local_sgd"}
 
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp2"])
@@ -26,6 +32,14 @@ def test_batches_are_split_over_devices_of_cuda_only(strategy):
 @pytest.mark.parametrize("strategy", NAMES)
 def test_every_strategy(ranks, strategy):
     check_strategy(strategy, accelerator="sim", pool=ranks)
+
+
+def alike_after_each_step():
+    return LocalSGDStrategy(sync_every=1)
+
+
+def test_local_sgd(ranks):
+    check_strategy(alike_after_each_step, accelerator="sim", pool=ranks)
 
 
 def device_of_rank():
