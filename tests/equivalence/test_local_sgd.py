@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from functools import partial
 
 import pytest
@@ -284,6 +285,25 @@ def test_groups_that_are_added_are_averaged_too(ranks):
     assert not torch.equal(found[0]["0.weight"], net().state_dict()["0.weight"])
     for error in ranks.run_expecting_errors(groups_added, "diloco", world_size=WORLD):
         assert "the outer optimizer has the parameters of setup. Give the optimizer all its" in str(error)
+
+
+def garbage_of_before(path):
+    fabric = launched(10)
+    model, optimizer = ready(fabric, "adam")
+    train(fabric, model, optimizer, 1)
+    optimizer.optimizer.itself = optimizer.optimizer  # a cycle, as some schedulers make
+    del model, optimizer
+    if fabric.global_rank:
+        gc.collect()
+    model, optimizer = ready(fabric, "adam")
+    train(fabric, model, optimizer, 1)
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    return values(model)
+
+
+def test_garbage_that_one_rank_collects_first_is_no_error(ranks, tmp_path):
+    found = ranks.run(garbage_of_before, tmp_path / "c", world_size=WORLD)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 def another_number_of_steps():

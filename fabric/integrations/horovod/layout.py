@@ -41,6 +41,7 @@ class Reduced(Whole):
         self.compression = compression
         self._steps = OnlySetUp()
         self._local: set[Tensor] = set()
+        self._made = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {"compression": self.compression}
@@ -71,7 +72,9 @@ class Reduced(Whole):
                 'strategy="ddp", or take another optimizer.'
             )
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        names = [(f"{len(self._steps.optimizers)}.{i}", p) for i, p in enumerate(held)]
+        # Ranks meet by name. Not by how many there are: one that is garbage is collected here or there first.
+        names = [(f"{self._made}.{i}", p) for i, p in enumerate(held)]
+        self._made += 1
         compression = getattr(hvd.Compression, self.compression)
         made = hvd.DistributedOptimizer(optimizer, named_parameters=names, compression=compression)
         made.defaults = optimizer.defaults

@@ -7,6 +7,7 @@ arXiv 1805.09767; Douillard et al., arXiv 2311.08105.
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -138,6 +139,8 @@ class LocalSteps(Whole):
         """Let all ranks go on from one state: also the moments of their optimizers become means. All ranks
         must call this.
         """
+        if len(self._rounds) > 1:
+            gc.collect()  # what is garbage must be so on all ranks
         stepped = [o for o, held in self._rounds.items() if held.steps]
         entries = [entry for optimizer in self._rounds for entry in optimizer.state.values()]
         self._end(stepped, [value for entry in entries for value in entry.values() if _is_mean(value)])

@@ -1,5 +1,6 @@
 """What ranks under horovodrun or mpirun do: `jobs.py NAME FOLDER`. Rank zero writes FOLDER/NAME.json."""
 
+import gc
 import json
 import sys
 import traceback
@@ -117,6 +118,20 @@ def equal(folder):
 
 def fp16(folder):
     fabric = launched(compression="fp16")
+    model, optimizer = ready(fabric)
+    train(fabric, model, optimizer, 5)
+    return furthest(model, plain(5))
+
+
+def collected(folder):
+    """Optimizers that are garbage, and collected on rank one only."""
+    fabric = launched()
+    for _ in range(2):
+        model, optimizer = ready(fabric)
+        train(fabric, model, optimizer, 1)
+        del model, optimizer
+    if fabric.global_rank:
+        gc.collect()
     model, optimizer = ready(fabric)
     train(fabric, model, optimizer, 5)
     return furthest(model, plain(5))

@@ -57,6 +57,10 @@ def test_gradients_in_half_precision(tmp_path):
     assert 0 < job("fp16", tmp_path) < 1e-2
 
 
+def test_garbage_that_one_rank_collects_first_is_no_hang(tmp_path):
+    assert job("collected", tmp_path) < 1e-5
+
+
 def test_mixed_precision(tmp_path):
     assert 0 < job("mixed", tmp_path) < 5e-2
 
