@@ -31,6 +31,6 @@ WRAPPER
     settings=(HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1)
     if [ $mpi = 1 ]; then settings+=(HOROVOD_WITH_MPI=1); else settings+=(HOROVOD_WITHOUT_MPI=1); fi
     env "${settings[@]}" CXX="$venv/bin/cxx20" MAKEFLAGS=-j2 \
-        "$python" -m pip -q --disable-pip-version-check wheel --no-build-isolation --no-deps -w "$wheels/$kind" horovod==0.28.1
+        "$python" -m pip -q --disable-pip-version-check --no-cache-dir wheel --no-build-isolation --no-deps -w "$wheels/$kind" horovod==0.28.1
 fi
 pip install --no-deps "$wheels/$kind"/horovod-*.whl
