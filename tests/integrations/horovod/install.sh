@@ -8,7 +8,8 @@ wheels="$(dirname "$venv")/wheels"
 pip() { "$python" -m pip -q --disable-pip-version-check --no-input "$@"; }
 pip install numpy psutil cloudpickle pyyaml packaging cffi wheel "setuptools<81"
 mpi=0
-if command -v mpirun >/dev/null && command -v mpicxx >/dev/null; then mpi=1; fi
+# mpicxx is there without the headers, too.
+if command -v mpirun >/dev/null && echo '#include <mpi.h>' | mpicxx -E -x c++ - >/dev/null 2>&1; then mpi=1; fi
 kind="$("$python" -c 'import sys, torch; print(f"{sys.version_info[0]}{sys.version_info[1]}-{torch.__version__}")')-mpi$mpi"
 if ! ls "$wheels/$kind"/horovod-*.whl >/dev/null 2>&1; then
     command -v cmake >/dev/null || pip install cmake
