@@ -2,7 +2,8 @@
 
 A layout says how a model sits on ranks, and what follows for backward, accumulation, clipping, normalising
 and steps. Where an engine does these itself (as DeepSpeed does), its layout hands each over. Here all
-gradients of a model are one flat tensor, and `.grad` is always None:
+gradients of a model are one flat tensor, and `.grad` is always None. A toy: it takes no closures, and no
+loss scaling:
 
     python examples/custom_engine.py --devices 2
     python examples/custom_engine.py --devices 1        # the same loss

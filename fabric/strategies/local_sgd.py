@@ -32,9 +32,13 @@ class LocalSGDStrategy(ParallelStrategy):
     Other numbers than those of `DDPStrategy`, unless `sync_every=1`, the step is linear in the gradients
     (SGD) and nothing is clipped: `1 / sync_every` of the messages, for more steps.
 
-    `fabric.save` and `fabric.whole` end the round early, and average the moments of the optimizers, too: all
-    ranks have one state then, a checkpoint is that of any other strategy, and a run that was resumed goes on
-    as the one that was not. Call `fabric.strategy.end_round()` before an evaluation that is to see one model.
+    `fabric.save` and `fabric.whole` end the round early, and average the moments of the optimizers, too: a
+    checkpoint has one state. Call `fabric.strategy.end_round()` before an evaluation that is to see one model.
+
+    Known to be wrong, without an error: where ranks use parameters in another order, or some of them not at
+    all (experts), moments of different parameters are averaged; steps of the optimizer that was given to
+    `setup`, in place of what it gave back, are never averaged; under LBFGS, and under "16-mixed" where ranks
+    skip other steps, a resumed run goes on otherwise than the saved one.
 
     Args:
         sync_every: Steps of a round, 1 or more.
