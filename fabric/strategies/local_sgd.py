@@ -33,7 +33,7 @@ class LocalSGDStrategy(ParallelStrategy):
     (SGD) and nothing is clipped: `1 / sync_every` of the messages, for more steps.
 
     `fabric.save` and `fabric.whole` end the round early, and average the moments of the optimizers, too: a
-    checkpoint has one state. Call `fabric.strategy.end_round()` before an evaluation that is to see one model.
+    checkpoint has one state. Call `fabric.strategy.end_round()` before an evaluation that sees one model.
 
     Known to be wrong, without an error: where ranks use parameters in another order, or some of them not at
     all (experts), moments of different parameters are averaged; steps of the optimizer that was given to
