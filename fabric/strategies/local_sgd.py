@@ -32,13 +32,10 @@ class LocalSGDStrategy(ParallelStrategy):
     Other numbers than those of `DDPStrategy`, unless `sync_every=1`, the step is linear in the gradients
     (SGD) and nothing is clipped: `1 / sync_every` of the messages, for more steps.
 
-    `fabric.save` and `fabric.whole` end the round early, and average the moments of the optimizers, too: a
-    checkpoint has one state. Call `fabric.strategy.end_round()` before an evaluation that sees one model.
-
-    Known to be wrong, without an error: where ranks use parameters in another order, or some of them not at
-    all (experts), moments of different parameters are averaged; steps of the optimizer that was given to
-    `setup`, in place of what it gave back, are never averaged; under LBFGS, and under "16-mixed" where ranks
-    skip other steps, a resumed run goes on otherwise than the saved one.
+    `fabric.save` and `fabric.whole` end the round early, also for the states of the optimizers: moments
+    become the means of the ranks that have them, all else (numbers of steps, the history of LBFGS) is the
+    first rank's that has it. So a checkpoint has one state. Call `fabric.strategy.end_round()` before an
+    evaluation that sees one model.
 
     Args:
         sync_every: Steps of a round, 1 or more.
@@ -91,9 +88,8 @@ class LocalSGDStrategy(ParallelStrategy):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step the optimizer. At the end of a round all ranks must do so."""
-        result = super().optimizer_step(optimizer, **kwargs)
-        self.layout.stepped(optimizer)
-        return result
+        with self.layout.step(optimizer):
+            return super().optimizer_step(optimizer, **kwargs)
 
     def end_round(self) -> None:
         """Let all ranks go on from one state, now. All ranks must call this."""

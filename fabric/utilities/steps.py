@@ -35,7 +35,7 @@ def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
 
 
 class OnlySetUp:
-    """Refuses steps of optimizers that hold parameters of set-up modules and were not set up themselves."""
+    """Refuses steps of optimizers that hold parameters of set-up modules but those that setup gave back."""
 
     def __init__(self) -> None:
         self.modules: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
@@ -53,7 +53,7 @@ class OnlySetUp:
         held = {p for group in optimizer.param_groups for p in group["params"]}
         if any([not held.isdisjoint(module.parameters()) for module in self.modules]):
             raise UsageError(
-                f"{type(optimizer).__name__}.step() came from an optimizer that was not set up: it knows of "
-                "no other rank. Write model, optimizer = fabric.setup(model, optimizer), or optimizer = "
-                "fabric.setup_optimizers(optimizer)."
+                f"{type(optimizer).__name__}.step() came from an optimizer that setup did not give back: it "
+                "knows of no other rank. Write model, optimizer = fabric.setup(model, optimizer), or "
+                "optimizer = fabric.setup_optimizers(optimizer)."
             )

@@ -336,8 +336,9 @@ def test_an_optimizer_that_was_not_set_up_is_refused(ranks):
     for error in ranks.run_expecting_errors(not_set_up, world_size=WORLD):
         assert isinstance(error, UsageError)
         assert str(error) == (
-            "SGD.step() came from an optimizer that was not set up: it knows of no other rank. Write model, "
-            "optimizer = fabric.setup(model, optimizer), or optimizer = fabric.setup_optimizers(optimizer)."
+            "SGD.step() came from an optimizer that setup did not give back: it knows of no other rank. "
+            "Write model, optimizer = fabric.setup(model, optimizer), or optimizer = "
+            "fabric.setup_optimizers(optimizer)."
         )
 
 

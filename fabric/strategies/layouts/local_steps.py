@@ -8,20 +8,24 @@ arXiv 1805.09767; Douillard et al., arXiv 2311.08105.
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.core.traits import Traits
+from fabric.core.tree import map_tree
+from fabric.plugins.collectives.objects import gather_objects
 from fabric.plugins.collectives.reduce import reduce_tree
+from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.steps import OnlySetUp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
     from torch.nn import Module
@@ -31,6 +35,22 @@ if TYPE_CHECKING:
 
 _OUTER = "outer"
 """In the state of a parameter: what the outer optimizer knows of it."""
+
+
+class _Mean(NamedTuple):
+    """A tensor of which all ranks get the mean."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _told(value: Any) -> Any:
+    several = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
+    return _Mean(tuple(value.shape), value.dtype) if several else value
+
+
+def _is_moving(entry: dict[str, Any]) -> bool:
+    return any([isinstance(v, torch.Tensor) and v.dim() > 0 and bool(v.any()) for v in entry.values()])
 
 
 class Round:
@@ -43,7 +63,7 @@ class Round:
 
     def __init__(self, optimizer: Optimizer, outer: Callable[[list[Tensor]], Optimizer] | None) -> None:
         self.steps = 0
-        self._groups = optimizer.param_groups
+        self._groups, self._state = optimizer.param_groups, optimizer.state
         self.alike: list[Tensor] = []
         self.outer: Optimizer | None = None
         if outer is not None:
@@ -60,6 +80,27 @@ class Round:
     def parameters(self) -> list[Tensor]:
         """All that the optimizer has now."""
         return [p for group in self._groups for p in group["params"]]
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Of each parameter: what the optimizer knows of it, a `_Mean` for what is averaged."""
+        known = [self._state.get(p, {}) for p in self.parameters]
+        return [{key: _told(value) for key, value in e.items()} for e in known]
+
+    def take(self, ranks: list[list[dict[str, Any]]]) -> list[tuple[Tensor, float]]:
+        """Take in the entries of all ranks: what is averaged stands in all then, zeros where it was missing;
+        all else is the first rank's that has it. Gives what is averaged, and the part of ranks that had it.
+        """
+        averaged = []
+        for parameter, entries in zip(self.parameters, zip(*ranks, strict=True), strict=True):
+            for key, value in {key: v for entry in reversed(entries) for key, v in entry.items()}.items():
+                own = self._state[parameter]
+                if not isinstance(value, _Mean):
+                    own[key] = value
+                    continue
+                if key not in own:
+                    own[key] = torch.zeros(value.shape, dtype=value.dtype, device=parameter.device)
+                averaged.append((own[key], sum([key in entry for entry in entries]) / len(ranks)))
+        return averaged
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -112,7 +153,6 @@ class LocalSteps(Whole):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, whose first round begins."""
-        self._steps.optimizers[optimizer] = None
         self._rounds[optimizer] = Round(optimizer, self.outer_optimizer)
         return optimizer
 
@@ -128,22 +168,38 @@ class LocalSteps(Whole):
                 "Give the optimizer all its parameters before, frozen ones, too."
             )
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        """Count a step; the last one of a round ends it, which all ranks must do."""
+    @contextmanager
+    def step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Context of one step, outside of which the optimizer takes none. The last one of a round ends it,
+        which all ranks must do.
+        """
+        self._steps.optimizers[optimizer] = None
+        try:
+            yield
+        finally:
+            del self._steps.optimizers[optimizer]
         held = self._rounds[optimizer]
         held.steps += 1
         if held.steps == self.sync_every:
-            self._end([optimizer])
+            self._end([held])
 
     def end_rounds(self) -> None:
-        """Let all ranks go on from one state: also the moments of their optimizers become means. All ranks
-        must call this.
+        """Let all ranks go on from one state, also of their optimizers: moments become the means of the ranks
+        that have them, all else is the first rank's that has it. All ranks must call this.
         """
         if len(self._rounds) > 1:
             gc.collect()  # what is garbage must be so on all ranks
-        stepped = [o for o, held in self._rounds.items() if held.steps]
-        entries = [entry for optimizer in self._rounds for entry in optimizer.state.values()]
-        self._end(stepped, [value for entry in entries for value in entry.values() if _is_mean(value)])
+        rounds = list(self._rounds.values())
+        mine = [(held.steps, held.entries()) for held in rounds]
+        told = [mine] if self.channel is None else gather_objects(mine, self.channel, "end of a round")
+        averaged = []
+        for held, *ranks in zip(rounds, *told, strict=True):
+            held.steps = max([steps for steps, _ in ranks])
+            averaged += held.take([entries for _, entries in ranks])
+        self._end([held for held in rounds if held.steps], [tensor for tensor, _ in averaged])
+        for tensor, part in averaged:
+            if part < 1:
+                tensor /= part
 
     def plain_module(self, module: Module, keep: bool, device: torch.device) -> Module | None:
         """See the base; the round ends. All ranks must call this."""
@@ -158,32 +214,35 @@ class LocalSteps(Whole):
         return told
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer, with what the outer one knows of each parameter in it."""
+        """The state of an optimizer, with what the outer one knows of each parameter in it, but of those that
+        no step has moved: an entry without what the optimizer knows could not be loaded.
+        """
         state = super().optimizer_state(optimizer)
         outer = self._rounds[optimizer].outer
         if outer is None:
             return state
-        known = outer.state_dict()["state"]
-        entries = {n: {**state["state"].get(n, {}), _OUTER: entry} for n, entry in known.items()}
-        return {**state, "state": {**state["state"], **entries}}
+        known, entries = outer.state_dict()["state"], state["state"]
+        moved = [n for n, entry in known.items() if n in entries or _is_moving(entry)]
+        return {**state, "state": {**entries, **{n: {**entries.get(n, {}), _OUTER: known[n]} for n in moved}}}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a state, also one of another strategy; a new round begins."""
-        super().load_optimizer_state(optimizer, state)
-        known = {p: entry.pop(_OUTER) for p, entry in optimizer.state.items() if _OUTER in entry}
-        for parameter in [p for p in known if not optimizer.state[p]]:
-            del optimizer.state[parameter]  # an SGD without momentum has none
+        entries = {n: dict(entry) for n, entry in state["state"].items()}
+        known = {n: entry.pop(_OUTER) for n, entry in entries.items() if _OUTER in entry}
+        entries = {n: entry for n, entry in entries.items() if entry}  # of an SGD without momentum: none
+        super().load_optimizer_state(optimizer, {**state, "state": entries})
         held = self._rounds[optimizer] = Round(optimizer, self.outer_optimizer)
         if held.outer is not None:
-            alike = dict(zip(held.parameters, held.alike, strict=True))
-            held.outer.state.update({alike[p]: entry for p, entry in known.items()})
+            names = [n for group in state["param_groups"] for n in group["params"]]
+            places = {place: known[n] for place, n in enumerate(names) if n in known}
+            groups = held.outer.state_dict()["param_groups"]
+            held.outer.load_state_dict(map_tree(read_stored, {"state": places, "param_groups": groups}))
 
     def teardown(self) -> None:
         """See the base."""
         self._steps.end()
 
-    def _end(self, optimizers: list[Optimizer], moments: Sequence[Tensor] = ()) -> None:
-        rounds = [self._rounds[optimizer] for optimizer in optimizers]
+    def _end(self, rounds: list[Round], moments: Sequence[Tensor] = ()) -> None:
         parameters = dict.fromkeys([p for held in rounds for p in held.parameters])
         shared = [*parameters, *moments]
         for module in self._steps.modules:
@@ -194,7 +253,3 @@ class LocalSteps(Whole):
                 reduce_tree(shared, "mean", self.channel, label="end of a round")
         for held in rounds:
             held.go_on()
-
-
-def _is_mean(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0

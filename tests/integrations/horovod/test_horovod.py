@@ -84,7 +84,9 @@ def test_what_is_refused(tmp_path):
         "UsageError: Two backwards came before one optimizer.step(), and Horovod has sent the gradients of "
         "the first. Let all but the last run under `with fabric.no_backward_sync(model):`."
     )
-    assert told["optimizer"].startswith("UsageError: SGD.step() came from an optimizer that was not set up")
+    assert told["optimizer"].startswith(
+        "UsageError: SGD.step() came from an optimizer that setup did not give back"
+    )
     assert told["lbfgs"].startswith("ConfigurationError: LBFGS computes gradients during its step")
     assert told["bf16"].startswith(
         "ConfigurationError: HorovodStrategy does not run with precision='bf16-true': Horovod does not"
