@@ -282,7 +282,7 @@ def renew_reducer(replica: Any, trained: list[torch.nn.Parameter]) -> None:
 
     Reductions that the old one has begun end later, in memory that nothing reads any more.
     """
-    group, hooks = replica.process_group, replica._comm_hooks
+    group = replica.process_group
     frozen = [p for p in trained if not p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)  # the reducer is to know what it knew at setup
@@ -290,10 +290,16 @@ def renew_reducer(replica: Any, trained: list[torch.nn.Parameter]) -> None:
     replica.__setstate__(replica.__getstate__())
     for parameter in frozen:
         parameter.requires_grad_(False)
-    replica._has_rebuilt_buckets, replica._comm_hooks = False, []
+    replica._has_rebuilt_buckets = False
     if group is not replica.process_group:
         replica.process_group = group
         replica.reducer._update_process_group(group)
+    hook_again(replica)
+
+
+def hook_again(replica: Any) -> None:
+    """Give the communication hook of a replica to its reducer, which is a new one."""
+    hooks, replica._comm_hooks = replica._comm_hooks, []
     for hook, state in hooks:
         replica.register_comm_hook(state, hook)
 

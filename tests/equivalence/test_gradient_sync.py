@@ -229,6 +229,20 @@ def test_accumulation_makes_one_reduction_per_step(ranks):
     assert ranks.run(count_reductions, world_size=2) == [(0, 1), (0, 1)]
 
 
+def reductions_of_a_copy() -> int:
+    fabric = start()
+    model = fabric.setup(Net())
+    model._forward_module.register_comm_hook([], count_and_reduce)
+    other = copy.deepcopy(model)
+    fabric.backward(other(batches(fabric.world_size, 1)[0, fabric.global_rank]).mean())
+    ((_, calls),) = other._forward_module._comm_hooks
+    return len(calls)
+
+
+def test_a_copy_reduces_by_the_hook_of_its_original(ranks):
+    assert ranks.run(reductions_of_a_copy, world_size=2) == [1, 1]
+
+
 # Methods other than forward
 
 

@@ -5,54 +5,39 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.core.registry import did_you_mean
 from fabric.integrations.horovod.environment import HorovodEnvironment
-from fabric.integrations.horovod.layout import Reduced
+from fabric.integrations.horovod.layout import ReducedByHorovod
 from fabric.integrations.horovod.package import load_horovod
-from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.ddp import DDPStrategy
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.strategies.launchers.launcher import Launcher
 
 _COMPRESSIONS = ("none", "fp16")
 
 
-class HorovodStrategy(ParallelStrategy):
-    """Data parallel training by Horovod: `horovodrun -np 2 python train.py`, or `mpirun`.
+class HorovodStrategy(DDPStrategy):
+    """As `DDPStrategy`, but gradients travel by Horovod: `horovodrun -np 2 python train.py`, or `mpirun`.
 
-    Gradients are averaged by its `DistributedOptimizer`, during the backward; parameters, buffers and the
-    states of optimizers are rank zero's at setup. The verbs of data (`all_reduce`, `save`, ...) go over a
-    process group of torch beside it, so that they are checked as under all strategies.
+    torch's DDP puts gradients in buckets, and Horovod averages these during the backward. Parameters, buffers
+    and the states of optimizers are rank zero's at setup. The verbs of data (`all_reduce`, `save`, ...) go
+    over a process group of torch beside it, so that they are checked as under all strategies.
 
     Args:
         compression: "none", or "fp16": gradients travel in half precision.
-        process_group_backend: As in `DDPStrategy`, for the group beside.
-        timeout: As in `DDPStrategy`.
-        startup_timeout: As in `DDPStrategy`.
-        kwargs: As in `ParallelStrategy`.
+        kwargs: As in `DDPStrategy`.
 
     Raises:
         ConfigurationError: Unknown `compression`.
         MissingExtraError: Horovod is not installed.
     """
 
-    layout: Reduced
+    layout: ReducedByHorovod
 
-    def __init__(
-        self,
-        compression: str = "none",
-        *,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-        startup_timeout: timedelta = ParallelStrategy.startup_timeout,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, compression: str = "none", **kwargs: Any) -> None:
         if compression not in _COMPRESSIONS:
             raise ConfigurationError(
                 f"HorovodStrategy(compression={compression!r}): write 'none' or 'fp16'."
@@ -62,8 +47,7 @@ class HorovodStrategy(ParallelStrategy):
         super().__init__(**kwargs)
         if self.cluster_environment is None and "HOROVOD_RANK" in os.environ:
             self.cluster_environment = HorovodEnvironment()
-        self._set_processes(process_group_backend, timeout, startup_timeout, "popen")
-        self.layout = Reduced(compression)
+        self.layout = ReducedByHorovod(self.layout.settings, compression)
 
     def _make_launcher(self, environment: ClusterEnvironment) -> Launcher | None:
         count = self.num_processes * self.num_nodes
@@ -90,25 +74,14 @@ class HorovodStrategy(ParallelStrategy):
                 f"{here.world_size} python train.py`, or with mpirun where Horovod was built with MPI."
             )
 
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step the optimizer, with gradients that have arrived. All ranks must call this.
-
-        A closure runs before the step, whose gradients those are then.
-        """
-        closure = kwargs.pop("closure", None)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.layout.synchronize([p for group in optimizer.param_groups for p in group["params"]])
-        with optimizer.skip_synchronize():
-            result = super().optimizer_step(optimizer, **kwargs)
-        return result if closure is None else loss
-
     def join(self) -> int:
         """After the last batch of this rank: take part, with zeros, in the steps of those that have more.
 
         All ranks must call this; it gives the last rank that did. Until then no rank may call another verb.
+
+        Raises:
+            UsageError: The model has buffers that are kept alike, or this rank had no batch.
         """
+        self.layout.check_join()
         last: int = load_horovod().join()
         return last

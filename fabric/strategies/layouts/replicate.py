@@ -25,6 +25,7 @@ from fabric.core.torch_internals import (
     check_reduced,
     disarm,
     has_built_buckets,
+    hook_again,
     renew_reducer,
 )
 from fabric.core.traits import Traits
@@ -179,6 +180,7 @@ class Replicate(Whole):
             for parameter in known.trained[-1:]:  # which passes begin with
                 parameter.register_post_accumulate_grad_hook(partial(self._came, weakref.ref(replica)))
             self._local.begin(replica, new=True)
+            hook_again(replica)  # a copy has another reducer
         return replica
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
 """What ranks under horovodrun or mpirun do: `jobs.py NAME FOLDER`. Rank zero writes FOLDER/NAME.json."""
 
+import copy
 import gc
 import json
 import sys
@@ -12,6 +13,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.integrations.horovod import HorovodStrategy, scale_learning_rate
+from fabric.strategies import DDPStrategy
 from fabric.testing import contract
 from fabric.testing.promises import PROMISES
 from fabric.wrappers import unwrap
@@ -188,20 +190,138 @@ def refused(folder):
         except Exception as error:
             told[name] = f"{type(error).__name__}: {error}"
 
-    model, optimizer = ready(fabric)
-    error("plain backward", lambda: loss_of(model, batch(0, 0)).backward())
-    optimizer.zero_grad()
-    fabric.backward(loss_of(model, batch(0, 0)))
-    error("two backwards", lambda: fabric.backward(loss_of(model, batch(1, 0))))
-    optimizer.zero_grad()
-    module = net()
-    other = fabric.setup_module(module)
-    fabric.backward(loss_of(other, batch(0, 0)))
-    error("optimizer", torch.optim.SGD(module.parameters(), lr=0.1).step)
-    error("lbfgs", lambda: fabric.setup_optimizers(torch.optim.LBFGS(module.parameters())))
     error("bf16", lambda: Fabric(accelerator="cpu", devices=2, strategy="horovod", precision="bf16-true"))
     error("devices", lambda: Fabric(accelerator="cpu", devices=3, strategy="horovod"))
+    model = fabric.setup_module(nn.BatchNorm1d(2))
+    error("buffers", fabric.strategy.join)
+    del model
+    model, optimizer = ready(fabric)
+    error("no batch", fabric.strategy.join)
+    model.module[0].weight.requires_grad_(False)
+    error("frozen", lambda: fabric.backward(loss_of(model, batch(0, 0))))
+    model, optimizer = ready(fabric)
+    new = [nn.Parameter(torch.ones(2))]
+    error("added", lambda: optimizer.add_param_group({"params": new}))
+    module = net()
+    module[0].requires_grad_(False)
+    model = fabric.setup_module(module)
+    module[0].requires_grad_(True)
+    error("thawed", lambda: fabric.backward(loss_of(model, batch(0, 0))))
+    sparse = fabric.setup_module(nn.Embedding(4, 2, sparse=True))
+    error("sparse", lambda: fabric.backward(sparse(torch.ones(1, dtype=torch.long)).sum()))
     return told
+
+
+class Experts(nn.Module):
+    """Of two layers of one shape a forward uses one, and normalises."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.one, self.two, self.norm = nn.Linear(6, 2), nn.Linear(6, 2), nn.BatchNorm1d(2)
+
+    def forward(self, x, second):
+        return self.norm(self.two(x) if second else self.one(x))
+
+
+def by_closure(fabric):
+    model, optimizer = ready(fabric, torch.optim.LBFGS)
+    for step in range(2):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(step, fabric.global_rank))
+            fabric.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+    return model
+
+
+def by_hand(fabric):
+    """torch's own clipping, the user's own optimizer, a plain backward, two of them for one step."""
+    module = net()
+    mine = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    model = fabric.setup_module(module)
+    for step in range(4):
+        loss_of(model, batch(step, fabric.global_rank)).backward()
+        fabric.backward(loss_of(model, batch(step + 9, fabric.global_rank)))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        mine.step()
+        model.zero_grad()
+    return model
+
+
+def copied(fabric):
+    """A model that is averaged goes on as a copy, a group is added, and both take part in one backward."""
+    module = net()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module[0].parameters(), lr=0.1))
+    train(fabric, model, optimizer, 1)
+    other = copy.deepcopy(model)
+    optimizer.add_param_group({"params": list(module[2].parameters())})
+    another = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.5)
+    for step in range(3):
+        x = batch(step, fabric.global_rank)
+        fabric.backward(loss_of(model, x) + loss_of(other, x))
+        optimizer.step()
+        another.step()
+        optimizer.zero_grad()
+        another.zero_grad()
+    return nn.ModuleList([unwrap(model), unwrap(other)])
+
+
+def experts(fabric):
+    """Each rank uses another expert, a third is frozen, and buffers are rank zero's."""
+    model = Experts()
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    for step in range(4):
+        optimizer.zero_grad()
+        fabric.backward(model(batch(step, fabric.global_rank), (step + fabric.global_rank) % 2).pow(3).mean())
+        optimizer.step()
+    return model
+
+
+def state_of_rank_zero(fabric):
+    """Rank zero's optimizer has a history."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if fabric.global_rank == 0:
+        loss_of(model, batch(7, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model, optimizer = fabric.setup(model, optimizer)
+    train(fabric, model, optimizer, 2)
+    return model
+
+
+def loops(folder):
+    """Each on Horovod and on ddp, which are one: the furthest apart on any rank, and the ranks."""
+    from horovod.torch import allgather_object
+
+    told = {}
+    for loop in (by_closure, by_hand, copied, experts, state_of_rank_zero):
+        find = {"find_unused_parameters": loop is experts}
+        models = []
+        for strategy in (HorovodStrategy(**find), DDPStrategy(**find)):
+            fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+            fabric.launch()
+            models.append({name: v.clone() for name, v in loop(fabric).state_dict().items()})
+        apart = [(models[0][name].float() - v).abs().max().item() for name, v in models[1].items()]
+        mine = [v.double().sum().item() for v in models[0].values()]
+        ranks = allgather_object((apart, mine))
+        ddp_apart = loop is state_of_rank_zero  # whose ranks keep their own states
+        told[loop.__name__] = 0.0 if ddp_apart else max(max(apart) for apart, _ in ranks)
+        told[f"ranks of {loop.__name__}"] = max(
+            abs(a - b) for a, b in zip(ranks[0][1], ranks[1][1], strict=True)
+        )
+    return told
+
+
+def uneven(folder):
+    """Rank one has fewer batches, and says nothing of it."""
+    fabric = launched()
+    model, optimizer = ready(fabric)
+    train(fabric, model, optimizer, 2 if fabric.global_rank else 4)
 
 
 def ddp(folder):

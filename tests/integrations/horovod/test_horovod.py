@@ -77,21 +77,35 @@ def test_ddp_under_horovodrun(tmp_path):
     assert error < 1e-5
 
 
+def test_loops_are_those_of_ddp(tmp_path):
+    for name, apart in job("loops", tmp_path).items():
+        assert apart < 1e-6, name
+
+
 def test_what_is_refused(tmp_path):
     told = job("refused", tmp_path)
-    assert told["plain backward"].startswith("UsageError: loss.backward() was called where it gives wrong")
-    assert told["two backwards"] == (
-        "UsageError: Two backwards came before one optimizer.step(), and Horovod has sent the gradients of "
-        "the first. Let all but the last run under `with fabric.no_backward_sync(model):`."
-    )
-    assert told["optimizer"].startswith(
-        "UsageError: SGD.step() came from an optimizer that setup did not give back"
-    )
-    assert told["lbfgs"].startswith("ConfigurationError: LBFGS computes gradients during its step")
     assert told["bf16"].startswith(
         "ConfigurationError: HorovodStrategy does not run with precision='bf16-true': Horovod does not"
     )
     assert "start it with `horovodrun -np 3 python train.py`" in told["devices"]
+    assert told["buffers"] == (
+        "UsageError: join() cannot keep the buffers of a model alike (batch norm), which ranks send after "
+        "each backward. Write HorovodStrategy(broadcast_buffers=False)."
+    )
+    assert told["no batch"] == (
+        "UsageError: join() came before the first backward of this rank, in which ranks agree on the order "
+        "of gradients. Give each rank one batch or more."
+    )
+    assert "these parameters of Sequential got no gradient in this backward" in told["frozen"]
+    assert "1 parameters (shapes (2,)) were in no model when it was set up" in told["added"]
+    assert told["thawed"].startswith("UsageError: Parameter 0.weight was frozen at fabric.setup and requires")
+    assert "A gradient is sparse (nn.Embedding(sparse=True)), which Horovod cannot average" in told["sparse"]
+
+
+def test_fewer_batches_on_a_rank_are_an_error_that_names_join(tmp_path):
+    told = job("uneven", tmp_path, code=1)
+    assert "RankError: Horovod stopped while this rank averaged gradients" in told
+    assert "let each rank call fabric.strategy.join() after its last one" in " ".join(told.split())
 
 
 def test_a_rank_that_dies_ends_the_job(tmp_path):
