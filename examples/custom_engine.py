@@ -2,8 +2,7 @@
 
 A layout says how a model sits on ranks, and what follows for backward, accumulation, clipping, normalising
 and steps. Where an engine does these itself (as DeepSpeed does), its layout hands each over. Here all
-gradients of a model are one flat tensor, and `.grad` is always None. A toy: it takes no closures, and no
-loss scaling:
+gradients of a model are one flat tensor, and `.grad` is always None, but in a step:
 
     python examples/custom_engine.py --devices 2
     python examples/custom_engine.py --devices 1        # the same loss
@@ -51,7 +50,13 @@ class Engine:
 class FlatGradients(Whole):
     """The layout: models with an engine each."""
 
-    traits = Traits(needs_launch=True, owns_backward=True, data_parallel=True)
+    traits = Traits(
+        needs_launch=True,
+        owns_backward=True,
+        data_parallel=True,
+        precisions=("64-true", "32-true", "bf16-mixed"),
+        precisions_why="a loss scaler looks for gradients in .grad",
+    )
 
     def __init__(self):
         self.engines, self.send = [], True
@@ -62,9 +67,8 @@ class FlatGradients(Whole):
         return module
 
     def setup_optimizer(self, optimizer):
-        optimizer.zero_grad = partial(
-            self.drop, self.of([p for g in optimizer.param_groups for p in g["params"]])
-        )
+        engines = self.of([p for group in optimizer.param_groups for p in group["params"]])
+        optimizer.zero_grad = partial(self.drop, engines)
         return optimizer
 
     def of(self, parameters):
@@ -108,17 +112,17 @@ class FlatGradientsStrategy(ParallelStrategy):
         super().__init__(**kwargs)
         self.layout = FlatGradients()
 
-    def optimizer_step(self, optimizer, **kwargs):
-        """A step with the engine's gradients."""
+    def optimizer_step(self, optimizer, closure=None, **kwargs):
+        """A step with the engine's gradients; a closure makes them first, once."""
+        loss = None if closure is None else closure()
         engines = self.layout.of([p for group in optimizer.param_groups for p in group["params"]])
         for engine in engines:
             for parameter, part in zip(engine.parameters, engine.parts, strict=True):
                 parameter.grad = part.view_as(parameter)
         result = super().optimizer_step(optimizer, **kwargs)
-        for engine in engines:
-            for parameter in engine.parameters:
-                parameter.grad = None
-        return result
+        for parameter in (p for engine in engines for p in engine.parameters):
+            parameter.grad = None
+        return result if closure is None else loss
 
 
 STRATEGY_REGISTRY.register("flat_gradients", FlatGradientsStrategy, "gradients of an engine of its own")

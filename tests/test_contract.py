@@ -200,6 +200,7 @@ def test_a_strategy_without_gradient_sync_is_found_out(ranks):
         "training_equals_plain_torch",
         "models_are_independent",
         "accumulation_equals_the_big_batch",
+        "closures_equal_plain_torch",
         "normalizing_equals_the_joined_batch",
         "clipping_sees_the_whole_gradient",
         "state_keys_are_the_users",
@@ -207,7 +208,7 @@ def test_a_strategy_without_gradient_sync_is_found_out(ranks):
         "sharded_checkpoints_round_trip",
         "overrides_take_effect",
     }
-    assert f"strategy 'NoGradientSync' on 2 x cpu breaks 9 of {len(PROMISES)} promises" in message
+    assert f"strategy 'NoGradientSync' on 2 x cpu breaks 10 of {len(PROMISES)} promises" in message
     training = found["training_equals_plain_torch"]
     assert "the model after three steps['body.0.weight'] differs from plain torch" in training
     assert "['state']" in found["state_keys_are_the_users"]

@@ -164,6 +164,21 @@ def accumulation_equals_the_big_batch(fabric: Fabric, folder: Path) -> None:
     _equal(_weights(fabric, model), dict(net.state_dict()), "the model after three micro-batches")
 
 
+def closures_equal_plain_torch(fabric: Fabric, folder: Path) -> None:
+    """Steps whose closure makes the gradients lead to the same weights, and give the closure's loss."""
+    model, optimizer = _ready(fabric, subject()[0])
+    for _, share in _batches(fabric, 2):
+
+        def closure(share: torch.Tensor = share) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = _loss(model, share)
+            fabric.backward(loss)
+            return loss
+
+        _must(torch.is_tensor(optimizer.step(closure)), "step(closure) does not give a loss")
+    _equal(_weights(fabric, model), _train_plain(fabric, 2), "the model after two steps by closure")
+
+
 def normalizing_equals_the_joined_batch(fabric: Fabric, folder: Path) -> None:
     """Sums of losses over items, of which each rank has another number, divided by all items."""
     model, optimizer = _ready(fabric, subject()[0])
@@ -333,6 +348,7 @@ PROMISES: tuple[Callable[[Fabric, Path], None], ...] = (
     training_equals_plain_torch,
     models_are_independent,
     accumulation_equals_the_big_batch,
+    closures_equal_plain_torch,
     normalizing_equals_the_joined_batch,
     clipping_sees_the_whole_gradient,
     state_keys_are_the_users,
