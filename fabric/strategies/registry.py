@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fabric.core.registry import Registry
 
 STRATEGY_REGISTRY = Registry("strategy", "fabric.strategies")
@@ -61,6 +63,22 @@ STRATEGY_REGISTRY.register(
 STRATEGY_REGISTRY.register(
     "horovod", "fabric.integrations.horovod.strategy:HorovodStrategy", "Horovod's DistributedOptimizer"
 )
+_DEEPSPEED = "fabric.integrations.deepspeed.strategy:DeepSpeedStrategy"
+_STATES: dict[str, Any] = {"offload_optimizer": True}
+_ALL = {**_STATES, "offload_parameters": True}
+_NVME = {**_ALL, "offload_optimizer_device": "nvme", "offload_params_device": "nvme", "remote_device": "nvme"}
+for _suffix, _settings in {
+    "": {},
+    "_stage_1": {"stage": 1},
+    "_stage_1_offload": {"stage": 1, **_STATES},
+    "_stage_2": {"stage": 2},
+    "_stage_2_offload": {"stage": 2, **_STATES},
+    "_stage_3": {"stage": 3},
+    "_stage_3_offload": {"stage": 3, **_ALL},
+    "_stage_3_offload_nvme": {"stage": 3, **_NVME},
+}.items():
+    STRATEGY_REGISTRY.register(f"deepspeed{_suffix}", _DEEPSPEED, "ZeRO by DeepSpeed's engine", **_settings)
+
 for _name, _instead in {"xla": "ddp", "xla_fsdp": "fsdp", "single_xla": "single_device"}.items():
     STRATEGY_REGISTRY.register(
         _name,

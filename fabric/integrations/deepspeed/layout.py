@@ -1,0 +1,331 @@
+"""`Engines`: models of which each is an engine of DeepSpeed's, with its optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.traits import Traits
+from fabric.core.tree import map_tree
+from fabric.integrations.deepspeed import gradients, states
+from fabric.integrations.deepspeed.precision import PRECISIONS, WHY
+from fabric.plugins.collectives.frames import call_of
+from fabric.plugins.io.portable import read_stored
+from fabric.strategies.layouts.hooked import HookedCall
+from fabric.strategies.layouts.layout import Whole
+from fabric.strategies.layouts.norms import norm_over_ranks
+from fabric.strategies.layouts.shares import stand_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+
+class Engines(Whole):
+    """The user's optimizer keeps the model's parameters and their settings; the engine steps a twin of it,
+    whose parameters are DeepSpeed's.
+
+    Gradients are added up by the engine, whatever backwards they come from, until a step or `zero_grad`;
+    `.grad` is None. They are means over ranks when somebody asks: to clip, to divide, to step.
+
+    Args:
+        stage: 1, 2 or 3.
+    """
+
+    traits = Traits(
+        needs_launch=True,
+        data_parallel=True,
+        owns_backward=True,
+        precisions=PRECISIONS,
+        precisions_why=WHY,
+    )
+    splits_optimizers = True
+    moves = True
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.splits = stage == 3
+        self.config: dict[str, Any] = {}
+        """Of an engine, complete; the strategy sets it."""
+        self.engines: dict[Any, Any] = {}
+        """By the user's module."""
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+        self._has: set[Any] = set()
+        self._finished: set[Any] = set()
+        self._reached: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"stage": self.stage}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def make(self, module: Module, optimizer: Optimizer | None) -> Any:
+        """The engine of a model and its optimizer. All ranks must call this."""
+        import deepspeed
+
+        twin = None
+        if optimizer is not None:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ConfigurationError(
+                    "LBFGS goes by a closure, which DeepSpeed's step has none of. Take another optimizer, or "
+                    'write strategy="ddp".'
+                )
+            groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+            twin = stand_in(optimizer, param_groups=groups, state=defaultdict(dict))
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=twin, config=self.config, dist_init_required=False
+        )
+        self.engines[module] = engine
+        if engine.optimizer is not None and hasattr(engine.optimizer, "optimizer"):
+            self._attend(engine, optimizer if optimizer is not None else _made_by(engine))
+        return engine
+
+    def optimizer_of(self, module: Module) -> Optimizer:
+        """The optimizer that the configuration has made for a model.
+
+        Raises:
+            ConfigurationError: It has made none.
+        """
+        for optimizer, engine in self._stepped.items():
+            if engine.module is module:
+                return optimizer
+        raise ConfigurationError(
+            'DeepSpeed\'s config has no "optimizer". Write one there, or model, optimizer = '
+            "fabric.setup(model, optimizer)."
+        )
+
+    def stepped_engines(self) -> list[Any]:
+        """Those that have an optimizer."""
+        return [engine for engine in self.engines.values() if engine in self._stepped.values()]
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """One that an engine has already.
+
+        Raises:
+            ConfigurationError: It has none.
+        """
+        if optimizer not in self._stepped:
+            raise ConfigurationError(
+                "DeepSpeed makes its engine of a model and its optimizer together. Write model, optimizer = "
+                "fabric.setup(model, optimizer)."
+            )
+        return optimizer
+
+    def check_added(self, parameters: list[Tensor]) -> None:
+        """Raise: an engine takes in no more."""
+        raise UsageError(
+            "add_param_group() came after setup, and a DeepSpeed engine has the parameters of setup. Give "
+            "the optimizer all its parameters before."
+        )
+
+    def unwrap(self, wrapped: Module) -> Module:
+        """The user's module inside an engine."""
+        return wrapped.module if wrapped in self.engines.values() else wrapped  # type: ignore[return-value]
+
+    def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
+        """The engine's call, whose outputs tell of a backward."""
+        call: Callable[..., Any] = wrapped.__call__
+        return HookedCall(call, self, wrapped) if wrapped in self.engines.values() else call
+
+    def method_plan(
+        self, wrapped: Module, method: Callable[..., Any], marked: bool = False
+    ) -> Callable[..., Any]:
+        """The method, whose outputs tell of a backward as those of a forward do."""
+        if wrapped not in self.engines.values():
+            return method
+        return HookedCall(_Attached(wrapped, method), self, wrapped)
+
+    def on_reached(self, engine: Any) -> None:
+        """A backward has reached an output of the engine.
+
+        Raises:
+            UsageError: Its gradients are means already, and no step has taken them.
+        """
+        if engine in self._finished:
+            raise UsageError(
+                "This backward came after gradients were clipped or divided, and before the step that takes "
+                "them. Clip after the last backward of a step, or call optimizer.zero_grad()."
+            )
+        self._reached.append(engine)
+
+    def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run a backward pass, which adds to the gradients of the engines that it reaches.
+
+        Raises:
+            UsageError: It reaches none.
+        """
+        for engine in self.stepped_engines():
+            gradients.begin(engine)
+        self._reached = []
+        run(tensor, *args, **kwargs)
+        if not self._reached:
+            raise UsageError(
+                "This loss comes from no model that was set up with an optimizer, or from its .module: "
+                "DeepSpeed sends nothing of it. Write model, optimizer = fabric.setup(model, optimizer), and "
+                "call what it gave back."
+            )
+        self._has.update(self._reached)
+
+    def engine_of(self, parameters: Iterable[Tensor]) -> Any:
+        """The engine that has these parameters; None: no one has."""
+        held = {id(p) for p in parameters}
+        return next((e for m, e in self.engines.items() if held & {id(p) for p in m.parameters()}), None)
+
+    def finish(self, engine: Any) -> None:
+        """Make the gradients of an engine means. All ranks must call this."""
+        if engine not in self._finished and engine in self._has:
+            gradients.finish(engine)
+            self._finished.add(engine)
+
+    def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
+        """Before gradients are clipped or divided: they are means."""
+        self.finish(self.engine_of(parameters))
+
+    def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
+        """The gradients, and their norm in the whole model. All ranks must call this."""
+        parts, scale = self._parts(parameters)
+        channel: Any = self.channel
+        norm = norm_over_ranks([(parts, [channel.collective.group])], norm_type, channel.wire.via)
+        return parts, (norm / scale).to(torch.float32)
+
+    def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element to [-clip_value, clip_value]."""
+        parts, scale = self._parts(parameters)
+        for part in parts:
+            part.clamp_(-clip_value * scale, clip_value * scale)
+
+    def divide_gradients(self, parameters: Iterable[Tensor], divisor: float) -> None:
+        """Divide every gradient by `divisor`, in place."""
+        for part in self._parts(parameters)[0]:
+            part.div_(divisor)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Step by the engine; without gradients nothing. All ranks must call this."""
+        engine, channel = self._stepped[optimizer], self.channel
+        if channel is not None and channel.world_size > 1:
+            there = "gradients" if engine in self._has else "no gradients"
+            channel.meet(call_of(f"{type(optimizer).__name__}.step", f"with {there}"))
+        if engine not in self._has:
+            return
+        self._take_edits(engine)
+        self.finish(engine)
+        groups = list(zip(optimizer.param_groups, engine.optimizer.optimizer.param_groups, strict=False))
+        for own, theirs in groups:
+            theirs.update({key: value for key, value in own.items() if key != "params"})
+        engine.step()
+        for own, theirs in groups:  # which a scheduler of DeepSpeed's may have changed
+            own.update({key: value for key, value in theirs.items() if key != "params"})
+        self.drop(engine)
+        self._versions(engine)
+
+    def drop(self, engine: Any, set_to_none: bool = True) -> None:
+        """Forget the gradients of an engine."""
+        self._has.discard(engine)
+        self._finished.discard(engine)
+        gradients.drop(engine)
+
+    def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
+        """Under stage 3, modules are split as they are made."""
+        if self.stage != 3:
+            return super().init_context(empty_init)
+        import deepspeed
+
+        return deepspeed.zero.Init(config_dict_or_path=self.config)  # type: ignore[no-any-return]
+
+    def plain_module(self, module: Module, keep: bool, device: torch.device) -> Module | None:
+        """See the base. All ranks must call this."""
+        if self.stage != 3:
+            return module if keep else None
+        return super().plain_module(module, keep, device)
+
+    def whole_values(self, module: Module) -> dict[str, Tensor]:
+        """The parameters of a split module. All ranks must call this."""
+        return {name: states.full_value(p) for name, p in module.named_parameters(remove_duplicate=False)}
+
+    def module_state(self, module: Module) -> dict[str, Any]:
+        """The full state dict, with the values of the masters. All ranks must call this."""
+        return states.module_state(module, self.keeps_full)
+
+    def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
+        """Load a full state dict, also into the masters. All ranks must call this."""
+        told = states.load_module_state(module, map_tree(read_stored, state), strict)
+        if module in self.engines:
+            self._versions(self.engines[module])
+        return told
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The full state of an optimizer. All ranks must call this."""
+        return states.optimizer_state(optimizer, self._stepped[optimizer], self.keeps_full)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a full state, of any strategy. All ranks must call this."""
+        states.load_optimizer_state(optimizer, self._stepped[optimizer], map_tree(read_stored, state))
+
+    def teardown(self) -> None:
+        """See the base."""
+        for engine in self.engines.values():
+            engine.destroy()
+        self.engines.clear()
+
+    def _attend(self, engine: Any, optimizer: Optimizer) -> None:
+        def zero_grad(set_to_none: bool = True) -> None:
+            self.drop(engine)
+
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        engine.module.zero_grad = zero_grad
+        self._stepped[optimizer] = engine
+        gradients.drop(engine)
+        self._versions(engine)
+
+    def _parts(self, parameters: Iterable[Tensor]) -> tuple[list[Tensor], float]:
+        """This rank's gradients, and by what they are too large."""
+        engine = self.engine_of(parameters)
+        if engine not in self._has:
+            return [], 1.0
+        return gradients.parts(engine), float(engine.optimizer.loss_scale)
+
+    def _versions(self, engine: Any) -> None:
+        engine.fabric_versions = [p._version for p in engine.module.parameters()]
+
+    def _take_edits(self, engine: Any) -> None:
+        """What the user has written into parameters since the last step, in the masters, too."""
+        if self.stage != 3 and engine.fabric_versions != [p._version for p in engine.module.parameters()]:
+            engine.optimizer.refresh_fp32_params()
+
+
+class _Attached:
+    """A method of the user's module, whose outputs begin a backward as those of the engine's forward do."""
+
+    def __init__(self, engine: Any, method: Callable[..., Any]) -> None:
+        self.engine, self.method = engine, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        from deepspeed.runtime.utils import register_output_backward_hooks
+
+        out = self.method(*args, **kwargs)
+        if torch.is_grad_enabled():
+            register_output_backward_hooks(
+                out,
+                preprocess_once_fn=self.engine._backward_prologue,
+                preprocess_per_tensor_fn=self.engine._backward_prologue_per_tensor,
+            )
+        return out
+
+
+def _made_by(engine: Any) -> Optimizer:
+    """The optimizer that DeepSpeed has made of its configuration, with the model's parameters."""
+    own = engine.optimizer.optimizer
+    held = [p for p in engine.module.parameters() if p.requires_grad]
+    settings = {key: value for key, value in own.param_groups[0].items() if key != "params"}
+    made: Optimizer = stand_in(own, param_groups=[{"params": held, **settings}], state=defaultdict(dict))
+    return made

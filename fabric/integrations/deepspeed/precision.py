@@ -1,0 +1,60 @@
+"""`DeepSpeedPrecision`: the engine has dtypes, masters and loss scale; here is what goes in and out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import ConfigurationError
+from fabric.core.precision import POLICIES, parse_precision
+from fabric.plugins.precision.precision import Precision
+from fabric.utilities.dtypes import CastTo
+
+if TYPE_CHECKING:
+    from fabric.core.precision import DtypePolicy
+
+PRECISIONS = ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed")
+WHY = "DeepSpeed's engine has no float64"
+
+
+class DeepSpeedPrecision(Precision):
+    """What `Fabric(strategy="deepspeed", precision=...)` makes of a name.
+
+    DeepSpeed has one way of half precision, for which both names stand, "-true" and "-mixed": parameters in
+    half precision, gradients, too, and masters in float32 which the optimizer steps. Inputs are cast, and
+    outputs come in torch's default dtype.
+
+    Args:
+        precision: One of "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", or an alias.
+
+    Raises:
+        ConfigurationError: Another name.
+    """
+
+    def __init__(self, precision: Any) -> None:
+        self.precision = parse_precision(precision).name
+        if self.precision not in PRECISIONS:
+            raise ConfigurationError(
+                f"DeepSpeedPrecision({precision!r}): {WHY}. Write one of {', '.join(map(repr, PRECISIONS))}."
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters, and of what is computed."""
+        half = torch.bfloat16 if self.precision.startswith("bf16") else torch.float16
+        return torch.float32 if self.precision == "32-true" else half
+
+    @property
+    def policy(self) -> DtypePolicy:
+        """What the name means, as a value."""
+        return replace(POLICIES[self.precision], loss_scale=self.dtype == torch.float16)
+
+    def convert_input(self, data: Any) -> Any:
+        """Floating-point tensors in the dtype of the parameters."""
+        return data if self.dtype == torch.float32 else CastTo(self.dtype)(data)
+
+    def convert_output(self, data: Any) -> Any:
+        """Floating-point tensors in torch's default dtype."""
+        return data if self.dtype == torch.float32 else CastTo(torch.get_default_dtype())(data)

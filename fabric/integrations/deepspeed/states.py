@@ -1,0 +1,166 @@
+"""Full values and states of what an engine splits, as plain torch writes them. All ranks make each call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fabric.strategies.layouts.shares import stand_in
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+
+def full_value(parameter: Any) -> Any:
+    """A parameter's value: its master's, where it has one."""
+    from deepspeed import zero
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if hasattr(parameter, "_z3_optimizer") and parameter.requires_grad:
+        return safe_get_full_fp32_param(parameter)
+    if hasattr(parameter, "ds_id"):
+        with zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+    if hasattr(parameter, "_hp_mapping") and parameter.dtype != torch.float32:
+        return safe_get_full_fp32_param(parameter)
+    return parameter.detach()
+
+
+def module_state(module: Module, keep: bool) -> dict[str, Any]:
+    """The full state dict of a user's module, in host memory."""
+    state = module.state_dict()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = full_value(parameter)
+        if name in state:
+            state[name] = value.cpu() if keep else value.new_empty(0)
+    return state
+
+
+def load_module_state(module: Module, state: dict[str, Any], strict: bool) -> Any:
+    """Load a full state dict, also into the masters; gives torch's missing and unexpected keys."""
+    split = any([hasattr(p, "ds_id") for p in module.parameters()])
+    told = _load_split(module, state, strict) if split else module.load_state_dict(state, strict=strict)
+    for name, parameter in module.named_parameters():
+        has_master = hasattr(parameter, "_hp_mapping") or hasattr(parameter, "_z3_optimizer")
+        if name in state and has_master and parameter.requires_grad:
+            _set(parameter, state[name])
+    return told
+
+
+def optimizer_state(optimizer: Optimizer, engine: Any, keep: bool) -> dict[str, Any]:
+    """The full state of an optimizer, in host memory.
+
+    Args:
+        optimizer: The user's, whose groups have the model's parameters.
+        engine: That which steps them.
+        keep: Whether this rank wants it, or takes part.
+    """
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    state: dict[Any, Any] = {}
+    known = _entry(engine)
+    for parameter in _parameters(optimizer) if known else ():
+        entry = state[parameter] = {}
+        for key, value in known.items():
+            if _is_split(value):
+                full = safe_get_full_optimizer_state(parameter, key)
+                entry[key] = full.cpu() if keep else full.new_empty(0)
+            else:
+                entry[key] = value.clone() if torch.is_tensor(value) else value
+    found: dict[str, Any] = stand_in(optimizer, state=state).state_dict()
+    return found
+
+
+def load_optimizer_state(optimizer: Optimizer, engine: Any, state: dict[str, Any]) -> None:
+    """Load a full state."""
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+    if not state["state"]:
+        return
+    if not _entry(engine):
+        _make_states(engine)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, held, strict=True):
+        for key, value in state["state"].get(number, {}).items() if parameter.requires_grad else ():
+            if _is_split(value):
+                _set(parameter, value, key)
+                continue
+            for entry in engine.optimizer.optimizer.state.values():
+                if torch.is_tensor(entry.get(key)):
+                    entry[key].copy_(value)
+                else:
+                    entry[key] = value
+
+
+def _set(parameter: Any, value: Any, key: str | None = None) -> None:
+    """Write a full value into this rank's part of a master, or of a state of the optimizer."""
+    from deepspeed.utils import (
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_optimizer_state,
+    )
+
+    value = value.to(parameter.device, torch.float32)
+    split = hasattr(parameter, "ds_tensor")
+    if split:  # DeepSpeed 0.19 knows no full values that do not divide by ranks
+        size = parameter.ds_tensor.numel()
+        own = value.flatten()[size * dist.get_rank() :][:size]
+        value = torch.cat([own, own.new_zeros(size - own.numel())])
+    if key is None:
+        (safe_set_local_fp32_param if split else safe_set_full_fp32_param)(parameter, value)
+    else:
+        (safe_set_local_optimizer_state if split else safe_set_full_optimizer_state)(parameter, value, key)
+
+
+def _entry(engine: Any) -> dict[str, Any]:
+    """What the engine's optimizer knows of one of its tensors; nothing before its first step."""
+    entries = [entry for entry in engine.optimizer.optimizer.state.values() if entry]
+    return {key: value for key, value in entries[0].items() if value is not None} if entries else {}
+
+
+def _is_split(value: Any) -> bool:
+    return torch.is_tensor(value) and value.dim() > 0
+
+
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _make_states(engine: Any) -> None:
+    """Let the optimizer make its states, as in a first step, which changes nothing else."""
+    zero = engine.optimizer
+    masters = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
+    for place, master in enumerate(masters):
+        before, grad = master.detach().clone(), master.grad
+        master.grad = torch.zeros_like(master)
+        zero._optimizer_step(place)
+        master.data.copy_(before)
+        master.grad = grad
+
+
+def _load_split(module: Module, state: dict[str, Any], strict: bool) -> Any:
+    """As `module.load_state_dict`, with the parameters of each part whole while that is loaded."""
+    from deepspeed import zero
+
+    held: dict[Any, Any] = {}
+
+    def enter(part: Module, *_: Any) -> None:
+        held[part] = zero.GatheredParameters(list(part.parameters(recurse=False)), modifier_rank=0)
+        held[part].__enter__()
+
+    def leave(part: Module, _: Any) -> None:
+        held.pop(part).__exit__(None, None, None)
+
+    parts = list(module.modules())
+    handles: list[Any] = [part.register_load_state_dict_pre_hook(enter) for part in parts]
+    handles += [part.register_load_state_dict_post_hook(leave) for part in parts]
+    try:
+        return module.load_state_dict(state, strict=strict)
+    finally:
+        for handle in handles:
+            handle.remove()

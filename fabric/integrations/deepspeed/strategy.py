@@ -1,0 +1,261 @@
+"""`DeepSpeedStrategy`: DeepSpeed's engine behind the same loop."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.torch_internals import COUNTED_STEP, STEPPED
+from fabric.integrations.deepspeed.layout import Engines
+from fabric.integrations.deepspeed.package import load_deepspeed
+from fabric.integrations.deepspeed.precision import DeepSpeedPrecision
+from fabric.integrations.deepspeed.settings import complete, get, joined
+from fabric.strategies.ddp import DDPStrategy
+from fabric.strategies.layouts.agree import broadcast_from_zero
+from fabric.wrappers import unwrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from fabric.accelerators.accelerator import Accelerator
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from fabric.plugins.precision.precision import Precision
+    from fabric.strategies.plan import Plan
+
+
+class DeepSpeedStrategy(DDPStrategy):
+    """ZeRO stages 1, 2 and 3 by DeepSpeed. Each model that is set up with its optimizer is an engine.
+
+    The loop is as under all strategies. What differs: `.grad` is None, so that clipping is by
+    `fabric.clip_gradients`; all backwards up to a step add up, with or without `no_backward_sync`; a step
+    moves all parameters, also those without gradients (by weight decay).
+
+    Args:
+        accelerator: As in `Strategy`.
+        zero_optimization: Must be True: without it DeepSpeed is DDP.
+        stage: 1 (optimizer states are split over ranks), 2 (and gradients), 3 (and parameters).
+        remote_device: Where `fabric.init_module` leaves parameters under stage 3: "cpu", "nvme".
+        offload_optimizer: Whether masters and states of the optimizer lie in host memory.
+        offload_parameters: Whether parameters do (stage 3).
+        config: DeepSpeed's own configuration, a dictionary or the path of a JSON file, beside keywords that
+            do not contradict it. None: the file that the variable FABRIC_DEEPSPEED_CONFIG_PATH names.
+        logging_level: Of DeepSpeed's messages, as in `logging`.
+        load_full_weights: Taken, and not needed: each load sees of which kind a checkpoint is.
+        exclude_frozen_parameters: Leave them out of DeepSpeed's directories.
+        parallel_devices: As in `ParallelStrategy`.
+        cluster_environment: As in `ParallelStrategy`.
+        precision: As in `Strategy`.
+        process_group_backend: As in `DDPStrategy`.
+        timeout: As in `DDPStrategy`.
+        offload_params_device: "cpu" or "nvme".
+        nvme_path: A directory on a fast disk, for "nvme".
+        params_buffer_count: Buffers that carry parameters to a disk.
+        params_buffer_size: Elements of each.
+        max_in_cpu: Elements of parameters that stay in memory beside the disk.
+        offload_optimizer_device: "cpu" or "nvme".
+        optimizer_buffer_count: Buffers that carry states to a disk.
+        block_size: Bytes of a read from a disk.
+        queue_depth: Reads at a time.
+        single_submit: Whether they are submitted one by one.
+        overlap_events: Whether to submit while others are waited for.
+        thread_count: Threads for these.
+        pin_memory: Whether offloaded memory is pinned.
+        sub_group_size: Elements of parameters that are stepped together.
+        contiguous_gradients: As in DeepSpeed.
+        overlap_comm: Whether gradients travel during the backward; not under stage 1.
+        allgather_partitions: As in DeepSpeed.
+        reduce_scatter: As in DeepSpeed.
+        allgather_bucket_size: Elements of a message.
+        reduce_bucket_size: Elements of a message.
+        zero_allow_untested_optimizer: As in DeepSpeed.
+        logging_batch_size_per_gpu: The batch size in DeepSpeed's messages.
+        loss_scale: A fixed scale in float16; 0: it adapts.
+        initial_scale_power: It begins with 2 to this power.
+        loss_scale_window: Steps without overflow until it is doubled.
+        hysteresis: Overflows until it is halved.
+        min_loss_scale: Its least value.
+        partition_activations: As in DeepSpeed's activation checkpoints.
+        cpu_checkpointing: As there.
+        contiguous_memory_optimization: As there.
+        synchronize_checkpoint_boundary: As there.
+
+    Raises:
+        ConfigurationError: Keywords and `config` contradict each other, or ask for no stage.
+        ArgumentTypeError: `config` is no dictionary and no path.
+        MissingExtraError: DeepSpeed is not installed.
+    """
+
+    layout: Engines
+    state_dict_type = "sharded"
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        zero_optimization: bool = True,
+        stage: int = 2,
+        remote_device: str | None = None,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        offload_params_device: str = "cpu",
+        nvme_path: str = "/local_nvme",
+        params_buffer_count: int = 5,
+        params_buffer_size: int = 100_000_000,
+        max_in_cpu: int = 1_000_000_000,
+        offload_optimizer_device: str = "cpu",
+        optimizer_buffer_count: int = 4,
+        block_size: int = 1048576,
+        queue_depth: int = 8,
+        single_submit: bool = False,
+        overlap_events: bool = True,
+        thread_count: int = 1,
+        pin_memory: bool = False,
+        sub_group_size: int = 1_000_000_000_000,
+        contiguous_gradients: bool = True,
+        overlap_comm: bool = True,
+        allgather_partitions: bool = True,
+        reduce_scatter: bool = True,
+        allgather_bucket_size: int = 200_000_000,
+        reduce_bucket_size: int = 200_000_000,
+        zero_allow_untested_optimizer: bool = True,
+        logging_batch_size_per_gpu: int | None = None,
+        config: str | Path | dict[str, Any] | None = None,
+        logging_level: int = logging.WARN,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        loss_scale: float = 0,
+        initial_scale_power: int = 16,
+        loss_scale_window: int = 1000,
+        hysteresis: int = 2,
+        min_loss_scale: int = 1,
+        partition_activations: bool = False,
+        cpu_checkpointing: bool = False,
+        contiguous_memory_optimization: bool = False,
+        synchronize_checkpoint_boundary: bool = False,
+        load_full_weights: bool = False,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = timedelta(seconds=1800),
+        exclude_frozen_parameters: bool = False,
+    ) -> None:
+        given = dict(locals())
+        load_deepspeed()
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        if not zero_optimization:
+            raise ConfigurationError(
+                "DeepSpeed without zero_optimization splits nothing: that is DDP. Write "
+                'strategy="ddp", or stage=1, 2 or 3.'
+            )
+        parameters = inspect.signature(DeepSpeedStrategy.__init__).parameters
+        self._keywords = {name: given[name] for name in parameters if name != "self"}
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        self.config = joined(self._keywords, defaults, config)
+        self._exclude_frozen, self._logging_level = exclude_frozen_parameters, logging_level
+        self.layout = Engines(get(self.config, "zero_optimization.stage"))
+
+    @property
+    def zero_stage_3(self) -> bool:
+        """Whether parameters are split."""
+        return self.layout.stage == 3
+
+    def bind(self, plan: Plan) -> None:
+        """See the base: the engine has the dtypes, and another plugin what goes in and out."""
+        super().bind(replace(plan, precision=DeepSpeedPrecision(plan.precision.precision)))
+
+    def setup_environment(self) -> None:
+        """See the base. All ranks call this."""
+        super().setup_environment()
+        deepspeed = load_deepspeed(self.root_device.type)
+        deepspeed.logger.setLevel(self._logging_level)
+        os.environ["LOCAL_RANK"] = str(self.topology.local_rank)  # by which DeepSpeed takes its device
+        deepspeed.init_distributed(dist_init_required=False)
+        self.layout.config = complete(self.config, self._precision.precision, self._keywords)
+
+    def setup_module(self, module: Module) -> Module:
+        """An engine, if DeepSpeed makes the optimizer, or splits the parameters; else the module, which is to
+        be evaluated, on the device. All ranks must call this.
+        """
+        if "optimizer" in self.config or self.zero_stage_3:
+            return self.layout.make(module, None)  # type: ignore[no-any-return]
+        broadcast_from_zero([*module.parameters(), *module.buffers()])
+        precision: Any = self._precision
+        return module.to(self.root_device, precision.dtype)
+
+    def setup_module_and_optimizers(
+        self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
+    ) -> tuple[Module, list[Optimizer], Any | None]:
+        """An engine of both. All ranks must call this.
+
+        Raises:
+            ConfigurationError: There are several optimizers, or the configuration has one, too.
+        """
+        if len(optimizers) > 1:
+            raise ConfigurationError(
+                f"A DeepSpeed engine has one optimizer, but fabric.setup got {len(optimizers)}. Give one "
+                "with a group for each, or set parts of the model up as models of their own."
+            )
+        if "optimizer" in self.config:
+            raise ConfigurationError(
+                f'fabric.setup got {type(optimizers[0]).__name__}, and DeepSpeed\'s config has "optimizer": '
+                f"{self.config['optimizer'].get('type')!r}. Leave one of them out; that of the config is "
+                "optimizer = fabric.setup_optimizers(fabric.strategy.optimizer_of(model)) after model = "
+                "fabric.setup_module(model)."
+            )
+        return self.layout.make(module, optimizers[0]), optimizers, scheduler
+
+    def optimizer_of(self, model: Module) -> Optimizer:
+        """The optimizer that DeepSpeed has made of its configuration, for `fabric.setup_optimizers`.
+
+        Raises:
+            ConfigurationError: It has made none.
+        """
+        return self.layout.optimizer_of(unwrap(model))
+
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run the backward pass, in float16 from the loss times the engine's scale.
+
+        Raises:
+            UsageError: In float16 with several models, of which none is named; or the loss is of none.
+        """
+        if self._precision.policy.loss_scale:
+            engines = self.layout.stepped_engines()
+            if module is None and len(engines) != 1:
+                raise UsageError(
+                    f"{len(engines)} models have a loss scale each. Write fabric.backward(loss, model=model)."
+                )
+            engine: Any = engines[0] if module is None else module
+            tensor = engine.scale(tensor)
+        self.layout.backward(type(tensor).backward, tensor, *args, **kwargs)
+
+    def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
+        """What `optimizer.step(closure)` runs."""
+        return self.optimizer_step
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step by the engine. All ranks must call this; a closure runs before it, once."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.layout.step(optimizer)
+        if hasattr(optimizer.step, COUNTED_STEP):
+            setattr(optimizer, STEPPED, True)  # a scheduler asks whether its optimizer was stepped first
+        return loss
