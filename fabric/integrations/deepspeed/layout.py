@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Module
 
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.traits import Traits
@@ -19,13 +20,13 @@ from fabric.strategies.layouts.hooked import HookedCall
 from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.norms import norm_over_ranks
 from fabric.strategies.layouts.shares import stand_in
+from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
-    from torch.nn import Module
     from torch.optim import Optimizer
 
 
@@ -180,6 +181,22 @@ class Engines(Whole):
         held = {id(p) for p in parameters}
         return next((e for m, e in self.engines.items() if held & {id(p) for p in m.parameters()}), None)
 
+    def engines_in(self, state: Any) -> list[Any]:
+        """The names of a state's models that are engines."""
+        entries = state if isinstance(state, dict) else {}
+        inner = {key: unwrap(value) for key, value in entries.items()}
+        return [key for key, value in inner.items() if isinstance(value, Module) and value in self.engines]
+
+    def steps(self, optimizer: Any, engine: Any) -> bool:
+        """Whether this is the optimizer of an engine."""
+        return isinstance(optimizer, torch.optim.Optimizer) and self._stepped.get(optimizer) is engine
+
+    def loaded(self, engine: Any, optimizer: Optimizer | None) -> None:
+        """The engine has loaded a checkpoint, into its optimizer, too, where this is given."""
+        self._versions(engine)
+        if optimizer is not None:
+            self._take_settings(optimizer, engine)
+
     def finish(self, engine: Any) -> None:
         """Make the gradients of an engine means. All ranks must call this."""
         if engine not in self._finished and engine in self._has:
@@ -218,12 +235,10 @@ class Engines(Whole):
             return
         self._take_edits(engine)
         self.finish(engine)
-        groups = list(zip(optimizer.param_groups, engine.optimizer.optimizer.param_groups, strict=False))
-        for own, theirs in groups:
-            theirs.update({key: value for key, value in own.items() if key != "params"})
+        for theirs, own in zip(engine.optimizer.optimizer.param_groups, optimizer.param_groups, strict=False):
+            theirs.update(_settings(own))
         engine.step()
-        for own, theirs in groups:  # which a scheduler of DeepSpeed's may have changed
-            own.update({key: value for key, value in theirs.items() if key != "params"})
+        self._take_settings(optimizer, engine)  # which a scheduler of DeepSpeed's may have changed
         self.drop(engine)
         self._versions(engine)
 
@@ -293,6 +308,10 @@ class Engines(Whole):
             return [], 1.0
         return gradients.parts(engine), float(engine.optimizer.loss_scale)
 
+    def _take_settings(self, optimizer: Optimizer, engine: Any) -> None:
+        for own, theirs in zip(optimizer.param_groups, engine.optimizer.optimizer.param_groups, strict=False):
+            own.update(_settings(theirs))
+
     def _versions(self, engine: Any) -> None:
         engine.fabric_versions = [p._version for p in engine.module.parameters()]
 
@@ -322,10 +341,14 @@ class _Attached:
         return out
 
 
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
 def _made_by(engine: Any) -> Optimizer:
     """The optimizer that DeepSpeed has made of its configuration, with the model's parameters."""
     own = engine.optimizer.optimizer
     held = [p for p in engine.module.parameters() if p.requires_grad]
-    settings = {key: value for key, value in own.param_groups[0].items() if key != "params"}
-    made: Optimizer = stand_in(own, param_groups=[{"params": held, **settings}], state=defaultdict(dict))
+    groups = [{"params": held, **_settings(own.param_groups[0])}]
+    made: Optimizer = stand_in(own, param_groups=groups, state=defaultdict(dict))
     return made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,9 @@ import torch
 
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import COUNTED_STEP, STEPPED
+from fabric.integrations.deepspeed import checkpoints
 from fabric.integrations.deepspeed.layout import Engines
-from fabric.integrations.deepspeed.package import load_deepspeed
+from fabric.integrations.deepspeed.package import environment, forget_groups, load_deepspeed
 from fabric.integrations.deepspeed.precision import DeepSpeedPrecision
 from fabric.integrations.deepspeed.settings import complete, get, joined
 from fabric.strategies.ddp import DDPStrategy
@@ -22,7 +22,7 @@ from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.accelerators.accelerator import Accelerator
+    from fabric.core.types import Filter, PathLike
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.precision.precision import Precision
+    from fabric.strategies.pending import PendingSave
     from fabric.strategies.plan import Plan
 
 
@@ -98,7 +100,8 @@ class DeepSpeedStrategy(DDPStrategy):
     """
 
     layout: Engines
-    state_dict_type = "sharded"
+    _restore: Any = None
+    state_dict_type = "deepspeed"
 
     def __init__(
         self,
@@ -185,9 +188,24 @@ class DeepSpeedStrategy(DDPStrategy):
         super().setup_environment()
         deepspeed = load_deepspeed(self.root_device.type)
         deepspeed.logger.setLevel(self._logging_level)
-        os.environ["LOCAL_RANK"] = str(self.topology.local_rank)  # by which DeepSpeed takes its device
+        forget_groups()
+        # DeepSpeed asks for it in many places, and at any time.
+        self._restore = environment(LOCAL_RANK=str(self.topology.local_rank))
+        self._restore.__enter__()
         deepspeed.init_distributed(dist_init_required=False)
+        if self._precision.policy.loss_scale and not deepspeed.get_accelerator().is_fp16_supported():
+            raise ConfigurationError(
+                f"precision={self._precision.precision!r}: DeepSpeed finds no float16 on "
+                f"{self.root_device.type}. Write precision='bf16-mixed'."
+            )
         self.layout.config = complete(self.config, self._precision.precision, self._keywords)
+
+    def teardown(self) -> None:
+        """See the base."""
+        super().teardown()
+        if self._restore is not None:
+            self._restore.__exit__(None, None, None)
+            self._restore = None
 
     def setup_module(self, module: Module) -> Module:
         """An engine, if DeepSpeed makes the optimizer, or splits the parameters; else the module, which is to
@@ -259,3 +277,51 @@ class DeepSpeedStrategy(DDPStrategy):
         if hasattr(optimizer.step, COUNTED_STEP):
             setattr(optimizer, STEPPED, True)  # a scheduler asks whether its optimizer was stepped first
         return loss
+
+    def save_checkpoint(
+        self,
+        path: PathLike,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: Filter | None = None,
+        *,
+        format: str | None = None,
+        wait: bool = True,
+        then: Callable[[], None] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> PendingSave | None:
+        """As in the base; without `format`, or as "deepspeed", a directory of DeepSpeed's, where `state` has
+        one model with its optimizer, and nothing is filtered or written beside the loop. All ranks must call
+        this.
+        """
+        asked = format or (self.state_dict_type if self.layout.engines_in(state) else "full")
+        if asked != "deepspeed":
+            return super().save_checkpoint(
+                path, state, storage_options, filter, format=asked, wait=wait, then=then, facts=facts
+            )
+        if filter or not wait:
+            self.refuse(
+                "save",
+                UsageError(
+                    "DeepSpeed writes its directories whole and at once: it has no filter= and no "
+                    "wait=False. Write format='full' or 'sharded'."
+                ),
+            )
+        self.finish_save()
+        self.meet("save", "deepspeed")
+        facts = {"strategy": type(self).__name__, "world_size": self.world_size, **(facts or {})}
+        checkpoints.save(self, path, state, self._exclude_frozen, facts, then)
+        return None
+
+    def load_checkpoint(
+        self, path: PathLike, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """As in the base, and directories of DeepSpeed's, which it unpickles: load those that you trust. All
+        ranks must call this.
+        """
+        directory = checkpoints.directory_at(path)
+        if directory is None:
+            return super().load_checkpoint(path, state, strict, weights_only)
+        self.finish_save()
+        self.meet("load", "deepspeed")
+        return checkpoints.load(self, directory, state, strict)

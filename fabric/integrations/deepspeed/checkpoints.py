@@ -1,0 +1,141 @@
+"""DeepSpeed's directories: each rank writes its part of one engine, with all else of a state beside it.
+
+They are written beside their place and put there when they are complete, with a manifest of all files, as
+`fabric.save` does with its own. `python -m fabric.integrations.deepspeed DIRECTORY FILE` makes of one a plain
+file, with the model in float32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import UsageError
+from fabric.integrations.deepspeed.package import load_deepspeed
+from fabric.plugins.collectives.objects import gather_objects
+from fabric.plugins.io.directory import (
+    MANIFEST,
+    begin,
+    check,
+    digest,
+    present,
+    put_in_place,
+    remove,
+    write_manifest,
+)
+from fabric.strategies import state as states
+from fabric.utilities.cloud_io import local_path, target_path
+from fabric.wrappers import unwrap
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from fabric.core.types import PathLike
+
+_TAG, _OURS = "checkpoint", "fabric"
+
+
+def directory_at(path: PathLike) -> Path | None:
+    """DeepSpeed's directory at `path`; None: there is none."""
+    local = local_path(present(path))
+    return local if local is not None and (local / "latest").is_file() else None
+
+
+def engine_of(layout: Any, state: Any, doing: str) -> tuple[Any, Any, dict[str, Any]]:
+    """The engine of a state, its optimizer if that is there, too, and all else.
+
+    Raises:
+        UsageError: It has no model that is an engine, or several.
+    """
+    entries = state if isinstance(state, dict) else {"": state}
+    models = layout.engines_in(entries)
+    if len(models) != 1:
+        raise UsageError(
+            f"{doing} a directory of DeepSpeed's takes one model that was set up with its optimizer, but "
+            f"state has {len(models)}. Save and load each in a directory of its own, or all of them with "
+            "format='full' or 'sharded'."
+        )
+    engine = layout.engines[unwrap(entries[models[0]])]
+    steppers = {key: unwrap(value) for key, value in entries.items() if layout.steps(unwrap(value), engine)}
+    rest = {key: value for key, value in entries.items() if key not in models and key not in steppers}
+    return engine, next(iter(steppers.values()), None), rest
+
+
+def save(
+    strategy: Any,
+    path: PathLike,
+    state: dict[str, Any],
+    exclude_frozen: bool,
+    facts: Mapping[str, Any],
+    then: Callable[[], None] | None,
+) -> None:
+    """Write a state with one engine. All ranks must call this."""
+    rank, world, part = strategy.global_rank, strategy.world_size, None
+    with states.together(strategy, f"saving {path}"):
+        engine, _, rest = engine_of(strategy.layout, state, "saving")
+        client = {_OURS: states.gather(strategy, rest, None)}
+        target = target_path(path)
+        if target is None:
+            raise UsageError(f"DeepSpeed writes into file systems, and {path} is a URL. Write format='full'.")
+        part = begin(target) if rank == 0 else None
+    directory = strategy.broadcast(part)
+    try:
+        engine.save_checkpoint(
+            str(directory), tag=_TAG, client_state=client, exclude_frozen_parameters=exclude_frozen
+        )
+        with states.together(strategy, f"saving {path}"):
+            files = sorted([file for file in directory.rglob("*") if file.is_file()])
+            own = {file.relative_to(directory).as_posix(): digest(file) for file in files[rank::world]}
+        told = gather_objects(own, strategy.channel(), "save")
+        with states.together(strategy, f"saving {path}"):
+            if rank == 0:
+                digests = {name: said for some in told for name, said in some.items()}
+                write_manifest(directory, digests, **facts)
+                put_in_place(directory, target)
+                if then is not None:
+                    then()
+    except BaseException:
+        if part is not None:
+            remove(part)
+        raise
+
+
+def load(strategy: Any, directory: Path, state: Any, strict: bool) -> dict[str, Any]:
+    """Read one into a state with one engine; gives what else it holds. All ranks must call this."""
+    with states.together(strategy, f"loading {directory}"):
+        engine, optimizer, rest = engine_of(strategy.layout, state, "loading")
+        if (directory / MANIFEST).is_file():
+            check(directory, strategy.global_rank, strategy.world_size)
+    strategy.layout.drop(engine)
+    _, client = engine.load_checkpoint(
+        str(directory),
+        load_module_strict=strict,
+        load_optimizer_states=optimizer is not None,
+        load_lr_scheduler_states=optimizer is not None,
+        load_module_only=optimizer is None,
+    )
+    strategy.layout.loaded(engine, optimizer)
+    with states.together(strategy, f"loading {directory}"):
+        return states.restore(strategy, client.get(_OURS, {}), rest, strict)
+
+
+def consolidate(directory: PathLike, file: PathLike) -> None:
+    """Make one plain file of a directory of DeepSpeed's: the state dict of the model, in float32, for
+    `fabric.load_raw(file, model)` under any strategy, or `torch.load`. In one process.
+
+    Raises:
+        UsageError: There is no directory of DeepSpeed's.
+    """
+    found = directory_at(directory)
+    if found is None:
+        raise UsageError(
+            f"{directory} is no directory of DeepSpeed's: it has no file `latest`. One of ours is made a "
+            "file by `fabric consolidate`."
+        )
+    load_deepspeed("cpu")
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    from fabric.plugins.io.torch_io import TorchCheckpointIO
+
+    state = get_fp32_state_dict_from_zero_checkpoint(str(found))
+    TorchCheckpointIO().save_checkpoint({name: value.clone() for name, value in state.items()}, file)
