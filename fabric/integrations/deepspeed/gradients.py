@@ -22,9 +22,22 @@ def stage_of(engine: Any) -> int:
 
 
 def begin(engine: Any) -> None:
-    """Before a backward: what it makes is added to what is there."""
+    """Before a backward: what it makes is added to what is there, and its end is `end`.
+
+    By itself the engine ends a backward when the graph has run, except where two forwards are in one loss.
+    """
     engine.set_gradient_accumulation_boundary(False)
+    engine.optimizer.clear_backward_seen_flag()  # as each forward does: there may be none in between
     engine.optimizer.micro_step_id = _ADD
+    engine._running_engine_backward = True
+
+
+def end(engine: Any, reached: bool) -> None:
+    """After a backward. All ranks must call this."""
+    engine._running_engine_backward = False
+    if reached:
+        engine._backward_epilogue()
+    engine.optimizer._backward_active_depth = 0
 
 
 def finish(engine: Any) -> None:

@@ -168,6 +168,8 @@ class Engines(Whole):
             gradients.begin(engine)
         self._reached = []
         run(tensor, *args, **kwargs)
+        for engine in self.stepped_engines():
+            gradients.end(engine, engine in self._reached)
         if not self._reached:
             raise UsageError(
                 "This loss comes from no model that was set up with an optimizer, or from its .module: "
