@@ -183,7 +183,11 @@ class Checkpoints(Exchange):
     ) -> dict[str, Any]:
         """Read the checkpoint at `path`, of either format, into `state`; gives what was left over."""
         with self.opened(path, weights_only, state) as tree, states.together(self, f"loading {path}"):
-            return states.restore(self, tree, state, strict)
+            return self.restore(tree, state, strict)
+
+    def restore(self, tree: dict[str, Any], state: Any, strict: bool) -> dict[str, Any]:
+        """Put what `opened` gave into `state`; gives what was left over."""
+        return states.restore(self, tree, state, strict)
 
     @contextmanager
     def opened(

@@ -11,7 +11,7 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.traits import overridden
 from fabric.strategies.checkpoints import Checkpoints
 from fabric.strategies.sharded_save import choose_format
-from fabric.strategies.state import restore, together
+from fabric.strategies.state import together
 from fabric.utilities.cloud_io import join_path, list_directory, local_path
 from fabric.utilities.rank_zero import rank_zero_warn
 
@@ -64,7 +64,7 @@ def load_latest(strategy: Any, directory: PathLike, state: dict[str, Any], stric
                 rank_zero_warn(f"{path} cannot be loaded, and the one before it is tried. {said}")
                 continue
             with together(strategy, f"loading {path}"):
-                restore(strategy, tree, state, strict)
+                strategy.restore(tree, state, strict)
             return step_of(name)
     if names:
         raise UsageError(

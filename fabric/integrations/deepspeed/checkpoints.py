@@ -13,9 +13,9 @@ from fabric.core.errors import UsageError
 from fabric.integrations.deepspeed.package import load_deepspeed
 from fabric.plugins.collectives.objects import gather_objects
 from fabric.plugins.io.directory import (
-    MANIFEST,
     begin,
     check,
+    damaged,
     digest,
     present,
     put_in_place,
@@ -100,20 +100,48 @@ def save(
         raise
 
 
+class Opened(dict[str, Any]):
+    """A directory of DeepSpeed's that was checked; only its engine can read it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+
+def check_opened(strategy: Any, directory: Path) -> Opened:
+    """Look at a directory before anything is loaded from it; all its ranks do.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, or not what was written.
+        UsageError: Another number of ranks has written it.
+    """
+    rank, world = strategy.global_rank, strategy.world_size
+    check(directory, rank, world)
+    tag = (directory / "latest").read_text().strip()
+    saved = len(list((directory / tag).glob("*_optim_states.pt")))
+    if saved != world:
+        raise UsageError(
+            f"{directory} has the parts of {saved} ranks, and there are {world}: DeepSpeed reads its "
+            "directories on as many ranks as wrote them. Save with format='full' or 'sharded', or make a plain "
+            "file of the model, for fabric.load_raw: python -m fabric.integrations.deepspeed DIRECTORY FILE"
+        )
+    return Opened(directory)
+
+
 def load(strategy: Any, directory: Path, state: Any, strict: bool) -> dict[str, Any]:
     """Read one into a state with one engine; gives what else it holds. All ranks must call this."""
     with states.together(strategy, f"loading {directory}"):
         engine, optimizer, rest = engine_of(strategy.layout, state, "loading")
-        if (directory / MANIFEST).is_file():
-            check(directory, strategy.global_rank, strategy.world_size)
     strategy.layout.drop(engine)
-    _, client = engine.load_checkpoint(
+    found, client = engine.load_checkpoint(
         str(directory),
         load_module_strict=strict,
         load_optimizer_states=optimizer is not None,
         load_lr_scheduler_states=optimizer is not None,
         load_module_only=optimizer is None,
     )
+    if found is None:
+        raise damaged(directory, "DeepSpeed cannot read it (its warnings say why)")
     strategy.layout.loaded(engine, optimizer)
     with states.together(strategy, f"loading {directory}"):
         return states.restore(strategy, client.get(_OURS, {}), rest, strict)

@@ -14,7 +14,7 @@ from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
 from fabric.integrations.deepspeed import gradients, states
 from fabric.integrations.deepspeed.precision import PRECISIONS, WHY
-from fabric.plugins.collectives.frames import call_of
+from fabric.plugins.collectives.frames import ALONE, call_of
 from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.hooked import HookedCall
 from fabric.strategies.layouts.layout import Whole
@@ -62,6 +62,7 @@ class Engines(Whole):
         self._has: set[Any] = set()
         self._finished: set[Any] = set()
         self._reached: list[Any] = []
+        self._failed = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stage": self.stage}
@@ -135,7 +136,9 @@ class Engines(Whole):
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
         """The engine's call, whose outputs tell of a backward."""
         call: Callable[..., Any] = wrapped.__call__
-        return HookedCall(call, self, wrapped) if wrapped in self.engines.values() else call
+        if wrapped not in self.engines.values():
+            return call
+        return HookedCall(self._together(call, wrapped), self, wrapped)
 
     def method_plan(
         self, wrapped: Module, method: Callable[..., Any], marked: bool = False
@@ -143,7 +146,8 @@ class Engines(Whole):
         """The method, whose outputs tell of a backward as those of a forward do."""
         if wrapped not in self.engines.values():
             return method
-        return HookedCall(_Attached(wrapped, method), self, wrapped)
+        call = self._together(_Attached(wrapped, method), wrapped, f".{method.__name__}")
+        return HookedCall(call, self, wrapped)
 
     def on_reached(self, engine: Any) -> None:
         """A backward has reached an output of the engine.
@@ -162,13 +166,27 @@ class Engines(Whole):
         """Run a backward pass, which adds to the gradients of the engines that it reaches.
 
         Raises:
-            UsageError: It reaches none.
+            UsageError: It reaches none; or the graph is to stay for another one under stage 3; or one before
+                has failed.
         """
-        for engine in self.stepped_engines():
+        if self.stage == 3 and (kwargs.get("retain_graph") or kwargs.get("create_graph")):
+            raise UsageError(
+                "fabric.backward(loss, retain_graph=True): under stage 3 DeepSpeed lets weights go that "
+                "a second backward of this graph needs. Add the losses up and call fabric.backward once, or "
+                "take stage 2."
+            )
+        if self._failed:
+            raise UsageError(
+                "A backward before this one failed in the middle, and DeepSpeed's engine has a part of its "
+                "gradients. Begin a new process from a checkpoint."
+            )
+        engines = self.stepped_engines()
+        for engine in engines:
             gradients.begin(engine)
-        self._reached = []
+        self._reached, self._failed = [], True
         run(tensor, *args, **kwargs)
-        for engine in self.stepped_engines():
+        self._failed = False
+        for engine in engines:
             gradients.end(engine, engine in self._reached)
         if not self._reached:
             raise UsageError(
@@ -303,6 +321,12 @@ class Engines(Whole):
         gradients.drop(engine)
         self._versions(engine)
 
+    def _together(self, call: Callable[..., Any], engine: Any, name: str = "") -> Callable[..., Any]:
+        """A call of a model whose parameters are split, which without gradients says that it is made."""
+        return (
+            _Together(call, self, f"{ALONE} of {type(engine.module).__name__}{name}") if self.splits else call
+        )
+
     def _parts(self, parameters: Iterable[Tensor]) -> tuple[list[Tensor], float]:
         """This rank's gradients, and by what they are too large."""
         engine = self.engine_of(parameters)
@@ -321,6 +345,19 @@ class Engines(Whole):
         """What the user has written into parameters since the last step, in the masters, too."""
         if self.stage != 3 and engine.fabric_versions != [p._version for p in engine.module.parameters()]:
             engine.optimizer.refresh_fp32_params()
+
+
+class _Together:
+    """Without gradients nothing else would tell a rank that it is alone."""
+
+    def __init__(self, call: Callable[..., Any], layout: Engines, verb: str) -> None:
+        self.call, self.layout, self.verb = call, layout, verb
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        if self.layout.channel is not None and not torch.is_grad_enabled():
+            self.layout.channel.announce(self.verb)
+        return self.call(*args, **kwargs)
 
 
 class _Attached:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,13 @@ from fabric.integrations.deepspeed.layout import Engines
 from fabric.integrations.deepspeed.package import environment, forget_groups, load_deepspeed
 from fabric.integrations.deepspeed.precision import DeepSpeedPrecision
 from fabric.integrations.deepspeed.settings import complete, get, joined
+from fabric.strategies import state as states
 from fabric.strategies.ddp import DDPStrategy
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -313,15 +315,26 @@ class DeepSpeedStrategy(DDPStrategy):
         checkpoints.save(self, path, state, self._exclude_frozen, facts, then)
         return None
 
-    def load_checkpoint(
-        self, path: PathLike, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    @contextmanager
+    def opened(
+        self, path: PathLike, weights_only: bool | None = None, state: Any = None
+    ) -> Iterator[dict[str, Any]]:
         """As in the base, and directories of DeepSpeed's, which it unpickles: load those that you trust. All
         ranks must call this.
         """
         directory = checkpoints.directory_at(path)
         if directory is None:
-            return super().load_checkpoint(path, state, strict, weights_only)
+            with super().opened(path, weights_only, state) as tree:
+                yield tree
+            return
         self.finish_save()
         self.meet("load", "deepspeed")
-        return checkpoints.load(self, directory, state, strict)
+        with states.together(self, f"loading {path}"):
+            tree = checkpoints.check_opened(self, directory)
+        yield tree
+
+    def restore(self, tree: dict[str, Any], state: Any, strict: bool) -> dict[str, Any]:
+        """As in the base. All ranks must call this."""
+        if isinstance(tree, checkpoints.Opened):
+            return checkpoints.load(self, tree.directory, state, strict)
+        return super().restore(tree, state, strict)

@@ -28,13 +28,6 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="session")
-def ranks():
-    """As everywhere, but DeepSpeed warns of much, and forwards of torch's deprecated calls."""
-    with RankPool(WORLD, timeout=30.0, accelerator="cpu") as pool:
-        yield pool
-
-
 def launched(way, strategy=None, precision=None, **more):
     strategy = strategy or DeepSpeedStrategy(**{**WAYS[way], **more})
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, precision=precision)
@@ -140,15 +133,26 @@ def in_groups(on):
     return [model]
 
 
+def by_two_backwards(on):
+    """Of one forward."""
+    model = Net()
+    model, optimizer = on.setup(model, SGD(trained(model), lr=0.1))
+    for step in range(4):
+        out = model(on.part(batch(step)), aside=step % 2 == 0)
+        on.backward(out.pow(2).mean(), retain_graph=True)
+        on.backward(out.abs().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model]
+
+
 def by_many_backwards(on):
-    """Two of one forward, several before a step, some that are dropped, parameters at rest in some steps."""
+    """Several before a step, some that are dropped, parameters at rest in some steps."""
     model = Net()
     model, optimizer = on.setup(model, SGD(trained(model), lr=0.1))
     for step in range(4):
         x = on.part(batch(step))
-        out = model(x, aside=step % 2 == 0)
-        on.backward(out.pow(2).mean(), retain_graph=True)
-        on.backward(out.abs().mean())
+        on.backward(model(x, aside=step % 2 == 0).pow(2).mean())
         for micro in range(step):
             on.backward(loss_of(model, on.part(batch(20 + micro)), aside=micro == 1))
         optimizer.step()
@@ -195,7 +199,13 @@ def with_edits(on):
     return [model]
 
 
-LOOPS = {f.__name__: f for f in (plainly, in_groups, by_many_backwards, two_models, with_edits)}
+LOOPS = {
+    f.__name__: f for f in (plainly, in_groups, by_two_backwards, by_many_backwards, two_models, with_edits)
+}
+NOT_IN_3 = {
+    "with_edits": "parameters of stage 3 are not there to be written",
+    "by_two_backwards": "refused in stage 3: see test_errors.py",
+}
 
 
 def values(fabric, models):
@@ -223,8 +233,8 @@ def assert_same(found, expected, **how):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_it_is_plain_torch_on_the_joined_batch(ranks, way, loop):
-    if loop == "with_edits" and way.startswith("3"):
-        pytest.skip("parameters of stage 3 are not there to be written")
+    if way.startswith("3") and loop in NOT_IN_3:
+        pytest.skip(NOT_IN_3[loop])
     found = ranks.run(on_a_rank, way, loop, world_size=WORLD)
     assert_same(found, LOOPS[loop](Plain()), rtol=1e-5, atol=1e-5)
 
@@ -242,13 +252,22 @@ def on_one(way):
 
 
 @pytest.mark.parametrize("way", ["2", "3"])
-def test_on_one_rank(ranks, way):
-    assert_same(ranks.run(on_one, way, world_size=1), plainly(Plain()), rtol=1e-5, atol=1e-5)
+def test_on_one_rank(way):
+    # In a pool of its own: DeepSpeed counts a process's modules, and ranks compare what they have counted.
+    with RankPool(1, timeout=60.0, accelerator="cpu") as alone:
+        assert_same(alone.run(on_one, way), plainly(Plain()), rtol=1e-5, atol=1e-5)
 
 
 def in_precision(way, precision):
-    fabric = launched(way, precision=precision)
-    return ended(fabric, plainly(Split(fabric), partial(SGD, lr=0.05)))
+    import deepspeed
+
+    if precision.startswith("16"):  # DeepSpeed asks the processor for instructions that torch does without
+        deepspeed.get_accelerator().is_fp16_supported = lambda: True
+    try:
+        fabric = launched(way, precision=precision)
+        return ended(fabric, plainly(Split(fabric), partial(SGD, lr=0.05)))
+    finally:
+        vars(deepspeed.get_accelerator()).pop("is_fp16_supported", None)
 
 
 @pytest.mark.parametrize("way", ["1", "2", "3", "3 offloaded"])
@@ -256,7 +275,7 @@ def in_precision(way, precision):
 def test_half_precision_with_masters(ranks, way, precision):
     found = ranks.run(in_precision, way, precision, world_size=WORLD)
     expected = plainly(Plain(), partial(SGD, lr=0.05))
-    assert_same(found, expected, rtol=0.1, atol=0.03)
+    assert_same(found, expected, rtol=0.1, atol=0.03, check_dtype=False)  # what is frozen has no master
     assert found[0][0]["last.weight"].dtype == torch.float32
     first = Net().state_dict()["last.weight"]
     assert not torch.equal(found[0][0]["last.weight"], first)
