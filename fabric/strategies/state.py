@@ -188,7 +188,8 @@ class _Load:
         if self.strict and missing:
             raise MissingKeysError(
                 f"The checkpoint has no {', '.join(map(repr, missing))} for {name}; it has "
-                f"{', '.join(map(repr, saved))}. Remove the missing keys from state, or pass strict=False."
+                f"{', '.join(map(repr, saved)) or 'nothing'}. Remove the missing keys from state, or pass "
+                "strict=False."
             )
         for key, value in saved.items():
             if key in state:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fabric.core.errors import UsageError
 from fabric.integrations.deepspeed.package import load_deepspeed
 from fabric.plugins.collectives.objects import gather_objects
@@ -122,8 +124,8 @@ def check_opened(strategy: Any, directory: Path) -> Opened:
     if saved != world:
         raise UsageError(
             f"{directory} has the parts of {saved} ranks, and there are {world}: DeepSpeed reads its "
-            "directories on as many ranks as wrote them. Save with format='full' or 'sharded', or make a plain "
-            "file of the model, for fabric.load_raw: python -m fabric.integrations.deepspeed DIRECTORY FILE"
+            "directories on as many ranks as wrote them. Save with format='full' or 'sharded', or make a "
+            "file of the model for fabric.load_raw: python -m fabric.integrations.deepspeed DIRECTORY FILE"
         )
     return Opened(directory)
 
@@ -144,7 +146,10 @@ def load(strategy: Any, directory: Path, state: Any, strict: bool) -> dict[str, 
         raise damaged(directory, "DeepSpeed cannot read it (its warnings say why)")
     strategy.layout.loaded(engine, optimizer)
     with states.together(strategy, f"loading {directory}"):
-        return states.restore(strategy, client.get(_OURS, {}), rest, strict)
+        left = states.restore(strategy, client.get(_OURS, client), rest, strict)
+    if isinstance(state, dict):
+        state.update(rest)
+    return left
 
 
 def consolidate(directory: PathLike, file: PathLike) -> None:
@@ -161,9 +166,13 @@ def consolidate(directory: PathLike, file: PathLike) -> None:
             "file by `fabric consolidate`."
         )
     load_deepspeed("cpu")
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, get_model_state_files
 
     from fabric.plugins.io.torch_io import TorchCheckpointIO
 
     state = get_fp32_state_dict_from_zero_checkpoint(str(found))
+    first = get_model_state_files(str(found / (found / "latest").read_text().strip()))[0]
+    module = torch.load(first, map_location="cpu", weights_only=False)["module"]
+    # Under stage 1 DeepSpeed leaves out what is frozen; under stage 3 `module` has no values.
+    state |= {name: value.float() for name, value in module.items() if name not in state and value.numel()}
     TorchCheckpointIO().save_checkpoint({name: value.clone() for name, value in state.items()}, file)

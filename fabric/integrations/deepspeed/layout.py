@@ -19,6 +19,7 @@ from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.hooked import HookedCall
 from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.norms import norm_over_ranks
+from fabric.strategies.layouts.plain import NOT_THE_USERS
 from fabric.strategies.layouts.shares import stand_in
 from fabric.wrappers import unwrap
 
@@ -280,6 +281,7 @@ class Engines(Whole):
         """See the base. All ranks must call this."""
         if self.stage != 3:
             return module if keep else None
+        NOT_THE_USERS.add("deepspeed.")
         return super().plain_module(module, keep, device)
 
     def whole_values(self, module: Module) -> dict[str, Tensor]:
@@ -318,6 +320,7 @@ class Engines(Whole):
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
         engine.module.zero_grad = zero_grad
         self._stepped[optimizer] = engine
+        engine.fabric_optimizer = optimizer  # one that DeepSpeed makes has no other holder
         gradients.drop(engine)
         self._versions(engine)
 

@@ -127,7 +127,10 @@ class TorchCheckpointIO(CheckpointIO):
 
             return safetensors.read(path, self.verify)
         if path.is_dir():
-            raise IsADirectoryError(f"{path} is a directory, not a checkpoint file.")
+            raise IsADirectoryError(
+                f"{path} is a directory, not a checkpoint file, and not of fabric.save. If an engine "
+                "wrote it (DeepSpeed), load it under its strategy, or make a file of it with its tool."
+            )
         if not path.exists():
             raise FileNotFoundError(f"There is no checkpoint file at {path}.")
         if self.verify and path.is_file():

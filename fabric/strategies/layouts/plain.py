@@ -25,7 +25,8 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_NOT_THE_USERS = ("torch.distributed.", "fabric.")
+NOT_THE_USERS = {"torch.distributed.", "fabric."}
+"""Packages whose hooks are no part of a model; an engine adds its own."""
 
 
 def is_plain(module: Module) -> bool:
@@ -70,6 +71,8 @@ def _bare(part: Module) -> Any:
 def _copy(key: str, value: Any, memo: dict[int, Any]) -> Any:
     if key in _HOOKS:
         value = type(value)({number: hook for number, hook in value.items() if not _is_foreign(hook)})
+    if key == "_parameters":
+        value = dict(value)  # an engine's own kind gathers what is read
     if isinstance(value, torch.Tensor) and value.grad_fn is not None:
         return value.detach().clone()
     try:
@@ -90,4 +93,4 @@ def _is_foreign(call: Any) -> bool:
         call = call.func
     call = getattr(call, "hook", call)  # as torch wraps hooks on state dicts
     owner = getattr(call, "__module__", None) or type(call).__module__
-    return isinstance(owner, str) and owner.startswith(_NOT_THE_USERS)
+    return isinstance(owner, str) and owner.startswith(tuple(NOT_THE_USERS))

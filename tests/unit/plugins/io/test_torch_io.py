@@ -249,7 +249,9 @@ def test_texts_of_bad_paths(storage, tmp_path):
     assert str(save) == f"{folder} is a directory. Give a file name, for example {folder}/checkpoint.pt."
     load = error_of(storage.load_checkpoint, folder)
     assert isinstance(load, IsADirectoryError)
-    assert str(load) == f"{folder} is a directory, not a checkpoint file."
+    assert str(load).startswith(
+        f"{folder} is a directory, not a checkpoint file, and not of fabric.save. If an"
+    )
     under = error_of(storage.save_checkpoint, NEW, below)
     assert isinstance(under, NotADirectoryError)
     assert str(under) == f"{below} cannot be written: {tmp_path}/file is a file."
