@@ -1,6 +1,6 @@
-"""Steps of engines of others to the same by hand, and beside ddp, 2 ranks: Horovod, local SGD.
+"""Steps and memory of engines of others to the same by hand, and beside ours: Horovod, DeepSpeed, local SGD.
 
-`make test-engines ENGINES=horovod` makes the environment that this runs in.
+2 ranks. `make test-engines ENGINES="deepspeed horovod"` makes the environments that this runs in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from harness import interleave, on_a_rank, ranks, ratios, show, summarise, timing_table
+from harness import interleave, on_a_rank, ranks, ratios, show, summarise, table, timing_table
 from torch import nn
 
 if TYPE_CHECKING:
@@ -25,14 +25,19 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 HOROVOD = ROOT / ".venv-engines" / "horovod" / "bin"
+DEEPSPEED = ROOT / ".venv-engines" / "deepspeed" / "bin"
 WIDTH, DEPTH, BATCH = 384, 8, 64
 BY_HAND, OURS, DDP = "Horovod by hand", "strategy='horovod'", "strategy='ddp'"
 
 
-def net() -> nn.Module:
+LARGE = 2048
+"""Width of the model whose memory is looked at: 33.6 million parameters."""
+
+
+def net(width: int = WIDTH) -> nn.Module:
     """Eight layers, 1.2 million parameters: a step of some 10 ms."""
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(DEPTH)])
 
 
 def of_fabric(strategy: Any) -> Callable[[], None]:
@@ -86,6 +91,84 @@ def steps_of_horovod(file: str, rounds: int) -> None:
         Path(file).write_text(json.dumps(samples))
 
 
+def adam(strategy: str, width: int = WIDTH) -> Callable[[], None]:
+    """A step of the loop of the README with Adam, under a strategy or by DeepSpeed's documentation."""
+    import torch.distributed as dist
+
+    x, model = torch.randn(BATCH if width == WIDTH else 2, width), net(width)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-3)
+    if strategy.startswith("DeepSpeed by hand"):
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": int(strategy[-1]), "overlap_comm": strategy[-1] != "1"},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 1 << 62,
+            "gradient_clipping": 0.0,
+        }
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+        def step() -> None:
+            engine.backward(engine(x).pow(2).mean())
+            engine.step()
+
+        return step
+    from fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    wrapped, optimizer = fabric.setup(model, optimizer)
+
+    def step_of_ours() -> None:
+        optimizer.zero_grad()
+        fabric.backward(wrapped(x).pow(2).mean())
+        optimizer.step()
+
+    return step_of_ours
+
+
+def in_three_ways(stage: int) -> dict[str, str]:
+    """What is compared: name of the case to what `adam` takes."""
+    hand, ours = f"DeepSpeed by hand, stage {stage}", f"strategy='deepspeed_stage_{stage}'"
+    own = f"zero{stage}"
+    return {hand: hand, ours: f"deepspeed_stage_{stage}", f"strategy='{own}'": own}
+
+
+def prepared() -> None:
+    """DeepSpeed by hand in the group that stands, without what it would compile."""
+    from fabric.integrations.deepspeed.package import load_deepspeed
+
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    load_deepspeed("cpu").init_distributed(dist_init_required=False)
+
+
+def steps_of_deepspeed(stage: int, rounds: int) -> Samples:
+    """On a rank."""
+    import torch.distributed as dist
+
+    prepared()
+    cases = {name: adam(strategy) for name, strategy in in_three_ways(stage).items()}
+    hand = next(iter(cases))
+    cases[f"{hand} again"] = cases[hand]
+    return interleave(cases, rounds, inner=5, before=dist.barrier)
+
+
+def memory_of(strategy: str) -> list[float]:
+    """On a rank: resident bytes per parameter after a step, and the most during one."""
+    from memory import peak, settled
+
+    prepared()
+    small = adam(strategy)
+    for _ in range(2):
+        small()
+    base, count = settled(), sum([p.numel() for p in net(LARGE).parameters()])
+    step = adam(strategy, LARGE)
+    for _ in range(2):
+        step()
+    return [(settled() - base) / count, (peak(step) - base) / count]
+
+
 def steps_of_local_sgd(rounds: int) -> Samples:
     """On a rank."""
     import torch.distributed as dist
@@ -106,12 +189,54 @@ def main() -> None:
     if options.what:
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        if options.what[0] == "horovod":
-            steps_of_horovod(options.what[1], options.rounds)
+        what, *given = options.what
+        if what == "horovod":
+            steps_of_horovod(given[0], options.rounds)
+        elif what == "deepspeed":
+            on_a_rank(lambda: steps_of_deepspeed(int(given[0]), options.rounds))
+        elif what == "memory":
+            on_a_rank(lambda: memory_of(given[0]))
         else:
             on_a_rank(lambda: steps_of_local_sgd(options.rounds))
         return
-    show([horovod_table(options.rounds), local_table(options.rounds)])
+    tables = [deepspeed_table(stage, options.rounds) for stage in (1, 2, 3)]
+    show([*tables, memory_table(), horovod_table(options.rounds), local_table(options.rounds)])
+
+
+def of_deepspeed(*arguments: str) -> Any:
+    """What ranks in DeepSpeed's environment report."""
+    return ranks(
+        [__file__, *arguments],
+        timeout=600,
+        python=str(DEEPSPEED / "python"),
+        OMP_NUM_THREADS="1",
+        DS_ACCELERATOR="cpu",
+        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
+    )
+
+
+def deepspeed_table(stage: int, rounds: int) -> dict[str, Any]:
+    """Interleaved on warm ranks."""
+    samples = of_deepspeed("deepspeed", str(stage), f"--rounds={rounds}")
+    hand, ours, own = in_three_ways(stage)
+    note = f"{DEPTH} layers of {WIDTH}, batches of {BATCH}, Adam; 2 ranks of one thread; samples of 5 steps."
+    item = timing_table(f"DeepSpeed, stage {stage}", samples, hand, 1e-3, "ms", note)
+    ratio = ratios(samples, hand)
+    limit = f"1 (again: {ratio[f'{hand} again']:.2f})"
+    seen = {"ours": f"{ratio[ours]:.2f}; zero{stage} {ratio[own]:.2f}"}
+    summarise(item, f"step of strategy='deepspeed_stage_{stage}' to the same by hand", seen, limit, "1.02")
+    return item
+
+
+def memory_table() -> dict[str, Any]:
+    """A job of 2 ranks for each case."""
+    rows = []
+    for stage in (1, 2, 3):
+        for name, strategy in in_three_ways(stage).items():
+            after, most = of_deepspeed("memory", strategy)
+            rows.append([name, f"{after:.2f}", f"{most:.2f}"])
+    note = f"{DEPTH} layers of {LARGE}, float32, Adam; resident memory of rank zero of 2."
+    return table("Bytes per parameter and rank", ["case", "after a step", "at most in a step"], rows, note)
 
 
 def horovod_table(rounds: int) -> dict[str, Any]:

@@ -217,10 +217,10 @@ def environment(**variables: str) -> dict[str, str]:
 _RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
-def child(arguments: list[str], timeout: float = 600, **variables: str) -> Any:
-    """Run this interpreter with `arguments` and return what it reported."""
+def child(arguments: list[str], timeout: float = 600, python: str = sys.executable, **variables: str) -> Any:
+    """Run this interpreter, or another one, with `arguments` and return what it reported."""
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [python, *arguments],
         env=environment(**variables),
         capture_output=True,
         text=True,
@@ -229,20 +229,26 @@ def child(arguments: list[str], timeout: float = 600, **variables: str) -> Any:
     return _reported(done.stdout, done.stderr, done.returncode)
 
 
-def ranks(arguments: list[str], world_size: int = 2, timeout: float = 900, **variables: str) -> Any:
+def ranks(
+    arguments: list[str],
+    world_size: int = 2,
+    timeout: float = 900,
+    python: str = sys.executable,
+    **variables: str,
+) -> Any:
     """Run `arguments` once per rank, torchrun's variables set, and return what rank zero reported."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     place |= {"LOCAL_WORLD_SIZE": str(world_size), "TORCHELASTIC_RUN_ID": "bench", "GROUP_RANK": "0"}
     others = [
         subprocess.Popen(
-            [sys.executable, *arguments],
+            [python, *arguments],
             env=environment(**place, RANK=str(rank), LOCAL_RANK=str(rank), **variables),
             stdout=subprocess.DEVNULL,
         )
         for rank in range(1, world_size)
     ]
     try:
-        return child(arguments, timeout, **place, RANK="0", LOCAL_RANK="0", **variables)
+        return child(arguments, timeout, python, **place, RANK="0", LOCAL_RANK="0", **variables)
     finally:
         for other in others:
             try:
