@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 import time
 from collections import Counter
@@ -38,6 +39,8 @@ def main() -> int:
             if seed is None:
                 break
             program = generate(seed, layout)
+            if program.place.avoids and re.search(program.place.avoids, program.body()):
+                continue
             outcome = runner.run(program)
             if outcome.failed or outcome.word == FOREIGN:
                 outcome = runner.confirmed(program)

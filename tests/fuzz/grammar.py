@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from layouts import CHAINS, LAYOUTS, Layout
+from layouts import BY_NAME, CHAINS, LAYOUTS, Layout
 from program import Node, Program
 
 
@@ -162,8 +162,9 @@ def generate(seed: int, layout: str | None = None) -> Program:
     rng = random.Random(seed)
     chosen = rng.choices(LAYOUTS, [entry.weight for entry in LAYOUTS])[0]
     if layout is not None:
-        chosen = next(entry for entry in LAYOUTS if entry.name == layout)
+        chosen = BY_NAME[layout]
     precision = rng.choice([None] * 14 + ["64-true", "32-true", "bf16-mixed"])
+    precision = chosen.precision or precision
     scene = Scene(rng, chosen, precision)
     scene.by_hand = not (chosen.splits or chosen.shares_data) and scene.chance(0.04)
     make_models(scene)
@@ -214,13 +215,13 @@ def freeze_first(scene: Scene, model: Model) -> None:
     """Its first layer is frozen before setup, perhaps, and thawed in the loop, perhaps."""
     first = f"for p in list({model.name}.parameters())[:2]:"
     frozen = scene.chance(0.12 if scene.layout.splits else 0.08)
-    if model.kind.name == "reentrant" and scene.layout.name == "fsdp-unused":
+    if model.kind.name == "reentrant" and scene.layout.zeros:
         return  # without an input to differentiate nobody uses the blocks: zeros there, as FSDPStrategy says
     if frozen:
         scene.build.append((first, ("p.requires_grad_(False)",)))
     if (frozen or model.kind.name == "partly") and scene.chance(0.5 if scene.layout.splits else 0.05):
         scene.late.append(("if step == 1:", ((first, ("p.requires_grad_(True)",)),)))
-        if scene.layout.splits and scene.chance(0.6):
+        if scene.layout.splits and not scene.layout.precision and scene.chance(0.6):
             scene.precision = "bf16-mixed"  # what was frozen has no gradient dtype of its own yet
 
 

@@ -24,6 +24,12 @@ class Layout:
     """Functions that `make` names."""
     extra: str = ""
     """Further arguments of Fabric."""
+    precision: str | None = None
+    """The only one that it has."""
+    avoids: str = ""
+    """A pattern of what means something else there."""
+    zeros: bool = False
+    """Whether what nobody uses has zeros for a gradient, as the strategy says."""
 
     @property
     def shares_data(self) -> bool:
@@ -33,7 +39,9 @@ class Layout:
     @property
     def splits(self) -> bool:
         """Whether no rank has a whole model: what goes by one is refused."""
-        return self.name.startswith(("zero2", "fsdp", "hsdp", "mesh", "tensor", "pipeline", "context-fsdp"))
+        return self.name.startswith(
+            ("zero2", "fsdp", "hsdp", "mesh", "tensor", "pipeline", "context-fsdp", "deepspeed-3")
+        )
 
 
 POLICY = "auto_wrap_policy={nn.Linear, nn.Embedding, Block}"
@@ -85,7 +93,7 @@ LAYOUTS = [
     Layout("fsdp", "FSDPStrategy()", (1, 2, 2, 3, 4), weight=5),
     Layout("fsdp-layers", f"FSDPStrategy({POLICY})", weight=3),
     Layout("fsdp-freed", f"FSDPStrategy({POLICY}, reshard_after_forward=True)", weight=1),
-    Layout("fsdp-unused", "FSDPStrategy(find_unused_parameters=True)", weight=1),
+    Layout("fsdp-unused", "FSDPStrategy(find_unused_parameters=True)", weight=1, zeros=True),
     Layout(
         "fsdp-checkpointed",
         "FSDPStrategy(auto_wrap_policy={Block}, activation_checkpointing=Block)",
@@ -137,4 +145,23 @@ LAYOUTS = [
         extra=", num_nodes=dist.get_world_size(), plugins=MachineEach()",
     ),
 ]
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
+ENGINES = [
+    Layout(
+        f"deepspeed-{name}",
+        f"DeepSpeedStrategy({arguments})",
+        (2,),
+        imports="from fabric.integrations.deepspeed import DeepSpeedStrategy",
+        precision="32-true",
+        avoids=r"\.grad\b|grads\(|by_hand|Adagrad|LBFGS|setup_optimizers|\.backward\(\)|own_ddp|compiled",
+        zeros=True,
+    )
+    for name, arguments in {
+        "1": "stage=1",
+        "2": "stage=2",
+        "2-offload": "stage=2, offload_optimizer=True",
+        "3": "stage=3",
+        "3-offload": "stage=3, offload_optimizer=True, offload_parameters=True",
+    }.items()
+]
+"""By `--layout` only, with the interpreter of an engine's environment (`make test-engines`)."""
+BY_NAME = {layout.name: layout for layout in [*LAYOUTS, *ENGINES]}

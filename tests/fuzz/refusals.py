@@ -35,6 +35,23 @@ OWED = [
     (r"a penalty on weights", "a term of split parameters in the loss"),
     (r"which is on stage \d+ of the pipeline", "a state dict of some stages in a file"),
     (r"is not finite", "clip_gradients of gradients that are not finite"),
+    # Of engines, which programs meet by --layout only.
+    (r"makes its engine of a model and its optimizer together", "DeepSpeed: an optimizer without its model"),
+    (r"comes from no model that was set up with an optimizer", "DeepSpeed: a loss of no engine"),
+    (r"has one optimizer, but fabric\.setup got", "DeepSpeed: two optimizers of one model"),
+    (r"There was no optimizer\.zero_grad\(\) since the last", "DeepSpeed: gradients that stay over a step"),
+    (r"DeepSpeed writes its directories whole and at once", "DeepSpeed: beside the loop, or filtered"),
+    (r"a directory of DeepSpeed's takes one model", "DeepSpeed: two models in a directory"),
+    (r"came after gradients were clipped or divided", "DeepSpeed: more gradients after clipping"),
+    (r"retain_graph=True\): under stage 3", "DeepSpeed: two backwards of one graph in stage 3"),
+    (r"A backward before this one failed in the middle", "DeepSpeed: after a backward that failed"),
+    (r"gives wrong gradients: this strategy", "DeepSpeed: loss.backward()"),
+    (r"DeepSpeed takes no parameter of shape", "DeepSpeed: 0-dim parameters, or with gaps"),
+    (r"a DeepSpeed engine has the parameters of setup", "DeepSpeed: add_param_group"),
+    (r"after zero_grad\(set_to_none=False\) and no backward", "DeepSpeed: a step with zeros"),
+    (r"Parameters were written by hand, and under stage 3", "DeepSpeed: weights written by hand in stage 3"),
+    (r"The state dict of a bare \w+ has no values under stage 3", "DeepSpeed: a bare state dict in stage 3"),
+    (r"DeepSpeed has no gradients of others", "DeepSpeed: clipping what is not trained"),
 ]  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def zero(scene: Scene, optimizer: Optimizer) -> list[Node]:
 def one_backward(scene: Scene, model: Model, factor: str = "") -> list[Node]:
     """Forward, loss, backward; perhaps with something between them."""
     # What nobody uses has zeros for a gradient there, as FSDPStrategy says.
-    loss = losses(scene, model, whole=scene.chance(0.9) or scene.layout.name == "fsdp-unused")
+    loss = losses(scene, model, whole=scene.chance(0.9) or scene.layout.zeros)
     x, made = scene.fresh("x"), scene.fresh("loss")
     lines: list[Node] = [
         f"{x} = {scene.data(loss.x, loss.alike)}",

@@ -82,9 +82,10 @@ def save(
         part = begin(target) if rank == 0 else None
     directory = strategy.broadcast(part)
     try:
-        engine.save_checkpoint(
-            str(directory), tag=_TAG, client_state=client, exclude_frozen_parameters=exclude_frozen
-        )
+        with strategy.layout.gathers():
+            engine.save_checkpoint(
+                str(directory), tag=_TAG, client_state=client, exclude_frozen_parameters=exclude_frozen
+            )
         with states.together(strategy, f"saving {path}"):
             files = sorted([file for file in directory.rglob("*") if file.is_file()])
             own = {file.relative_to(directory).as_posix(): digest(file) for file in files[rank::world]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,11 @@ from torch.nn import Module
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
-from fabric.integrations.deepspeed import gradients, states
+from fabric.integrations.deepspeed import states
+from fabric.integrations.deepspeed.calls import Attached, Together
+from fabric.integrations.deepspeed.gradients import Gradients, take_over, trains
 from fabric.integrations.deepspeed.precision import PRECISIONS, WHY
-from fabric.plugins.collectives.frames import ALONE, call_of
+from fabric.plugins.collectives.frames import call_of
 from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.hooked import HookedCall
 from fabric.strategies.layouts.layout import Whole
@@ -24,7 +27,7 @@ from fabric.strategies.layouts.shares import stand_in
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -59,11 +62,12 @@ class Engines(Whole):
         """Of an engine, complete; the strategy sets it."""
         self.engines: dict[Any, Any] = {}
         """By the user's module."""
+        self._gradients: dict[Any, Gradients] = {}
+        """By engine, of those that train."""
         self._stepped: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-        self._has: set[Any] = set()
-        self._finished: set[Any] = set()
-        self._reached: list[Any] = []
-        self._failed = False
+        self._reached: set[Any] | None = None
+        """The engines that the backward which runs has come to."""
+        self._failed = self._gathers = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stage": self.stage}
@@ -75,6 +79,12 @@ class Engines(Whole):
         """The engine of a model and its optimizer. All ranks must call this."""
         import deepspeed
 
+        for name, p in module.named_parameters():
+            if not (hasattr(p, "ds_id") or (p.dim() and p.is_contiguous())):
+                raise ConfigurationError(
+                    f"DeepSpeed takes no parameter of shape {list(p.shape)} with strides {list(p.stride())}: "
+                    f"{name}. Give it a dimension, and memory without gaps (p.data = p.data.contiguous())."
+                )
         twin = None
         if optimizer is not None:
             if isinstance(optimizer, torch.optim.LBFGS):
@@ -88,7 +98,10 @@ class Engines(Whole):
             model=module, optimizer=twin, config=self.config, dist_init_required=False
         )
         self.engines[module] = engine
-        if engine.optimizer is not None and hasattr(engine.optimizer, "optimizer"):
+        take_over(engine)
+        if self.splits:
+            module.register_state_dict_pre_hook(self._check_whole)
+        if trains(engine):
             self._attend(engine, optimizer if optimizer is not None else _made_by(engine))
         return engine
 
@@ -108,7 +121,7 @@ class Engines(Whole):
 
     def stepped_engines(self) -> list[Any]:
         """Those that have an optimizer."""
-        return [engine for engine in self.engines.values() if engine in self._stepped.values()]
+        return list(self._gradients)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """One that an engine has already.
@@ -136,10 +149,7 @@ class Engines(Whole):
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
         """The engine's call, whose outputs tell of a backward."""
-        call: Callable[..., Any] = wrapped.__call__
-        if wrapped not in self.engines.values():
-            return call
-        return HookedCall(self._together(call, wrapped), self, wrapped)
+        return self._hooked(wrapped.__call__, wrapped)
 
     def method_plan(
         self, wrapped: Module, method: Callable[..., Any], marked: bool = False
@@ -147,21 +157,21 @@ class Engines(Whole):
         """The method, whose outputs tell of a backward as those of a forward do."""
         if wrapped not in self.engines.values():
             return method
-        call = self._together(_Attached(wrapped, method), wrapped, f".{method.__name__}")
+        return self._hooked(Attached(wrapped, method), wrapped, f".{method.__name__}")
+
+    def _hooked(self, call: Callable[..., Any], wrapped: Any, name: str = "") -> Callable[..., Any]:
+        if wrapped not in self.engines.values():
+            return call
+        if self.splits:
+            call = Together(call, self, type(wrapped.module).__name__ + name)
         return HookedCall(call, self, wrapped)
 
     def on_reached(self, engine: Any) -> None:
-        """A backward has reached an output of the engine.
-
-        Raises:
-            UsageError: Its gradients are means already, and no step has taken them.
-        """
-        if engine in self._finished:
-            raise UsageError(
-                "This backward came after gradients were clipped or divided, and before the step that takes "
-                "them. Clip after the last backward of a step, or call optimizer.zero_grad()."
-            )
-        self._reached.append(engine)
+        """A backward has reached an output of the engine; or `torch.autograd.grad`, which is not ours."""
+        if self._reached is not None:
+            self._reached.add(engine)
+            if engine in self._gradients:
+                self._gradients[engine].reach()
 
     def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass, which adds to the gradients of the engines that it reaches.
@@ -170,10 +180,10 @@ class Engines(Whole):
             UsageError: It reaches none; or the graph is to stay for another one under stage 3; or one before
                 has failed.
         """
-        if self.stage == 3 and (kwargs.get("retain_graph") or kwargs.get("create_graph")):
+        if self.splits and (kwargs.get("retain_graph") or kwargs.get("create_graph")):
             raise UsageError(
-                "fabric.backward(loss, retain_graph=True): under stage 3 DeepSpeed lets weights go that "
-                "a second backward of this graph needs. Add the losses up and call fabric.backward once, or "
+                "fabric.backward(loss, retain_graph=True): under stage 3 DeepSpeed lets weights go that a "
+                "second backward of this graph needs. Add the losses up and call fabric.backward once, or "
                 "take stage 2."
             )
         if self._failed:
@@ -181,21 +191,22 @@ class Engines(Whole):
                 "A backward before this one failed in the middle, and DeepSpeed's engine has a part of its "
                 "gradients. Begin a new process from a checkpoint."
             )
-        engines = self.stepped_engines()
-        for engine in engines:
-            gradients.begin(engine)
-        self._reached, self._failed = [], True
-        run(tensor, *args, **kwargs)
+        for held in self._gradients.values():
+            held.begin()
+        self._reached, self._failed = set(), True
+        try:
+            run(tensor, *args, **kwargs)
+        finally:
+            reached, self._reached = self._reached, None
         self._failed = False
-        for engine in engines:
-            gradients.end(engine, engine in self._reached)
-        if not self._reached:
+        for held in self._gradients.values():
+            held.end()
+        if not reached & self._gradients.keys():
             raise UsageError(
                 "This loss comes from no model that was set up with an optimizer, or from its .module: "
                 "DeepSpeed sends nothing of it. Write model, optimizer = fabric.setup(model, optimizer), and "
                 "call what it gave back."
             )
-        self._has.update(self._reached)
 
     def engine_of(self, parameters: Iterable[Tensor]) -> Any:
         """The engine that has these parameters; None: no one has."""
@@ -212,62 +223,51 @@ class Engines(Whole):
         """Whether this is the optimizer of an engine."""
         return isinstance(optimizer, torch.optim.Optimizer) and self._stepped.get(optimizer) is engine
 
+    def drop(self, engine: Any) -> None:
+        """Forget the gradients of an engine."""
+        self._gradients[engine].drop()
+
     def loaded(self, engine: Any, optimizer: Optimizer | None) -> None:
         """The engine has loaded a checkpoint, into its optimizer, too, where this is given."""
         self._versions(engine)
         if optimizer is not None:
             self._take_settings(optimizer, engine)
 
-    def finish(self, engine: Any) -> None:
-        """Make the gradients of an engine means. All ranks must call this."""
-        if engine not in self._finished and engine in self._has:
-            gradients.finish(engine)
-            self._finished.add(engine)
-
     def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
-        """Before gradients are clipped or divided: they are means."""
-        self.finish(self.engine_of(parameters))
+        """Before gradients are clipped or divided: they are means. All ranks must call this."""
+        self._of(parameters).finish()
 
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
         """The gradients, and their norm in the whole model. All ranks must call this."""
-        parts, scale = self._parts(parameters)
+        parts, scale = self._of(parameters).parts()
         channel: Any = self.channel
         norm = norm_over_ranks([(parts, [channel.collective.group])], norm_type, channel.wire.via)
         return parts, (norm / scale).to(torch.float32)
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
-        parts, scale = self._parts(parameters)
+        parts, scale = self._of(parameters).parts()
         for part in parts:
             part.clamp_(-clip_value * scale, clip_value * scale)
 
     def divide_gradients(self, parameters: Iterable[Tensor], divisor: float) -> None:
         """Divide every gradient by `divisor`, in place."""
-        for part in self._parts(parameters)[0]:
+        for part in self._of(parameters).parts()[0]:
             part.div_(divisor)
 
     def step(self, optimizer: Optimizer) -> None:
         """Step by the engine; without gradients nothing. All ranks must call this."""
         engine, channel = self._stepped[optimizer], self.channel
+        held = self._gradients[engine]
         if channel is not None and channel.world_size > 1:
-            there = "gradients" if engine in self._has else "no gradients"
+            there = "gradients" if held.there else "no gradients"
             channel.meet(call_of(f"{type(optimizer).__name__}.step", f"with {there}"))
-        if engine not in self._has:
-            return
         self._take_edits(engine)
-        self.finish(engine)
         for theirs, own in zip(engine.optimizer.optimizer.param_groups, optimizer.param_groups, strict=False):
             theirs.update(_settings(own))
-        engine.step()
-        self._take_settings(optimizer, engine)  # which a scheduler of DeepSpeed's may have changed
-        self.drop(engine)
-        self._versions(engine)
-
-    def drop(self, engine: Any, set_to_none: bool = True) -> None:
-        """Forget the gradients of an engine."""
-        self._has.discard(engine)
-        self._finished.discard(engine)
-        gradients.drop(engine)
+        if held.step():
+            self._take_settings(optimizer, engine)  # which a scheduler of DeepSpeed's may have changed
+            self._versions(engine)
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """Under stage 3, modules are split as they are made."""
@@ -290,7 +290,19 @@ class Engines(Whole):
 
     def module_state(self, module: Module) -> dict[str, Any]:
         """The full state dict, with the values of the masters. All ranks must call this."""
-        return states.module_state(module, self.keeps_full)
+        if self.engines.get(module) in self._gradients:
+            self._take_edits(self.engines[module])
+        with self.gathers():
+            return states.module_state(module, self.keeps_full)
+
+    @contextmanager
+    def gathers(self) -> Iterator[None]:
+        """Context in which a state dict of bare modules is asked for to be made whole."""
+        self._gathers = True
+        try:
+            yield
+        finally:
+            self._gathers = False
 
     def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
         """Load a full state dict, also into the masters. All ranks must call this."""
@@ -312,30 +324,23 @@ class Engines(Whole):
         for engine in self.engines.values():
             engine.destroy()
         self.engines.clear()
+        self._gradients.clear()
 
     def _attend(self, engine: Any, optimizer: Optimizer) -> None:
-        def zero_grad(set_to_none: bool = True) -> None:
-            self.drop(engine)
-
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        engine.module.zero_grad = zero_grad
+        held = self._gradients[engine] = Gradients(engine)
+        optimizer.zero_grad = engine.module.zero_grad = held.drop  # type: ignore[method-assign]
         self._stepped[optimizer] = engine
         engine.fabric_optimizer = optimizer  # one that DeepSpeed makes has no other holder
-        gradients.drop(engine)
         self._versions(engine)
 
-    def _together(self, call: Callable[..., Any], engine: Any, name: str = "") -> Callable[..., Any]:
-        """A call of a model whose parameters are split, which without gradients says that it is made."""
-        return (
-            _Together(call, self, f"{ALONE} of {type(engine.module).__name__}{name}") if self.splits else call
-        )
-
-    def _parts(self, parameters: Iterable[Tensor]) -> tuple[list[Tensor], float]:
-        """This rank's gradients, and by what they are too large."""
+    def _of(self, parameters: Iterable[Tensor]) -> Gradients:
         engine = self.engine_of(parameters)
-        if engine not in self._has:
-            return [], 1.0
-        return gradients.parts(engine), float(engine.optimizer.loss_scale)
+        if engine not in self._gradients:
+            raise UsageError(
+                "These parameters are of no model that was set up with an optimizer, and DeepSpeed has no "
+                "gradients of others. Write model, optimizer = fabric.setup(model, optimizer)."
+            )
+        return self._gradients[engine]
 
     def _take_settings(self, optimizer: Optimizer, engine: Any) -> None:
         for own, theirs in zip(optimizer.param_groups, engine.optimizer.optimizer.param_groups, strict=False):
@@ -346,41 +351,21 @@ class Engines(Whole):
 
     def _take_edits(self, engine: Any) -> None:
         """What the user has written into parameters since the last step, in the masters, too."""
-        if self.stage != 3 and engine.fabric_versions != [p._version for p in engine.module.parameters()]:
-            engine.optimizer.refresh_fp32_params()
-
-
-class _Together:
-    """Without gradients nothing else would tell a rank that it is alone."""
-
-    def __init__(self, call: Callable[..., Any], layout: Engines, verb: str) -> None:
-        self.call, self.layout, self.verb = call, layout, verb
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
-        if self.layout.channel is not None and not torch.is_grad_enabled():
-            self.layout.channel.announce(self.verb)
-        return self.call(*args, **kwargs)
-
-
-class _Attached:
-    """A method of the user's module, whose outputs begin a backward as those of the engine's forward do."""
-
-    def __init__(self, engine: Any, method: Callable[..., Any]) -> None:
-        self.engine, self.method = engine, method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
-        from deepspeed.runtime.utils import register_output_backward_hooks
-
-        out = self.method(*args, **kwargs)
-        if torch.is_grad_enabled():
-            register_output_backward_hooks(
-                out,
-                preprocess_once_fn=self.engine._backward_prologue,
-                preprocess_per_tensor_fn=self.engine._backward_prologue_per_tensor,
+        if engine.fabric_versions == [p._version for p in engine.module.parameters()]:
+            return
+        if self.splits:
+            raise UsageError(
+                "Parameters were written by hand, and under stage 3 their values are elsewhere: nothing was "
+                "changed. Take stage 2, or load what they should be by fabric.load_raw."
             )
-        return out
+        engine.optimizer.refresh_fp32_params()
+
+    def _check_whole(self, module: Module, *_: Any) -> None:
+        if not self._gathers:
+            raise UsageError(
+                f"The state dict of a bare {type(module).__name__} has no values under stage 3. Call "
+                "state_dict() of the model that fabric.setup gave back, on all ranks."
+            )
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fabric.integrations.deepspeed.gradients import is_stepped
 from fabric.strategies.layouts.shares import stand_in
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ def load_module_state(module: Module, state: dict[str, Any], strict: bool) -> An
     split = any([hasattr(p, "ds_id") for p in module.parameters()])
     told = _load_split(module, state, strict) if split else module.load_state_dict(state, strict=strict)
     for name, parameter in module.named_parameters():
-        has_master = hasattr(parameter, "_hp_mapping") or hasattr(parameter, "_z3_optimizer")
-        if name in state and has_master and parameter.requires_grad:
+        if name in state and is_stepped(parameter):
             _set(parameter, state[name])
     return told
 
@@ -62,6 +62,7 @@ def optimizer_state(optimizer: Optimizer, engine: Any, keep: bool) -> dict[str, 
 
     state: dict[Any, Any] = {}
     known = _entry(engine)
+    _link(engine)
     for parameter in _parameters(optimizer) if known else ():
         entry = state[parameter] = {}
         for key, value in known.items():
@@ -82,10 +83,11 @@ def load_optimizer_state(optimizer: Optimizer, engine: Any, state: dict[str, Any
         return
     if not _entry(engine):
         _make_states(engine)
+    _link(engine)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     held = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in zip(numbers, held, strict=True):
-        for key, value in state["state"].get(number, {}).items() if parameter.requires_grad else ():
+        for key, value in state["state"].get(number, {}).items() if is_stepped(parameter) else ():
             if _is_split(value):
                 _set(parameter, value, key)
                 continue
@@ -123,12 +125,19 @@ def _entry(engine: Any) -> dict[str, Any]:
     return {key: value for key, value in entries[0].items() if value is not None} if entries else {}
 
 
+def _link(engine: Any) -> None:
+    """Let parameters know their states: DeepSpeed does so after the first group of the first step only."""
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked") and _entry(engine):
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
 def _is_split(value: Any) -> bool:
     return torch.is_tensor(value) and value.dim() > 0
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [p for group in optimizer.param_groups for p in group["params"] if is_stepped(p)]
 
 
 def _make_states(engine: Any) -> None:

@@ -21,6 +21,7 @@ from fabric.integrations.deepspeed.settings import complete, get, joined
 from fabric.strategies import state as states
 from fabric.strategies.ddp import DDPStrategy
 from fabric.strategies.layouts.agree import broadcast_from_zero
+from fabric.utilities.dtypes import CastTo
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -216,8 +217,8 @@ class DeepSpeedStrategy(DDPStrategy):
         if "optimizer" in self.config or self.zero_stage_3:
             return self.layout.make(module, None)  # type: ignore[no-any-return]
         broadcast_from_zero([*module.parameters(), *module.buffers()])
-        precision: Any = self._precision
-        return module.to(self.root_device, precision.dtype)
+        module._apply(CastTo(self._precision.dtype))  # type: ignore[attr-defined]
+        return module.to(self.root_device)
 
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
@@ -314,6 +315,11 @@ class DeepSpeedStrategy(DDPStrategy):
         facts = {"strategy": type(self).__name__, "world_size": self.world_size, **(facts or {})}
         checkpoints.save(self, path, state, self._exclude_frozen, facts, then)
         return None
+
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:
+        """See the base. All ranks must call this."""
+        with self.layout.gathers():  # the base looks at the module's own keys
+            return super().load_module_state_dict(module, state_dict, strict)
 
     @contextmanager
     def opened(

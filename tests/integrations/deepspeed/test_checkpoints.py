@@ -37,9 +37,14 @@ def steps(on, model, optimizer, *numbers):
         optimizer.step()
 
 
+def in_groups(model, lr):
+    own = trained(model)
+    return Adam([{"params": own[:1]}, {"params": own[1:], "lr": lr / 2}], lr=lr)
+
+
 def fresh(on):
     model = Net()
-    return on.setup(model, Adam(trained(model), lr=0.05))
+    return on.setup(model, in_groups(model, 0.05))
 
 
 def never_stopped():
@@ -55,7 +60,7 @@ def other(on):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    return on.setup(model, Adam(trained(model), lr=0.9))
+    return on.setup(model, in_groups(model, 0.9))
 
 
 def saved_and_loaded(way, folder, format):
@@ -75,7 +80,7 @@ def saved_and_loaded(way, folder, format):
     rest = fabric.load(folder, state)
     assert state["step"] == 3
     assert torch.equal(rest["rng"], torch.arange(3))
-    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.025]
     steps(on, model, optimizer, 3, 4, 5)
     found = values(fabric, [model])
     fabric.strategy.teardown()
@@ -202,7 +207,7 @@ def by_hand(way, folder):
     fabric = launched(way)
     model = Net()
     engine, optimizer, *_ = deepspeed.initialize(
-        model=model, optimizer=Adam(trained(model), lr=0.05), config=fabric.strategy.layout.config
+        model=model, optimizer=in_groups(model, 0.05), config=fabric.strategy.layout.config
     )
     part = Split(fabric).part
     for step in range(3):

@@ -28,6 +28,9 @@ def refused(way):
     told(lambda: fabric.setup(model, SGD(trained(model), lr=0.1), SGD(trained(model), lr=0.1)))
     told(lambda: fabric.setup(model, LBFGS(trained(model))))
     told(lambda: fabric.setup_optimizers(SGD(trained(model), lr=0.1)))
+    for odd in (torch.tensor(1.0), torch.ones(2, 3).t()):
+        odd_model = nn.ParameterList([nn.Parameter(odd)])
+        told(lambda odd_model=odd_model: fabric.setup(odd_model, SGD(odd_model.parameters(), lr=0.1)))
     model, optimizer = fabric.setup(model, SGD(trained(model), lr=0.1))
     told(lambda: fabric.strategy.optimizer_of(fabric.setup_module(nn.Linear(2, 2))))
     told(lambda: fabric.backward(nn.Linear(3, 1)(torch.ones(3)).sum()))
@@ -38,7 +41,17 @@ def refused(way):
     fabric.backward(loss_of(model, x))
     fabric.clip_gradients(model, optimizer, max_norm=1.0)
     told(lambda: fabric.backward(loss))
+    fabric.strategy.teardown()
+    fabric = launched(way)
+    model, optimizer = fabric.setup(*with_sgd())
+    fabric.backward(loss_of(model, x))
+    optimizer.step()
+    told(optimizer.step)
+    fabric.backward(loss_of(model, x))
+    told(optimizer.step)
+    told(lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0))
     optimizer.zero_grad()
+    optimizer.step()
     fabric.strategy.teardown()
     return told
 
@@ -48,11 +61,14 @@ WANTED = (
     "ConfigurationError: A DeepSpeed engine has one optimizer, but fabric.setup got 2. Give one with a group",
     "ConfigurationError: LBFGS goes by a closure, which DeepSpeed's step has none of. Take another optimizer",
     "ConfigurationError: DeepSpeed makes its engine of a model and its optimizer together. Write model,",
+    "ConfigurationError: DeepSpeed takes no parameter of shape [] with strides []: 0. Give it a dimension",
+    "ConfigurationError: DeepSpeed takes no parameter of shape [3, 2] with strides [1, 3]: 0. Give it a",
     'ConfigurationError: DeepSpeed\'s config has no "optimizer". Write one there, or model, optimizer = ',
     "UsageError: This loss comes from no model that was set up with an optimizer, or from its .module",
     "UsageError: loss.backward() was called where it gives wrong gradients",
     "UsageError: add_param_group() came after setup, and a DeepSpeed engine has the parameters of setup",
     "UsageError: This backward came after gradients were clipped or divided, and before the step",
+    *["UsageError: There was no optimizer.zero_grad() since the last optimizer.step(): DeepSpeed drops"] * 3,
 )
 
 

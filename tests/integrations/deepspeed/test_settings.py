@@ -130,6 +130,7 @@ def of_the_configuration(folder):
         optimizer.step()
     before = values(fabric, [model])
     fabric.save(folder, {"model": model, "optimizer": optimizer})
+    optimizer.zero_grad()
     on.backward(loss_of(model, on.part(batch(9)), aside=True))
     optimizer.step()
     after = values(fabric, [model])
@@ -154,6 +155,31 @@ def test_an_optimizer_and_a_schedule_of_the_configuration(ranks, tmp_path):
         optimizer.step()
     assert_same([models for models, _ in found], [model], rtol=1e-5, atol=1e-5)
     assert len(set(found[0][1])) > 2
+
+
+def clipped_by_the_configuration(way):
+    fabric = launched(way, config={"gradient_clipping": 0.3})
+    on = Split(fabric)
+    model = Net()
+    model, optimizer = fabric.setup(model, AdamW(trained(model), lr=0.05, eps=0.1))
+    for step in range(3):
+        optimizer.zero_grad()
+        on.backward(loss_of(model, on.part(batch(step)), aside=True) * 10)
+        optimizer.step()
+    return ended(fabric, [model])
+
+
+@pytest.mark.parametrize("way", ["1", "2", "3"])
+def test_clipping_by_the_configuration(ranks, way):
+    found = ranks.run(clipped_by_the_configuration, way, world_size=WORLD)
+    model = Net()
+    optimizer = AdamW(trained(model), lr=0.05, eps=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        (loss_of(model, batch(step), aside=True) * 10).backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3) > 0.3
+        optimizer.step()
+    assert_same(found, [model], rtol=1e-4, atol=1e-4)
 
 
 def refusals(way):
