@@ -36,8 +36,8 @@ class LocalSGDStrategy(ParallelStrategy):
     `fabric.save` and `fabric.whole` end the round early, also for the states of the optimizers: moments
     become the means of the ranks that have them, all else (numbers of steps, the history of LBFGS) is the
     first rank's that has it. So a checkpoint has one state. Where there is an outer optimizer, a round begins
-    from the values that `fabric.load` or `model.load_state_dict` gave. Call `fabric.strategy.end_round()` before an
-    evaluation that sees one model.
+    from the values that `fabric.load` or `model.load_state_dict` gave. Call `fabric.strategy.end_round()`
+    before an evaluation that sees one model.
 
     Args:
         sync_every: Steps of a round, 1 or more.
