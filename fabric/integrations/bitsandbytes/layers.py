@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import bitsandbytes.nn as bnb
@@ -10,6 +11,8 @@ from bitsandbytes import matmul
 from fabric.plugins.io.portable import read_stored
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch.nn import Linear
 
@@ -34,6 +37,10 @@ class FourBits(bnb.Linear4bit):
         unexpected: list[str] = rest[3]
         unexpected[:] = [key for key in unexpected if key not in keys]
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) to (..., out_features)."""
+        return _by_rows(super().forward, x)
+
 
 class EightBits(bnb.Linear8bitLt):
     """A layer whose weight is stored in 8 bits."""
@@ -56,8 +63,7 @@ class EightBits(bnb.Linear8bitLt):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features)."""
-        out: torch.Tensor = super().forward(x.reshape(-1, x.shape[-1]))
-        return out.view(*x.shape[:-1], self.out_features)
+        return _by_rows(super().forward, x)
 
 
 class TrainedEightBits(bnb.Linear8bitLt):
@@ -70,8 +76,7 @@ class TrainedEightBits(bnb.Linear8bitLt):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features)."""
         self.state.is_training, self.state.CB = True, None
-        out: torch.Tensor = matmul(x.reshape(-1, x.shape[-1]), self.weight, bias=self.bias, state=self.state)
-        return out.view(*x.shape[:-1], self.out_features)
+        return _by_rows(partial(matmul, B=self.weight, bias=self.bias, state=self.state), x)
 
 
 def four_bits(layer: Linear, kind: str, twice: bool, compute: torch.dtype) -> Any:
@@ -88,6 +93,12 @@ def eight_bits(layer: Linear, trained: bool) -> Any:
     made = _like(layer, TrainedEightBits if trained else EightBits, has_fp16_weights=trained, threshold=6.0)
     made.weight = layer.weight if trained else _eight(layer.weight.data).to(layer.weight.device)
     return made
+
+
+def _by_rows(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    # Each of bitsandbytes' products knows two dimensions, in its backward, too, and some know others.
+    out = product(x.reshape(-1, x.shape[-1]))
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def _like(layer: Linear, kind: Any, **settings: Any) -> Any:
