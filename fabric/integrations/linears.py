@@ -20,11 +20,12 @@ def check_settings(asked: str, dtype: Any, ignored: Any) -> set[str]:
     """The names of modules to leave as they are, of a plugin's settings.
 
     Raises:
-        ArgumentTypeError: `dtype` is none of numbers with a point, or `ignored` no collection of names.
+        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignored` no collection of names.
     """
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ArgumentTypeError(
-            f"{asked}: dtype={dtype!r} is that of everything else. Write dtype=torch.bfloat16, for example."
+            f"{asked}: dtype={dtype!r}, that of everything else, must be torch.bfloat16, torch.float16 or "
+            "torch.float32."
         )
     names = ignored if isinstance(ignored, set | frozenset | list | tuple) else [None]
     if not all([isinstance(name, str) for name in names]):

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class FourBits(bnb.Linear4bit):
-    """A layer whose weight is stored in 4 bits."""
+    """A layer whose weight is stored in 4 bits. Plain ones are made `plain` before, as at setup."""
+
+    plain: torch.dtype
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         given = state.get(f"{prefix}weight")
@@ -26,7 +28,8 @@ class FourBits(bnb.Linear4bit):
         keys = [key for key in state if key.startswith(f"{prefix}weight.")]
         made = own
         if given is not None and given.is_floating_point():
-            made = _four(read_stored(given), own.quant_type, own.compress_statistics).to(own.device)
+            given = read_stored(given).to(self.plain)
+            made = _four(given, own.quant_type, own.compress_statistics).to(own.device)
         elif given is not None and keys:
             stats = {key.removeprefix(f"{prefix}weight."): read_stored(state[key]) for key in keys}
             made = bnb.Params4bit.from_prequantized(read_stored(given), stats, device=own.device)
@@ -43,12 +46,14 @@ class FourBits(bnb.Linear4bit):
 
 
 class EightBits(bnb.Linear8bitLt):
-    """A layer whose weight is stored in 8 bits."""
+    """A layer whose weight is stored in 8 bits. Plain ones are made `plain` before, as at setup."""
+
+    plain: torch.dtype
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         given = state.get(f"{prefix}weight")
         if given is not None and given.is_floating_point():
-            made = _eight(read_stored(given)).to(self.weight.device)
+            made = _eight(read_stored(given).to(self.plain)).to(self.weight.device)
             state.update({f"{prefix}weight": made.data, f"{prefix}SCB": made.SCB})
         super()._load_from_state_dict(state, prefix, *rest)
 
@@ -103,7 +108,7 @@ def _by_rows(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -
 
 def _like(layer: Linear, kind: Any, **settings: Any) -> Any:
     made = kind(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta", **settings)
-    made.bias = layer.bias
+    made.bias, made.plain = layer.bias, layer.weight.dtype
     return made
 
 

@@ -38,7 +38,7 @@ class BitsandbytesPrecision(TruePrecision):
 
     Raises:
         ConfigurationError: Unknown `mode`.
-        ArgumentTypeError: `dtype` is no dtype of floating point, or `ignore_modules` no set of names.
+        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignore_modules` no set of names.
         MissingExtraError: bitsandbytes is not installed.
     """
 

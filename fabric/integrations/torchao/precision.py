@@ -37,7 +37,7 @@ class TorchAOPrecision(TruePrecision):
 
     Raises:
         ConfigurationError: Unknown `mode`, or a `config` for "int8-weights".
-        ArgumentTypeError: `dtype` is no dtype of floating point, or `ignore_modules` no set of names.
+        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignore_modules` no set of names.
         MissingExtraError: torchao is not installed.
     """
 

@@ -54,8 +54,8 @@ def batch(step, rank):
     return torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def launched(mode, strategy="ddp", devices=None, ignored=("adapter",)):
-    plugin = BitsandbytesPrecision(mode, dtype=torch.float32, ignore_modules=set(ignored))
+def launched(mode, strategy="ddp", devices=None, ignored=("adapter",), dtype=torch.float32):
+    plugin = BitsandbytesPrecision(mode, dtype=dtype, ignore_modules=set(ignored))
     count = devices or (dist.get_world_size() if dist.is_initialized() else 1)
     fabric = Fabric(
         accelerator="cpu", devices=count, strategy=strategy if count > 1 else "auto", plugins=plugin
@@ -120,10 +120,11 @@ def test_numbers_are_near_those_of_plain_layers(mode):
     assert sizes["first.weight"] == 64 * 64 * 4 // share
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", [*FIXED, "int8-training"])
-def test_a_checkpoint_of_plain_weights_is_quantised_while_it_is_loaded(mode, tmp_path):
+def test_a_checkpoint_of_plain_weights_is_quantised_while_it_is_loaded(mode, dtype, tmp_path):
     torch.save({"model": net(3).state_dict()}, tmp_path / "plain.pt")
-    fabric = launched(mode)
+    fabric = launched(mode, dtype=dtype)
     model, expected = fabric.setup_module(net(0)), fabric.setup_module(net(3))
     fabric.load(tmp_path / "plain.pt", {"model": model})
     with torch.no_grad():

@@ -85,9 +85,11 @@ def test_what_is_none(make, text):
     [
         (
             {"dtype": "bfloat16"},
-            "dtype='bfloat16' is that of everything else. Write dtype=torch.bfloat16, for example.",
+            "dtype='bfloat16', that of everything else, must be torch.bfloat16, torch.float16 or "
+            "torch.float32.",
         ),
-        ({"dtype": torch.int8}, "dtype=torch.int8 is that of everything else."),
+        ({"dtype": torch.int8}, "dtype=torch.int8, that of everything else, must be"),
+        ({"dtype": torch.float64}, "dtype=torch.float64, that of everything else, must be"),
         (
             {"ignore_modules": "lm_head"},
             "ignore_modules='lm_head' must be a set of names. Write ignore_modules={'lm_head'}.",
