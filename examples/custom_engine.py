@@ -113,16 +113,24 @@ class FlatGradientsStrategy(ParallelStrategy):
         self.layout = FlatGradients()
 
     def optimizer_step(self, optimizer, closure=None, **kwargs):
-        """A step with the engine's gradients; a closure makes them first, once."""
-        loss = None if closure is None else closure()
+        """A step with the engine's gradients, which a closure makes as often as the optimizer calls it."""
         engines = self.layout.of([p for group in optimizer.param_groups for p in group["params"]])
-        for engine in engines:
-            for parameter, part in zip(engine.parameters, engine.parts, strict=True):
-                parameter.grad = part.view_as(parameter)
-        result = super().optimizer_step(optimizer, **kwargs)
-        for parameter in (p for engine in engines for p in engine.parameters):
-            parameter.grad = None
-        return result if closure is None else loss
+
+        def put(there):
+            for engine in engines:
+                for parameter, part in zip(engine.parameters, engine.parts, strict=True):
+                    parameter.grad = part.view_as(parameter) if there else None
+
+        def made():
+            put(False)  # a backward takes in what it finds there
+            loss = closure()
+            put(True)
+            return loss
+
+        put(True)
+        result = super().optimizer_step(optimizer, **kwargs | ({"closure": made} if closure else {}))
+        put(False)
+        return result
 
 
 STRATEGY_REGISTRY.register("flat_gradients", FlatGradientsStrategy, "gradients of an engine of its own")

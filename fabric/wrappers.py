@@ -131,7 +131,7 @@ class _FabricModule(Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
         """Load a state dict under the user's own keys (or those of a compiled module)."""
-        if self._strategy.layout.splits:
+        if self._strategy.layout.splits or self._strategy.layout.hears_loads:
             return self._strategy.load_module_state_dict(self, dict(state_dict), strict)
         fitted = fit_keys(state_dict, self.module)  # type: ignore[arg-type]
         return self.module.load_state_dict(fitted, strict=strict, **kwargs)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fabric import Fabric
 from fabric.core.errors import ContractError
 from fabric.core.traits import Traits
 from fabric.plugins.environments import ProcessGroupEnvironment
@@ -175,6 +176,33 @@ def of_the_example() -> ParallelStrategy:
 @pytest.mark.parametrize("make", [ThirdParty, not_launchable, of_the_example])
 def test_strategies_of_third_parties(ranks, make):
     check_strategy(make, pool=ranks)
+
+
+def closures(make, rank, count):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    backward = torch.Tensor.backward
+    if make is not None:
+        fabric = Fabric(accelerator="cpu", devices=count, strategy=make())
+        fabric.launch()
+        model, optimizer = fabric.setup(model, optimizer)
+        rank, backward = fabric.global_rank, fabric.backward
+    for step in range(3):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).chunk(count)[rank]
+
+        def closure(x=x):
+            optimizer.zero_grad()
+            backward(loss := model(x).pow(2).mean())
+            return loss
+
+        optimizer.step(closure)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_the_engine_of_the_examples_takes_closures_that_are_called_again(ranks):
+    for found in ranks.run(closures, of_the_example, 0, 2, world_size=2):
+        torch.testing.assert_close(found, closures(None, 0, 1))
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero1"])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = [
+    "CALL_TABLES",
     "COUNTED_STEP",
     "MODULE_TABLES",
     "STEPPED",
@@ -114,6 +115,18 @@ MODULE_TABLES = (
     "_load_state_dict_post_hooks",
 )
 """What an `nn.Module` holds beside its children: a wrapper that shares these is its module to torch."""
+
+CALL_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+"""What an `nn.Module` holds of the hooks around its calls."""
 
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
 """Whether the backward pass that runs now comes to a node of the graph. Raises RuntimeError for a node whose

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from fabric.core.errors import ConfigurationError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.torch_internals import CALL_TABLES
 from fabric.strategies.layouts.agree import broadcast_from_zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
+
+
+def check_settings(asked: str, dtype: Any, ignored: Any) -> set[str]:
+    """The names of modules to leave as they are, of a plugin's settings.
+
+    Raises:
+        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignored` no collection of names.
+    """
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ArgumentTypeError(
+            f"{asked}: dtype={dtype!r}, that of everything else, must be torch.bfloat16, torch.float16 or "
+            "torch.float32."
+        )
+    names = ignored if isinstance(ignored, set | frozenset | list | tuple) else [None]
+    if not all([isinstance(name, str) for name in names]):
+        example = ignored if isinstance(ignored, str) else "head"
+        raise ArgumentTypeError(
+            f"{asked}: ignore_modules={ignored!r} must be a set of names. Write "
+            f"ignore_modules={{{example!r}}}."
+        )
+    return set(names)
 
 
 def replace_linears(
@@ -19,34 +42,36 @@ def replace_linears(
     make: Callable[[nn.Linear], nn.Module],
     asked: str,
     ignored: Collection[str] = (),
-    share: bool = False,
-) -> nn.Module:
-    """The module with what `make` gives in the place of each `nn.Linear`; changed in place, unless it is one.
+    replaces: bool = False,
+) -> None:
+    """Make each `nn.Linear` of the module what `make` gives for it, in place, whoever else holds it.
+
+    Layers whose weight is computed (`spectral_norm`, pruning) stay as they are.
 
     Args:
         module: The user's.
-        make: From a layer to another one.
+        make: From a layer to another one, with the same bias.
         asked: What the user wrote, for errors.
         ignored: Names of modules that are left as they are, with all below them.
-        share: Rank zero's values count: what is made of them are no values that a strategy could send.
-            All ranks must call this then.
+        replaces: Weights are replaced, too, once each: rank zero's values count, as what is made of them are
+            no values that a strategy could send. All ranks must call this then.
 
     Raises:
-        ConfigurationError: There is no linear layer, a name of `ignored` is that of no module, or a weight
-            has no values yet.
+        ConfigurationError: There is no linear layer, a name of `ignored` is that of no module, a weight has
+            no values yet, or is that of something else, too.
     """
-    modules = dict(module.named_modules())
+    modules = dict(module.named_modules(remove_duplicate=False))
     unknown = [name for name in ignored if name not in modules]
     if unknown:
         raise ConfigurationError(
             f"{asked} was told to leave {unknown[0]!r} as it is, but {type(module).__name__} has no module "
             f"of that name. It has {', '.join(repr(name) for name in list(modules)[1:6])}, ..."
         )
-    below = tuple([f"{name}." for name in ignored])
+    kept = {part for name in ignored for part in modules[name].modules()}
     found = {
         name: layer
         for name, layer in modules.items()
-        if type(layer) is nn.Linear and name not in ignored and not name.startswith(below)
+        if type(layer) is nn.Linear and "weight" in dict(layer.named_parameters()) and layer not in kept
     }
     if not found:
         raise ConfigurationError(
@@ -57,11 +82,47 @@ def replace_linears(
         raise ConfigurationError(
             f"{asked} needs values, and {empty[0]!r} is on the meta device. Load the model before setup."
         )
-    if share and dist.is_initialized():
-        broadcast_from_zero([p for layer in found.values() for p in layer.parameters()])
-    for name, layer in found.items():
-        if not name:
-            return make(layer)
-        parent, _, last = name.rpartition(".")
-        setattr(modules[parent], last, make(layer))
-    return module
+    layers = dict.fromkeys(found.values())
+    if replaces:
+        _check_ties(module, found, asked)
+        if dist.is_initialized():
+            broadcast_from_zero([p for layer in layers for p in layer.parameters()])
+    of_weight: dict[Any, nn.Module] = {}
+    for layer in layers:
+        weight = layer.weight
+        made = make(layer)
+        if replaces:
+            made.weight = of_weight.setdefault(weight, made).weight
+        _become(layer, made)
+    for part in module.modules():
+        if not layers.keys().isdisjoint(part.modules()):
+            _leave_fast_path(part)
+
+
+def _check_ties(module: nn.Module, found: dict[str, nn.Linear], asked: str) -> None:
+    names = {f"{name}.weight".removeprefix("."): name for name in found}
+    whose = {layer.weight: name for name, layer in found.items()}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter in whose and name not in names:
+            raise ConfigurationError(
+                f"{asked} would take the weight of {whose[parameter]!r} apart from {name!r}, which is the "
+                f"same parameter. Leave that layer as it is: ignore_modules={{{whose[parameter]!r}}}."
+            )
+
+
+def _become(layer: nn.Module, made: nn.Module) -> None:
+    """Let the layer be what was made: other names of it, lists and hooks go on with it."""
+    if made is layer:
+        return
+    own = made.__dict__
+    own.update({key: value for key, value in vars(layer).items() if key in CALL_TABLES or key not in own})
+    own["training"] = layer.training
+    layer.__class__, layer.__dict__ = type(made), own
+
+
+def _leave_fast_path(part: nn.Module) -> None:
+    """Keep torch's encoder from computing with the weights of its layers, past what these are now."""
+    if isinstance(part, nn.TransformerEncoderLayer):
+        part.activation_relu_or_gelu = 0
+    if isinstance(part, nn.TransformerEncoder):
+        part.use_nested_tensor = False

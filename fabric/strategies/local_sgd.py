@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.plugins.precision.mixed import MixedPrecision
 from fabric.strategies.layouts.local_steps import LocalSteps
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.strategies.strategy import Strategy
@@ -34,8 +35,9 @@ class LocalSGDStrategy(ParallelStrategy):
 
     `fabric.save` and `fabric.whole` end the round early, also for the states of the optimizers: moments
     become the means of the ranks that have them, all else (numbers of steps, the history of LBFGS) is the
-    first rank's that has it. So a checkpoint has one state. Call `fabric.strategy.end_round()` before an
-    evaluation that sees one model.
+    first rank's that has it. So a checkpoint has one state. Where there is an outer optimizer, a round begins
+    from the values that `fabric.load` or `model.load_state_dict` gave. Call `fabric.strategy.end_round()`
+    before an evaluation that sees one model.
 
     Args:
         sync_every: Steps of a round, 1 or more.
@@ -99,6 +101,13 @@ class LocalSGDStrategy(ParallelStrategy):
     def save_checkpoint(
         self, path: PathLike, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> PendingSave | None:
-        """See the base; the round ends. All ranks must call this."""
+        """See the base; the round ends, and the scale of gradients becomes rank zero's, unless a backward
+        waits for its step. All ranks must call this.
+        """
         self.layout.end_rounds()
+        if isinstance(self.precision, MixedPrecision) and self.precision.scaler is not None:
+            waits = self.precision.waits_for_step
+            scale = self.broadcast(self.precision.state_dict())
+            if not waits:
+                self.precision.load_state_dict(scale)
         return super().save_checkpoint(path, state, *args, **kwargs)

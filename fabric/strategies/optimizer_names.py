@@ -15,7 +15,7 @@ import torch
 from fabric.core.errors import UsageError
 from fabric.core.registry import did_you_mean
 from fabric.utilities.rank_zero import rank_zero_warn
-from fabric.utilities.state_keys import clean_key, fitting
+from fabric.utilities.state_keys import OUTER, clean_key, fitting
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -226,10 +226,13 @@ def _renumbered(saved: dict[str, Any], optimizer: Optimizer, names: Names, their
         packed.append({**settings, "params": here})
         start += len(own)
     known = dict(zip(_packed(saved), chain(*theirs), strict=True))
-    others = {number: entry for number, entry in saved["state"].items() if number not in known}
     moved = {place[name]: number for number, name in known.items() if name in place}
-    entries = {here: saved["state"][n] for here, n in sorted(moved.items()) if n in saved["state"]}
-    return {**saved, "state": {**entries, **others}, "param_groups": packed}
+    told = {}
+    for key in [key for key in ("state", OUTER) if key in saved]:
+        others = {number: entry for number, entry in saved[key].items() if number not in known}
+        entries = {here: saved[key][n] for here, n in sorted(moved.items()) if n in saved[key]}
+        told[key] = {**entries, **others}
+    return {**saved, **told, "param_groups": packed}
 
 
 def _check(names: Names, theirs: Names, what: str) -> None:

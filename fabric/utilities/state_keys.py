@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 PLAIN_DICTS = (dict, OrderedDict, Counter)
 """Kinds of dictionaries that safe loading gives back as they were."""
+OUTER = "outer"
+"""Beside the "state" of an optimizer: what an outer one (`LocalSGDStrategy`) knows of the same parameters."""
 _PREFIXES = ("module.", "_forward_module.", "model.")
 _COMPILED = "_orig_mod."
 

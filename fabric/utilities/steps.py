@@ -34,6 +34,10 @@ def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
     return handle.remove
 
 
+def _parameters(optimizer: Any) -> set[Any]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
+
+
 class OnlySetUp:
     """Refuses steps of optimizers that hold parameters of set-up modules but those that setup gave back."""
 
@@ -50,7 +54,9 @@ class OnlySetUp:
         """
         if optimizer in self.optimizers:
             return
-        held = {p for group in optimizer.param_groups for p in group["params"]}
+        held = _parameters(optimizer)
+        if any([held <= _parameters(outside) for outside in self.optimizers]):
+            return  # a step that another one, around it, takes by it
         if any([not held.isdisjoint(module.parameters()) for module in self.modules]):
             raise UsageError(
                 f"{type(optimizer).__name__}.step() came from an optimizer that setup did not give back: it "

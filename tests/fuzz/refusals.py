@@ -46,6 +46,8 @@ OWED = [
     (r"retain_graph=True\): under stage 3", "DeepSpeed: two backwards of one graph in stage 3"),
     (r"A backward before this one failed in the middle", "DeepSpeed: after a backward that failed"),
     (r"gives wrong gradients: this strategy", "DeepSpeed: loss.backward()"),
+    (r"A group of the optimizer has no parameter that requires", "DeepSpeed: a frozen group"),
+    (r"engine steps what it took in then", "DeepSpeed: a part that is frozen or thawed after setup"),
     (r"DeepSpeed takes no parameter of shape", "DeepSpeed: 0-dim parameters, or with gaps"),
     (r"a DeepSpeed engine has the parameters of setup", "DeepSpeed: add_param_group"),
     (r"after zero_grad\(set_to_none=False\) and no backward", "DeepSpeed: a step with zeros"),

@@ -110,7 +110,7 @@ def test_schedulers_hear_of_steps_that_the_scaler_skips() -> None:
 
 def test_modules_hold_their_tables_under_these_names() -> None:
     """`register_buffer`, `functional_call` and state dict hooks on a set-up model are the user's module's."""
-    assert {*internals.MODULE_TABLES} <= {*vars(torch.nn.Module())}
+    assert {*internals.MODULE_TABLES, *internals.CALL_TABLES} <= {*vars(torch.nn.Module())}
 
 
 def test_hooks_on_saved_tensors_are_seen() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import bitsandbytes.nn as bnb
@@ -10,42 +11,64 @@ from bitsandbytes import matmul
 from fabric.plugins.io.portable import read_stored
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
     from torch.nn import Linear
 
 
 class FourBits(bnb.Linear4bit):
-    """A layer whose weight is stored in 4 bits."""
+    """A layer whose weight is stored in 4 bits. Plain ones are made `plain` before, as at setup."""
+
+    plain: torch.dtype
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         given = state.get(f"{prefix}weight")
         own: Any = self.weight
         keys = [key for key in state if key.startswith(f"{prefix}weight.")]
+        made = own
         if given is not None and given.is_floating_point():
-            self.weight: Any = _four(read_stored(given), own.quant_type, own.compress_statistics)
-            self.to(own.device)
+            given = read_stored(given).to(self.plain)
+            made = _four(given, own.quant_type, own.compress_statistics).to(own.device)
         elif given is not None and keys:
             stats = {key.removeprefix(f"{prefix}weight."): read_stored(state[key]) for key in keys}
-            made = bnb.Params4bit.from_prequantized(read_stored(given), stats, device=own.device, module=self)
-            self.weight = made
+            made = bnb.Params4bit.from_prequantized(read_stored(given), stats, device=own.device)
+        own.data, own.quant_state = made.data, made.quant_state  # another layer may have it, too
         if given is not None:
-            state[f"{prefix}weight"] = self.weight.data
+            state[f"{prefix}weight"] = own.data
         super()._load_from_state_dict(state, prefix, *rest)
         unexpected: list[str] = rest[3]
         unexpected[:] = [key for key in unexpected if key not in keys]
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) to (..., out_features)."""
+        return _by_rows(super().forward, x)
+
 
 class EightBits(bnb.Linear8bitLt):
-    """A layer whose weight is stored in 8 bits."""
+    """A layer whose weight is stored in 8 bits. Plain ones are made `plain` before, as at setup."""
+
+    plain: torch.dtype
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         given = state.get(f"{prefix}weight")
-        if self.state.SCB is not None:
-            self.weight.SCB = self.state.SCB  # a forward has taken it away
         if given is not None and given.is_floating_point():
-            made = _eight(read_stored(given)).to(self.weight.device)
+            made = _eight(read_stored(given).to(self.plain)).to(self.weight.device)
             state.update({f"{prefix}weight": made.data, f"{prefix}SCB": made.SCB})
         super()._load_from_state_dict(state, prefix, *rest)
+
+    def init_8bit_state(self) -> None:
+        """Before a forward. Unlike the base's it leaves the weight whole: another layer may have it, too."""
+        self.state.CB, self.state.SCB = self.weight.data, self.weight.SCB
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.weight.CB, self.weight.SCB = self.weight.data, self.weight.SCB.to(self.weight.device)
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., in_features) to (..., out_features)."""
+        return _by_rows(super().forward, x)
 
 
 class TrainedEightBits(bnb.Linear8bitLt):
@@ -58,33 +81,40 @@ class TrainedEightBits(bnb.Linear8bitLt):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) to (..., out_features)."""
         self.state.is_training, self.state.CB = True, None
-        out: torch.Tensor = matmul(x, self.weight, bias=self.bias, state=self.state)
-        return out
+        return _by_rows(partial(matmul, B=self.weight, bias=self.bias, state=self.state), x)
 
 
 def four_bits(layer: Linear, kind: str, twice: bool, compute: torch.dtype) -> Any:
     """The layer with its weight in 4 bits."""
     made = _like(layer, FourBits, quant_type=kind, compress_statistics=twice, compute_dtype=compute)
-    made.weight = _four(layer.weight.data, kind, twice)
-    return made.to(layer.weight.device)
+    made.weight = _four(layer.weight.data, kind, twice).to(layer.weight.device)
+    # An evaluation would pack weights for a kernel without gradients: no training went on after it.
+    made.support_avx512bf16_for_cpu = False
+    return made
 
 
 def eight_bits(layer: Linear, trained: bool) -> Any:
     """The layer with its weight in 8 bits, or, if it is `trained`, as it was, and multiplied in 8."""
     made = _like(layer, TrainedEightBits if trained else EightBits, has_fp16_weights=trained, threshold=6.0)
-    made.weight = _eight(layer.weight.data, trained)
-    return made.to(layer.weight.device)
+    made.weight = layer.weight if trained else _eight(layer.weight.data).to(layer.weight.device)
+    return made
+
+
+def _by_rows(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    # Each of bitsandbytes' products knows two dimensions, in its backward, too, and some know others.
+    out = product(x.reshape(-1, x.shape[-1]))
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 def _like(layer: Linear, kind: Any, **settings: Any) -> Any:
     made = kind(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta", **settings)
-    made.bias = layer.bias
-    return made.train(layer.training)
+    made.bias, made.plain = layer.bias, layer.weight.dtype
+    return made
 
 
 def _four(weight: torch.Tensor, kind: str, twice: bool) -> Any:
     return bnb.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=twice)
 
 
-def _eight(weight: torch.Tensor, trained: bool = False) -> Any:
-    return bnb.Int8Params(weight, requires_grad=trained, has_fp16_weights=trained)
+def _eight(weight: torch.Tensor) -> Any:
+    return bnb.Int8Params(weight, requires_grad=False, has_fp16_weights=False)

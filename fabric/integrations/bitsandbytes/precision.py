@@ -9,7 +9,7 @@ import torch
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.registry import did_you_mean
-from fabric.integrations.linears import replace_linears
+from fabric.integrations.linears import check_settings, replace_linears
 from fabric.integrations.needed import needed
 from fabric.plugins.precision.true import TruePrecision
 
@@ -26,9 +26,10 @@ class BitsandbytesPrecision(TruePrecision):
     trained are other parameters (adapters, which are then to be ignored, norms, biases). "int8-training"
     keeps weights in `dtype`, trains them, and multiplies in 8 bits.
 
-    Weights are those of rank zero, from which each rank makes its own. A checkpoint has the weights as they
-    are stored; one of plain weights is quantised while it is loaded. Optimizers are made after
-    `fabric.setup_module(model)`, from what requires gradients then.
+    Fixed weights are those of rank zero, from which each rank makes its own. A checkpoint has the weights as
+    they are stored; one of plain weights is quantised while it is loaded. Optimizers are made after
+    `fabric.setup_module(model)`, from what requires gradients then. A weight that something else has, too (an
+    embedding), is refused.
 
     Args:
         mode: See above.
@@ -37,10 +38,9 @@ class BitsandbytesPrecision(TruePrecision):
 
     Raises:
         ConfigurationError: Unknown `mode`.
+        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignore_modules` no set of names.
         MissingExtraError: bitsandbytes is not installed.
     """
-
-    replaces_parameters = True
 
     def __init__(
         self, mode: Mode, dtype: torch.dtype | None = None, ignore_modules: set[str] | None = None
@@ -51,12 +51,13 @@ class BitsandbytesPrecision(TruePrecision):
                 f"Write one of {', '.join(map(repr, get_args(Mode)))}."
             )
         self._asked = f"BitsandbytesPrecision({mode!r})"
-        needed("bitsandbytes", self._asked, "bitsandbytes", least="0.49")
         if dtype is None:
             old = torch.cuda.is_available() and not torch.cuda.is_bf16_supported()
             dtype = torch.float16 if old else torch.bfloat16
+        self.mode, self.ignored = mode, check_settings(self._asked, dtype, ignore_modules or ())
+        needed("bitsandbytes", self._asked, "bitsandbytes", least="0.49")
         super().__init__(dtype)
-        self.mode, self.ignored = mode, ignore_modules or set()
+        self.replaces_parameters = mode != "int8-training"
         self.precision = f"bitsandbytes-{mode}"
 
     def convert_module(self, module: Module) -> Module:
@@ -69,4 +70,5 @@ class BitsandbytesPrecision(TruePrecision):
             kind, _, twice = self.mode.partition("-")
             make = partial(layers.four_bits, kind=kind, twice=bool(twice), compute=self.dtype)
         module = super().convert_module(module)
-        return replace_linears(module, make, self._asked, self.ignored, share=True)
+        replace_linears(module, make, self._asked, self.ignored, self.replaces_parameters)
+        return module

@@ -13,21 +13,22 @@ if TYPE_CHECKING:
 
 
 class Together:
-    """A call of a split model. Without gradients nothing else would tell a rank that it is alone.
+    """A call of a split model, before which ranks compare what they call: the engine has no word for it.
 
     Args:
         call: The engine's, or a method's.
-        layout: Whose channel tells the other ranks.
+        layout: Whose channel this goes by.
         name: Of the model, and of its method.
     """
 
     def __init__(self, call: Callable[..., Any], layout: Any, name: str) -> None:
-        self.call, self.layout, self.verb = call, layout, f"{ALONE} of {name}"
+        self.call, self.layout, self.name = call, layout, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
-        if self.layout.channel is not None and not torch.is_grad_enabled():
-            self.layout.channel.announce(self.verb)
+        if self.layout.channel is not None:
+            forward = "forward" if torch.is_grad_enabled() else ALONE
+            self.layout.channel.announce(f"{forward} of {self.name}")
         return self.call(*args, **kwargs)
 
 

@@ -35,15 +35,25 @@ def take_over(engine: Any) -> None:
 
 
 def is_stepped(parameter: Any) -> bool:
-    """Whether an engine has taken a parameter in: it required a gradient then."""
-    return hasattr(parameter, "_hp_mapping") or hasattr(parameter, "_z3_optimizer")
+    """Whether an engine has taken a parameter in: it required a gradient then, and was in the optimizer."""
+    if hasattr(parameter, "_z3_optimizer"):
+        optimizer = parameter._z3_optimizer
+        return optimizer.get_param_id(parameter) in optimizer.grad_position
+    return hasattr(parameter, "_hp_mapping")
 
 
 class Gradients:
-    """The gradients of an engine that trains, from one `zero_grad` to the next. All ranks make each call."""
+    """The gradients of an engine that trains, from one `zero_grad` to the next. All ranks make each call.
 
-    def __init__(self, engine: Any) -> None:
+    Args:
+        engine: The engine.
+        held: The parameters that its optimizer was given.
+    """
+
+    def __init__(self, engine: Any, held: list[Tensor]) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
+        names = {p: name for name, p in engine.module.named_parameters()}
+        self._held = [(names.get(p, "of the optimizer"), p, is_stepped(p)) for p in held]
         self.there = False
         """Whether a backward has made some."""
         self.means = False
@@ -81,17 +91,18 @@ class Gradients:
         """After a backward.
 
         Raises:
-            UsageError: It has made gradients that the engine knows nothing of.
+            UsageError: Other parameters are trained now than at setup.
         """
         if self._reached:
             self.there = True
             self.engine._backward_epilogue()
         self.optimizer._backward_active_depth = 0
-        for name, parameter in self.engine.module.named_parameters():
-            if parameter.grad is not None and not is_stepped(parameter):
+        for name, parameter, stepped in self._held:
+            if parameter.requires_grad != stepped:
+                was, now = ("trained", "is frozen") if stepped else ("frozen", "requires a gradient")
                 raise UsageError(
-                    f"Parameter {name} was frozen at fabric.setup and requires a gradient now, but "
-                    "no DeepSpeed engine takes in more parameters. Freeze it after setup."
+                    f"Parameter {name} was {was} at fabric.setup and {now} now, and DeepSpeed's engine steps "
+                    "what it took in then. Train or freeze it all the time, in a model set up anew."
                 )
 
     def finish(self) -> None:

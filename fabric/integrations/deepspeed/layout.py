@@ -93,6 +93,11 @@ class Engines(Whole):
                     'write strategy="ddp".'
                 )
             groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+            if not all([any([p.requires_grad for p in group["params"]]) for group in groups]):
+                raise ConfigurationError(
+                    "A group of the optimizer has no parameter that requires a gradient, of which DeepSpeed "
+                    "can make nothing. Leave it out."
+                )
             twin = stand_in(optimizer, param_groups=groups, state=defaultdict(dict))
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=twin, config=self.config, dist_init_required=False
@@ -129,12 +134,16 @@ class Engines(Whole):
         Raises:
             ConfigurationError: It has none.
         """
+        self._engine(optimizer)
+        return optimizer
+
+    def _engine(self, optimizer: Optimizer) -> Any:
         if optimizer not in self._stepped:
             raise ConfigurationError(
                 "DeepSpeed makes its engine of a model and its optimizer together. Write model, optimizer = "
                 "fabric.setup(model, optimizer)."
             )
-        return optimizer
+        return self._stepped[optimizer]
 
     def check_added(self, parameters: list[Tensor]) -> None:
         """Raise: an engine takes in no more."""
@@ -191,6 +200,8 @@ class Engines(Whole):
                 "A backward before this one failed in the middle, and DeepSpeed's engine has a part of its "
                 "gradients. Begin a new process from a checkpoint."
             )
+        if self.splits and self.channel is not None:
+            self.channel.announce("backward")
         for held in self._gradients.values():
             held.begin()
         self._reached, self._failed = set(), True
@@ -257,7 +268,7 @@ class Engines(Whole):
 
     def step(self, optimizer: Optimizer) -> None:
         """Step by the engine; without gradients nothing. All ranks must call this."""
-        engine, channel = self._stepped[optimizer], self.channel
+        engine, channel = self._engine(optimizer), self.channel
         held = self._gradients[engine]
         if channel is not None and channel.world_size > 1:
             there = "gradients" if held.there else "no gradients"
@@ -313,11 +324,11 @@ class Engines(Whole):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state of an optimizer. All ranks must call this."""
-        return states.optimizer_state(optimizer, self._stepped[optimizer], self.keeps_full)
+        return states.optimizer_state(optimizer, self._engine(optimizer), self.keeps_full)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a full state, of any strategy. All ranks must call this."""
-        states.load_optimizer_state(optimizer, self._stepped[optimizer], map_tree(read_stored, state))
+        states.load_optimizer_state(optimizer, self._engine(optimizer), map_tree(read_stored, state))
 
     def teardown(self) -> None:
         """See the base."""
@@ -327,7 +338,8 @@ class Engines(Whole):
         self._gradients.clear()
 
     def _attend(self, engine: Any, optimizer: Optimizer) -> None:
-        held = self._gradients[engine] = Gradients(engine)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        held = self._gradients[engine] = Gradients(engine, parameters)
         optimizer.zero_grad = engine.module.zero_grad = held.drop  # type: ignore[method-assign]
         self._stepped[optimizer] = engine
         engine.fabric_optimizer = optimizer  # one that DeepSpeed makes has no other holder

@@ -20,7 +20,7 @@ def full_value(parameter: Any) -> Any:
     from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param
 
-    if hasattr(parameter, "_z3_optimizer") and parameter.requires_grad:
+    if hasattr(parameter, "_z3_optimizer") and is_stepped(parameter):
         return safe_get_full_fp32_param(parameter)
     if hasattr(parameter, "ds_id"):
         with zero.GatheredParameters([parameter]):

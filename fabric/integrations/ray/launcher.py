@@ -180,7 +180,7 @@ class RayLauncher(Launcher):
                 each = ", ".join([f"{amount:g} {name}" for name, amount in self._share().items()])
                 raise LaunchError(
                     f"The Ray cluster had no room for {count} ranks ({each} each) in {waited:.0f} s: it has "
-                    f" {ray.cluster_resources()}. Ask for fewer devices=, or for less for each by "
+                    f"{ray.cluster_resources()}. Ask for fewer devices=, or for less for each by "
                     "RayEnvironment(cpus=...)."
                 ) from error
 

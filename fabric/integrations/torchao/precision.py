@@ -10,7 +10,7 @@ from torch import Tensor
 from fabric.core.errors import ConfigurationError
 from fabric.core.registry import did_you_mean
 from fabric.core.torch_internals import leave_out_of_ddp
-from fabric.integrations.linears import replace_linears
+from fabric.integrations.linears import check_settings, replace_linears
 from fabric.integrations.needed import needed
 from fabric.plugins.precision.true import TruePrecision
 
@@ -37,6 +37,7 @@ class TorchAOPrecision(TruePrecision):
 
     Raises:
         ConfigurationError: Unknown `mode`, or a `config` for "int8-weights".
+        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignore_modules` no set of names.
         MissingExtraError: torchao is not installed.
     """
 
@@ -57,9 +58,10 @@ class TorchAOPrecision(TruePrecision):
                 f"TorchAOPrecision({mode!r}, config=...): only the mode 'float8' has a config. Leave it out."
             )
         self._asked = f"TorchAOPrecision({mode!r})"
+        self.mode, self.config = mode, config
+        self.ignored = check_settings(self._asked, dtype, ignore_modules or ())
         needed("torchao", self._asked, "torchao", least="0.18")
         super().__init__(dtype)
-        self.mode, self.config, self.ignored = mode, config, ignore_modules or set()
         self.precision = mode
         self.replaces_parameters = mode == "int8-weights"
 
@@ -67,12 +69,12 @@ class TorchAOPrecision(TruePrecision):
         """The module with other linear layers, and in `dtype`. All ranks must call this."""
         module = super().convert_module(module)
         make = self._float8 if self.mode == "float8" else _int8
-        made = replace_linears(module, make, self._asked, self.ignored, share=self.replaces_parameters)
+        replace_linears(module, make, self._asked, self.ignored, self.replaces_parameters)
         if self.replaces_parameters:
             leave_out_of_ddp(
-                made, [name for name, p in made.named_parameters() if type(p.data) is not Tensor]
+                module, [name for name, p in module.named_parameters() if type(p.data) is not Tensor]
             )
-        return made
+        return module
 
     def _float8(self, layer: Linear) -> Module:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -70,7 +70,7 @@ class TransformerEnginePrecision(TruePrecision):
                 "Engine already. Leave replace_layers out."
             )
         if self.replace_layers is not False and not there:
-            module = replace_linears(module, self._linear, self._asked)
+            replace_linears(module, self._linear, self._asked)
         return super().convert_module(module)
 
     @contextmanager

@@ -80,6 +80,11 @@ class MixedPrecision(Precision):
         """True with a scaler, or where a subclass changes the step."""
         return self.scaler is not None or overridden(type(self), MixedPrecision, "optimizer_step")
 
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether there may be gradients of the scale that is now."""
+        return self._backwards > 0 and not self._update_due
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast on the device; also what `fabric.autocast()` gives."""
         return torch.autocast(self.device, self.dtype)

@@ -32,6 +32,13 @@ for _name, _dtype in (("transformer-engine", torch.bfloat16), ("transformer-engi
     PRECISION_REGISTRY.register(_name, _ENGINE, "NVIDIA's Transformer Engine", weights_dtype=_dtype)
 
 
+_MODES = {
+    "BitsandbytesPrecision": ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"),
+    "TorchAOPrecision": ("int8-weights",),
+}
+"""What is no precision, but a mode of a plugin."""
+
+
 def make_precision(value: object, device_type: str) -> Precision:
     """The plugin for what a user wrote as `precision=`.
 
@@ -41,6 +48,11 @@ def make_precision(value: object, device_type: str) -> Precision:
     try:
         name = parse_precision(value).name
     except ConfigurationError as error:
+        for kind in [kind for kind, modes in _MODES.items() if value in modes]:
+            raise ConfigurationError(
+                f"precision={value!r} is a mode of a plugin, which says what else is to be. Write "
+                f'Fabric(plugins={kind}("{value}")), with `from fabric.plugins import {kind}`.'
+            ) from None
         if value not in PRECISION_REGISTRY:  # looks at third parties' entry points, so it comes last
             others = [repr(name) for name in PRECISION_REGISTRY if name not in POLICIES]
             raise ConfigurationError(f"{error} With packages of others: {', '.join(others)}.") from None

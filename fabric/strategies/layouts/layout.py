@@ -48,6 +48,8 @@ class Whole:
     """All ranks, for what a layout itself sends; there once this process is in place."""
     keeps_full = True
     """Whether this rank keeps the full values that it gathers, or only takes part."""
+    hears_loads = False
+    """Whether `load_module_state` must be called where nothing is split, too."""
     keeps_parts = False
     """Whether nothing is gathered: states have this rank's parts, and the shapes of what other ranks have."""
 

@@ -8,6 +8,7 @@ arXiv 1805.09767; Douillard et al., arXiv 2311.08105.
 from __future__ import annotations
 
 import gc
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,6 +23,7 @@ from fabric.plugins.collectives.reduce import reduce_tree
 from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.layout import Whole
+from fabric.utilities.state_keys import OUTER
 from fabric.utilities.steps import OnlySetUp
 
 if TYPE_CHECKING:
@@ -33,8 +35,9 @@ if TYPE_CHECKING:
 
     from fabric.core.topology import Topology
 
-_OUTER = "outer"
-"""In the state of a parameter: what the outer optimizer knows of it."""
+
+_SCHEDULES = ("step", "eta", "mu", "mu_product")
+"""What torch's optimizers keep of a parameter as one number, whatever its shape."""
 
 
 class _Mean(NamedTuple):
@@ -44,13 +47,14 @@ class _Mean(NamedTuple):
     dtype: torch.dtype
 
 
-def _told(value: Any) -> Any:
-    several = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
-    return _Mean(tuple(value.shape), value.dtype) if several else value
+def _has_mean(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _is_moving(entry: dict[str, Any]) -> bool:
-    return any([isinstance(v, torch.Tensor) and v.dim() > 0 and bool(v.any()) for v in entry.values()])
+def _told(key: str, value: Any, parameter: Tensor) -> Any:
+    # Of one number are steps, schedules, and the moments of a parameter of one number.
+    moment = _has_mean(value) and (value.dim() > 0 or (parameter.dim() == 0 and key not in _SCHEDULES))
+    return _Mean(tuple(value.shape), value.dtype) if moment else value
 
 
 class Round:
@@ -63,11 +67,11 @@ class Round:
 
     def __init__(self, optimizer: Optimizer, outer: Callable[[list[Tensor]], Optimizer] | None) -> None:
         self.steps = 0
-        self._groups, self._state = optimizer.param_groups, optimizer.state
+        self._optimizer = weakref.ref(optimizer)
         self.alike: list[Tensor] = []
         self.outer: Optimizer | None = None
         if outer is not None:
-            self.alike = [torch.nn.Parameter(p.detach().clone()) for p in self.parameters]
+            self.alike = [torch.nn.Parameter(p.detach().clone(), _has_mean(p)) for p in self.parameters]
             self.outer = outer(self.alike)
             if not isinstance(self.outer, torch.optim.Optimizer):
                 raise ArgumentTypeError(
@@ -77,14 +81,19 @@ class Round:
                 )
 
     @property
+    def optimizer(self) -> Optimizer:
+        """The user's, which holds this round, and has other groups and states after a load."""
+        return self._optimizer()  # type: ignore[return-value]
+
+    @property
     def parameters(self) -> list[Tensor]:
         """All that the optimizer has now."""
-        return [p for group in self._groups for p in group["params"]]
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def entries(self) -> list[dict[str, Any]]:
         """Of each parameter: what the optimizer knows of it, a `_Mean` for what is averaged."""
-        known = [self._state.get(p, {}) for p in self.parameters]
-        return [{key: _told(value) for key, value in e.items()} for e in known]
+        known = [(p, self.optimizer.state.get(p, {})) for p in self.parameters]
+        return [{key: _told(key, value, p) for key, value in entry.items()} for p, entry in known]
 
     def take(self, ranks: list[list[dict[str, Any]]]) -> list[tuple[Tensor, float]]:
         """Take in the entries of all ranks: what is averaged stands in all then, zeros where it was missing;
@@ -93,7 +102,7 @@ class Round:
         averaged = []
         for parameter, entries in zip(self.parameters, zip(*ranks, strict=True), strict=True):
             for key, value in {key: v for entry in reversed(entries) for key, v in entry.items()}.items():
-                own = self._state[parameter]
+                own = self.optimizer.state[parameter]
                 if not isinstance(value, _Mean):
                     own[key] = value
                     continue
@@ -103,11 +112,13 @@ class Round:
         return averaged
 
     @torch.no_grad()
-    def begin(self) -> None:
-        """From the values that the parameters have now, on all ranks."""
-        self.steps = 0
+    def begin(self, loaded: set[Tensor]) -> None:
+        """From the values that these parameters have now, on all ranks."""
+        if not loaded.isdisjoint(self.parameters):
+            self.steps = 0
         for before, parameter in zip(self.alike, self.parameters, strict=False):
-            before.copy_(parameter)
+            if parameter in loaded:
+                before.copy_(parameter)
 
     @torch.no_grad()
     def go_on(self) -> None:
@@ -116,7 +127,7 @@ class Round:
         if self.outer is None:
             return
         for before, parameter in zip(self.alike, self.parameters, strict=True):
-            before.grad = before - parameter
+            before.grad = before - parameter if _has_mean(parameter) else None
         self.outer.step()
         for before, parameter in zip(self.alike, self.parameters, strict=True):
             before.grad = None
@@ -132,6 +143,7 @@ class LocalSteps(Whole):
     """
 
     traits = Traits(needs_launch=True, data_parallel=True, steps_apart=True)
+    hears_loads = True
 
     def __init__(self, sync_every: int, outer_optimizer: Callable[[list[Tensor]], Optimizer] | None) -> None:
         self.sync_every, self.outer_optimizer = sync_every, outer_optimizer
@@ -151,9 +163,13 @@ class LocalSteps(Whole):
         self._steps.modules[module] = None
         return module
 
+    def adopt(self, wrapped: Module) -> None:
+        """See the base: its buffers are averaged, and its optimizers watched."""
+        self._steps.modules[wrapped] = None
+
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, whose first round begins."""
-        self._rounds[optimizer] = Round(optimizer, self.outer_optimizer)
+        self._begin(optimizer)
         return optimizer
 
     def check_added(self, parameters: list[Tensor]) -> None:
@@ -173,12 +189,12 @@ class LocalSteps(Whole):
         """Context of one step, outside of which the optimizer takes none. The last one of a round ends it,
         which all ranks must do.
         """
+        held = self._round_of(optimizer)
         self._steps.optimizers[optimizer] = None
         try:
             yield
         finally:
             del self._steps.optimizers[optimizer]
-        held = self._rounds[optimizer]
         held.steps += 1
         if held.steps == self.sync_every:
             self._end([held])
@@ -210,44 +226,43 @@ class LocalSteps(Whole):
         """Load a full state dict; new rounds begin, from its values."""
         told = super().load_module_state(module, state, strict)
         for held in self._rounds.values():
-            held.begin()
+            held.begin({*module.parameters()})
         return told
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer, with what the outer one knows of each parameter in it, but of those that
-        no step has moved: an entry without what the optimizer knows could not be loaded.
-        """
-        state = super().optimizer_state(optimizer)
-        outer = self._rounds[optimizer].outer
-        if outer is None:
-            return state
-        known, entries = outer.state_dict()["state"], state["state"]
-        moved = [n for n, entry in known.items() if n in entries or _is_moving(entry)]
-        return {**state, "state": {**entries, **{n: {**entries.get(n, {}), _OUTER: known[n]} for n in moved}}}
+        """The state of an optimizer, and what the outer one knows of its parameters."""
+        state, outer = super().optimizer_state(optimizer), self._round_of(optimizer).outer
+        return state if outer is None else {**state, OUTER: outer.state_dict()["state"]}
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a state, also one of another strategy; a new round begins."""
-        entries = {n: dict(entry) for n, entry in state["state"].items()}
-        known = {n: entry.pop(_OUTER) for n, entry in entries.items() if _OUTER in entry}
-        entries = {n: entry for n, entry in entries.items() if entry}  # of an SGD without momentum: none
-        super().load_optimizer_state(optimizer, {**state, "state": entries})
-        held = self._rounds[optimizer] = Round(optimizer, self.outer_optimizer)
+        """Load a state, also one of another strategy; a new round begins, of the values of the old one."""
+        super().load_optimizer_state(optimizer, {key: state[key] for key in state if key != OUTER})
+        held = self._round_of(optimizer)
+        held.steps = 0
         if held.outer is not None:
-            names = [n for group in state["param_groups"] for n in group["params"]]
-            places = {place: known[n] for place, n in enumerate(names) if n in known}
-            groups = held.outer.state_dict()["param_groups"]
-            held.outer.load_state_dict(map_tree(read_stored, {"state": places, "param_groups": groups}))
+            known = {"state": state.get(OUTER, {}), "param_groups": held.outer.state_dict()["param_groups"]}
+            held.outer.load_state_dict(map_tree(read_stored, known))
 
     def teardown(self) -> None:
         """See the base."""
         self._steps.end()
+
+    def _round_of(self, optimizer: Optimizer) -> Round:
+        return self._rounds.get(optimizer) or self._begin(optimizer)  # a copy of one that was set up
+
+    def _begin(self, optimizer: Optimizer) -> Round:
+        held = self._rounds[optimizer] = Round(optimizer, self.outer_optimizer)
+        if held.alike and self.channel is not None and self.channel.world_size > 1:
+            broadcast_from_zero(held.alike)  # others' steps may have moved what it takes
+        return held
 
     def _end(self, rounds: list[Round], moments: Sequence[Tensor] = ()) -> None:
         parameters = dict.fromkeys([p for held in rounds for p in held.parameters])
         shared = [*parameters, *moments]
         for module in self._steps.modules:
             if not parameters.keys().isdisjoint(module.parameters()):
-                shared += [b for b in module.buffers() if b.is_floating_point()]
+                shared += module.buffers()
+        shared = [tensor for tensor in dict.fromkeys(shared) if _has_mean(tensor)]
         if shared and self.channel is not None and self.channel.world_size > 1:
             with torch.no_grad():
                 reduce_tree(shared, "mean", self.channel, label="end of a round")

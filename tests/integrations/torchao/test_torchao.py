@@ -107,6 +107,46 @@ def test_weights_in_int8(ranks, tmp_path):
         assert torch.equal(out, found[0][1])
 
 
+class Tied(nn.Module):
+    """Two layers of one weight, and an embedding with that of a third one."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(16, 32), nn.Linear(32, 16, bias=False)
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.b.weight, self.head.weight = self.a.weight, self.words.weight
+
+    def forward(self, x):
+        return self.head(self.b(torch.tanh(self.a(self.words(x)))))
+
+
+@pytest.mark.parametrize("mode", ["float8", "int8-weights"])
+def test_tied_weights_stay_tied(mode):
+    fabric = launched(plugins=TorchAOPrecision(mode, ignore_modules={"head"}))
+    model = fabric.setup_module(Tied())
+    assert model.a.weight is model.b.weight
+    assert model.head.weight is model.words.weight
+    assert model.words.weight.requires_grad
+    assert model.a.weight.requires_grad == (mode == "float8")
+    fabric.backward(model(torch.arange(16)).sum())
+    if mode == "int8-weights":
+        fabric = launched(plugins=TorchAOPrecision(mode))
+        with pytest.raises(ConfigurationError, match=r"the weight of 'head' apart from 'words.weight'"):
+            fabric.setup_module(Tied())
+
+
+@pytest.mark.parametrize("mode", ["float8", "int8-weights"])
+def test_an_encoder_computes_by_its_layers_in_evaluation_too(mode):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True), 2)
+    model = launched(plugins=TorchAOPrecision(mode)).setup_module(model).eval()
+    x = torch.randn(2, 8, 32)
+    padding = torch.arange(8) > torch.tensor([[7], [5]])
+    for given in ({}, {"src_key_padding_mask": padding}):
+        want = model(x, **given)  # with gradients: layer by layer
+        with torch.no_grad():
+            torch.testing.assert_close(model(x, **given), want)
+
+
 def test_what_is_refused():
     with pytest.raises(ConfigurationError, match=r"FSDPStrategy splits parameters over ranks, which those"):
         Fabric(accelerator="cpu", devices=2, strategy="fsdp", plugins=TorchAOPrecision("int8-weights"))

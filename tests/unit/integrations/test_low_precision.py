@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 from fabric import Fabric
-from fabric.core.errors import ConfigurationError, MissingExtraError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, MissingExtraError
 from fabric.plugins import BitsandbytesPrecision, TorchAOPrecision, TransformerEnginePrecision
 from fabric.plugins.precision.select import make_precision
 
@@ -61,9 +62,47 @@ def test_a_missing_package(make, module, text):
             lambda: make_precision("fp8", "cpu"),
             "With packages of others: 'float8', 'transformer-engine', 'transformer-engine-float16'.",
         ),
+        (
+            lambda: Fabric(accelerator="cpu", devices=1, precision="nf4"),
+            "precision='nf4' is a mode of a plugin, which says what else is to be. Write "
+            'Fabric(plugins=BitsandbytesPrecision("nf4")), with `from fabric.plugins import '
+            "BitsandbytesPrecision`.",
+        ),
+        (lambda: make_precision("int8-weights", "cpu"), 'Fabric(plugins=TorchAOPrecision("int8-weights"))'),
     ],
 )
 def test_what_is_none(make, text):
     with pytest.raises(ConfigurationError) as caught:
         make()
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "plugin", [partial(BitsandbytesPrecision, "nf4"), partial(TorchAOPrecision, "float8")]
+)
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            {"dtype": "bfloat16"},
+            "dtype='bfloat16', that of everything else, must be torch.bfloat16, torch.float16 or "
+            "torch.float32.",
+        ),
+        ({"dtype": torch.int8}, "dtype=torch.int8, that of everything else, must be"),
+        ({"dtype": torch.float64}, "dtype=torch.float64, that of everything else, must be"),
+        (
+            {"ignore_modules": "lm_head"},
+            "ignore_modules='lm_head' must be a set of names. Write ignore_modules={'lm_head'}.",
+        ),
+        (
+            {"ignore_modules": {1}},
+            "ignore_modules={1} must be a set of names. Write ignore_modules={'head'}.",
+        ),
+        ({"ignore_modules": torch.nn.Linear(1, 1)}, "must be a set of names."),
+    ],
+)
+def test_bad_settings(plugin, given, text):
+    with pytest.raises(ArgumentTypeError) as caught:
+        plugin(**given)
+    assert text in str(caught.value)
+    assert str(caught.value).startswith(f"{plugin.func.__name__}({plugin.args[0]!r}): ")
