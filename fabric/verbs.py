@@ -266,9 +266,9 @@ class CollectiveVerbs(RankFacts):
         *,
         sync_dist: bool = False,
         reduce_fx: str = "mean",
-    ) -> None:
-        """One value to every logger. See `log_dict`."""
-        self.log_dict({name: value}, step, sync_dist=sync_dist, reduce_fx=reduce_fx)
+    ) -> Any:
+        """One value to every logger; gives what was logged. See `log_dict`."""
+        return self.log_dict({name: value}, step, sync_dist=sync_dist, reduce_fx=reduce_fx)[name]
 
     def log_dict(
         self,
@@ -277,8 +277,8 @@ class CollectiveVerbs(RankFacts):
         *,
         sync_dist: bool = False,
         reduce_fx: str = "mean",
-    ) -> None:
-        """Values by name to every logger; one-element tensors become numbers.
+    ) -> dict[str, Any]:
+        """Values by name to every logger; one-element tensors become numbers. Gives what was logged.
 
         A metric of torchmetrics is logged by its value over all ranks, which all must log it. Where ranks see
         the same data (a pipeline's, or those that share sequences), `sync_dist` counts one value of them: the
@@ -289,6 +289,10 @@ class CollectiveVerbs(RankFacts):
             step: Of the training; None: the logger counts.
             sync_dist: Whether values are reduced over ranks first, by one collective of all ranks.
             reduce_fx: "mean", "sum", "min", "max" or "product".
+
+        Returns:
+            The numbers by name. With `sync_dist`, and of metrics, they are the same on all ranks, so that all
+            decide alike by them (to stop early, which checkpoint is best); others are this rank's own.
 
         Raises:
             CollectiveMismatch: With `sync_dist`: names differ between ranks; on all ranks.
@@ -301,9 +305,10 @@ class CollectiveVerbs(RankFacts):
             metrics = {**metrics, **self._strategy.reduce_scalars(plain, reduce_fx)}
         if computed:
             metrics = {**metrics, **self.compute_metrics(dict(sorted(computed.items())))}
-        values = convert_tensors_to_scalars(metrics)
+        values: dict[str, Any] = convert_tensors_to_scalars(metrics)
         for logger in self._loggers:
             logger.log_metrics(metrics=values, step=step)
+        return values
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
