@@ -133,6 +133,14 @@ class RunLogger(_Writing):
         prefix: Put before every metric's name.
     """
 
+    _count = 0
+
+    def _at(self, step: int | None) -> int:
+        """Where metrics go on the x axis: `step`, or as many calls as there were."""
+        at = self._count if step is None else step
+        self._count += 1
+        return at
+
     @abstractmethod
     def _begin(self) -> Any:
         """The run, begun or gone on with; sets `_version`."""
@@ -177,7 +185,8 @@ class DirectoryLogger(_Writing):
         """Which run this is; chosen when first asked for."""
         if self._version is None:
             self._version = _next_version(join_path(self._root_dir, *filter(None, [self._name])))
-        return self._version
+        version: int | str = self._version
+        return version
 
     @property
     def root_dir(self) -> str:

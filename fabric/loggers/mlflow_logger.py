@@ -54,7 +54,6 @@ class MLFlowLogger(RunLogger):
         self._name = experiment_name
         self._run = {"run_name": run_name, "tags": tags}
         self._save_dir = None if uri else Path(save_dir).resolve()
-        self._count = 0
         self._uri = uri or f"sqlite:///{self._save_dir}/mlflow.db"
 
     @property
@@ -98,8 +97,7 @@ class MLFlowLogger(RunLogger):
 
         client, now = self.experiment, int(time.time() * 1000)
         values = {self._prefixed(name): number(name, value, "MLflow") for name, value in metrics.items()}
-        at = self._count if step is None else step
-        self._count += 1
+        at = self._at(step)
         row = [Metric(name, float(value), now, at) for name, value in values.items()]
         client.log_batch(self._version, metrics=row)
 

@@ -78,13 +78,13 @@ class WandbLogger(RunLogger):
 
         Args:
             metrics: Numbers, tensors of one element, or W&B's own objects (images, tables) by name.
-            step: Position on the x axis, named "step"; None: W&B counts.
+            step: Position on the x axis, named "step"; None counts the calls of this run.
 
         Raises:
             ConfigurationError: A tensor has more than one element.
         """
         row = {self._prefixed(name): scalar(name, value) for name, value in metrics.items()}
-        self.experiment.log(row if step is None else {**row, "step": step})
+        self.experiment.log({**row, "step": self._at(step)})
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:

@@ -33,7 +33,7 @@ def _no_service_stays():
 
 
 def records(file):
-    """What W&B has written: blocks of 32 KiB of records (checksum, length, kind: whole, first, middle, last)."""
+    """What W&B has written, in blocks of 32 KiB: checksum, length, kind (whole, first, ..., last), data."""
     data, place, whole = file.read_bytes(), 7, b""
     while place + 7 <= len(data):
         left = 32768 - place % 32768
@@ -54,6 +54,7 @@ class Offline:
     """The one run in `folder/wandb`."""
 
     def __init__(self, folder):
+        wandb.teardown()  # its service has written all then
         (file,) = folder.glob("wandb/offline-run-*/run-*.wandb")
         found = list(records(file))
         self.rows = [
@@ -65,7 +66,9 @@ class Offline:
         self.artifacts = {a.name: [e.path for e in a.manifest.contents] for a in artifacts_of(found)}
         self.runs = [r.run for r in found if r.HasField("run")]
         self.exits = [r.exit.exit_code for r in found if r.HasField("exit")]
-        self.axes = {(m.name or m.glob_name): m.step_metric for m in (r.metric for r in found) if m.ByteSize()}
+        self.axes = {
+            (m.name or m.glob_name): m.step_metric for m in (r.metric for r in found) if m.ByteSize()
+        }
 
     def values(self, name):
         return [(row.get("step"), row[name]) for row in self.rows if name in row]
@@ -126,6 +129,7 @@ def test_wandb_keeps_what_it_is_given(tmp_path):
     assert (logger.name, logger.version, logger.root_dir) == ("p", None, str(tmp_path))
     assert list(tmp_path.iterdir()) == [], "nothing begins before something is logged"
     logger.log_metrics({"loss": torch.tensor([0.5]), "n": 3})
+    logger.log_metrics({"loss": 0.25})
     with pytest.raises(ConfigurationError, match=r"'bad' has shape \(2,\) and is no scalar"):
         logger.log_metrics({"bad": torch.ones(2)})
     logger.log_hyperparams({"lr": 0.1})
@@ -136,8 +140,8 @@ def test_wandb_keeps_what_it_is_given(tmp_path):
     assert logger.version == logger.experiment.id
     logger.finalize("failed")
     offline = Offline(tmp_path)
-    assert offline.values("a-loss") == [(None, 0.5)]
-    assert offline.values("a-n") == [(None, 3)]
+    assert offline.values("a-loss") == [(0, 0.5), (1, 0.25)]
+    assert offline.values("a-n") == [(0, 3)]
     assert (offline.config["lr"], offline.config["layers"]) == (0.2, [1, 2])
     assert offline.artifacts == {"epoch-1-of-3.pt": ["epoch=1 of 3.pt"]}
     assert offline.exits == [1]
