@@ -1,4 +1,4 @@
-"""torch.compile under every strategy: the table of fabric/strategies/compile.md, each row equal to plain torch."""
+"""torch.compile under every strategy: the table of fabric/strategies/compile.md, equal to plain torch."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def cases():
             yield pytest.param(*row, marks=[pytest.mark.slow] if row[0] in alike else [])
 
 
-@pytest.mark.parametrize(("strategy", "way", "cell"), cases())
+@pytest.mark.parametrize(("strategy", "way", "cell"), list(cases()))
 def test_the_page_is_true(ranks, strategy, way, cell):
     graphs, breaks = on_ranks(ranks, strategy, way)
     assert cell == (graphs if breaks == "no break" else f"{graphs}, breaks")
