@@ -13,11 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.source import is_users
 from fabric.core.torch_internals import BatchNorm
-from fabric.processes.cores import usable_cores
 from fabric.utilities.compile import is_compiled, recompile
-from fabric.utilities.data import suggested_max_num_workers
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 from fabric.wrappers import _FabricModule, is_wrapped, unwrap
@@ -91,11 +88,16 @@ def warn_of_workers(loaders: tuple[Any, ...], ranks: int) -> None:
     torch looks at one process: it warns where a rank alone has more workers than there are cores.
     """
     most = max([loader.num_workers for loader in loaders])
-    if most > 1 and most > (fair := suggested_max_num_workers(ranks)):
+    if most <= 1:
+        return
+    from fabric.processes.cores import usable_cores
+    from fabric.utilities.data import suggested_max_num_workers
+
+    fair = suggested_max_num_workers(ranks)
+    if most > fair:
         rank_zero_warn(
             f"num_workers={most} on each of the {ranks} ranks of this machine are {most * ranks} processes "
-            f"beside the ranks, and there are {usable_cores()} cores. Write num_workers={fair}, the share of a "
-            "rank.",
+            f"beside the ranks, on {usable_cores()} cores. Write num_workers={fair}, a rank's share.",
             category=PossibleUserWarning,
         )
 
@@ -109,6 +111,8 @@ def warn_of_loaders(parts: int) -> None:
     Args:
         parts: Among how many the data are shared out.
     """
+    from fabric.core.source import is_users
+
     frame = sys._getframe(1)
     seen: dict[str, Any] = {}
     while frame := frame.f_back:  # type: ignore[assignment]
@@ -118,8 +122,8 @@ def warn_of_loaders(parts: int) -> None:
         if type(value) is DataLoader and type(value.sampler) in (RandomSampler, SequentialSampler):
             rank_zero_warn(
                 f"No loader was set up, and {name} goes over all of its {type(value.dataset).__name__} on "
-                f"every rank: {parts} times the same work. Write {name} = fabric.setup_dataloaders({name}), or "
-                "where each rank has its own part of the data already, pass use_distributed_sampler=False, too.",
+                f"every rank: {parts} times the same work. Write {name} = fabric.setup_dataloaders({name}), "
+                "or where each rank has its own part already, pass use_distributed_sampler=False, too.",
                 category=PossibleUserWarning,
             )
             return

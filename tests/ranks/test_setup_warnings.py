@@ -17,8 +17,8 @@ from fabric.utilities.warnings import PossibleUserWarning
 
 DATA = TensorDataset(torch.ones(16, 4))
 NEVER = (
-    "No loader was set up, and train_loader goes over all of its TensorDataset on every rank: 2 times the same "
-    "work"
+    "No loader was set up, and train_loader goes over all of its TensorDataset on every rank: 2 times the "
+    "same work"
 )
 
 
@@ -58,7 +58,7 @@ def test_a_loader_that_was_never_set_up_is_said_once(ranks, shuffle):
     (told,), others = ranks.run(never_set_up, shuffle, world_size=2)
     assert told == (
         f"{NEVER}. Write train_loader = fabric.setup_dataloaders(train_loader), or where each rank has its "
-        "own part of the data already, pass use_distributed_sampler=False, too."
+        "own part already, pass use_distributed_sampler=False, too."
     )
     assert others == []
 
@@ -156,8 +156,8 @@ def with_workers(count):
 def test_workers_of_all_ranks_beyond_the_cores(ranks):
     told, others = ranks.run(with_workers, 2, world_size=2)
     assert told == [
-        "num_workers=2 on each of the 2 ranks of this machine are 4 processes beside the ranks, and there are "
-        "1 cores. Write num_workers=1, the share of a rank."
+        "num_workers=2 on each of the 2 ranks of this machine are 4 processes beside the ranks, on 1 cores. "
+        "Write num_workers=1, a rank's share."
     ]
     assert others == []
     assert ranks.run(with_workers, 1, world_size=2) == ranks.run(with_workers, 0, world_size=2) == [[], []]
