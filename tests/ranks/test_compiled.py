@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor.config
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
@@ -244,7 +246,18 @@ def test_torch_warns_of_a_layer_that_has_another_name_since_it_was_compiled(rank
 @pytest.mark.parametrize("strategy", list(STRATEGIES))
 @pytest.mark.parametrize("way", ["whole after", "blocks before"])
 def test_inductor_computes_the_same(ranks, strategy, way):
-    on_ranks(ranks, strategy, way, "inductor")
+    alone = strategy in ("single_device", "dp")
+    inductor(strategy, way) if alone else ranks.run(inductor, strategy, way, world_size=2, timeout=400)
+
+
+def inductor(strategy, way):
+    environ = dict(os.environ)
+    try:
+        with torch._inductor.config.patch(compile_threads=1):  # its processes would stay
+            trained(strategy, way, "inductor")
+    finally:
+        for name in os.environ.keys() - environ.keys():
+            del os.environ[name]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
