@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from fabric import Fabric
+from fabric.checks import warn_of_batch_norm
 from fabric.strategies import ModelParallelStrategy
 from fabric.utilities.warnings import PossibleUserWarning
 
@@ -125,6 +126,17 @@ def test_one_process_hears_nothing():
     model = nn.Linear(4, 1)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert loop(fabric, model, optimizer, DataLoader(DATA, batch_size=2)) == []
+
+
+def test_where_there_is_a_synchronised_batch_norm_the_warning_names_it():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.warns(PossibleUserWarning) as caught:
+        warn_of_batch_norm(model, torch.device("cuda"))
+    assert str(caught[0].message) == (
+        "1 (BatchNorm1d): batch norm in training sees only a rank's part of each batch, so that numbers are "
+        "not those of one process. To have them, write model = nn.SyncBatchNorm.convert_sync_batchnorm(model) "
+        "before fabric.setup, or use another norm."
+    )
 
 
 # workers
