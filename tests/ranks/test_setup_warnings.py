@@ -134,8 +134,8 @@ def test_where_there_is_a_synchronised_batch_norm_the_warning_names_it():
         warn_of_batch_norm(model, torch.device("cuda"))
     assert str(caught[0].message) == (
         "1 (BatchNorm1d): batch norm in training sees only a rank's part of each batch, so that numbers are "
-        "not those of one process. To have them, write model = nn.SyncBatchNorm.convert_sync_batchnorm(model) "
-        "before fabric.setup, or use another norm."
+        "not those of one process. To have them, write model = "
+        "nn.SyncBatchNorm.convert_sync_batchnorm(model) before fabric.setup, or use another norm."
     )
 
 
