@@ -114,11 +114,11 @@ def warn_of_loaders(parts: int) -> None:
     from fabric.core.source import is_users
 
     frame = sys._getframe(1)
-    seen: dict[str, Any] = {}
+    seen: list[tuple[str, Any]] = []
     while frame := frame.f_back:  # type: ignore[assignment]
         if is_users(frame.f_code.co_filename):
-            seen = {**frame.f_globals, **frame.f_locals, **seen}
-    for name, value in seen.items():
+            seen += [*frame.f_locals.items(), *frame.f_globals.items()]
+    for name, value in seen:
         if type(value) is DataLoader and type(value.sampler) in (RandomSampler, SequentialSampler):
             rank_zero_warn(
                 f"No loader was set up, and {name} goes over all of its {type(value.dataset).__name__} on "
