@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
@@ -57,10 +58,7 @@ class Progress(Generic[T]):
         return len(self._batches)  # type: ignore[arg-type]
 
     def _drawn(self) -> Iterator[T]:
-        batches = iter(self._batches)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a notebook has no widgets: then the bar is text
-            from tqdm.auto import tqdm
+        batches, tqdm = iter(self._batches), _kind()
         try:
             total = len(self)
         except (TypeError, NotImplementedError):
@@ -91,6 +89,19 @@ def shows(asked: bool | None) -> bool:
 
 def _nothing(**values: Any) -> None:
     """`set_postfix` where there is no bar."""
+
+
+def _kind() -> Any:
+    """The class of the bar: in a notebook's kernel a widget, if there are widgets, elsewhere text."""
+    if parent_process() is not None:  # a rank that was forked from a kernel cannot reach its widgets
+        from tqdm.std import tqdm
+
+        return tqdm
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are no widgets
+        from tqdm.auto import tqdm as auto
+
+    return auto
 
 
 def _done(batches: Any) -> int:

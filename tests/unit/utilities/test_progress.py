@@ -218,3 +218,15 @@ def test_rank_zero_only(ranks):
     assert "2/2" in first
     assert "sum=10]" in first
     assert second == ""
+
+
+def kind_of_bar():
+    from fabric.utilities.progress import _kind
+
+    return _kind().__module__
+
+
+def test_a_child_of_a_notebook_cannot_reach_its_widgets(ranks):
+    """Ranks that a kernel forks draw text; the kernel itself what tqdm finds best."""
+    assert ranks.run(kind_of_bar, world_size=2) == ["tqdm.std"] * 2
+    assert kind_of_bar() == "tqdm.asyncio"  # what tqdm.auto gives outside of notebooks
