@@ -10,6 +10,7 @@ import torch
 from torch.nn import DataParallel, Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm
@@ -79,6 +80,53 @@ def warn_of_batch_norm(module: Module, device: torch.device) -> None:
             f"part of each batch, so that numbers are not those of one process. To have them, {fix}.",
             category=PossibleUserWarning,
         )
+
+
+def warn_of_workers(loaders: tuple[Any, ...], ranks: int) -> None:
+    """Of loaders whose workers, on all `ranks` of this machine, are more than its cores.
+
+    torch looks at one process: it warns where a rank alone has more workers than there are cores.
+    """
+    most = max([loader.num_workers for loader in loaders])
+    if most <= 1:
+        return
+    from fabric.processes.cores import usable_cores
+    from fabric.utilities.data import suggested_max_num_workers
+
+    fair = suggested_max_num_workers(ranks)
+    if most > fair:
+        rank_zero_warn(
+            f"num_workers={most} on each of the {ranks} ranks of this machine are {most * ranks} processes "
+            f"beside the ranks, on {usable_cores()} cores. Write num_workers={fair}, a rank's share.",
+            category=PossibleUserWarning,
+        )
+
+
+def warn_of_loaders(parts: int) -> None:
+    """Of a DataLoader in the user's code that runs now that goes over a whole dataset, where none was set up.
+
+    Looked at once, before the first backward. Where loaders are not to be seen (in attributes), of other
+    classes, or share the data out themselves, nothing is said.
+
+    Args:
+        parts: Among how many the data are shared out.
+    """
+    from fabric.core.source import is_users
+
+    frame = sys._getframe(1)
+    seen: list[tuple[str, Any]] = []
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if is_users(frame.f_code.co_filename):
+            seen += [*frame.f_locals.items(), *frame.f_globals.items()]
+    for name, value in seen:
+        if type(value) is DataLoader and type(value.sampler) in (RandomSampler, SequentialSampler):
+            rank_zero_warn(
+                f"No loader was set up, and {name} goes over all of its {type(value.dataset).__name__} on "
+                f"every rank: {parts} times the same work. Write {name} = fabric.setup_dataloaders({name}), "
+                "or where each rank has its own part already, pass use_distributed_sampler=False, too.",
+                category=PossibleUserWarning,
+            )
+            return
 
 
 def check_optimizers(optimizers: tuple[Any, ...], verb: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checks import check_forward_module, check_optimizer, item_count
+from fabric.checks import check_forward_module, check_optimizer, item_count, warn_of_loaders
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.resolve import Machine, Request, resolve
 from fabric.saving import CheckpointVerbs
@@ -150,6 +150,10 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
                 f"Write fabric.backward(loss) without .item()."
             )
         strategy = self._strategy
+        if self._without_loader:
+            self._without_loader = False
+            if strategy.is_global_zero and strategy.world_size > 1 and strategy.data_rank[1] > 1:
+                warn_of_loaders(strategy.data_rank[1])
         gate = strategy.gate
         gate.open = True
         try:

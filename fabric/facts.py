@@ -5,13 +5,13 @@ nothing.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fabric.core.errors import UsageError
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from fabric.accelerators.accelerator import Accelerator
     from fabric.loggers.logger import Logger
     from fabric.strategies.strategy import Strategy
+    from fabric.utilities.progress import Progress
+
+T = TypeVar("T")
 
 
 class RankFacts:
@@ -108,6 +111,32 @@ class RankFacts:
         """`print`, on rank zero of each machine only."""
         if self.local_rank == 0:
             print(*args, **kwargs)
+
+    def progress(
+        self, batches: Iterable[T], desc: str | None = None, *, show: bool | None = None, **settings: Any
+    ) -> Progress[T]:
+        """The batches with a progress bar on rank zero; on the others just the batches. No rank waits.
+
+            for batch in (bar := fabric.progress(loader, desc="epoch 0")):
+                ...
+                bar.set_postfix(loss=loss)
+
+        The bar counts batches of this rank. Every loop over the result has a new bar, which ends with the
+        loop; `len` is that of `batches`; an epoch that goes on starts where it was left. A loader's
+        `state_dict` stays with the loader.
+
+        Args:
+            batches: A loader, set up or not, or any iterable.
+            desc: What stands before the bar.
+            show: Whether rank zero shows it. None: if stderr is a terminal, or in a notebook.
+            settings: For tqdm (`leave=False`, `total=`, ...).
+
+        Raises:
+            MissingExtraError: tqdm is not installed.
+        """
+        from fabric.utilities.progress import Progress, shows
+
+        return Progress(batches, self.is_global_zero and shows(show), {"desc": desc, **settings})
 
     @property
     def _data_rank(self) -> int:

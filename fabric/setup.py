@@ -9,7 +9,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fabric.checks import check_loaders, check_module, check_optimizers, check_owned, warn_of_batch_norm
+from fabric.checks import (
+    check_loaders,
+    check_module,
+    check_optimizers,
+    check_owned,
+    warn_of_batch_norm,
+    warn_of_workers,
+)
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
@@ -28,6 +35,9 @@ if TYPE_CHECKING:
 
 class SetupVerbs(RankFacts):
     """setup, setup_module, setup_optimizers, setup_dataloaders, whole, rng_state."""
+
+    _without_loader = True
+    """Whether no loader was set up, until the first backward has looked for one."""
 
     def setup(
         self,
@@ -134,8 +144,10 @@ class SetupVerbs(RankFacts):
         """
         self._require_launch("setup_dataloaders()")
         check_loaders(dataloaders)
+        self._without_loader = False
         if self._strategy.topology.world_size > 1:
             self._strategy.meet("setup_dataloaders", f"{len(dataloaders)} loaders")
+            warn_of_workers(dataloaders, self._strategy.topology.local_world_size)
         ready = [
             self._ready_loader(loader, use_distributed_sampler, move_to_device, uneven, shard_iterable)
             for loader in dataloaders

@@ -22,8 +22,11 @@ from fabric.utilities.apply_func import convert_tensors_to_scalars
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
 
+    from fabric.core.types import PathLike
     from fabric.utilities.compile import Verb
+    from fabric.watch.profile import Profile
     from fabric.watch.stopping import Stopper
 
 
@@ -46,7 +49,7 @@ def together(verb: Verb) -> Verb:
 
 
 class CollectiveVerbs(RankFacts):
-    """barrier, should_stop, broadcast, gathers, reductions, decisions and logs.
+    """barrier, should_stop, broadcast, gathers, reductions, decisions, logs and profiles.
 
     `data` is a tensor, a number, or any nesting of dict, list, tuple, namedtuple and dataclass. Tensors may
     lie on any device, and results lie where they were. `group` is a process group of torch.distributed; None:
@@ -266,9 +269,9 @@ class CollectiveVerbs(RankFacts):
         *,
         sync_dist: bool = False,
         reduce_fx: str = "mean",
-    ) -> None:
-        """One value to every logger. See `log_dict`."""
-        self.log_dict({name: value}, step, sync_dist=sync_dist, reduce_fx=reduce_fx)
+    ) -> Any:
+        """One value to every logger; gives what was logged. See `log_dict`."""
+        return self.log_dict({name: value}, step, sync_dist=sync_dist, reduce_fx=reduce_fx)[name]
 
     def log_dict(
         self,
@@ -277,8 +280,8 @@ class CollectiveVerbs(RankFacts):
         *,
         sync_dist: bool = False,
         reduce_fx: str = "mean",
-    ) -> None:
-        """Values by name to every logger; one-element tensors become numbers.
+    ) -> dict[str, Any]:
+        """Values by name to every logger; one-element tensors become numbers. Gives what was logged.
 
         A metric of torchmetrics is logged by its value over all ranks, which all must log it. Where ranks see
         the same data (a pipeline's, or those that share sequences), `sync_dist` counts one value of them: the
@@ -289,6 +292,10 @@ class CollectiveVerbs(RankFacts):
             step: Of the training; None: the logger counts.
             sync_dist: Whether values are reduced over ranks first, by one collective of all ranks.
             reduce_fx: "mean", "sum", "min", "max" or "product".
+
+        Returns:
+            The numbers by name. With `sync_dist`, and of metrics, they are the same on all ranks, so that all
+            decide alike by them (to stop early, which checkpoint is best); others are this rank's own.
 
         Raises:
             CollectiveMismatch: With `sync_dist`: names differ between ranks; on all ranks.
@@ -301,9 +308,50 @@ class CollectiveVerbs(RankFacts):
             metrics = {**metrics, **self._strategy.reduce_scalars(plain, reduce_fx)}
         if computed:
             metrics = {**metrics, **self.compute_metrics(dict(sorted(computed.items())))}
-        values = convert_tensors_to_scalars(metrics)
+        values: dict[str, Any] = convert_tensors_to_scalars(metrics)
         for logger in self._loggers:
             logger.log_metrics(metrics=values, step=step)
+        return values
+
+    def profile(
+        self,
+        folder: PathLike,
+        *,
+        ranks: list[int] | None = None,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 3,
+        **settings: Any,
+    ) -> AbstractContextManager[Profile]:
+        """Context that writes `folder/rank_N.json`, a trace of some steps for Perfetto, and prints where they
+        went. All ranks, with the same numbers.
+
+            with fabric.profile("trace") as prof:
+                for batch in loader:
+                    ...
+                    prof.step()
+
+        At the end rank zero prints milliseconds per step of data, forward, backward, communication and step,
+        the mean over ranks and the slowest rank. They are the host's: on a device forward and backward end
+        when all is queued, and the trace has rows for what the device did. Phases overlap.
+
+        Args:
+            folder: Made where it is missing; traces in it are replaced.
+            ranks: Which record; None: all.
+            wait: Steps that are skipped first.
+            warmup: Steps after these, under the profiler, whose times would be too long.
+            active: Steps that are recorded then.
+            settings: For `torch.profiler.profile` (`with_stack=True`, `profile_memory=True`, ...).
+
+        Raises:
+            ConfigurationError: Steps or ranks that cannot be; on all ranks.
+            CollectiveMismatch: A rank did not enter, or with other numbers; on all ranks.
+        """
+        self._require_launch("profile()")
+        from fabric.watch.profile import profiled
+
+        window = {"wait": wait, "warmup": warmup, "active": active}
+        return profiled(self, folder, ranks, window, settings)
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:

@@ -38,6 +38,8 @@ Fabric(*, accelerator='auto', strategy='auto', devices='auto', num_nodes=1, prec
     .autocast()
     .to_device(obj)
     .print(*args, **kwargs)
+    .progress(batches, desc=None, *, show=None, **settings)
+    .profile(folder, *, ranks=None, wait=1, warmup=1, active=3, **settings)
     .barrier(name=None)
     .should_stop()
     .rng_state()
@@ -262,8 +264,14 @@ Logger
     .log_metrics(metrics, step=None)
     .log_hyperparams(params, *args, **kwargs)
     .log_graph(model, input_array=None)
+    .log_artifact(path, name=None)
     .save()
     .finalize(status)
+MLFlowLogger(experiment_name='lightning_logs', run_name=None, tracking_uri=None, tags=None,
+        save_dir='./mlruns', prefix='', run_id=None) < Logger
+    .experiment
+WandbLogger(name=None, save_dir='.', version=None, offline=None, project=None, prefix='', **kwargs) < Logger
+    .experiment
 TensorBoardLogger(root_dir, name='lightning_logs', version=None, default_hp_metric=True, prefix='',
         sub_dir=None, **kwargs) < Logger
     .sub_dir

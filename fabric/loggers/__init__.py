@@ -1,4 +1,4 @@
-"""Loggers: csv and tensorboard, and the base for users' own; names load on first use."""
+"""Loggers: csv, tensorboard, W&B and MLflow, and the base for users' own; names load on first use."""
 
 from typing import TYPE_CHECKING
 
@@ -7,15 +7,19 @@ from fabric.core.lazy import lazy_exports
 if TYPE_CHECKING:
     from fabric.loggers.csv_logger import CSVLogger
     from fabric.loggers.logger import Logger
+    from fabric.loggers.mlflow_logger import MLFlowLogger
     from fabric.loggers.tensorboard import TensorBoardLogger
+    from fabric.loggers.wandb_logger import WandbLogger
 
-__all__ = ["CSVLogger", "Logger", "TensorBoardLogger"]
+__all__ = ["CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "CSVLogger": "fabric.loggers.csv_logger",
         "Logger": "fabric.loggers.logger",
+        "MLFlowLogger": "fabric.loggers.mlflow_logger",
         "TensorBoardLogger": "fabric.loggers.tensorboard",
+        "WandbLogger": "fabric.loggers.wandb_logger",
     },
 )

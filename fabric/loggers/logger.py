@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
@@ -12,7 +13,6 @@ from fabric.utilities.cloud_io import join_path, list_directory
 from fabric.utilities.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
-    from argparse import Namespace
     from collections.abc import Callable
 
     from torch import Tensor
@@ -61,6 +61,15 @@ class Logger(ABC):
         """Record the graph of a model, where the logger can."""
         return
 
+    def log_artifact(self, path: PathLike, name: str | None = None) -> None:
+        """Keep a file or directory (a checkpoint, a plot) with the run, where the logger can.
+
+        Args:
+            path: On this machine; read at once, or soon after.
+            name: Of what is kept; None: the last part of `path`.
+        """
+        return
+
     def save(self) -> None:
         """Make everything that was logged so far durable."""
         return
@@ -68,56 +77,6 @@ class Logger(ABC):
     def finalize(self, status: str) -> None:
         """End the run. `status` says how: "success", "failed"."""
         self.save()
-
-
-class DirectoryLogger(Logger):
-    """A logger whose files lie in `root_dir/name/version_N`; subclasses keep their writer in `_experiment`.
-
-    Args:
-        root_dir: Directory of all experiments.
-        name: Directory of the experiment; None or "": none.
-        version: An int N for `version_N`, or a directory name. None: one more than the highest there is.
-        prefix: Put before every metric's name.
-    """
-
-    LOGGER_JOIN_CHAR = "-"
-
-    def __init__(self, root_dir: PathLike, name: str | None, version: int | str | None, prefix: str) -> None:
-        self._root_dir = os.fspath(root_dir)
-        self._name = name or ""
-        self._version = version
-        self._prefix = prefix
-        self._experiment: Any = None
-
-    @property
-    def name(self) -> str:
-        """Directory of the experiment under `root_dir`."""
-        return self._name
-
-    @property
-    def version(self) -> int | str:
-        """Which run this is; chosen when first asked for."""
-        if self._version is None:
-            self._version = _next_version(join_path(self._root_dir, *filter(None, [self._name])))
-        return self._version
-
-    @property
-    def root_dir(self) -> str:
-        """Directory of all experiments."""
-        return self._root_dir
-
-    @property
-    def log_dir(self) -> str:
-        """Directory of this run."""
-        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
-        return join_path(self._root_dir, *filter(None, [self._name, version]))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Writers own rows, threads and open files: a copy opens its own, in the same directory.
-        return {**self.__dict__, "_version": self.version, "_experiment": None}
-
-    def _prefixed(self, name: str) -> str:
-        return f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name
 
 
 class _DummyExperiment:
@@ -148,6 +107,99 @@ def rank_zero_experiment(fn: Callable[..., Any]) -> Callable[..., Any]:
     return experiment
 
 
+class _Writing(Logger):
+    """A logger with a prefix and a writer in `_experiment`, which it opens when first asked for it."""
+
+    LOGGER_JOIN_CHAR = "-"
+
+    def __init__(self, version: Any, prefix: str) -> None:
+        self._version = version
+        self._prefix = prefix
+        self._experiment: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Writers own rows, threads and open files: a copy opens its own, of the same run.
+        return {**self.__dict__, "_version": self.version, "_experiment": None}
+
+    def _prefixed(self, name: str) -> str:
+        return f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name
+
+
+class RunLogger(_Writing):
+    """A logger whose runs a service keeps by their ids; subclasses say how one begins.
+
+    Args:
+        version: The id of a run, which goes on; None: a new one.
+        prefix: Put before every metric's name.
+    """
+
+    _count = 0
+
+    def _at(self, step: int | None) -> int:
+        """Where metrics go on the x axis: `step`, or as many calls as there were."""
+        at = self._count if step is None else step
+        self._count += 1
+        return at
+
+    @abstractmethod
+    def _begin(self) -> Any:
+        """The run, begun or gone on with; sets `_version`."""
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The service's own object; on ranks above zero, one that does nothing."""
+        if self._experiment is None:
+            self._experiment = self._begin()
+        return self._experiment
+
+    @property
+    def version(self) -> str | None:
+        """The id of the run; None before it begins, and on ranks above zero."""
+        version: str | None = self._version
+        return version
+
+
+class DirectoryLogger(_Writing):
+    """A logger whose files lie in `root_dir/name/version_N`; subclasses keep their writer in `_experiment`.
+
+    Args:
+        root_dir: Directory of all experiments.
+        name: Directory of the experiment; None or "": none.
+        version: An int N for `version_N`, or a directory name. None: one more than the highest there is.
+        prefix: Put before every metric's name.
+    """
+
+    def __init__(self, root_dir: PathLike, name: str | None, version: int | str | None, prefix: str) -> None:
+        super().__init__(version, prefix)
+        self._root_dir = os.fspath(root_dir)
+        self._name = name or ""
+
+    @property
+    def name(self) -> str:
+        """Directory of the experiment under `root_dir`."""
+        return self._name
+
+    @property
+    def version(self) -> int | str:
+        """Which run this is; chosen when first asked for."""
+        if self._version is None:
+            self._version = _next_version(join_path(self._root_dir, *filter(None, [self._name])))
+        version: int | str = self._version
+        return version
+
+    @property
+    def root_dir(self) -> str:
+        """Directory of all experiments."""
+        return self._root_dir
+
+    @property
+    def log_dir(self) -> str:
+        """Directory of this run."""
+        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
+        return join_path(self._root_dir, *filter(None, [self._name, version]))
+
+
 def scalar(name: str, value: Any) -> Any:
     """A metric's value as a plain number; what has no `item` method stays as it is.
 
@@ -163,6 +215,33 @@ def scalar(name: str, value: Any) -> Any:
             f"The metric {name!r} has shape {tuple(value.shape)} and is no scalar. Log value.mean(), or one "
             "name per element."
         ) from error
+
+
+def number(name: str, value: Any, service: str) -> Any:
+    """As `scalar`, for a `service` that takes numbers only.
+
+    Raises:
+        ConfigurationError: The value is no number.
+    """
+    found = scalar(name, value)
+    if not hasattr(found, "__float__"):
+        raise ConfigurationError(
+            f"The metric {name!r} is a {type(value).__name__}, which {service} cannot chart. "
+            f"Log a number, or call logger.experiment's own methods."
+        )
+    return found
+
+
+def flat(params: dict[str, Any] | Namespace, prefix: str = "") -> dict[str, bool | int | float | str]:
+    """Settings by names like `optimizer/lr`; other values than numbers and strings as their text."""
+    found: dict[str, bool | int | float | str] = {}
+    for key, value in (vars(params) if isinstance(params, Namespace) else params).items():
+        if isinstance(value, dict | Namespace) and value:
+            found.update(flat(value, f"{prefix}{key}/"))
+            continue
+        value = scalar(str(key), value) if getattr(value, "ndim", None) == 0 else value
+        found[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
+    return found
 
 
 def _next_version(directory: str) -> int:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import ConfigurationError, MissingExtraError
-from fabric.loggers.logger import DirectoryLogger, rank_zero_experiment, scalar
+from fabric.loggers.logger import DirectoryLogger, flat, number, rank_zero_experiment, scalar
 from fabric.utilities.cloud_io import is_url, join_path
+from fabric.utilities.extras import require
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from torch import Tensor
     from torch.nn import Module
     from torch.utils.tensorboard import SummaryWriter
@@ -32,6 +33,9 @@ class TensorBoardLogger(DirectoryLogger):
         prefix: Put before every name, with a "-".
         sub_dir: Directory within the run; `~` and variables are expanded.
         kwargs: For `torch.utils.tensorboard.SummaryWriter`.
+
+    Raises:
+        MissingExtraError: tensorboard is not installed.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class TensorBoardLogger(DirectoryLogger):
         sub_dir: PathLike | None = None,
         **kwargs: Any,
     ) -> None:
+        require("TensorBoardLogger", "tensorboard", "tensorboard")
         super().__init__(_expanded(root_dir), name, version, prefix)
         self._given_root = os.fspath(root_dir)
         self._default_hp_metric = default_hp_metric
@@ -70,18 +75,10 @@ class TensorBoardLogger(DirectoryLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> SummaryWriter:
-        """The `SummaryWriter`; on ranks above zero, an object that does nothing.
-
-        Raises:
-            MissingExtraError: tensorboard is not installed.
-        """
+        """The `SummaryWriter`; on ranks above zero, an object that does nothing."""
         if self._experiment is None:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise MissingExtraError(
-                    'TensorBoardLogger needs tensorboard. Run `pip install "torch-fabric[tensorboard]"`.'
-                ) from error
+            from torch.utils.tensorboard import SummaryWriter
+
             self._experiment = SummaryWriter(log_dir=self.log_dir, **self._kwargs)
         return self._experiment
 
@@ -102,13 +99,7 @@ class TensorBoardLogger(DirectoryLogger):
                 lines = {key: scalar(f"{name}.{key}", line) for key, line in value.items()}
                 self.experiment.add_scalars(full_name, lines, step)
                 continue
-            number = scalar(name, value)
-            if not hasattr(number, "__float__"):
-                raise ConfigurationError(
-                    f"The metric {name!r} is a {type(value).__name__}, which TensorBoard cannot chart. "
-                    f"Log a number, or call logger.experiment's own methods."
-                )
-            self.experiment.add_scalar(full_name, number, step)
+            self.experiment.add_scalar(full_name, number(name, value, "TensorBoard"), step)
 
     @rank_zero_only
     def log_hyperparams(
@@ -135,7 +126,7 @@ class TensorBoardLogger(DirectoryLogger):
         named = {self._prefixed(name): scalar(name, value) for name, value in metrics.items()}
         from torch.utils.tensorboard.summary import hparams
 
-        for summary in hparams(_flat(params), named):
+        for summary in hparams(flat(params), named):
             self.experiment.file_writer.add_summary(summary)
 
     @rank_zero_only
@@ -167,14 +158,3 @@ class TensorBoardLogger(DirectoryLogger):
 def _expanded(path: PathLike) -> str:
     text = os.path.expandvars(os.fspath(path))
     return text if is_url(text) else str(Path(text).expanduser())
-
-
-def _flat(params: dict[str, Any] | Namespace, prefix: str = "") -> dict[str, bool | int | float | str]:
-    flat: dict[str, bool | int | float | str] = {}
-    for key, value in (vars(params) if isinstance(params, Namespace) else params).items():
-        if isinstance(value, dict | Namespace) and value:
-            flat.update(_flat(value, f"{prefix}{key}/"))
-            continue
-        value = scalar(str(key), value) if getattr(value, "ndim", None) == 0 else value
-        flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
-    return flat

@@ -367,3 +367,25 @@ def test_spawn_refuses_a_function_of_a_script_on_standard_input():
     assert "'train' is defined in a notebook, prompt or piped script" in done.stderr
     assert 'Use strategy="ddp_notebook" (or "ddp_fork"), or define it in a file.' in done.stderr
     assert done.stdout == ""
+
+
+PROGRESS = """
+def train(fabric):
+    bar = fabric.progress(range(3), desc=f"rank {fabric.global_rank}")
+    for number in bar:
+        bar.set_postfix(number=torch.tensor(number))
+    return len(bar)
+"""
+
+
+def test_a_progress_bar_in_a_cell_and_of_ranks_of_a_cell(in_notebook):
+    async def story(notebook):
+        await notebook.run(PROGRESS)
+        for call in ("train(Fabric(accelerator='cpu', devices=1))", "launch(train)"):
+            cell = await notebook.run(call)
+            assert (cell.error, cell.result) == (None, "3"), cell.trace
+            shown = cell.stderr + cell.stdout
+            assert re.search(r"rank 0: 100%\|.*\| 3/3 .*, number=2\]", shown), (call, cell)
+            assert "rank 1" not in shown
+
+    in_notebook(story)

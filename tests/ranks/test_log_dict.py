@@ -212,6 +212,40 @@ def test_one_process():
     assert [line for line, _ in logger.lines] == [{"loss": 1 / 3, "count": 4.0, "right": 1.0}] * 5
 
 
+def returned():
+    fabric, rank = launched(), dist.get_rank()
+    mean = MeanMetric()
+    mean.update(torch.tensor(1.0 + 2 * rank))
+    one = fabric.log("loss", torch.tensor(0.5 + rank), sync_dist=True)
+    many = fabric.log_dict({"mean": mean, "here": torch.tensor([rank])})
+    both = fabric.log_dict({"mean": mean, "worst": rank}, sync_dist=True, reduce_fx="max")
+    return one, fabric.log("mean", mean), many, both
+
+
+def test_what_was_logged_is_given_back_the_same_reduced_number_on_all_ranks(ranks):
+    both = {"mean": 2.0, "worst": 1.0}
+    found = ranks.run(returned, world_size=2)
+    assert found == [(1.0, 2.0, {"mean": 2.0, "here": rank}, both) for rank in range(2)]
+    assert [type(value) for value in found[1][2].values()] == [float, int]
+
+
+def stops_early():
+    """Each rank's own loss gets better at another step; the number that `log` gives is one."""
+    fabric, best, step = launched(), float("inf"), 0
+    curves = [[3.0, 2.0, 4.0, 1.0, 9.0, 9.0], [3.0, 2.0, 1.0, 5.0, 1.0, 1.0]]
+    for step, own in enumerate(curves[fabric.global_rank]):
+        loss = fabric.log("val_loss", own, step, sync_dist=True)
+        if loss > best:
+            break
+        best = loss
+    assert usable(fabric)
+    return step, best
+
+
+def test_early_stopping_by_what_log_gives_ends_at_one_step(ranks):
+    assert ranks.run(stops_early, world_size=2) == [(2, 2.0)] * 2
+
+
 # What ranks do not agree on, and what cannot be logged
 
 

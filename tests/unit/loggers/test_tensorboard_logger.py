@@ -1,7 +1,5 @@
 import copy
 import pickle
-import subprocess
-import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -169,23 +167,6 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     logger.save()
     logger.finalize("success")
     assert list(tmp_path.rglob("*")) == []
-
-
-def test_missing_package_says_what_to_install(tmp_path):
-    code = f"""
-import sys
-sys.modules["tensorboard"] = None
-from fabric.core.errors import MissingExtraError
-from fabric.loggers import TensorBoardLogger
-logger = TensorBoardLogger({str(tmp_path)!r})
-try:
-    logger.log_metrics({{"a": 1}}, 0)
-except MissingExtraError as error:
-    assert 'pip install "torch-fabric[tensorboard]"' in str(error)
-else:
-    raise SystemExit("no error")
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_home_stays_as_given_and_is_expanded_in_the_paths(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.joined import joined
 from fabric.strategies.layouts.pipeline.run import Pass, alternating, backwards, forwards
 from fabric.strategies.layouts.pipeline.trial import try_rows
+from fabric.utilities.compile import eager
 from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Flow:
         self._alike = Alike(runner.channel, number, self.name)
         self._tried = False
 
+    @eager  # torch.compile around the model would take apart the messages; blocks are compiled all the same
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output for the whole batch. All ranks of the pipeline, with the same batch."""
         self._meet("forward", (args, kwargs))
@@ -136,6 +138,7 @@ class Flow:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.__deepcopy__({})
 
+    @eager
     def pipeline_step(
         self,
         x: Any,

@@ -1,0 +1,127 @@
+"""`MLFlowLogger`: runs of MLflow. Called by `Fabric.log_dict`; loads mlflow when the run begins."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric.loggers.logger import RunLogger, flat, number
+from fabric.utilities.extras import require
+from fabric.utilities.rank_zero import rank_zero_only
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fabric.core.types import PathLike
+
+_PARAMS = 100
+"""That MLflow takes at once."""
+
+
+class MLFlowLogger(RunLogger):
+    """Metrics, settings and files as a run of MLflow, which begins with what is logged first.
+
+    Args:
+        experiment_name: What runs are grouped by.
+        run_name: Of the run, as it is shown; None: MLflow makes one up.
+        tracking_uri: A server, or a database. None: MLFLOW_TRACKING_URI, else `save_dir/mlflow.db` (SQLite).
+            A directory needs MLFLOW_ALLOW_FILE_STORE=true since MLflow 3.
+        tags: Of the run, by name.
+        save_dir: Where the database and the files are, unless a `tracking_uri` says otherwise.
+        prefix: Put before every metric's name, with a "-".
+        run_id: A run that goes on; None: a new one.
+
+    Raises:
+        MissingExtraError: mlflow is not installed; or what it needs for SQLite.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "lightning_logs",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: dict[str, Any] | None = None,
+        save_dir: PathLike = "./mlruns",
+        prefix: str = "",
+        run_id: str | None = None,
+    ) -> None:
+        uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
+        require("MLFlowLogger", "mlflow", "mlflow", *([] if uri else ["sqlalchemy", "alembic"]))
+        super().__init__(run_id, prefix)
+        self._name = experiment_name
+        self._run = {"run_name": run_name, "tags": tags}
+        self._save_dir = None if uri else Path(save_dir).resolve()
+        self._uri = uri or f"sqlite:///{self._save_dir}/mlflow.db"
+
+    @property
+    def name(self) -> str:
+        """The experiment."""
+        return self._name
+
+    @property
+    def root_dir(self) -> str | None:
+        """Where the database and the files are; None where a `tracking_uri` says so."""
+        return None if self._save_dir is None else str(self._save_dir)
+
+    def _begin(self) -> Any:
+        from mlflow import MlflowClient
+
+        place = None
+        if self._save_dir is not None:
+            self._save_dir.mkdir(parents=True, exist_ok=True)
+            place = (self._save_dir / "artifacts").as_uri()
+        client = MlflowClient(tracking_uri=self._uri)
+        if self._version is None:
+            found = client.get_experiment_by_name(self._name)
+            experiment = found.experiment_id if found else client.create_experiment(self._name, place)
+            self._version = client.create_run(experiment, **self._run).info.run_id
+        else:
+            client.update_run(self._version, status="RUNNING")
+        return client
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Record metrics.
+
+        Args:
+            metrics: Numbers, or tensors of one element, by name.
+            step: Position on the x axis; None counts the calls of this run.
+
+        Raises:
+            ConfigurationError: A value is of another kind.
+        """
+        from mlflow.entities import Metric
+
+        client, now = self.experiment, int(time.time() * 1000)
+        values = {self._prefixed(name): number(name, value, "MLflow") for name, value in metrics.items()}
+        at = self._at(step)
+        row = [Metric(name, float(value), now, at) for name, value in values.items()]
+        client.log_batch(self._version, metrics=row)
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Record settings, under names like `optimizer/lr`; MLflow takes no other value for a name later."""
+        from mlflow.entities import Param
+
+        client = self.experiment
+        found = iter([Param(name, str(value)) for name, value in flat(params).items()])
+        while part := list(islice(found, _PARAMS)):
+            client.log_batch(self._version, params=part)
+
+    @rank_zero_only
+    def log_artifact(self, path: PathLike, name: str | None = None) -> None:
+        """Keep a file, or what is in a directory, with the run; `name` is the directory that it goes to."""
+        client = self.experiment
+        (client.log_artifacts if Path(path).is_dir() else client.log_artifact)(
+            self._version, os.fspath(path), name
+        )
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """End the run, as failed unless `status` is "success"; logging again goes on with it."""
+        if self._experiment is not None:
+            self._experiment.set_terminated(self._version, "FINISHED" if status == "success" else "FAILED")
+            self._experiment = None

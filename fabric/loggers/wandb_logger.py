@@ -1,0 +1,110 @@
+"""`WandbLogger`: runs of Weights & Biases. Called by `Fabric.log_dict`; loads wandb when the run begins."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric.loggers.logger import RunLogger, scalar
+from fabric.utilities.extras import require
+from fabric.utilities.rank_zero import rank_zero_only
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fabric.core.types import PathLike
+
+
+class WandbLogger(RunLogger):
+    """Metrics, settings and files as a run of Weights & Biases, which begins with what is logged first.
+
+    Args:
+        name: Of the run, as it is shown; None: W&B makes one up.
+        save_dir: Where W&B makes its directory `wandb`.
+        version: The id of a run, which goes on; None: a new run.
+        offline: Keep the run on disk; `wandb sync` sends it. None: as WANDB_MODE says, else online.
+        project: What runs are grouped by; None: as WANDB_PROJECT says.
+        prefix: Put before every metric's name, with a "-".
+        kwargs: For `wandb.init`.
+
+    Raises:
+        MissingExtraError: wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: PathLike = ".",
+        version: str | None = None,
+        offline: bool | None = None,
+        project: str | None = None,
+        prefix: str = "",
+        **kwargs: Any,
+    ) -> None:
+        require("WandbLogger", "wandb", "wandb")
+        super().__init__(version, prefix)
+        mode = {} if offline is None else {"mode": "offline" if offline else "online"}
+        self._save_dir = os.fspath(save_dir)
+        # A process may have several loggers: none of them ends the run of another.
+        self._settings = {"reinit": "create_new", "name": name, "project": project, **mode, **kwargs}
+
+    @property
+    def name(self) -> str | None:
+        """The project."""
+        project: str | None = self._settings["project"]
+        return project
+
+    @property
+    def root_dir(self) -> str:
+        """Where the directory `wandb` is."""
+        return self._save_dir
+
+    def _begin(self) -> Any:
+        import wandb
+
+        resume = {} if self._version is None else {"id": self._version, "resume": "allow"}
+        run = wandb.init(dir=self._save_dir, **{**resume, **self._settings})
+        self._version = run.id
+        # W&B drops what comes with a lower step than before, but not what lies on an axis of the user's.
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Record metrics.
+
+        Args:
+            metrics: Numbers, tensors of one element, or W&B's own objects (images, tables) by name.
+            step: Position on the x axis, named "step"; None counts the calls of this run.
+
+        Raises:
+            ConfigurationError: A tensor has more than one element.
+        """
+        row = {self._prefixed(name): scalar(name, value) for name, value in metrics.items()}
+        self.experiment.log({**row, "step": self._at(step)})
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Record settings in the run's config; later values replace earlier ones."""
+        plain = dict(params) if isinstance(params, dict) else vars(params)
+        self.experiment.config.update(plain, allow_val_change=True)
+
+    @rank_zero_only
+    def log_artifact(self, path: PathLike, name: str | None = None) -> None:
+        """Keep a file or directory as an artifact of type "file"; another of its name is a version of it."""
+        import wandb
+
+        wanted = name or Path(path).resolve().name
+        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", wanted), type="file")  # W&B takes no others
+        (artifact.add_dir if Path(path).is_dir() else artifact.add_file)(os.fspath(path))
+        self.experiment.log_artifact(artifact)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """End the run, as failed unless `status` is "success"; logging again goes on with it."""
+        if self._experiment is not None:
+            self._experiment.finish(exit_code=0 if status == "success" else 1)
+            self._experiment = None

@@ -1,0 +1,175 @@
+"""What a loop on several ranks is warned of once: a loader that was never set up, more workers than cores."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
+
+from fabric import Fabric
+from fabric.checks import warn_of_batch_norm
+from fabric.strategies import ModelParallelStrategy
+from fabric.utilities.warnings import PossibleUserWarning
+
+DATA = TensorDataset(torch.ones(16, 4))
+NEVER = (
+    "No loader was set up, and train_loader goes over all of its TensorDataset on every rank: 2 times the "
+    "same work"
+)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from torch.ones(16, 4)
+
+
+def started(strategy="ddp"):
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    model = nn.Linear(4, 1)
+    return fabric, *fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def messages(caught):
+    return [str(w.message) for w in caught if issubclass(w.category, PossibleUserWarning)]
+
+
+def loop(fabric, model, optimizer, train_loader):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in train_loader:
+            x = batch[0] if isinstance(batch, list) else batch
+            fabric.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    return messages(caught)
+
+
+def never_set_up(shuffle):
+    return loop(*started(), DataLoader(DATA, batch_size=2, shuffle=shuffle))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_that_was_never_set_up_is_said_once(ranks, shuffle):
+    (told,), others = ranks.run(never_set_up, shuffle, world_size=2)
+    assert told == (
+        f"{NEVER}. Write train_loader = fabric.setup_dataloaders(train_loader), or where each rank has its "
+        "own part already, pass use_distributed_sampler=False, too."
+    )
+    assert others == []
+
+
+def in_an_outer_frame():
+    fabric, model, optimizer = started()
+    train_loader = DataLoader(DATA, batch_size=2)
+
+    def step(x):
+        fabric.backward(model(x).sum())
+        optimizer.step()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number, (x,) in enumerate(train_loader):
+            step(x)
+            if number == 1:
+                break
+    return messages(caught)
+
+
+def test_it_is_seen_from_a_function_that_the_loop_calls(ranks):
+    told, _ = ranks.run(in_an_outer_frame, world_size=2)
+    assert [text.partition(". Write")[0] for text in told] == [NEVER]
+
+
+def split(model, mesh):
+    return model
+
+
+def of_the_users(case):
+    rank = dist.get_rank()
+    parts = started()
+    fabric = parts[0]
+    loader = DataLoader(DATA, batch_size=2)
+    match case:
+        case "set up":
+            loader = fabric.setup_dataloaders(loader)
+        case "own part, said":
+            own = DataLoader(Subset(DATA, range(rank, 16, 2)), batch_size=2)
+            loader = fabric.setup_dataloaders(own, use_distributed_sampler=False)
+        case "sampler of torch":
+            loader = DataLoader(DATA, batch_size=2, sampler=DistributedSampler(DATA, 2, rank))
+        case "stream":
+            loader = DataLoader(Stream(), batch_size=2)
+        case "no loader":
+            loader = [torch.ones(2, 4)]
+        case "same data for all":
+            strategy = ModelParallelStrategy(split, data_parallel_size=1, tensor_parallel_size=2)
+            parts = started(strategy)
+    return loop(*parts, loader)
+
+
+CASES = ["set up", "own part, said", "sampler of torch", "stream", "no loader", "same data for all"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_who_shares_the_data_out_hears_nothing(ranks, case):
+    assert ranks.run(of_the_users, case, world_size=2) == [[], []]
+
+
+def test_one_process_hears_nothing():
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = nn.Linear(4, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert loop(fabric, model, optimizer, DataLoader(DATA, batch_size=2)) == []
+
+
+def test_where_there_is_a_synchronised_batch_norm_the_warning_names_it():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.warns(PossibleUserWarning) as caught:
+        warn_of_batch_norm(model, torch.device("cuda"))
+    assert str(caught[0].message) == (
+        "1 (BatchNorm1d): batch norm in training sees only a rank's part of each batch, so that numbers are "
+        "not those of one process. To have them, write model = "
+        "nn.SyncBatchNorm.convert_sync_batchnorm(model) before fabric.setup, or use another norm."
+    )
+
+
+# workers
+
+
+class Letters(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return index
+
+
+def with_workers(count):
+    fabric, *_ = started()
+    loader = DataLoader(Letters(), num_workers=count)  # with all cores: torch has a warning of its own
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fabric.setup_dataloaders(loader, DataLoader(Letters()))
+    finally:
+        os.sched_setaffinity(0, cores)
+    return messages(caught)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
+def test_workers_of_all_ranks_beyond_the_cores(ranks):
+    told, others = ranks.run(with_workers, 2, world_size=2)
+    assert told == [
+        "num_workers=2 on each of the 2 ranks of this machine are 4 processes beside the ranks, on 1 cores. "
+        "Write num_workers=1, a rank's share."
+    ]
+    assert others == []
+    assert ranks.run(with_workers, 1, world_size=2) == ranks.run(with_workers, 0, world_size=2) == [[], []]
