@@ -238,9 +238,9 @@ def _check_tied(module: Module, tied: list[list[str]]) -> None:
         if len({held[name] for name in names if name in held}) > 1:
             raise UsageError(
                 f"parallelize_fn made several parameters of {' and '.join(names)} of "
-                f"{type(module).__name__}, which were one: they would be trained apart. Tie them "
-                f"again after parallelize_module, and before fully_shard: model.{names[-1]} = model.{names[0]} (models of transformers: "
-                "model.tie_weights())."
+                f"{type(module).__name__}, which were one: they would be trained apart. Tie them again after "
+                f"parallelize_module, and before fully_shard: model.{names[-1]} = model.{names[0]} (models "
+                "of transformers: model.tie_weights())."
             )
 
 
