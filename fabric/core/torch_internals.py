@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COUNTED_STEP",
+    "FSDP_MARKS",
     "MODULE_TABLES",
     "STEPPED",
     "BatchNorm",
@@ -199,6 +200,10 @@ def place_in_file(name: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
+
+
+FSDP_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+"""What `fully_shard` leaves on modules; by it transformers' `generate` knows that it must meet other ranks."""
 
 
 def is_fsdp(module: Any) -> bool:
