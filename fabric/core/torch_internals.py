@@ -203,7 +203,7 @@ def place_in_file(name: str, offset: int, length: int) -> Any:
 
 
 FSDP_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-"""What `fully_shard` leaves on modules; by it transformers' `generate` knows that it must meet other ranks."""
+"""What `fully_shard` leaves on modules; by it `generate` of transformers meets other ranks."""
 
 
 def is_fsdp(module: Any) -> bool:
