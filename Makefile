@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all lint types tests slow-tests test-device test-engines fuzz clean help
+.PHONY: demo test test-all lint types tests slow-tests test-device test-engines test-ecosystem fuzz clean help
 .NOTPARALLEL:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make fuzz    random user programs, ranks against one process: make fuzz MINUTES=10 SEED=0"
 	@echo "make lint | types | tests | slow-tests | clean (removes $(VENV))"
 	@echo "make test-device   what can differ on an accelerator, on a pretend one (needs a C++ compiler)"
+	@echo "make test-ecosystem   Hugging Face, peft and WebDataset, likewise (a part of make test-engines)"
 	@echo "make test-engines ENGINES=\"horovod ray\"   engines of others with their packages, each in an environment of its own"
 
 demo: $(VENV)/.examples
@@ -56,6 +57,10 @@ ENGINES ?=
 
 test-engines: $(VENV)/.dev
 	$(BIN)/python tests/integrations $(ENGINES)
+
+# What people bring along. make test-engines has them, too.
+test-ecosystem: $(VENV)/.dev
+	$(BIN)/python tests/integrations huggingface peft webdataset
 
 # Random user programs, on ranks and in plain torch (tests/fuzz). Another SEED is another million of programs.
 MINUTES ?= 10

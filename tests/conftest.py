@@ -35,6 +35,11 @@ IGNORED = (
     "Validating sparse tensor invariants",  # torch >= 2.14: of all that this process has unpickled before
 )
 ROOT = Path(__file__).parent.parent
+# Tests with real packages: each folder is collected only in the environment that has its package, which
+# tests/integrations/__main__.py makes. There is no conftest.py beside them: it would put that folder on the
+# path, where `import bitsandbytes` would find a folder of tests.
+ENGINES = [path for path in Path(__file__).parent.glob("integrations/*") if path.is_dir()]
+collect_ignore = [str(path) for path in ENGINES if path.name != os.environ.get("FABRIC_ENGINE")]
 CACHES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "__pycache__"}
 
 

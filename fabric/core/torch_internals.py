@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CALL_TABLES",
     "COUNTED_STEP",
+    "FSDP_MARKS",
     "MODULE_TABLES",
     "STEPPED",
     "BatchNorm",
@@ -212,6 +213,10 @@ def place_in_file(name: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
+
+
+FSDP_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+"""What `fully_shard` leaves on modules; by it `generate` of transformers meets other ranks."""
 
 
 def is_fsdp(module: Any) -> bool:

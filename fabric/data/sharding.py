@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.torch_internals import drop_workers, loader_iterator
@@ -16,6 +16,8 @@ from fabric.data.sources import IndexSource, Source, samplers_of
 from fabric.data.streams import IndexStream, Sampler
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
+
+_TORCHDATA = "torchdata.stateful_dataloader"
 
 
 def shard_loader(
@@ -46,6 +48,7 @@ def shard_loader(
             "error"; a loader that cannot be sharded.
     """
     check_uneven(uneven)
+    loader = _of_torch(loader)
     if isinstance(loader.dataset, IterableDataset):
         alone = shard_iterable is False or _knows_its_rank(loader.dataset)
         if not alone and not _is_opaque(loader):
@@ -75,6 +78,7 @@ def own_loader(loader: DataLoader[Any], rank: int, seed: int, uneven: str | None
     """
     check_uneven(uneven)
     check_padding(uneven, type(loader).__name__)
+    loader = _of_torch(loader)
     if isinstance(loader.dataset, IterableDataset) and not _is_opaque(loader):
         return _stream_loader(loader, Share(rank, 1), seed, uneven, own=True)
     copied, own = _copied(loader, rank, seed)
@@ -83,6 +87,25 @@ def own_loader(loader: DataLoader[Any], rank: int, seed: int, uneven: str | None
     items = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     stream = IndexStream(UserOrder(items), Rule(Share(0, 1), None, False, "exact"))
     return _index_source(loader, copied, stream, (seed, rank, own))
+
+
+def _of_torch(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """torchdata's StatefulDataLoader as a plain one, whose position Fabric keeps; any other as it is."""
+    if not type(loader).__module__.startswith(_TORCHDATA):
+        return loader
+    plain: Any = copy.copy(loader)
+    plain.__class__ = DataLoader
+    sampler: Any = loader.sampler
+    batches: Any = loader.batch_sampler
+    if type(sampler).__module__.startswith(_TORCHDATA):  # the one for shuffle=True
+        replacement, count = sampler.replacement, sampler._num_samples
+        sampler = RandomSampler(sampler.data_source, replacement, count, loader.generator)
+    if type(batches).__module__.startswith(_TORCHDATA):
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    context = {"_DataLoader__multiprocessing_context": loader.multiprocessing_context}
+    plain.__dict__.update(context, sampler=sampler, batch_sampler=batches)
+    made: DataLoader[Any] = plain
+    return made
 
 
 def _copied(loader: DataLoader[Any], rank: int, seed: int) -> tuple[DataLoader[Any], torch.Generator | None]:

@@ -230,7 +230,8 @@ class IndexSource(Drawing):
             return None
         if items is not None and min(rule.counts(items)) < 2 + rule.count(self.stream.start):
             return None
-        return {"position": self.stream.start, "length": items, "order": self.stream.check}
+        shown = _stored(self.loader.dataset)
+        return {"position": self.stream.start, "length": items, "order": self.stream.check, "data": shown}
 
     def moved(self, note: Any) -> dict[str, Any]:
         """See the base."""
@@ -261,6 +262,18 @@ def samplers_of(loader: Any) -> list[Any]:
     """What decides the order of a loader."""
     batches = getattr(loader, "batch_sampler", None)
     return [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+
+
+def _stored(dataset: Any) -> str | None:
+    """First and last row of a Hugging Face dataset, before transforms; they show `split_dataset_by_node`."""
+    as_stored = getattr(dataset, "with_format", None)
+    if not callable(as_stored):
+        return None
+    from fabric.data.heads import Head
+
+    rows = as_stored(None)
+    head = Head.of([rows[0], rows[len(rows) - 1]])
+    return f"{head.shown} ({head.samples[0]} to {head.samples[-1]})"
 
 
 def check_same(what: str, saved: Any, now: Any) -> None:

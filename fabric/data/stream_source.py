@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import UsageError
+from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.core.torch_internals import drop_workers
 from fabric.data.heads import ONE_STREAM, shares_itself
 from fabric.data.rules import check_padding
@@ -159,8 +159,19 @@ class StreamSource(Drawing):
         return {"streams": {}, "next": 0, "num_workers": workers, **drawn}
 
     def length(self) -> int:
-        """As torch's own loader says, of a dataset that shares itself out."""
-        return self.dataset.rule.count(len(self.dataset.dataset))
+        """As torch's own loader says, of a dataset that shares itself out.
+
+        Raises:
+            ArgumentTypeError: A stream whose end is not known.
+        """
+        dataset = self.dataset.dataset
+        if not hasattr(dataset, "__len__"):
+            raise ArgumentTypeError(
+                f"{type(dataset).__name__} is a stream without a length, and so is its loader. Write `for "
+                "step, batch in enumerate(loader):`, with a number of steps of your own for schedules and "
+                "progress bars (loader.batches_done counts this epoch's), or give the dataset a __len__."
+            )
+        return self.dataset.rule.count(len(dataset))
 
     def agreed(self) -> dict[str, Any] | None:
         """See the base. Where samples are whole batches, some ranks may have one less."""

@@ -60,7 +60,8 @@ class Peers(NamedTuple):
             f"{table(rows)}\n"
             "Begin each epoch on all ranks (a rank that has looked at a batch by itself has counted an "
             "epoch: loader.set_epoch(n) on all ranks), load positions on all ranks, and give all ranks "
-            "the same data and sampler, with random generators seeded alike."
+            "the same data and sampler, with random generators seeded alike. Of data that you have split "
+            "over ranks yourself: setup_dataloaders(loader, use_distributed_sampler=False)."
         )
 
 

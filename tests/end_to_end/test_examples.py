@@ -57,6 +57,10 @@ AGREE = {
 """Relative difference allowed between 1 and 2 processes; custom_strategy rounds gradients to bfloat16."""
 
 
+ELSEWHERE = {"huggingface": "tests/integrations/huggingface/test_example.py"}
+"""Examples with packages of their own, and the tests that run them (make test-ecosystem)."""
+
+
 def run(*command: str, timeout: float = 180, code: int = 0) -> subprocess.CompletedProcess:
     """The finished command, on one thread per process, outside any launcher; it must end with `code`."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
@@ -124,7 +128,13 @@ def results(text: str, name: str) -> list[float]:
 
 
 def test_every_example_is_here():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, "demo", "resume"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHORT, *ELSEWHERE, "demo", "resume"}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_an_example_with_packages_of_its_own(name):
+    assert f"examples/{name}.py" in (ROOT / ELSEWHERE[name]).read_text()
+    pytest.skip(f"{ELSEWHERE[name]} runs it, by make test-ecosystem")
 
 
 @pytest.mark.parametrize("name", SHORT)

@@ -3,10 +3,10 @@
     python tests/integrations                  # all of them
     python tests/integrations horovod ray      # these
 
-A folder here is an engine: `requirements.txt` is what pip installs, or `install.sh VENV` installs it. An
-environment sees the packages of the interpreter that runs this (torch, pytest), stands in
-`.venv-engines/NAME` and is used again while what it was made from is the same. An engine that cannot be
-installed is skipped, with the reason.
+A folder here is an engine, or a package that people bring along (huggingface, peft, webdataset):
+`requirements.txt` is what pip installs, or `install.sh VENV` installs it. An environment sees the packages of
+the interpreter that runs this (torch, pytest), stands in `.venv-engines/NAME` and is used again while what it
+was made from is the same. An engine that cannot be installed is skipped, with the reason.
 """
 
 from __future__ import annotations

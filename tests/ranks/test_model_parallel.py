@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from fabric import Fabric
+from fabric.core.errors import UsageError
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 
 
@@ -139,3 +141,59 @@ def optimizer_made_after() -> None:
 
 def test_an_optimizer_made_after_setup(ranks):
     ranks.run(optimizer_made_after, world_size=4)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(self.embedding(x))
+
+
+def tied(again: bool, empty: bool):
+    def split_tied(model, mesh):
+        rows = RowwiseParallel(input_layouts=Replicate())
+        columns = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh["tensor_parallel"], {"embedding": rows, "head": columns})
+        if again:
+            model.head.weight = model.embedding.weight
+        return model
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(split_tied, 1, 2))
+    fabric.launch()
+    with fabric.init_module(empty_init=empty):
+        model = Tied()
+    return fabric, model
+
+
+def trains_as_one(empty: bool) -> None:
+    fabric, model = tied(True, empty)
+    model = fabric.setup(model)
+    plain, x = Tied(), torch.tensor([0, 3, 5])
+    for net_, backward in ((model, fabric.backward), (plain, torch.Tensor.backward)):
+        backward(net_(x).pow(2).mean())
+        optimizer = torch.optim.SGD(net_.parameters(), lr=0.5)
+        (fabric.setup_optimizers(optimizer) if net_ is model else optimizer).step()
+    assert len(list(model.parameters())) == 1
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def come_apart(empty: bool) -> None:
+    fabric, model = tied(False, empty)
+    with pytest.raises(UsageError, match=r"^parallelize_fn made several parameters of") as caught:
+        fabric.setup(model)
+    assert str(caught.value) == (
+        "parallelize_fn made several parameters of embedding.weight and head.weight of Tied, which were "
+        "one: they would be trained apart. Tie them again after parallelize_module, and before fully_shard: "
+        "model.head.weight = model.embedding.weight (models of transformers: model.tie_weights())."
+    )
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("case", [trains_as_one, come_apart])
+def test_tied_weights_stay_one_parameter(ranks, case, empty):
+    ranks.run(case, empty, world_size=2)

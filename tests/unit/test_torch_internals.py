@@ -212,6 +212,7 @@ def _look_into_fsdp() -> list[bool]:
         weight: torch.Tensor = model[0].weight
         return [
             internals.is_fsdp(model) and not internals.is_fsdp(model[1]),
+            all(vars(part)[mark] for part in model.modules() for mark in internals.FSDP_MARKS),
             internals.fsdp_state(model) in states,
             len(states) == 2 and [len(group.fsdp_params) for group in groups] == [2, 2],
             isinstance(weight, DTensor)
@@ -224,7 +225,7 @@ def _look_into_fsdp() -> list[bool]:
 
 def test_fsdp_and_dtensors_show_what_they_are_made_of() -> None:
     """Parts are those of the optimizer between calls; numbers and draws of DTensors are those of one rank."""
-    assert _look_into_fsdp() == [True] * 5
+    assert _look_into_fsdp() == [True] * 6
 
 
 def test_tensors_flatten_into_one() -> None:

@@ -110,7 +110,7 @@ class Mesh(InRows, Sharded):
 
         Raises:
             ArgumentTypeError: The function did not return the model.
-            UsageError: A parameter on the meta device that nothing initialises.
+            UsageError: A parameter on the meta device that nothing initialises; tied ones that came apart.
         """
         maker = Materialiser(module, topology.device)
         if maker.resets:  # a module's own function wants it whole
@@ -118,6 +118,7 @@ class Mesh(InRows, Sharded):
             maker.fill(module, replay=True)
         whole = [t for t in (*module.parameters(), *module.buffers()) if not (t.is_meta or is_split(t))]
         broadcast_from_zero(whole)
+        tied = _tied(module)
         with self.following(module):
             # As a context: parameters without memory are replaced when the function has placed them.
             places = [(m, n, p) for m in module.modules() for n, p in _tensors(m) if p.is_meta]
@@ -129,6 +130,7 @@ class Mesh(InRows, Sharded):
                     "return it, but returned "
                     f"{'another module' if isinstance(returned, Module) else repr(returned)}."
                 )
+            _check_tied(module, tied)
             self._share_gradients(module)
             self._give_values(places, maker, topology)
         self._note(module)
@@ -219,6 +221,27 @@ class Splitting(TorchFunctionMode):
         """Whether it is one of them, a view of one, or a part."""
         held = {memory_of(slots[name]) for slots, name, _ in _slots(self._places)}
         return is_split(tensor) or memory_of(tensor) in held
+
+
+def _tied(module: Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[Any, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _check_tied(module: Module, tied: list[list[str]]) -> None:
+    """torch's `parallelize_module` makes a new parameter for each name."""
+    held = dict(module.named_parameters(remove_duplicate=False))
+    for names in tied:
+        if len({held[name] for name in names if name in held}) > 1:
+            raise UsageError(
+                f"parallelize_fn made several parameters of {' and '.join(names)} of "
+                f"{type(module).__name__}, which were one: they would be trained apart. Tie them again after "
+                f"parallelize_module, and before fully_shard: model.{names[-1]} = model.{names[0]} (models "
+                "of transformers: model.tie_weights())."
+            )
 
 
 def _slots_of(owner: Module, name: str) -> Any:

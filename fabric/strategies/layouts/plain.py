@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 
-from fabric.core.torch_internals import is_fsdp
+from fabric.core.torch_internals import FSDP_MARKS, is_fsdp
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,9 +83,9 @@ def _copy(key: str, value: Any, memo: dict[int, Any]) -> Any:
 
 def _is_users(key: str, value: Any) -> bool:
     """torch's composable functions keep their states under keys that are no plain strings."""
-    return (
-        type(key) is str and not key.startswith("_fabric_") and not (key == "forward" and _is_foreign(value))
-    )
+    if type(key) is not str or key in FSDP_MARKS or key.startswith("_fabric_"):
+        return False
+    return not (key == "forward" and _is_foreign(value))
 
 
 def _is_foreign(call: Any) -> bool:

@@ -398,3 +398,16 @@ def test_the_users_sampler_batch_sampler_and_dataset_are_told_the_epoch():
     for told in (sampler.told, batches.told, inner.told):
         assert sorted(set(told)) == [0, 1]
         assert told == sorted(told)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        yield from range(4)
+
+
+def test_a_stream_without_a_length_says_what_to_write():
+    source = shard_loader(DataLoader(Endless(), 2), Share(0, 1), 0, None)
+    with pytest.raises(
+        TypeError, match=r"^Endless is a stream without a length.*`for step, batch in enumerate"
+    ):
+        source.length()
