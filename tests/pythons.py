@@ -21,11 +21,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venv-pythons"
 KNOWN = ("3.10", "3.11", "3.12", "3.13", "3.14")
-INSTALL_SECONDS, TEST_SECONDS = 900, 900
+INSTALL_SECONDS, TEST_SECONDS = 900, 1800
 LAUNCHES = "tests/end_to_end/test_launch.py::test_the_same_script_gives_the_same_numbers"
+PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal"]
 STEPS = {
-    "unit tests": ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit"],
-    "launches": ["-m", "pytest", "-q", "-p", "no:cacheprovider", LAUNCHES],
+    "unit tests": [*PYTEST, "tests/unit"],
+    "launches": [*PYTEST, LAUNCHES],
     "demo": ["examples/demo.py", "--epochs", "2"],
 }
 
