@@ -94,11 +94,21 @@ def test_every_block_says_what_it_is():
     assert sum(fences.values()) == 2 * len(blocks()), "a fence that is not at its line's beginning"
 
 
-@pytest.mark.parametrize("block", of("python"), ids=label)
+@pytest.mark.parametrize(
+    "block", [block for block in of("python") if "\ndef test_" not in block.code], ids=label
+)
 def test_a_python_block_runs(block, ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     world_size = int((re.findall(r"\bdevices=(\d)", block.code) or ["2"])[0])
     ranks.run(run_block, preamble(block), block.code, block.page, block.line, world_size=world_size)
+
+
+@pytest.mark.parametrize("block", [block for block in of("python") if "\ndef test_" in block.code], ids=label)
+def test_the_tests_of_a_page_pass(block, tmp_path):
+    (tmp_path / "test_it.py").write_text("import torch\nfrom fabric import Fabric\n" + block.code)
+    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environ())
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_broken_block_is_found(ranks, tmp_path, monkeypatch):
