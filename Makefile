@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all lint types tests slow-tests test-device test-engines test-ecosystem fuzz clean help
+.PHONY: demo test test-all lint types tests slow-tests test-device test-engines test-ecosystem test-pythons fuzz clean help
 .NOTPARALLEL:
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make lint | types | tests | slow-tests | clean (removes $(VENV))"
 	@echo "make test-device   what can differ on an accelerator, on a pretend one (needs a C++ compiler)"
 	@echo "make test-ecosystem   Hugging Face, peft and WebDataset, likewise (a part of make test-engines)"
+	@echo "make test-pythons PYTHONS=\"3.10 3.13\"   unit tests, launches and the demo on each Python that is installed"
 	@echo "make test-engines ENGINES=\"horovod ray\"   engines of others with their packages, each in an environment of its own"
 
 demo: $(VENV)/.examples
@@ -66,11 +67,17 @@ test-ecosystem: $(VENV)/.dev
 MINUTES ?= 10
 SEED ?= 0
 
+# The same on other interpreters (tests/pythons.py): those installed, unless named. On Linux PyPI's torch brings CUDA.
+PYTHONS ?=
+
+test-pythons:
+	@TORCH="$(TORCH)" $(PYTHON) tests/pythons.py $(PYTHONS)
+
 fuzz: $(VENV)/.dev
 	$(BIN)/python tests/fuzz --minutes $(MINUTES) --seed $(SEED)
 
 clean:
-	rm -rf $(VENV) .venv-engines
+	rm -rf $(VENV) .venv-engines .venv-pythons
 
 # Stamps: a step runs again only when what it was made from has changed.
 $(VENV)/.made:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from typing_extensions import TypeVarTuple, Unpack
 
 from fabric.checks import (
     check_loaders,
@@ -32,6 +34,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+# For type checkers a model and an optimizer that were set up are of the user's own classes.
+M = TypeVar("M", bound="Module")
+O1 = TypeVar("O1", bound="Optimizer")
+O2 = TypeVar("O2", bound="Optimizer")
+S = TypeVar("S")
+Rest = TypeVarTuple("Rest")
+
 
 class SetupVerbs(RankFacts):
     """setup, setup_module, setup_optimizers, setup_dataloaders, whole, rng_state."""
@@ -39,10 +48,43 @@ class SetupVerbs(RankFacts):
     _without_loader = True
     """Whether no loader was set up, until the first backward has looked for one."""
 
+    @overload
     def setup(
         self,
+        module: M,
+        *,
+        scheduler: None = None,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> M: ...
+
+    @overload
+    def setup(
+        self,
+        module: M,
+        optimizer: O1,
+        /,
+        *optimizers: Unpack[Rest],
+        scheduler: None = None,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> tuple[M, O1, Unpack[Rest]]: ...
+
+    @overload
+    def setup(
+        self,
+        module: M,
+        /,
+        *optimizers: Unpack[Rest],
+        scheduler: S,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> tuple[M, Unpack[Rest], S]: ...
+
+    def setup(  # type: ignore[misc]  # mypy does not see that *Any takes any tuple
+        self,
         module: Module,
-        *optimizers: Optimizer,
+        *optimizers: Any,
         scheduler: Any | None = None,
         move_to_device: bool = True,
         _reapply_compile: bool = True,
@@ -56,7 +98,9 @@ class SetupVerbs(RankFacts):
             move_to_device: False leaves device placement to you.
 
         Returns:
-            The model, or (model, *optimizers), or (model, *optimizers, scheduler).
+            The model, or (model, *optimizers), or (model, *optimizers, scheduler). To type checkers they are
+            of your own classes. What the model has besides, `mark_forward_method`, they see behind
+            `assert isinstance(model, _FabricModule)`.
 
         Raises:
             ConfigurationError: Something is set up already, or an optimizer holds parameters of other models.
@@ -75,17 +119,23 @@ class SetupVerbs(RankFacts):
         rest = [] if scheduler is None else [scheduler]
         return (wrapped, *views, *rest) if views or rest else wrapped
 
-    def setup_module(
-        self, module: Module, move_to_device: bool = True, _reapply_compile: bool = True
-    ) -> _FabricModule:
+    def setup_module(self, module: M, move_to_device: bool = True, _reapply_compile: bool = True) -> M:
         """Make a model ready, without optimizers. All ranks. See `setup`."""
         self._require_launch("setup_module()")
-        module = check_module(module, "fabric.setup_module", self._strategy.traits.needs_launch)
-        wrapped, _, _ = self._wrap(module, [], None, move_to_device, _reapply_compile)
+        checked = check_module(module, "fabric.setup_module", self._strategy.traits.needs_launch)
+        wrapped: Any = self._wrap(checked, [], None, move_to_device, _reapply_compile)[0]
         self.call("on_after_setup", fabric=self, module=wrapped)
-        return wrapped
+        return wrapped  # type: ignore[no-any-return]
 
-    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+    @overload
+    def setup_optimizers(self, optimizer: O1, /) -> O1: ...
+
+    @overload
+    def setup_optimizers(
+        self, first: O1, second: O2, /, *optimizers: Unpack[Rest]
+    ) -> tuple[O1, O2, Unpack[Rest]]: ...
+
+    def setup_optimizers(self, *optimizers: Any) -> Any:  # type: ignore[misc]
         """Make optimizers ready whose models are set up by calls of their own. All ranks.
 
         Returns:
@@ -104,6 +154,31 @@ class SetupVerbs(RankFacts):
             for o in optimizers
         ]
         return views[0] if len(views) == 1 else tuple(views)
+
+    @overload
+    def setup_dataloaders(
+        self,
+        dataloader: DataLoader[Any],
+        /,
+        *,
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        uneven: str | None = None,
+        shard_iterable: bool | None = None,
+    ) -> _FabricDataLoader: ...
+
+    @overload
+    def setup_dataloaders(
+        self,
+        first: DataLoader[Any],
+        second: DataLoader[Any],
+        /,
+        *dataloaders: DataLoader[Any],
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        uneven: str | None = None,
+        shard_iterable: bool | None = None,
+    ) -> list[_FabricDataLoader]: ...
 
     def setup_dataloaders(
         self,

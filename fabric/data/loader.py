@@ -14,8 +14,14 @@ from fabric.utilities.rank_zero import rank_zero_warn
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch.utils.data import DataLoader
+
     from fabric.data.sources import Source
     from fabric.data.together import Peers, Together
+
+    Loader = DataLoader[Any]  # to type checkers a loader that was set up can stand wherever the user's can
+else:
+    Loader = object
 
 VERSION = 1
 """Of the state's form."""
@@ -32,7 +38,7 @@ class _Pass:
         self.over = False
 
 
-class _FabricDataLoader:
+class _FabricDataLoader(Loader):
     """A loader whose batches arrive on a device. Everything else is the user's loader.
 
     Args:
@@ -148,7 +154,7 @@ class _FabricDataLoader:
             )
         self._epoch, self._saved, self._pass = epoch, state, None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches of one epoch. The first iteration is epoch 0, the next one 1, also after a break."""
         loader, source = self._dataloader, self._source
         epoch = source.epoch(self._epoch)

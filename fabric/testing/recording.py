@@ -126,7 +126,7 @@ class RecordedFabric(Fabric):
 
 
 class _RecordedLoader(_FabricDataLoader):
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         RECORDER.inside = True
         batches = super().__iter__()
         RECORDER.inside = False

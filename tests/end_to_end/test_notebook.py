@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -298,6 +299,47 @@ def plain():
         torch.nn.functional.mse_loss(net(x), y).backward()
         optimizer.step()
     return names["weights"](net)
+
+
+# examples/notebook.ipynb
+
+
+def test_the_notebook_is_interrupted_and_goes_on(in_notebook):
+    path = Path(__file__).parents[2] / "examples/notebook.ipynb"
+    cells = nbformat.read(path, as_version=4).cells
+    *before, launch, plot = [cell.source for cell in cells if cell.cell_type == "code"]
+
+    async def story(notebook):
+        for source in before:
+            cell = await notebook.run(source)
+            assert (cell.error, cell.stderr) == (None, ""), cell.trace
+        await notebook.run("epochs = 10_000")
+        cell = await notebook.interrupted(launch, until="epoch 2:")
+        assert cell.error == "KeyboardInterrupt", cell.trace
+        done = re.findall(r"epoch (\d+):", cell.stdout)
+
+        await notebook.run(f"epochs = {len(done) + 2}")
+        cell = await notebook.run(launch)
+        assert (cell.error, cell.stderr) == (None, ""), cell.trace
+        further = [int(epoch) for epoch in re.findall(r"epoch (\d+):", cell.stdout)]
+        begin = further[0]  # an epoch may have been saved and not told yet
+        assert begin in (len(done), len(done) + 1)
+        assert further == list(range(begin, len(done) + 2))
+
+        undisturbed = launch.replace('"run"', '"other"').replace("losses =", "others =")
+        await notebook.run(undisturbed)
+        assert (await notebook.run("others == losses, len(losses)")).result == f"(True, {len(done) + 2})"
+        await notebook.run("raw_losses = raw()")
+        close = await notebook.run("abs(raw_losses[0] - losses[0]) < 0.1, losses[-1] < losses[0]")
+        assert close.result == "(True, True)"
+        drawn = await notebook.run(plot)
+        assert drawn.error is None, drawn.trace
+        if find_spec("matplotlib"):
+            assert "image/png" in notebook.notebook.cells[-1].outputs[-1].data
+        else:
+            assert drawn.stdout.count("2 processes") == len(done) + 2
+
+    in_notebook(story)
 
 
 # CUDA: torch's own way to initialise it, as far as that goes without a device

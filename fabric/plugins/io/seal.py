@@ -45,6 +45,10 @@ class SealedWriter(io.BufferedWriter):
         self.flush()
         self._sealing.seal(facts)
 
+    def give_up(self) -> None:
+        """Forget the buffer, which would go to a file that is closed by the time this is collected."""
+        self._sealing._failed = True
+
 
 class _Sealing(DigestWriter):
     def __init__(self, file: Any) -> None:

@@ -296,6 +296,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         Raises:
             UsageError: It is nothing that such a description has.
         """
+        module = module.removesuffix("._local")  # where Python 3.13, and no other, has its paths
         known = f"{module}.{name}" in _KNOWN or module == "torch.distributed.checkpoint.metadata"
         found = super().find_class(module, name) if known or module in ("torch", "pathlib") else None
         plain = isinstance(found, torch.dtype) or (isinstance(found, type) and issubclass(found, PurePath))

@@ -214,9 +214,13 @@ def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
 
 def _write(checkpoint: dict[str, Any], facts: Mapping[str, Any], file: Any) -> None:
     sealed = SealedWriter(file)
-    with saving():
-        torch.save(checkpoint, sealed)
-    sealed.seal(facts)
+    try:
+        with saving():
+            torch.save(checkpoint, sealed)
+        sealed.seal(facts)
+    except BaseException:
+        sealed.give_up()  # Python 3.13 tells on stderr what fails in a destructor
+        raise
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_gives_the_module():
         (
             ("torch", "f()", "x"),
             {"least": "99.1"},
-            f"f() needs torch 99.1 or newer, but {torch.__version__} is",
+            f"f() needs torch 99.1 or newer, but {version('torch')} is",
         ),
         (
             ("torch.no_such", "f()", "x"),

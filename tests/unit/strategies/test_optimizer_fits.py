@@ -140,7 +140,8 @@ def test_what_found_no_place_is_told(path):
     third = layers("x")
     with pytest.warns(UserWarning, match="0 of 4 states"):
         fabric().load(path, {"net": third, "optimizer": fresh(third)}, strict=False)
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         more = layers("a", "b", "c")
         fabric().load(path, {"net": more, "optimizer": fresh(more)}, strict=False)
 

@@ -221,6 +221,17 @@ class Bomb:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_description_that_python_3_13_wrote(fabric, tmp_path):
+    """Its paths call themselves pathlib._local.PosixPath, which no other Python has."""
+    save_by_torch({"step": 1}, checkpoint_id=tmp_path / "a")
+    metadata = tmp_path / "a" / ".metadata"
+    by_name = pickle.dumps(pickle.loads(metadata.read_bytes()), protocol=2)
+    assert b"cpathlib" in by_name
+    metadata.write_bytes(by_name.replace(b"cpathlib\n", b"cpathlib._local\n"))
+    assert fabric.load(tmp_path / "a") == {"step": 1}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_code_in_a_checkpoint_is_refused(fabric, tmp_path):
     save_by_torch({"bomb": Bomb(), "step": 1}, checkpoint_id=tmp_path / "a")
     with pytest.raises(UsageError, match=r"'bomb' in .* is an object that safe loading refuses"):

@@ -1,0 +1,170 @@
+"""Every code block of every page runs: python blocks on ranks that are warm, both sides of diffs as scripts.
+
+Blocks of other languages are `text` (what is printed) and `console` (what is typed). A python block of a page
+is often not a whole program: what it is about to use (`model`, `loader`, `state`) is made here.
+"""
+
+import re
+import signal
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from jobs import environ
+from pages import PAGES, blocks, sides
+
+PYTHON = sys.executable
+UNTAGGED = {"README.md": 2, "CONTRIBUTING.md": 2}  # commands, and a tree
+pytestmark = pytest.mark.slow
+
+GIVEN = """
+import torch, torch.nn.functional as F
+from pathlib import Path
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from fabric import Fabric
+from fabric.plugins.environments import SLURMEnvironment
+from fabric.strategies import ContextParallel, DDPStrategy, FSDPStrategy, PipelineStrategy
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+def Transformer():
+    return nn.Sequential(*[Block() for _ in range(6)])
+
+torch.manual_seed(0)
+model, loss_fn, step, epochs, accumulate = Transformer(), F.mse_loss, 3, 1, 2
+loader = DataLoader(TensorDataset(torch.randn(16, 8, 16), torch.randn(16, 8, 16)), batch_size=8)
+"""
+TOKENS = """
+model = nn.Sequential(nn.Embedding(16, 16), nn.Linear(16, 16))
+loader = DataLoader(TensorDataset(*torch.randint(16, (2, 16, 8))), batch_size=2)
+"""
+READY = """
+fabric = Fabric(devices=2)
+fabric.launch()
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = fabric.setup(model, optimizer)
+loader = fabric.setup_dataloaders(loader)
+state = {"model": model, "optimizer": optimizer, "loader": loader, "rng": fabric.rng_state(), "step": 0}
+"""
+
+
+def preamble(block) -> str:
+    """What stands before a python block: data and a model, set up unless the block does so itself."""
+    given = GIVEN + TOKENS * (block.page == "fabric/data/README.md")
+    return given + (
+        "optimizer = torch.optim.AdamW(model.parameters())\n" if "Fabric(" in block.code else READY
+    )
+
+
+def run_block(before: str, code: str, page: str, line: int) -> None:
+    """Run the block on this rank, as if it stood in its page; twice, as a job that is started again."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    for _ in range(2):
+        names = {"__name__": "__main__"}
+        exec(before, names)
+        exec(compile("\n" * (line - 1) + code.replace("% 1000", "% 2"), page, "exec"), names)
+        if "saving" in names:
+            names["saving"].wait()
+    for number, handler in handlers.items():  # should_stop listens to the end of the process
+        signal.signal(number, handler)
+
+
+def label(block) -> str:
+    return f"{block.page}:{block.line}"
+
+
+def of(*languages: str) -> list:
+    return [block for block in blocks() if block.language in languages]
+
+
+def test_every_block_says_what_it_is():
+    bare = [label(block) for block in of("") if block.page not in UNTAGGED]
+    assert bare == [], "tag it python or diff, which are run, or text or console"
+    assert {page: len([b for b in of("") if b.page == page]) for page in UNTAGGED} == UNTAGGED
+    assert {block.language for block in blocks()} <= {"", "python", "diff", "text", "console"}
+    fences = {page: (Path(__file__).parents[2] / page).read_text().count("```") for page in PAGES}
+    assert sum(fences.values()) == 2 * len(blocks()), "a fence that is not at its line's beginning"
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in of("python") if "\ndef test_" not in block.code], ids=label
+)
+def test_a_python_block_runs(block, ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    world_size = int((re.findall(r"\bdevices=(\d)", block.code) or ["2"])[0])
+    ranks.run(run_block, preamble(block), block.code, block.page, block.line, world_size=world_size)
+
+
+@pytest.mark.parametrize("block", [block for block in of("python") if "\ndef test_" in block.code], ids=label)
+def test_the_tests_of_a_page_pass(block, tmp_path):
+    (tmp_path / "test_it.py").write_text("import torch\nfrom fabric import Fabric\n" + block.code)
+    command = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environ())
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_broken_block_is_found(ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    block = next(block for block in of("python") if "fabric.save(" in block.code)
+    with pytest.raises(Exception, match="has no attribute 'safe'"):
+        ranks.run(
+            run_block,
+            preamble(block),
+            block.code.replace("fabric.save(", "fabric.safe("),
+            "",
+            1,
+            world_size=2,
+        )
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+
+
+def in_order_of(program: str) -> str:
+    """The program without its shuffle, whose order is another on each side."""
+    return program.replace("shuffle=True", "shuffle=False")
+
+
+def lives_of(program: str, folder: Path) -> list[float]:
+    """The numbers that a program prints, interrupted after half of its epochs and started again."""
+    folder.mkdir()
+    launcher = TORCHRUN if re.search("init_process_group|Accelerator", program) else []
+    settings = {"cwd": folder, "env": environ(OMP_NUM_THREADS="1")}
+    printed = ""
+    for life in ["epochs = 2", "epochs = 4"] if "epochs = 4" in program else [""]:
+        (folder / "train.py").write_text(program.replace("epochs = 4", life))
+        command = [PYTHON, *launcher, "train.py"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, **settings)
+        assert done.returncode == 0, done.stderr
+        printed += done.stdout
+    return [float(number) for number in re.findall(r"\d+\.\d+", printed)]
+
+
+@pytest.mark.parametrize("block", of("diff"), ids=label)
+def test_both_sides_of_a_diff_print_the_same_numbers(block, tmp_path):
+    """Each side is a program; in the order of the data they see the same batches.
+
+    A side that needs a package which is not installed is left out.
+    """
+    numbers = {}
+    for sign, program in sides(block.code).items():
+        package = re.search(r"^from (accelerate|lightning)\b", program, re.MULTILINE)
+        if not package or find_spec(package[1]):
+            numbers[sign] = lives_of(in_order_of(program), tmp_path / ("left" if sign == "-" else "right"))
+            assert len(numbers[sign]) == (1 if block.page == "README.md" else 4)
+        if package and package[1] == "lightning":  # the import is the whole migration
+            numbers["import"] = lives_of(
+                in_order_of(program).replace("lightning.fabric", "fabric"), tmp_path / "import"
+            )
+    if block.page == "README.md":  # the loss of rank zero's part; test_examples runs it as it is
+        return
+    for side in numbers:
+        assert numbers[side] == pytest.approx(numbers["+"], abs=0.004), side  # one of 297 images
