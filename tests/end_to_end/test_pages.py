@@ -16,7 +16,6 @@ from jobs import environ
 from pages import PAGES, blocks, sides
 
 PYTHON = sys.executable
-UNTAGGED = {"README.md": 2, "CONTRIBUTING.md": 2}  # commands, and a tree
 pytestmark = pytest.mark.slow
 
 GIVEN = """
@@ -86,9 +85,8 @@ def of(*languages: str) -> list:
 
 
 def test_every_block_says_what_it_is():
-    bare = [label(block) for block in of("") if block.page not in UNTAGGED]
+    bare = [label(block) for block in of("")]
     assert bare == [], "tag it python or diff, which are run, or text or console"
-    assert {page: len([b for b in of("") if b.page == page]) for page in UNTAGGED} == UNTAGGED
     assert {block.language for block in blocks()} <= {"", "python", "diff", "text", "console"}
     fences = {page: (Path(__file__).parents[2] / page).read_text().count("```") for page in PAGES}
     assert sum(fences.values()) == 2 * len(blocks()), "a fence that is not at its line's beginning"
