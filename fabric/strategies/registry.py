@@ -61,7 +61,7 @@ STRATEGY_REGISTRY.register(
     "pipeline", "fabric.strategies.pipeline:PipelineStrategy", "a model in stages, fed with micro-batches"
 )
 STRATEGY_REGISTRY.register(
-    "horovod", "fabric.integrations.horovod.strategy:HorovodStrategy", "Horovod's DistributedOptimizer"
+    "horovod", "fabric.integrations.horovod.strategy:HorovodStrategy", "DDP whose gradients travel by Horovod"
 )
 _DEEPSPEED = "fabric.integrations.deepspeed.strategy:DeepSpeedStrategy"
 _STATES: dict[str, Any] = {"offload_optimizer": True}
