@@ -1,4 +1,4 @@
-"""What calls of a model go through before they reach the engine."""
+"""`Together`: what calls of a split model go through before they reach the engine."""
 
 from __future__ import annotations
 
@@ -30,23 +30,3 @@ class Together:
             forward = "forward" if torch.is_grad_enabled() else ALONE
             self.layout.channel.announce(f"{forward} of {self.name}")
         return self.call(*args, **kwargs)
-
-
-class Attached:
-    """A method of the user's module, whose outputs begin a backward as those of the engine's forward do."""
-
-    def __init__(self, engine: Any, method: Callable[..., Any]) -> None:
-        self.engine, self.method = engine, method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
-        from deepspeed.runtime.utils import register_output_backward_hooks
-
-        out = self.method(*args, **kwargs)
-        if torch.is_grad_enabled():
-            register_output_backward_hooks(
-                out,
-                preprocess_once_fn=self.engine._backward_prologue,
-                preprocess_per_tensor_fn=self.engine._backward_prologue_per_tensor,
-            )
-        return out

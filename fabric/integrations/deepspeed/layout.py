@@ -14,7 +14,7 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
 from fabric.integrations.deepspeed import states
-from fabric.integrations.deepspeed.calls import Attached, Together
+from fabric.integrations.deepspeed.calls import Together
 from fabric.integrations.deepspeed.gradients import Gradients, take_over, trains
 from fabric.integrations.deepspeed.precision import PRECISIONS, WHY
 from fabric.plugins.collectives.frames import call_of
@@ -76,28 +76,17 @@ class Engines(Whole):
         self.__init__(**state)  # type: ignore[misc]
 
     def make(self, module: Module, optimizer: Optimizer | None) -> Any:
-        """The engine of a model and its optimizer. All ranks must call this."""
+        """The engine of a model and its optimizer. All ranks must call this.
+
+        Raises:
+            ConfigurationError: Parameters, or an optimizer, that DeepSpeed makes no engine of.
+        """
         import deepspeed
 
-        for name, p in module.named_parameters():
-            if not (hasattr(p, "ds_id") or (p.dim() and p.is_contiguous())):
-                raise ConfigurationError(
-                    f"DeepSpeed takes no parameter of shape {list(p.shape)} with strides {list(p.stride())}: "
-                    f"{name}. Give it a dimension, and memory without gaps (p.data = p.data.contiguous())."
-                )
+        _check(module, optimizer)
         twin = None
         if optimizer is not None:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise ConfigurationError(
-                    "LBFGS goes by a closure, which DeepSpeed's step has none of. Take another optimizer, or "
-                    'write strategy="ddp".'
-                )
             groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-            if not all([any([p.requires_grad for p in group["params"]]) for group in groups]):
-                raise ConfigurationError(
-                    "A group of the optimizer has no parameter that requires a gradient, of which DeepSpeed "
-                    "can make nothing. Leave it out."
-                )
             twin = stand_in(optimizer, param_groups=groups, state=defaultdict(dict))
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=twin, config=self.config, dist_init_required=False
@@ -164,9 +153,7 @@ class Engines(Whole):
         self, wrapped: Module, method: Callable[..., Any], marked: bool = False
     ) -> Callable[..., Any]:
         """The method, whose outputs tell of a backward as those of a forward do."""
-        if wrapped not in self.engines.values():
-            return method
-        return self._hooked(Attached(wrapped, method), wrapped, f".{method.__name__}")
+        return self._hooked(method, wrapped, f".{method.__name__}")
 
     def _hooked(self, call: Callable[..., Any], wrapped: Any, name: str = "") -> Callable[..., Any]:
         if wrapped not in self.engines.values():
@@ -377,6 +364,27 @@ class Engines(Whole):
             raise UsageError(
                 f"The state dict of a bare {type(module).__name__} has no values under stage 3. Call "
                 "state_dict() of the model that fabric.setup gave back, on all ranks."
+            )
+
+
+def _check(module: Module, optimizer: Optimizer | None) -> None:
+    """Raise if DeepSpeed would make no engine of these."""
+    for name, p in module.named_parameters():
+        if not (hasattr(p, "ds_id") or (p.dim() and p.is_contiguous())):
+            raise ConfigurationError(
+                f"DeepSpeed takes no parameter of shape {list(p.shape)} with strides {list(p.stride())}: "
+                f"{name}. Give it a dimension, and memory without gaps (p.data = p.data.contiguous())."
+            )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigurationError(
+            "LBFGS goes by a closure, which DeepSpeed's step has none of. Take another optimizer, or "
+            'write strategy="ddp".'
+        )
+    for group in [] if optimizer is None else optimizer.param_groups:
+        if not any([p.requires_grad for p in group["params"]]):
+            raise ConfigurationError(
+                "A group of the optimizer has no parameter that requires a gradient, of which DeepSpeed can "
+                "make nothing. Leave it out."
             )
 
 
