@@ -10,10 +10,10 @@ import torch
 from torch.nn import DataParallel, Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.torch_internals import BatchNorm
+from fabric.core.torch_internals import BatchNorm, iterated
 from fabric.utilities.compile import is_compiled, recompile
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
@@ -103,26 +103,18 @@ def warn_of_workers(loaders: tuple[Any, ...], ranks: int) -> None:
 
 
 def warn_of_loaders(parts: int) -> None:
-    """Of a DataLoader in the user's code that runs now that goes over a whole dataset, where none was set up.
+    """Of a DataLoader that is iterated now and goes over a whole dataset, where none was set up.
 
-    Looked at once, before the first backward. Where loaders are not to be seen (in attributes), of other
-    classes, or share the data out themselves, nothing is said.
+    Looked at once, before the first backward; loaders that share the data out themselves have other samplers.
 
     Args:
         parts: Among how many the data are shared out.
     """
-    from fabric.core.source import is_users
-
-    frame = sys._getframe(1)
-    seen: list[tuple[str, Any]] = []
-    while frame := frame.f_back:  # type: ignore[assignment]
-        if is_users(frame.f_code.co_filename):
-            seen += [*frame.f_locals.items(), *frame.f_globals.items()]
-    for name, value in seen:
-        if type(value) is DataLoader and type(value.sampler) in (RandomSampler, SequentialSampler):
+    for dataset, sampler in iterated():
+        if type(sampler) in (RandomSampler, SequentialSampler):
             rank_zero_warn(
-                f"No loader was set up, and {name} goes over all of its {type(value.dataset).__name__} on "
-                f"every rank: {parts} times the same work. Write {name} = fabric.setup_dataloaders({name}), "
+                f"No loader was set up, and a DataLoader goes over all of its {type(dataset).__name__} on "
+                f"every rank: {parts} times the same work. Write loader = fabric.setup_dataloaders(loader), "
                 "or where each rank has its own part already, pass use_distributed_sampler=False, too.",
                 category=PossibleUserWarning,
             )

@@ -6,6 +6,7 @@ What is imported only where it is used (FSDP2, DDP, dispatch modes) is a functio
 
 from __future__ import annotations
 
+import gc
 import pickle
 from contextlib import contextmanager
 from operator import attrgetter, methodcaller
@@ -64,6 +65,7 @@ __all__ = [
     "is_custom_function_input",
     "is_fsdp",
     "is_gathered_ahead",
+    "iterated",
     "leave_out_of_ddp",
     "loader_iterator",
     "memory_of",
@@ -249,6 +251,12 @@ def loader_iterator() -> type:
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     return _BaseDataLoaderIter
+
+
+def iterated() -> list[tuple[Any, Any]]:
+    """Dataset and sampler of each iteration of a DataLoader that goes on in this process."""
+    running: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), loader_iterator())]
+    return [(one._dataset, getattr(one._index_sampler, "sampler", None)) for one in running]
 
 
 def drop_workers(loader: Any) -> None:

@@ -18,7 +18,7 @@ from fabric.utilities.warnings import PossibleUserWarning
 
 DATA = TensorDataset(torch.ones(16, 4))
 NEVER = (
-    "No loader was set up, and train_loader goes over all of its TensorDataset on every rank: 2 times the "
+    "No loader was set up, and a DataLoader goes over all of its TensorDataset on every rank: 2 times the "
     "same work"
 )
 
@@ -58,8 +58,8 @@ def never_set_up(shuffle):
 def test_a_loader_that_was_never_set_up_is_said_once(ranks, shuffle):
     (told,), others = ranks.run(never_set_up, shuffle, world_size=2)
     assert told == (
-        f"{NEVER}. Write train_loader = fabric.setup_dataloaders(train_loader), or where each rank has its "
-        "own part already, pass use_distributed_sampler=False, too."
+        f"{NEVER}. Write loader = fabric.setup_dataloaders(loader), or where each rank has its own part "
+        "already, pass use_distributed_sampler=False, too."
     )
     assert others == []
 
