@@ -113,9 +113,9 @@ def warn_of_loaders(parts: int) -> None:
     for dataset, sampler in iterated():
         if type(sampler) in (RandomSampler, SequentialSampler):
             rank_zero_warn(
-                f"No loader was set up, and a DataLoader goes over all of its {type(dataset).__name__} on "
-                f"every rank: {parts} times the same work. Write loader = fabric.setup_dataloaders(loader), "
-                "or where each rank has its own part already, pass use_distributed_sampler=False, too.",
+                f"No loader was set up, and a DataLoader goes over all of its {type(dataset).__name__}: "
+                f"unless each rank has a part of its own, this is {parts} times the same work. Write "
+                "loader = fabric.setup_dataloaders(loader), and with parts use_distributed_sampler=False, too.",
                 category=PossibleUserWarning,
             )
             return

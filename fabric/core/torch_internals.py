@@ -254,9 +254,12 @@ def loader_iterator() -> type:
 
 
 def iterated() -> list[tuple[Any, Any]]:
-    """Dataset and sampler of each iteration of a DataLoader that goes on in this process."""
-    running: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), loader_iterator())]
-    return [(one._dataset, getattr(one._index_sampler, "sampler", None)) for one in running]
+    """Dataset and sampler of each iteration of a DataLoader over no stream that goes on in this process."""
+    found: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), loader_iterator())]
+    dealt = [one for one in found if not isinstance(one._dataset, torch.utils.data.IterableDataset)]
+    # One that is over may stay for its workers.
+    going = [one for one in dealt if one._num_yielded < len(one)]
+    return [(one._dataset, getattr(one._index_sampler, "sampler", one._index_sampler)) for one in going]
 
 
 def drop_workers(loader: Any) -> None:

@@ -18,8 +18,8 @@ from fabric.utilities.warnings import PossibleUserWarning
 
 DATA = TensorDataset(torch.ones(16, 4))
 NEVER = (
-    "No loader was set up, and a DataLoader goes over all of its TensorDataset on every rank: 2 times the "
-    "same work"
+    "No loader was set up, and a DataLoader goes over all of its TensorDataset: unless each rank has a part "
+    "of its own, this is 2 times the same work"
 )
 
 
@@ -58,8 +58,8 @@ def never_set_up(shuffle):
 def test_a_loader_that_was_never_set_up_is_said_once(ranks, shuffle):
     (told,), others = ranks.run(never_set_up, shuffle, world_size=2)
     assert told == (
-        f"{NEVER}. Write loader = fabric.setup_dataloaders(loader), or where each rank has its own part "
-        "already, pass use_distributed_sampler=False, too."
+        f"{NEVER}. Write loader = fabric.setup_dataloaders(loader), and with parts "
+        "use_distributed_sampler=False, too."
     )
     assert others == []
 
@@ -105,6 +105,10 @@ def of_the_users(case):
             loader = DataLoader(DATA, batch_size=2, sampler=DistributedSampler(DATA, 2, rank))
         case "stream":
             loader = DataLoader(Stream(), batch_size=2)
+        case "evaluated before":
+            for _ in DataLoader(DATA, batch_size=8, num_workers=1, persistent_workers=True):
+                pass
+            loader = [torch.ones(2, 4)]
         case "no loader":
             loader = [torch.ones(2, 4)]
         case "same data for all":
@@ -113,7 +117,15 @@ def of_the_users(case):
     return loop(*parts, loader)
 
 
-CASES = ["set up", "own part, said", "sampler of torch", "stream", "no loader", "same data for all"]
+CASES = [
+    "set up",
+    "own part, said",
+    "sampler of torch",
+    "stream",
+    "evaluated before",
+    "no loader",
+    "same data for all",
+]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -62,7 +62,7 @@ class Gradients:
         """Whether a step has taken them: torch would still have them."""
         self._zeroed = False
         """Whether they are zeros that no backward has added to: torch would step with them."""
-        self._reached = False
+        self._reached = self._clean = False
         self.drop()
 
     def begin(self) -> None:
@@ -70,7 +70,7 @@ class Gradients:
         self.engine.set_gradient_accumulation_boundary(False)
         self.optimizer.clear_backward_seen_flag()  # as each forward does: there may be none in between
         self.optimizer.micro_step_id = _ADD
-        self._reached = False
+        self._reached = self._clean = False
 
     def reach(self) -> None:
         """A backward has come to the engine, perhaps for a second time through the same outputs.
@@ -87,13 +87,16 @@ class Gradients:
             self._reached = True
             self.engine._backward_prologue()
 
-    def end(self) -> None:
-        """After a backward.
+    def end(self) -> bool:
+        """After a backward; whether it has come to the engine, perhaps by its parameters alone.
 
         Raises:
             UsageError: Other parameters are trained now than at setup.
         """
-        if self._reached:
+        came = self._reached or self.optimizer._hooks_fired_this_backward > 0
+        if not came and self.engine.zero_optimization_stage() == 1:
+            came = any([p.grad is not None for _, p, _ in self._held])
+        if came:
             self.there = True
             self.engine._backward_epilogue()
         self.optimizer._backward_active_depth = 0
@@ -104,6 +107,7 @@ class Gradients:
                     f"Parameter {name} was {was} at fabric.setup and {now} now, and DeepSpeed's engine steps "
                     "what it took in then. Train or freeze it all the time, in a model set up anew."
                 )
+        return came
 
     def finish(self) -> None:
         """Make them means over ranks.
@@ -158,6 +162,9 @@ class Gradients:
         """Forget them."""
         self._zeroed = not set_to_none and (self.there or self._taken or self._zeroed)
         self.there = self.means = self._taken = False
+        if self._clean:
+            return
+        self._clean = True
         for parameter in self.engine.module.parameters():
             parameter.grad = None  # of a backward that failed
         self.optimizer.zero_grad()

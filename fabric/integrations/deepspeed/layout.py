@@ -65,9 +65,7 @@ class Engines(Whole):
         self._gradients: dict[Any, Gradients] = {}
         """By engine, of those that train."""
         self._stepped: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-        self._reached: set[Any] | None = None
-        """The engines that the backward which runs has come to."""
-        self._failed = self._gathers = False
+        self._runs = self._failed = self._gathers = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stage": self.stage}
@@ -88,11 +86,13 @@ class Engines(Whole):
         if optimizer is not None:
             groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
             twin = stand_in(optimizer, param_groups=groups, state=defaultdict(dict))
+            vars(twin).pop("step", None)  # which schedulers bind to the user's
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=twin, config=self.config, dist_init_required=False
         )
         self.engines[module] = engine
         take_over(engine)
+        engine.__deepcopy__ = _refuse_copy
         if self.splits:
             module.register_state_dict_pre_hook(self._check_whole)
         if trains(engine):
@@ -164,10 +164,8 @@ class Engines(Whole):
 
     def on_reached(self, engine: Any) -> None:
         """A backward has reached an output of the engine; or `torch.autograd.grad`, which is not ours."""
-        if self._reached is not None:
-            self._reached.add(engine)
-            if engine in self._gradients:
-                self._gradients[engine].reach()
+        if self._runs and engine in self._gradients:
+            self._gradients[engine].reach()
 
     def backward(self, run: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass, which adds to the gradients of the engines that it reaches.
@@ -191,15 +189,13 @@ class Engines(Whole):
             self.channel.announce("backward")
         for held in self._gradients.values():
             held.begin()
-        self._reached, self._failed = set(), True
+        self._runs = self._failed = True
         try:
             run(tensor, *args, **kwargs)
         finally:
-            reached, self._reached = self._reached, None
+            self._runs = False
         self._failed = False
-        for held in self._gradients.values():
-            held.end()
-        if not reached & self._gradients.keys():
+        if not any([held.end() for held in self._gradients.values()]):
             raise UsageError(
                 "This loss comes from no model that was set up with an optimizer, or from its .module: "
                 "DeepSpeed sends nothing of it. Write model, optimizer = fabric.setup(model, optimizer), and "
@@ -350,8 +346,9 @@ class Engines(Whole):
 
     def _take_edits(self, engine: Any) -> None:
         """What the user has written into parameters since the last step, in the masters, too."""
-        if engine.fabric_versions == [p._version for p in engine.module.parameters()]:
-            return
+        whole = not (self.config["fp16"]["enabled"] or self.config["bf16"]["enabled"] or self.splits)
+        if not whole and engine.fabric_versions == [p._version for p in engine.module.parameters()]:
+            return  # in float32 masters are the parameters, by whatever these were written
         if self.splits:
             raise UsageError(
                 "Parameters were written by hand, and under stage 3 their values are elsewhere: nothing was "
@@ -386,6 +383,13 @@ def _check(module: Module, optimizer: Optimizer | None) -> None:
                 "A group of the optimizer has no parameter that requires a gradient, of which DeepSpeed can "
                 "make nothing. Leave it out."
             )
+
+
+def _refuse_copy(memo: dict[int, Any]) -> Any:
+    raise UsageError(
+        "A model that fabric.setup has made a DeepSpeed engine cannot be copied. Copy it before that, also "
+        "for an average of its weights; `with fabric.whole(model) as plain:` is for a look at it."
+    )
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

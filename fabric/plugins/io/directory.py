@@ -210,7 +210,12 @@ def named(path: Path) -> Iterator[None]:
 
 def refuse_foreign(path: Path) -> None:
     """Raise IsADirectoryError if at `path` is a directory with files that no save has written."""
-    others = [entry.name for entry in path.iterdir() if not _is_ours(entry)] if path.is_dir() else []
+    if not path.is_dir():
+        return
+    others = [entry.name for entry in path.iterdir() if not _is_ours(entry)]
+    if others and (path / MANIFEST).is_file():  # an engine's files have names of their own
+        written = {name.partition("/")[0] for name in _read_manifest(path)["files"]}
+        others = [name for name in others if name not in written]
     if others:
         raise IsADirectoryError(
             f"{path} is a directory with {others[0]!r} in it, which a new checkpoint would delete. Give the "

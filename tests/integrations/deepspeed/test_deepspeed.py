@@ -119,8 +119,9 @@ def in_groups(on):
     model.mark_forward_method = lambda name: None
     groups = [{"params": [*model.first.parameters(), *model.last.parameters()]}]
     groups.append({"params": [*model.one.parameters(), *model.aside.parameters()], "lr": 0.2})
-    model, optimizer = on.setup(model, SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01))
+    optimizer = SGD(groups, lr=0.05, momentum=0.9, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    model, optimizer = on.setup(model, optimizer)
     for step in range(5):
         x = on.part(batch(step))
         on.backward(loss_of(model, x, aside=True))
@@ -195,15 +196,32 @@ def with_edits(on):
         optimizer.zero_grad()
         with torch.no_grad():
             model.last.weight.mul_(0.5)
-            model.first.bias.clamp_(-0.1, 0.1)
+        model.first.bias.data.clamp_(-0.1, 0.1)
+    return [model]
+
+
+def penalties(on):
+    """A loss of slopes, which comes to parameters alone, and one of weights."""
+    model = Net()
+    model, optimizer = on.setup(model, SGD(trained(model), lr=0.1))
+    for step in range(3):
+        x = on.part(batch(step)).clone().requires_grad_()
+        optimizer.zero_grad()
+        slopes = torch.autograd.grad(model(x, aside=True).sum(), x, create_graph=True)[0]
+        on.backward(slopes.pow(2).sum(1).mean())
+        weights = sum([p.pow(2).sum() for p in model.parameters()])
+        on.backward(loss_of(model, x.detach(), aside=True) + 0.1 * weights)
+        optimizer.step()
     return [model]
 
 
 LOOPS = {
-    f.__name__: f for f in (plainly, in_groups, by_two_backwards, by_many_backwards, two_models, with_edits)
+    f.__name__: f
+    for f in (plainly, in_groups, by_two_backwards, by_many_backwards, two_models, with_edits, penalties)
 }
 NOT_IN_3 = {
     "with_edits": "parameters of stage 3 are not there to be written",
+    "penalties": "torch says what it lacks: weights are not there",
     "by_two_backwards": "refused in stage 3: see test_errors.py",
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from test_deepspeed import WORLD, Net, Split, batch, launched, loss_of, trained
@@ -32,6 +34,7 @@ def refused(way):
         odd_model = nn.ParameterList([nn.Parameter(odd)])
         told(lambda odd_model=odd_model: fabric.setup(odd_model, SGD(odd_model.parameters(), lr=0.1)))
     model, optimizer = fabric.setup(model, SGD(trained(model), lr=0.1))
+    told(lambda: copy.deepcopy(model))
     told(lambda: fabric.strategy.optimizer_of(fabric.setup_module(nn.Linear(2, 2))))
     told(lambda: fabric.backward(nn.Linear(3, 1)(torch.ones(3)).sum()))
     x = Split(fabric).part(batch(0))
@@ -63,6 +66,7 @@ WANTED = (
     "ConfigurationError: DeepSpeed makes its engine of a model and its optimizer together. Write model,",
     "ConfigurationError: DeepSpeed takes no parameter of shape [] with strides []: 0. Give it a dimension",
     "ConfigurationError: DeepSpeed takes no parameter of shape [3, 2] with strides [1, 3]: 0. Give it a",
+    "UsageError: A model that fabric.setup has made a DeepSpeed engine cannot be copied. Copy it",
     'ConfigurationError: DeepSpeed\'s config has no "optimizer". Write one there, or model, optimizer = ',
     "UsageError: This loss comes from no model that was set up with an optimizer, or from its .module",
     "UsageError: loss.backward() was called where it gives wrong gradients",
