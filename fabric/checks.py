@@ -115,7 +115,7 @@ def warn_of_loaders(parts: int) -> None:
             rank_zero_warn(
                 f"No loader was set up, and a DataLoader goes over all of its {type(dataset).__name__}: "
                 f"unless each rank has a part of its own, this is {parts} times the same work. Write "
-                "loader = fabric.setup_dataloaders(loader), and with parts use_distributed_sampler=False, too.",
+                "loader = fabric.setup_dataloaders(loader), with parts and use_distributed_sampler=False.",
                 category=PossibleUserWarning,
             )
             return

@@ -58,8 +58,8 @@ def never_set_up(shuffle):
 def test_a_loader_that_was_never_set_up_is_said_once(ranks, shuffle):
     (told,), others = ranks.run(never_set_up, shuffle, world_size=2)
     assert told == (
-        f"{NEVER}. Write loader = fabric.setup_dataloaders(loader), and with parts "
-        "use_distributed_sampler=False, too."
+        f"{NEVER}. Write loader = fabric.setup_dataloaders(loader), with parts and "
+        "use_distributed_sampler=False."
     )
     assert others == []
 

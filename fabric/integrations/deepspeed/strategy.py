@@ -44,9 +44,9 @@ class DeepSpeedStrategy(DDPStrategy):
     """ZeRO stages 1, 2 and 3 by DeepSpeed. Each model that is set up with its optimizer is an engine.
 
     The loop is as under all strategies. What differs: `.grad` has no mean over ranks (in stages 2 and 3
-    nothing), so that clipping is by `fabric.clip_gradients`; all backwards up to a step add up, with or without `no_backward_sync`, and
-    `zero_grad()` must follow each step; a step moves all parameters, also those without gradients (by
-    momentum and weight decay). All ranks make each forward and backward.
+    nothing), so that clipping is by `fabric.clip_gradients`; all backwards up to a step add up, with or
+    without `no_backward_sync`, and `zero_grad()` must follow each step; a step moves all parameters, also
+    those without gradients (by momentum and weight decay). All ranks make each forward and backward.
 
     Args:
         accelerator: As in `Strategy`.
