@@ -147,10 +147,12 @@ def test_their_switch_for_gradient_checkpointing_changes_no_number(ranks, strate
 
 
 def compiled(model):
+    torch._dynamo.reset()
     return torch.compile(model, backend="aot_eager")
 
 
 def with_compiled_blocks(model):
+    torch._dynamo.reset()  # what it has kept of another test's models
     for block in [part for part in model.modules() if isinstance(part, tuple(BLOCKS))]:
         block.compile(backend="aot_eager")
     return model
@@ -165,7 +167,6 @@ COMPILED = [
             "ddp",
             "zero1",
             "fsdp by blocks",
-            "tensor parallel",
             "tensor parallel x fsdp, to compile",
         ),
     }.items()
