@@ -212,7 +212,7 @@ def test_ddp(ranks):
         assert len(found["backward"][0]) <= 5, found["backward"]  # one for passes inside of the pass
         assert found["step"] == (["step"], 1)
         assert found["few"] == found["many"]
-        assert found["many"][1] <= 8
+        assert found["many"][1] <= 8 + 7  # of these seven are the connections', down to the socket
 
 
 def test_ddp_bf16_mixed(ranks):

@@ -86,7 +86,7 @@ def gather_with_gradients():
         weight[rank] = 1
         joined = gathered["x"] + 0 * other
         contrast(joined.reshape(-1, 3), weight.reshape(-1)).backward()
-    assert calls == ({"all_gather": 2} if world > 1 else {}), "a frame there and one back"
+    assert calls == ({"frame": 2} if world > 1 else {}), "a frame there and one back"
     detached = fabric.all_gather(x)
     assert not detached.requires_grad, "without sync_grads nothing flows back"
     with torch.no_grad():

@@ -18,6 +18,7 @@ from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import flatten
 from fabric.plugins.collectives import frames
+from fabric.plugins.collectives.star import Star
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -64,7 +65,7 @@ def launched(world_size: int | None = None) -> Fabric:
 
 @contextmanager
 def counted():
-    """How often each function of torch.distributed is called."""
+    """How often each function of torch.distributed is called, and how often ranks send frames."""
     calls: Counter[str] = Counter()
 
     def count(name, function):
@@ -75,12 +76,8 @@ def counted():
         return counting
 
     patched = {name: count(name, getattr(dist, name)) for name in CALLS if hasattr(dist, name)}
-    gloo = dist.ProcessGroupGloo  # frames ask it directly
-    frames = {
-        "allgather": count("all_gather", gloo.allgather),
-        "allreduce": count("all_reduce", gloo.allreduce),
-    }
-    with mock.patch.multiple(dist, **patched), mock.patch.multiple(gloo, **frames):
+    frames = {"start": count("frame", Star.start)}
+    with mock.patch.multiple(dist, **patched), mock.patch.multiple(Star, **frames):
         yield calls
 
 
@@ -269,7 +266,7 @@ def count_small_tensors():
 
 def test_small_data_are_one_message_and_no_barrier(ranks):
     # The frame of each rank, in which the data ride: one message whatever the verb and the dtypes.
-    expected = [{"all_gather": 1}] * 9
+    expected = [{"frame": 1}] * 9
     assert ranks.run(count_small_tensors, world_size=2) == [expected, expected]
 
 
@@ -284,7 +281,7 @@ def reduce_large_and_small():
         gathered = fabric.all_gather(data)
     assert result[1] is large
     # A frame for each call; two large ones alone, the small ones together.
-    assert calls == {"all_gather": 2, "all_reduce": 3, FLAT: 3}
+    assert calls == {"frame": 2, "all_reduce": 3, FLAT: 3}
     for leaf in result:
         assert (leaf == 0.5).all()
     assert gathered[3].shape == (2, *strided.shape)
@@ -358,7 +355,7 @@ def refuse(case):
     first = torch.ones(1)
     with counted() as calls, pytest.raises(kind, match=message):
         fabric.all_reduce([first, make()], reduce_op=op)
-    assert calls == {"all_gather": 1}, "only the frame in which the ranks refuse"
+    assert calls == {"frame": 1}, "only the frame in which the ranks refuse"
     assert first.item() == 1
     return fabric.all_reduce(1.0, reduce_op="sum").item()
 
@@ -407,7 +404,7 @@ def barrier_counts():
 
 
 def test_barrier_is_one_message(ranks):
-    assert ranks.run(barrier_counts, world_size=2) == [{"all_gather": 2}] * 2
+    assert ranks.run(barrier_counts, world_size=2) == [{"frame": 2}] * 2
 
 
 # NaN

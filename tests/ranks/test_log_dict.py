@@ -109,7 +109,7 @@ def test_values_over_ranks_in_one_message(ranks, reduce_fx, world_size):
     assert all(type(value) is float for value in values.values()), "numbers of Python"
     # Equal to the last bit: everything is added up in float64, in the order of ranks.
     assert values == expected(world_size, reduce_fx)
-    assert calls == {"all_gather": 1}
+    assert calls == {"frame": 1}
     assert others == [(None, calls)] * (world_size - 1), "only rank zero's logger writes"
 
 
@@ -138,7 +138,7 @@ def log_many():
 def test_more_than_fits_a_frame_is_one_message_more(ranks):
     (line, calls), (_, other) = ranks.run(log_many, world_size=2)
     assert line[0] == {f"m{i}": 1.5 * i for i in range(3000)}
-    assert calls == other == {"all_gather": 1, "all_gather_single": 1}
+    assert calls == other == {"frame": 1, "all_gather_single": 1}
 
 
 def log_one():
@@ -155,7 +155,7 @@ def log_one():
 def test_log_is_log_dict_of_one(ranks):
     (lines, calls), (none, _) = ranks.run(log_one, world_size=2)
     assert lines == [({"loss": 1.0}, 1), ({"steps": 5.0}, None), ({"here": 0}, 4)]
-    assert calls == {"all_gather": 2}
+    assert calls == {"frame": 2}
     assert none == []
 
 
@@ -180,7 +180,7 @@ def log_nothing():
 def test_an_empty_dict_is_one_message(ranks):
     (line, calls), (_, other) = ranks.run(log_nothing, world_size=2)
     assert line == ({}, None)
-    assert calls == other == {"all_gather": 1}
+    assert calls == other == {"frame": 1}
 
 
 def log_metrics():

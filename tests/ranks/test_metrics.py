@@ -421,12 +421,12 @@ def count_messages():
 
 def test_messages(ranks):
     expected = [
-        {"all_gather": 1},  # ten metrics ride in the frame
-        {"all_gather": 1},
-        {"all_gather": 1, FLAT: 1},  # sizes, data
-        {"all_gather": 3, "all_reduce": 2},  # layout; two ops with a frame each
-        {"all_gather": 3, FLAT: 1, "all_reduce": 2},
-        {"all_gather": 1},
+        {"frame": 1},  # ten metrics ride in the frame
+        {"frame": 1},
+        {"frame": 1, FLAT: 1},  # sizes, data
+        {"frame": 3, "all_reduce": 2},  # layout; two ops with a frame each
+        {"frame": 3, FLAT: 1, "all_reduce": 2},
+        {"frame": 1},
     ]
     assert ranks.run(count_messages, world_size=2) == [expected, expected]
 

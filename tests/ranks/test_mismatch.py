@@ -681,7 +681,7 @@ def reduce_a_dict():
 
 def test_all_reduce_of_a_dict_of_numbers(ranks):
     expected = {f"metric {i}": i + 0.5 for i in range(10)}
-    assert ranks.run(reduce_a_dict, world_size=2) == [(expected, {"all_gather": 1}, 1.5)] * 2
+    assert ranks.run(reduce_a_dict, world_size=2) == [(expected, {"frame": 1}, 1.5)] * 2
 
 
 # FABRIC_GUARD

@@ -1,18 +1,16 @@
-"""`Guard`: the ranks of a group meet on a control group of their own before each collective.
+"""`Guard`: the ranks of a group meet on connections of their own before each collective.
 
-They exchange one frame each (frames.py). If the frames differ, all ranks raise the same error and the group
-stays usable. On the host small data ride in the frame, and need no collective of their own. Ranks that never
-meet (waits.py) raise the same error, too, and from then on at every call of the job.
+They exchange one frame each (frames.py, star.py). If the frames differ, all ranks raise the same error and
+the group stays usable. On the host small data ride in the frame, and need no collective of their own. Ranks
+that never meet (waits.py) raise the same error, too, and from then on at every call of the job.
 """
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import os
 import time
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -24,6 +22,7 @@ from fabric.core.source import user_place
 from fabric.core.torch_internals import default_store, group_timeout
 from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, Said
 from fabric.plugins.collectives.job_store import StoreSilent
+from fabric.plugins.collectives.star import Listener, Star, Turn, connect
 from fabric.plugins.collectives.waits import PATIENCE, Here, Waits, Whereabouts
 
 if TYPE_CHECKING:
@@ -34,9 +33,8 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.frames import Call
 
 MODES = ("full", "light", "off")
-FULL_UP_TO = 64
-"""Ranks up to which `full` exchanges whole frames; larger groups compare digests, as `light` does."""
-_PATIENCE = timedelta(seconds=PATIENCE)
+FULL_UP_TO = 16
+"""Ranks up to which data ride in frames, 2 MiB through the first one; larger groups do as `light` does."""
 
 _guards: weakref.WeakKeyDictionary[Any, Guard | None] = weakref.WeakKeyDictionary()
 _waits: weakref.WeakKeyDictionary[Any, Waits] = weakref.WeakKeyDictionary()
@@ -48,8 +46,6 @@ def guard_of(group: Any) -> Guard | None:
         return _guards[group]
     except KeyError:
         pass
-    if not _guards:
-        atexit.register(_guards.clear)  # threads of a group must end before the interpreter does
     guard = None if dist.get_world_size(group) == 1 else Guard(group, os.environ.get("FABRIC_GUARD", "full"))
     _guards[group] = guard
     return guard
@@ -68,7 +64,7 @@ class Meeting(NamedTuple):
     """What the frames of all ranks brought."""
 
     rows: Tensor
-    """(world_size, FRAME_BYTES): every rank's frame. Overwritten by the next call."""
+    """(world_size, bytes): every rank's frame, shorter ones filled up."""
 
     def sizes(self) -> list[int]:
         """Bytes of data that each rank announced, for calls in which they may differ."""
@@ -124,18 +120,15 @@ class Arrival:
         for key in (self._prefix, *self._keys):
             self._store.delete_key(key)
 
-    def is_completed(self) -> bool:
-        """Whether all members are here."""
-        with suppress(StoreSilent):  # the time for the call runs out
-            return self._store.add(self._prefix, 0) >= len(self._keys)  # type: ignore[no-any-return]
-        return False
-
-    def wait(self, timeout: timedelta) -> None:
-        """Wait until all members are here; raises RuntimeError when `timeout` has passed."""
-        end = time.monotonic() + timeout.total_seconds()
-        while not self.is_completed():
+    def is_done(self, seconds: float) -> bool:
+        """Wait until all members are here, up to `seconds`."""
+        end = time.monotonic() + seconds
+        while True:
+            with suppress(StoreSilent):  # the time for the call runs out
+                if self._store.add(self._prefix, 0) >= len(self._keys):
+                    return True
             if time.monotonic() > end:
-                raise RuntimeError("not all ranks are here")
+                return False
             time.sleep(self._pause)
             self._pause = min(1.5 * self._pause, 0.05)
 
@@ -151,10 +144,12 @@ class Guard:
         self._waits = waits_of_world()
         self._counts = self._waits.counts
         self.timeout = timeout_of(group)
-        self._control: Any = None
+        self._star: Star | None = None
         self.whole = mode == "full" and len(self.members) <= FULL_UP_TO
-        """Whether whole frames are exchanged, in which data ride."""
-        self._make_buffers()
+        """Whether data ride in the frames."""
+        with torch.inference_mode(False):  # it must serve outside of an evaluation, too
+            self._sent = bytearray(FRAME_BYTES)
+            self._room = torch.frombuffer(self._sent, dtype=torch.uint8)[HEADER.size :]
 
     @property
     def count(self) -> int:
@@ -165,78 +160,80 @@ class Guard:
         """Wait until all ranks make this call; see `Channel.meet`."""
         if self._waits.broken is not None:
             raise CollectiveMismatch(self._waits.broken)
-        control = self._control or self._open(call)
-        if control is None:
+        star = self._star or self._open(call)
+        if star is None:
             return None
-        size = sum([data.numel() for data in payload or ()])
-        if payload and size <= ROOM and self.whole:
-            torch.cat(payload, out=self._own.narrow(0, HEADER.size, size))
+        size, end = sum([data.numel() for data in payload or ()]), KEY_BYTES
+        if self.whole:
+            end = HEADER.size
+            if payload and size <= ROOM:
+                torch.cat(payload, out=self._room.narrow(0, 0, size))
+                end += size
         counts, name = self._counts, self.name
         count = counts[name] = counts.get(name, 0) + 1  # last: nothing can fail between it and the frame
         HEADER.pack_into(self._sent, 0, count, call.digest, size)
-        if not self.whole:
-            # The greatest and the least of all keys, by one reduction.
-            words = torch.frombuffer(self._sent, dtype=torch.int64, count=3)
-            both = torch.cat([words, ~words])
-            work = control.allreduce(both, dist.ReduceOp.MAX)
-            self._finish(work, call)
-            if not torch.equal(both[:3], ~both[3:]):
-                self._disagree(control, call)
-            return None
-        work = control.allgather(self._each, self._own)  # what dist.all_gather does around it takes 40 us
-        self._finish(work, call)
+        turn = self._exchange(star, bytes(self._sent[:end]), call)
         # One comparison for each rank: the rest is looked at only where they differ.
-        key, got = self._sent[:KEY_BYTES], self._got
-        for at in range(0, len(got), FRAME_BYTES):
-            if got[at : at + KEY_BYTES] != key:
-                self._disagree(control, call)
-        return Meeting(self._rows)
+        key, rows = self._sent[:KEY_BYTES], turn.rows
+        for at in range(0, len(rows), turn.size):
+            if rows[at : at + KEY_BYTES] != key:
+                self._disagree(star, call)
+        if not self.whole:
+            return None
+        table = torch.frombuffer(rows, dtype=torch.uint8).view(-1, turn.size)
+        return Meeting(table.expand(len(self.members), turn.size))
 
-    def _disagree(self, control: Any, call: Call) -> NoReturn:
+    def _exchange(self, star: Star, own: bytes, call: Call) -> Turn:
+        """What all ranks have sent."""
+        turn = star.start(own)
+        self._finish(turn, call)
+        return turn
+
+    def _disagree(self, star: Star, call: Call) -> NoReturn:
         """All ranks see that the keys differ: say what each was about to do, and raise on all."""
         from fabric.plugins.collectives import mismatch
 
-        text = mismatch.to_text(self._row(call))
-        sizes = [int(size) for size in self._all_gather(control, torch.tensor([len(text)]), call)]
-        own = torch.zeros(max(sizes), dtype=torch.uint8)
-        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = self._all_gather(control, own, call)
-        said = [
-            mismatch.from_text(rank, bytes(row[:size].tolist()))
-            for rank, row, size in zip(self.members, rows, sizes, strict=True)
-        ]
+        own = bytes(mismatch.to_text(self._row(call)))
+        turn = self._exchange(star, own, call)
+        starts = range(0, len(turn.rows), turn.size)
+        rows = [bytes(turn.rows[at : at + turn.size]).rstrip(b"\0") for at in starts]
+        rows = rows if len(rows) > 1 else rows * len(self.members)
+        said = [mismatch.from_text(rank, row) for rank, row in zip(self.members, rows, strict=True)]
         raise CollectiveMismatch(mismatch.mismatch_text(said))
 
-    def _all_gather(self, control: Any, own: Tensor, call: Call) -> list[Tensor]:
-        rows = [torch.empty_like(own) for _ in self.members]
-        self._finish(control.allgather(rows, own), call)
-        return rows
+    def _open(self, call: Call) -> Star | None:
+        """The connections, made by the first call of the group, when all its ranks are there; None: off."""
+        waits, place = self._waits, self.members.index(self._waits.rank)
+        why = "it was the first call of the group"
+        arrival = Arrival(waits, f"open {self.name}", self.members, why)
+        with nullcontext() if place else Listener(len(self.members) - 1) as listener:
+            way = [waits.store.address, *listener.told] if listener else []
+            arrival.tell(waits.rank, " ".join([self.mode, *way]))
+            self.wait_for(arrival, call)
+            told = [text.split(" ") for text in arrival.told()]
+            self._check_modes([mode for mode, *_ in told])
+            if self.mode == "off":
+                _guards[self._group()] = None
+                return None
+            try:
+                if listener:
+                    lines = listener.accept()
+                else:
+                    _, address, *way = told[0]
+                    lines = connect(place, waits.store.reach(address), *way)
+            except OSError as error:
+                raise RankError(self._failure(call, error, arrival)) from error
+        self._star = Star(lines, self.members, place)
+        return self._star
 
-    def _open(self, call: Call) -> Any:
-        """The control group, made by the first call of the group, when all its ranks are there; None: off.
-
-        Raises:
-            ConfigurationError: FABRIC_GUARD is none of its values, or differs between ranks; on all of them.
-        """
-        name = f"open {self.name}"
-        arrival = Arrival(self._waits, name, self.members, "it was the first call of the group")
-        arrival.tell(self._waits.rank, self.mode)
-        self.wait_for(arrival, call)
-        modes = arrival.told()
-        if len(set(modes)) > 1 or self.mode not in MODES:
-            table = ", ".join([f"{mode} on rank {r}" for r, mode in zip(self.members, modes, strict=True)])
+    def _check_modes(self, modes: list[str]) -> None:
+        """Raise on all ranks if FABRIC_GUARD is none of its values, or differs between ranks."""
+        if len({*modes}) > 1 or self.mode not in MODES:
+            each = [f"{mode} on rank {rank}" for rank, mode in zip(self.members, modes, strict=True)]
             raise ConfigurationError(
-                f"FABRIC_GUARD must be one of {', '.join(MODES)} and the same on all ranks, but is {table}."
+                f"FABRIC_GUARD must be one of {', '.join(MODES)} and the same on all ranks, but is "
+                f"{', '.join(each)}."
             )
-        if self.mode == "off":
-            _guards[self._group()] = None
-            return None
-        # Not dist.new_group: all ranks of the job would have to call it; and its name for a group that only
-        # the members make depends on how many groups a rank has made before: it may differ between them.
-        store = dist.PrefixStore(f"control/{name}/{arrival.turn}", self._waits.store.raw)
-        place = self.members.index(self._waits.rank)
-        self._control = dist.ProcessGroupGloo(store, place, len(self.members), self.timeout)
-        return self._control
 
     def wait_for(self, arrival: Arrival, call: Call) -> None:
         """Wait until its members have come.
@@ -248,90 +245,67 @@ class Guard:
         self._counts[arrival.name] = arrival.turn
         self._finish(arrival, call)
 
-    def _finish(self, work: Any, call: Call) -> None:
+    def _finish(self, point: Arrival | Turn, call: Call) -> None:
         """Wait for the others; after a while, look where they are."""
         try:
-            if not _is_done(work, PATIENCE):
-                self._wait_long(work, call)
+            if not point.is_done(PATIENCE):
+                self._wait_long(point, call)
         except CollectiveMismatch:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
+            if isinstance(point, Turn) and self._star is not None:
+                self._star.close(str(error))
             with suppress(RuntimeError):  # the store's host may be who has ended
                 self._waits.hear()
             if self._waits.broken is not None:
                 raise CollectiveMismatch(self._waits.broken) from error
             if self._waits.here is None:
                 self._waits.here = Here(self._row(call).verb, time.monotonic(), user_place())
-            raise RankError(self._failure(call, error, work)) from error
-        except BaseException:  # Ctrl+C: the operation goes on, and its memory must not be used again
-            if not isinstance(work, Arrival):
-                self._leave(work)
-            raise
+            raise RankError(self._failure(call, error, point)) from error
         finally:
             self._waits.here = None
 
-    def _leave(self, work: Any) -> None:
-        """Give up waiting for an operation that is still on its way, and needs its memory and its group for
-        good: the group's destructor would wait for ranks that may never come.
-        """
-        left = (work, self._sent, self._got, self._control)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
-        self._make_buffers()
-
-    def _wait_long(self, work: Any, call: Call) -> None:
+    def _wait_long(self, point: Arrival | Turn, call: Call) -> None:
         waits, heard = self._waits, time.monotonic()
         longest = max(1.0, waits.world_size / 64)  # between two looks, for the store's sake
         seconds = 0.2 * longest
-        point = work if isinstance(work, Arrival) else self
+        name = point.name if isinstance(point, Arrival) else self.name
         row, stamp = self._row(call), None
         waits.here = Here(row.verb, heard - PATIENCE, row.where)
         try:
-            while not _is_done(work, seconds):
+            while not point.is_done(seconds):
                 with suppress(StoreSilent):  # what the ranks wait for may come, all the same
-                    stamp = stamp or waits.post(point.name, self._counts[point.name], [*point.members], row)
+                    stamp = stamp or waits.post(name, self._counts[name], [*self.members], row)
                     waits.judge()
                 if waits.broken is not None:
-                    if not isinstance(work, Arrival):
-                        self._leave(work)
                     raise CollectiveMismatch(waits.broken)
-                if isinstance(work, Arrival):  # others have a limit of their own
-                    heard = self._heard(work, heard)
+                heard = self._heard(point, heard)
                 seconds = min(1.5 * seconds, longest)
         finally:
             if stamp is not None:
                 with suppress(StoreSilent):
                     waits.withdraw(stamp)
 
-    @torch.inference_mode(False)
-    def _make_buffers(self) -> None:
-        """Memory for frames; made in evaluation it must serve outside of it, too."""
-        self._sent = bytearray(FRAME_BYTES)
-        self._own = torch.frombuffer(self._sent, dtype=torch.uint8)
-        size = FRAME_BYTES if self.whole else 0
-        self._got = bytearray(size * len(self.members))
-        if size:
-            self._rows = torch.frombuffer(self._got, dtype=torch.uint8).view(-1, FRAME_BYTES)
-            self._each = list(self._rows)
-
-    def _heard(self, arrival: Arrival, heard: float) -> float:
+    def _heard(self, point: Arrival | Turn, heard: float) -> float:
         """When the missing ones gave a sign of life, if they must; raises RuntimeError: too long ago."""
         limit, now = self.timeout.total_seconds() - PATIENCE, time.monotonic()
-        with suppress(StoreSilent):
-            missing = arrival.missing()
-            if self._waits.have_left(missing):
-                limit = 0.0
-            elif arrival.patient and now - heard > limit / 2 and self._waits.explain:
-                found = self._waits.explain()
-                if found.table and not missing & {*found.gone}:
-                    return time.monotonic()
+        if isinstance(point, Arrival):
+            with suppress(StoreSilent):
+                missing = point.missing()
+                if self._waits.have_left(missing):
+                    limit = 0.0
+                elif point.patient and now - heard > limit / 2 and self._waits.explain:
+                    found = self._waits.explain()
+                    if found.table and not missing & {*found.gone}:
+                        return time.monotonic()
         if now - heard > limit:
-            raise RuntimeError(arrival.why)
+            raise RuntimeError(point.why)
         return heard
 
     def _row(self, call: Call) -> Said:
         return Said(self._waits.rank, f"{call.verb} #{max(self.count, 1)}", call.what, user_place())
 
-    def _failure(self, call: Call, error: Exception, work: Any = None) -> str:
+    def _failure(self, call: Call, error: Exception, point: Arrival | Turn) -> str:
         """The error for ranks that ended or did not come: who is missing, and where the others wait."""
         self._waits.store.settle()
         reason, explain = reason_of(error), self._waits.explain
@@ -339,7 +313,7 @@ class Guard:
         gone, found = explain() if explain else Whereabouts([], "")
         ended = [str(rank) for rank in self.members if rank in gone]
         try:
-            missing, rows = self._missing(work) if not ended else ([], [])
+            missing, rows = self._missing(point) if not ended else ([], [])
         except StoreSilent as silent:
             missing, rows, reason = [], [], f"{reason}; {silent}"
         except Exception:  # the store went with the rank that kept it
@@ -357,25 +331,13 @@ class Guard:
 
         return f"{text}\nWaiting at that time:\n{table(rows)}"
 
-    def _missing(self, work: Any) -> tuple[list[str], list[Said]]:
+    def _missing(self, point: Arrival | Turn) -> tuple[list[str], list[Said]]:
         """Who has not come to this call, and the rows of the others that wait."""
         waits = self._waits.read()
         came = {wait.rank for wait in waits.values() if wait.counts.get(self.name, 0) >= self.count}
-        away = work.missing() if isinstance(work, Arrival) else {*self.members} - came
+        away = point.missing() if isinstance(point, Arrival) else {*self.members} - came
         missing = [str(rank) for rank in sorted(away - {self._waits.rank})]
         return missing, [wait.row() for wait in waits.values() if wait.rank != self._waits.rank]
-
-
-def _is_done(work: Any, seconds: float) -> bool:
-    """Whether the operation ended within `seconds`; raises what it raised."""
-    patience = _PATIENCE if seconds == PATIENCE else timedelta(seconds=seconds)
-    with suppress(RuntimeError):
-        work.wait(patience)
-        return True
-    if not work.is_completed():
-        return False
-    work.wait(patience)
-    return True
 
 
 def reason_of(error: Exception) -> str:

@@ -60,6 +60,17 @@ class JobStore:
         """Another part, through this connection: for the same thread."""
         return JobStore(prefix, self._base, self._host)
 
+    @property
+    def address(self) -> str:
+        """This machine's, by which other ranks `reach` it."""
+        return self._host.here
+
+    def reach(self, address: str) -> str:
+        """What a rank connects to, to come to the machine with this address."""
+        if not address:
+            return self._host.name
+        return "127.0.0.1" if address == socket.gethostname() else address
+
     def settle(self) -> None:
         """After a connection to some rank has broken: a dying host may close this one a moment later."""
         self._host.has_gone(within=_SETTLE_S)
@@ -111,11 +122,16 @@ class _Host:
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         self.at, self._line = "", -1
+        self.here = socket.gethostname()
+        """This machine, as others see it; "": the host's own, of which each rank has a name, `name`."""
         if not isinstance(store, dist.TCPStore):
             return
-        self.at = f" at {store.host}:{store.port}"
+        self.at, self.name = f" at {store.host}:{store.port}", store.host
         with suppress(OSError):
-            self._line = socket.create_connection((store.host, store.port), _CONNECT_S).detach()
+            line = socket.create_connection((store.host, store.port), _CONNECT_S)
+            own = line.getsockname()[0]
+            self.here = "" if own == "::1" or own.startswith("127.") else own
+            self._line = line.detach()
             weakref.finalize(self, os.close, self._line)
 
     def has_gone(self, within: float = 0.0) -> bool:
