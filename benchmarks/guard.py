@@ -1,9 +1,13 @@
-"""What the frame before each verb costs, by FABRIC_GUARD; 2 and 4 ranks, against torch.distributed."""
+"""What the frame before each verb costs, by FABRIC_GUARD; 2 and 4 ranks, against torch.distributed.
+
+And what it costs the first rank of a large world.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -15,11 +19,9 @@ if TYPE_CHECKING:
 
 MODES = ("full", "light", "off")
 WORLDS = (2, 4)
-FAR = 1024
-"""The world for which the cost is calculated."""
-HOP, BYTES_PER_US = 30.0, 10_000.0
-"""Microseconds of one message between machines, bytes per microsecond (10 GB/s): assumed, not measured."""
-FRAME, KEY = 8192, 56
+KEY_BYTES, TURNS = 24, 20
+FAR = (16, 64, 256, 1024)
+"""Worlds of which the first rank is timed alone; one process plays the others."""
 
 
 def main() -> None:
@@ -39,18 +41,34 @@ def main() -> None:
 
 
 def far() -> dict[str, Any]:
-    """The cost at a large world by calculation: gloo passes messages around a ring."""
-    # full: world - 1 steps, each a frame. light: 2 (world - 1) steps of a reduction of 48 bytes.
-    full = (FAR - 1) * (HOP + FRAME / BYTES_PER_US)
-    light = 2 * (FAR - 1) * HOP
-    rows = [
-        ["full, if it were used", f"(P - 1) x ({HOP:.0f} us + {FRAME} B / 10 GB/s)", f"{full / 1000:.1f} ms",
-         f"{FRAME * FAR / 2**20:.0f} MiB"],
-        ["full and light beyond 64 ranks", f"2 (P - 1) x {HOP:.0f} us", f"{light / 1000:.1f} ms", f"{KEY} B"],
-        ["off", "", "0", "0"],
-    ]  # fmt: skip
-    note = f"{HOP:.0f} us per message is an assumption for a network."
-    return table(f"By calculation, {FAR} ranks", ["mode", "formula", "time", "memory per rank"], rows, note)
+    """What a call costs the first rank of a large world, through which all frames go."""
+    from fabric.plugins.collectives.star import Listener, Star, connect
+
+    rows = []
+    for world in FAR:
+        with Listener(world - 1) as listener:
+            pid = os.fork()
+            if not pid:
+                stars = [
+                    Star(connect(at, "localhost", *listener.told), range(world), at) for at in range(1, world)
+                ]
+                for _ in range(TURNS):
+                    for star, turn in [(star, star.start(bytes(KEY_BYTES))) for star in stars]:
+                        star.advance(turn, 60)
+                os._exit(0)
+            star = Star(listener.accept(), range(world), 0)
+        times = []
+        for _ in range(TURNS):
+            time.sleep(0.05)  # by then the others have sent
+            before = time.thread_time()
+            star.advance(star.start(bytes(KEY_BYTES)), 60)
+            times.append(time.thread_time() - before)
+        os.waitpid(pid, 0)
+        rows.append([str(world), f"{median(times) * 1e3:.2f}"])
+    note = (
+        "Processor time, with nothing but keys in the frames; without the network's latency, there and back."
+    )
+    return table("A call in large worlds", ["ranks", "ms on the first one"], rows, note)
 
 
 def measure() -> None:

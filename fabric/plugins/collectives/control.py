@@ -83,7 +83,7 @@ class Meeting(NamedTuple):
 
 class Arrival:
     """Ranks that come to a point each in its own time, through the store: the first call of a group, which
-    has no control group yet; and what may take longer than collectives wait.
+    has no connections yet; and what may take longer than collectives wait.
 
     Args:
         waits: Of the job.
