@@ -171,7 +171,7 @@ class ParallelStrategy(Strategy):
         self._take_place()
 
     def setup_environment(self) -> None:
-        """Find this rank's place, set its device and threads, and join the process group. All ranks call
+        """Find this rank's place, set its device and threads, and join the process group. All ranks must call
         this.
         """
         self._take_place()
