@@ -121,7 +121,9 @@ def rank_zero_experiment(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Writing(Logger):
-    """A logger with a prefix and a writer in `_experiment`, which it opens when first asked for it."""
+    """A logger of the run `version`, with a `prefix`, and a writer in `_experiment`, which it opens when
+    first asked for it.
+    """
 
     LOGGER_JOIN_CHAR = "-"
 

@@ -89,6 +89,10 @@ class Checkpoints(Exchange):
             wait: False: write a copy beside the loop, which goes on.
             then: What rank zero does when the checkpoint is there.
             facts: What is kept beside the data, for those who look at the files.
+
+        Raises:
+            ConfigurationError: A `format` that is unknown, or not there for `path`; other errors as for
+                `Fabric.save`.
         """
         self.finish_save()
         sharded = False

@@ -190,7 +190,11 @@ class ParallelStrategy(Strategy):
         return wrapped
 
     def forward_plan(self, module: Module, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """What `model(x)` runs."""
+        """What `model(x)` runs: `call`, or what the layout says, with what is added.
+
+        Raises:
+            UsageError: The model is compiled, under ContextParallel.
+        """
         if self.context_parallel is not None:
             self.context_parallel.check_forward(module)
         return super().forward_plan(module, call)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class RankFailure(RankError):
     """A call failed on some ranks. The message shows their tracebacks, the first to fail first.
 
-    `exceptions` are by rank, the root cause first. A RankError stands for a death, or for what does not pickle.
+    `exceptions` are by rank, the root cause first; a RankError stands for a death, or for one that does not
+    pickle.
     """
 
     exceptions: dict[int, BaseException]

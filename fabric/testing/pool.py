@@ -202,8 +202,8 @@ class RankPool:
         group: bool = True,
         **kwargs: Any,
     ) -> list[Any]:
-        """Like `run`, with its arguments, but the exception of a rank takes the place of its value, and
-        nothing is raised.
+        """Like `run`, but the exception of a rank takes the place of its value, and nothing is raised.
+        Arguments as for `run`.
 
         A rank that died has a RankError. Processes are replaced if any rank failed.
 

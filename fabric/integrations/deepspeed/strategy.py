@@ -335,6 +335,9 @@ class DeepSpeedStrategy(DDPStrategy):
     ) -> Iterator[dict[str, Any]]:
         """As in the base, and directories of DeepSpeed's, which it unpickles: load those that you trust. All
         ranks must call this.
+
+        Raises:
+            UsageError: Another number of ranks has written the directory.
         """
         directory = checkpoints.directory_at(path)
         if directory is None:

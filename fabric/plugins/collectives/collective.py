@@ -112,11 +112,13 @@ class Collective(ABC):
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
-        """This rank's part of the reduced `input_list`: entry r of all ranks, reduced into rank r's `output`."""
+        """This rank's part of the reduced `input_list`, written into `output`: entry r of all ranks for rank
+        r.
+        """
 
     @abstractmethod
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """Rank r's tensor for this rank in `output_tensor_list[r]`, from what it has in `input_tensor_list`."""
+        """What each rank has for this one in its `input_tensor_list`, written into `output_tensor_list`."""
 
     @abstractmethod
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:

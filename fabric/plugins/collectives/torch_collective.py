@@ -192,14 +192,16 @@ class TorchCollective(Collective):
         return tensor
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
-        """This rank's part of the reduced `input_list`: entry r of all ranks, reduced into rank r's `output`."""
+        """This rank's part of the reduced `input_list`, written into `output`: entry r of all ranks for rank
+        r.
+        """
         one = _Reduction(output, op, self.world_size)
         parts = [one.to_send(part) for part in input_list]
         dist.reduce_scatter(one.sent, parts, one.engine_op, group=self._group)
         return one.wait()
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """Rank r's tensor for this rank in `output_tensor_list[r]`, from what it has in `input_tensor_list`."""
+        """What each rank has for this one in its `input_tensor_list`, written into `output_tensor_list`."""
         dist.all_to_all(output_tensor_list, input_tensor_list, group=self._group)
         return output_tensor_list
 
