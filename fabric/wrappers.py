@@ -132,7 +132,9 @@ class _FabricModule(Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Load a state dict under the user's own keys (or those of a compiled module)."""
+        """Load a state dict under the user's own keys (or those of a compiled module). Where the model is
+        split, all ranks must call this.
+        """
         if self._strategy.layout.splits or self._strategy.layout.hears_loads:
             return self._strategy.load_module_state_dict(self, dict(state_dict), strict)
         fitted = fit_keys(state_dict, self.module)  # type: ignore[arg-type]
