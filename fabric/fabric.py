@@ -41,6 +41,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
     """Your own training loop on one or many processes, with the same numbers.
 
     Where ranks are to be started, what needs them comes after `launch()`, and raises a UsageError before.
+    Where all ranks must make a call and make different ones, all get a CollectiveMismatch.
 
     Args:
         accelerator: "auto", "cpu", "cuda", "mps", "gpu", another registered name, or an Accelerator.

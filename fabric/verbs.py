@@ -55,11 +55,7 @@ class CollectiveVerbs(RankFacts):
 
     @together
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank is here. All ranks must call this, with the same `name`.
-
-        Raises:
-            CollectiveMismatch: Ranks made different calls; on all ranks.
-        """
+        """Wait until every rank is here. All ranks must call this, with the same `name`."""
         self._strategy.barrier(name)
 
     @together
@@ -86,18 +82,12 @@ class CollectiveVerbs(RankFacts):
 
     @together
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
-        """Rank `src`'s object on every rank. All ranks of the group must call this. Tensors travel as
-        tensors, never pickled.
-
-        Args:
-            obj: Anything that pickles; only rank `src`'s counts.
-            src: A global rank.
-            group: As for `all_gather`.
+        """The global rank `src`'s `obj` on every rank; tensors travel as such, all else is pickled. All ranks
+        of `group` must call this.
 
         Raises:
             ArgumentTypeError: `obj` does not pickle; `src` is no int.
             ConfigurationError: `src` is no rank.
-            CollectiveMismatch: Ranks made different calls; on all ranks.
         """
         self._check_rank("broadcast", "src", src, group)
         if group is None:
@@ -167,7 +157,6 @@ class CollectiveVerbs(RankFacts):
 
         Raises:
             ArgumentTypeError: The mean of integers, or a leaf that is neither tensor nor number.
-            CollectiveMismatch: Ranks made different calls; on all ranks.
             ConfigurationError: Unknown `reduce_op`; `async_op` with `sync_grads`.
         """
         if sync_grads:
@@ -195,16 +184,15 @@ class CollectiveVerbs(RankFacts):
             sync_grads: Whether gradients flow back to every rank's part.
 
         Raises:
-            ConfigurationError: A first dimension that does not divide by the number of ranks.
-            CollectiveMismatch: Ranks made different calls; on all ranks.
-            ArgumentTypeError: A leaf that is neither tensor nor number.
+            ConfigurationError: A first dimension that does not divide by the number of ranks; unknown `reduce_op`.
+            ArgumentTypeError: As for `all_reduce`.
         """
         return self._strategy.reduce_scatter(data, reduce_op, group, sync_grads=sync_grads)
 
     @together
     def all_to_all(self, data: Any, group: Any | None = None, *, sync_grads: bool = False) -> Any:
-        """Part i of each leaf (along dim 0) to rank i, and part r from rank r. All ranks of the group must
-        call this.
+        """Part i of each leaf (along dim 0) to rank i, and part r from rank r; shapes stay. All ranks of the
+        group must call this.
 
         Args:
             data: As for `all_gather`; every leaf splits along dim 0 into a part for each rank. Left as it is.
@@ -213,59 +201,43 @@ class CollectiveVerbs(RankFacts):
 
         Raises:
             ConfigurationError: A first dimension that does not divide by the number of ranks.
-            CollectiveMismatch: Ranks made different calls; on all ranks.
             ArgumentTypeError: A leaf that is neither tensor nor number.
         """
         return self._strategy.all_to_all(data, group, sync_grads=sync_grads)
 
     @together
     def gather(self, data: Any, dst: int = 0, group: Any | None = None) -> Any:
-        """As `all_gather`, on rank `dst` only; None on the others. All ranks of the group must call this.
-
-        Args:
-            data: As for `all_gather`.
-            dst: A global rank.
-            group: As for `all_gather`.
+        """What `all_gather` gives of `data`, on the global rank `dst` only; None on the others. All ranks of
+        `group` must call this.
 
         Raises:
             ArgumentTypeError: `dst` is no int; a leaf that is neither tensor nor number.
             ConfigurationError: `dst` is no rank.
-            CollectiveMismatch: Ranks made different calls, or structures, shapes or dtypes differ; on all
-                ranks.
+            CollectiveMismatch: Structures, shapes or dtypes differ; on all ranks.
         """
         self._check_rank("gather", "dst", dst, group)
         return self._strategy.gather(data, dst, group)
 
     @together
     def scatter(self, data: Any, src: int = 0, group: Any | None = None) -> Any:
-        """This rank's part of rank `src`'s data: (n / world_size, ...) of each (n, ...). All ranks of the
-        group must call this.
+        """This rank's part of the global rank `src`'s data: (n / world_size, ...) of each (n, ...). All ranks
+        of `group` must call this.
 
-        Args:
-            data: As for `reduce_scatter`; what the other ranks pass is ignored.
-            src: A global rank.
-            group: As for `all_gather`.
+        What the other ranks pass is ignored.
 
         Raises:
             ArgumentTypeError: `src` is no int; a leaf that is neither tensor nor number; on all ranks.
-            ConfigurationError: `src` is no rank; a first dimension that does not divide by the number of
-                ranks.
-            CollectiveMismatch: Ranks made different calls; on all ranks.
+            ConfigurationError: `src` is no rank; a first dimension does not divide by the number of ranks.
         """
         self._check_rank("scatter", "src", src, group)
         return self._strategy.scatter(data, src, group)
 
     @together
     def all_gather_object(self, obj: Any, group: Any | None = None) -> list[Any]:
-        """Every rank's object, pickled on its way, in rank order. All ranks of the group must call this.
-
-        Args:
-            obj: Anything that pickles.
-            group: As for `all_gather`.
+        """Every rank's `obj`, pickled on its way, in rank order. All ranks of `group` must call this.
 
         Raises:
             ArgumentTypeError: `obj` does not pickle.
-            CollectiveMismatch: Ranks made different calls; on all ranks.
         """
         return self._strategy.all_gather_object(obj, group)
 
@@ -275,7 +247,6 @@ class CollectiveVerbs(RankFacts):
 
         Raises:
             ArgumentTypeError: `flag` has no single truth value: a tensor of several elements.
-            CollectiveMismatch: Ranks made different calls; on all ranks.
         """
         return self._strategy.reduce_boolean_decision(self._checked_flag("any", flag), all=False)
 
@@ -285,7 +256,6 @@ class CollectiveVerbs(RankFacts):
 
         Raises:
             ArgumentTypeError: `flag` has no single truth value: a tensor of several elements.
-            CollectiveMismatch: Ranks made different calls; on all ranks.
         """
         return self._strategy.reduce_boolean_decision(self._checked_flag("all", flag), all=True)
 
@@ -329,6 +299,8 @@ class CollectiveVerbs(RankFacts):
     ) -> Any:
         """One value by its name to every logger; gives what was logged. Arguments and errors as for
         `log_dict`.
+
+        With `sync_dist`, and where the value is a metric, all ranks must call this.
         """
         return self.log_dict({name: value}, step, sync_dist=sync_dist, reduce_fx=reduce_fx)[name]
 
@@ -342,9 +314,10 @@ class CollectiveVerbs(RankFacts):
     ) -> dict[str, Any]:
         """Values by name to every logger; one-element tensors become numbers. Gives what was logged.
 
-        A metric of torchmetrics is logged by its value over all ranks, which all must log it. Where ranks see
-        the same data (a pipeline's, or those that share sequences), `sync_dist` counts one value of them: the
-        last stage's, if others have None. "min" and "max" are over all ranks.
+        A metric of torchmetrics is logged by its value over all ranks. With one, or with `sync_dist`, all
+        ranks must call this. Where ranks see the same data (a pipeline's, or those that share sequences),
+        `sync_dist` counts one value of them: the last stage's, if others have None. "min" and "max" are over
+        all ranks.
 
         Args:
             metrics: Numbers, one-element tensors and metrics by name.

@@ -30,7 +30,11 @@ class LightningDeprecationWarning(DeprecationWarning):
 
 
 class _RankZeroOnly:
-    """The decorator `rank_zero_only`, with the rank of this process as its attribute."""
+    """The decorator `@rank_zero_only`: on other ranks the function returns None at once, or `default` of
+    `rank_zero_only(function, default=...)`.
+
+    `rank_zero_only.rank` is the global rank of this process.
+    """
 
     def __init__(self) -> None:
         self._rank: int | None = None

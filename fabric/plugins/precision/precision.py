@@ -84,10 +84,10 @@ class Precision:
         return data
 
     def pre_backward(self, tensor: Tensor, module: Module | None) -> Any:
-        """Called before the backward pass; a returned tensor replaces the loss."""
+        """Called before the backward pass; a returned tensor replaces `tensor`, the loss."""
 
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass from `tensor`."""
+        """Run the backward pass from `tensor`, the loss, with what the user passed to `fabric.backward`."""
         tensor.backward(*args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Module | None) -> Any:
