@@ -168,7 +168,7 @@ class CheckpointVerbs(RankFacts):
 
         Raises:
             UsageError: There are checkpoints, and none of them can be read.
-            NotADirectoryError: `directory` is a file.
+            NotADirectoryError: `directory` is a file (a RankError that says so on ranks above zero).
         """
         from fabric.strategies.latest import load_latest
 

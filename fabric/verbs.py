@@ -184,7 +184,7 @@ class CollectiveVerbs(RankFacts):
             sync_grads: Whether gradients flow back to every rank's part.
 
         Raises:
-            ConfigurationError: A first dimension that does not divide by the number of ranks; unknown `reduce_op`.
+            ConfigurationError: A first dimension does not divide by the number of ranks; unknown `reduce_op`.
             ArgumentTypeError: As for `all_reduce`.
         """
         return self._strategy.reduce_scatter(data, reduce_op, group, sync_grads=sync_grads)
