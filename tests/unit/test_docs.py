@@ -23,12 +23,10 @@ import fabric
 from fabric.core import errors
 from fabric.strategies.strategy import Strategy
 
-OPTIONAL = "fabric.integrations."  # their packages need not be there
 PACKAGES = [name for _, name, is_package in pkgutil.walk_packages(fabric.__path__, "fabric.") if is_package]
 PUBLIC = [
     f"{package}.{name}"
     for package in ["fabric", *PACKAGES]
-    if not package.startswith(OPTIONAL)
     for name in getattr(import_module(package), "__all__", [])
 ]
 
@@ -127,7 +125,7 @@ def one_line(text: str | None) -> str:
 @cache
 def body(function: Any) -> list[ast.AST]:
     """What a function's own lines do, without functions inside it."""
-    if not isinstance(function, FunctionType) or not function.__module__.startswith("fabric."):
+    if not function.__code__.co_filename.startswith(fabric.__path__[0]):  # typing's, a dataclass's
         return []
     todo: list[ast.AST] = [*ast.parse(textwrap.dedent(inspect.getsource(function))).body[0].body]
     done = []
