@@ -40,6 +40,9 @@ def _do_nothing(*_: Any) -> None:
 class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
     """Your own training loop on one or many processes, with the same numbers.
 
+    Where ranks are to be started, what needs them comes after `launch()`, and raises a UsageError before.
+    Where all ranks must make a call and make different ones, all get a CollectiveMismatch.
+
     Args:
         accelerator: "auto", "cpu", "cuda", "mps", "gpu", another registered name, or an Accelerator.
         strategy: "auto", a registered name ("ddp", "ddp_spawn", ...), or a Strategy.
@@ -136,13 +139,17 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
     def backward(
         self, tensor: torch.Tensor, *args: Any, model: _FabricModule | None = None, **kwargs: Any
     ) -> None:
-        """In place of `loss.backward()`: gradients are right on every rank afterwards. All ranks.
+        """In place of `loss.backward()`: gradients are right on every rank afterwards. All ranks must call
+        this.
 
         Args:
-            tensor: The loss.
+            tensor: The loss, one element; of others `args` has the gradient, as in torch.
             args: Passed on to `Tensor.backward`.
             model: The model that the loss came from, for engines that need it.
             kwargs: Passed on.
+
+        Raises:
+            ArgumentTypeError: `tensor` is no tensor.
         """
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentTypeError(
@@ -176,15 +183,25 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor | None:
-        """Clip the optimizer's gradients, by value or to a total norm, before `optimizer.step()`. All ranks.
+        """Clip the optimizer's gradients, by value or to a total norm, before `optimizer.step()`. All ranks
+        must call this.
+
+        Args:
+            module: The model, as `setup` gave it.
+            optimizer: Its gradients are clipped, in place.
+            clip_val: Each element goes into [-clip_val, clip_val].
+            max_norm: The norm of all gradients of the whole model together is at most this.
+            norm_type: 2.0: the Euclidean norm; `float("inf")`: the largest element.
+            error_if_nonfinite: Whether a norm that is not finite raises.
 
         Returns:
-            The total norm before clipping, where `max_norm` was given.
+            The total norm before clipping, a tensor of shape (), where `max_norm` was given.
 
         Raises:
             ConfigurationError: Both limits, or neither.
             RuntimeError: The norm is not finite, with `error_if_nonfinite`, without a loss scaler. That of a
                 device is looked at in the next call: the host does not wait for it.
+            UsageError: Gradients wait for a backward outside of `no_backward_sync`.
         """
         if (clip_val is None) == (max_norm is None):
             raise ConfigurationError(
@@ -198,7 +215,8 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
 
     @eager
     def normalize_gradients(self, module: Any, num_items: Any, *, optimizer: Any = None) -> int | float:
-        """Make gradients of summed losses those of the mean over all items, once per step. All ranks.
+        """Make gradients of summed losses those of the mean over all items, once per step. All ranks must
+        call this.
 
         Call it after the last backward of a step, and before `clip_gradients` and `optimizer.step()`. However
         the items are spread over ranks and micro-batches, gradients are then those of the sum of all losses
@@ -249,7 +267,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         return self._strategy.no_backward_sync(wrapped, enabled) if enabled else nullcontext()
 
     def to_device(self, obj: Any) -> Any:
-        """A module (in place), tensor, or nesting of tensors on this process's device."""
+        """`obj` on this process's device: a module (moved in place), a tensor, or a nesting of tensors."""
         if isinstance(obj, torch.nn.Module):
             self._strategy.module_to_device(obj)
             return obj

@@ -151,7 +151,9 @@ class RankFacts:
             )
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call `hook_name` on every callback that has it, with those of `kwargs` that its method takes."""
+        """Call the method `hook_name` of every callback that has it, with `args`, and those of `kwargs` that
+        it takes.
+        """
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if method is None:

@@ -29,7 +29,8 @@ class CheckpointVerbs(RankFacts):
         format: str | None = None,
         wait: bool = True,
     ) -> PendingSave | None:
-        """Write `state`, complete or not at all: beside `path`, flushed, and renamed. All ranks.
+        """Write `state`, complete or not at all: beside `path`, flushed, and renamed. All ranks must call
+        this.
 
         Args:
             path: A file or directory, which is replaced if it is a checkpoint. With a name that ends with
@@ -70,7 +71,8 @@ class CheckpointVerbs(RankFacts):
         *,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint of `save`, of any format, strategy and number of ranks, into `state`. All ranks.
+        """Read a checkpoint of `save`, of any format, strategy and number of ranks, into `state`. All ranks
+        must call this.
 
         Args:
             path: The file, or the directory, which is checked first; also one that torch alone has written, a
@@ -89,6 +91,7 @@ class CheckpointVerbs(RankFacts):
             FileNotFoundError: There is none.
             DamagedCheckpointError: A file of it is missing, not what was written, or no checkpoint.
             KeyError: With `strict`, it lacks a name of `state`.
+            UsageError: It does not fit `state`, or holds objects that `weights_only` refuses.
         """
         self._require_launch("load()")
         return self._strategy.load_checkpoint(path, state, strict, weights_only)
@@ -102,7 +105,19 @@ class CheckpointVerbs(RankFacts):
         weights_only: bool | None = None,
     ) -> None:
         """Read a bare state dict (`torch.save(model.state_dict(), path)`, a safetensors file, a directory of
-        Hugging Face) into a model or optimizer. All ranks.
+        Hugging Face) into a model or optimizer. All ranks must call this.
+
+        Args:
+            path: As for `load`.
+            obj: The model or optimizer, changed in place.
+            strict: As for `load`.
+            weights_only: As for `load`.
+
+        Raises:
+            FileNotFoundError: There is none.
+            DamagedCheckpointError: As for `load`.
+            ArgumentTypeError: `obj` has no state to load.
+            UsageError: It is the state of something else.
         """
         self._require_launch("load_raw()")
         if isinstance(obj, dict):
@@ -114,19 +129,24 @@ class CheckpointVerbs(RankFacts):
     def save_latest(
         self, directory: PathLike, state: dict[str, Any], *, step: int, keep: int = 3, wait: bool = True
     ) -> Path | str:
-        """Save as the checkpoint of `step` in a directory, and remove all but the newest `keep`. All ranks.
+        """Save as the checkpoint of `step` in a directory, and remove all but the newest `keep`. All ranks
+        must call this.
 
         The oldest ones go when the new one is complete. One run writes into a directory.
 
         Args:
             directory: Made if it is not there; a path or a URL.
             state: As for `save`.
-            step: By which checkpoints are ordered; one of the same step is replaced.
+            step: By which checkpoints are ordered, 0 or more; one of the same step is replaced.
             keep: How many stay, at least 1.
             wait: As for `save`; the next `save_latest` tells of an error.
 
         Returns:
             Where the checkpoint is, or will be: DIRECTORY/step-00000042.pt; a directory has no ".pt".
+
+        Raises:
+            ConfigurationError: `step` or `keep` is no such number.
+            OSError: As for `save`.
         """
         from fabric.strategies.latest import save_latest
 
@@ -134,7 +154,7 @@ class CheckpointVerbs(RankFacts):
         return save_latest(self._strategy, directory, state, step, keep, wait)
 
     def load_latest(self, directory: PathLike, state: dict[str, Any], strict: bool = True) -> int | None:
-        """Load the newest checkpoint of `save_latest` that is complete and valid. All ranks.
+        """Load the newest checkpoint of `save_latest` that is complete and valid. All ranks must call this.
 
         One that is damaged is named in a warning, and the one before it is loaded.
 
@@ -148,6 +168,7 @@ class CheckpointVerbs(RankFacts):
 
         Raises:
             UsageError: There are checkpoints, and none of them can be read.
+            NotADirectoryError: `directory` is a file (a RankError that says so on ranks above zero).
         """
         from fabric.strategies.latest import load_latest
 

@@ -89,7 +89,7 @@ class SetupVerbs(RankFacts):
         move_to_device: bool = True,
         _reapply_compile: bool = True,
     ) -> Any:
-        """Make a model and its optimizers ready. All ranks.
+        """Make a model and its optimizers ready. All ranks must call this.
 
         Args:
             module: Your model, compiled or not; changed in place (device, dtype).
@@ -105,6 +105,7 @@ class SetupVerbs(RankFacts):
         Raises:
             ConfigurationError: Something is set up already, or an optimizer holds parameters of other models.
             ArgumentTypeError: Not a module, not an optimizer.
+            UsageError: The model has DDP, or FSDP1, inside.
         """
         self._require_launch("setup()")
         check_optimizers(optimizers, "fabric.setup")
@@ -120,7 +121,9 @@ class SetupVerbs(RankFacts):
         return (wrapped, *views, *rest) if views or rest else wrapped
 
     def setup_module(self, module: M, move_to_device: bool = True, _reapply_compile: bool = True) -> M:
-        """Make a model ready, without optimizers. All ranks. See `setup`."""
+        """Make a model ready, without optimizers. All ranks must call this. Arguments and errors as for
+        `setup`.
+        """
         self._require_launch("setup_module()")
         checked = check_module(module, "fabric.setup_module", self._strategy.traits.needs_launch)
         wrapped: Any = self._wrap(checked, [], None, move_to_device, _reapply_compile)[0]
@@ -136,10 +139,18 @@ class SetupVerbs(RankFacts):
     ) -> tuple[O1, O2, Unpack[Rest]]: ...
 
     def setup_optimizers(self, *optimizers: Any) -> Any:  # type: ignore[misc]
-        """Make optimizers ready whose models are set up by calls of their own. All ranks.
+        """Make optimizers ready whose models are set up by calls of their own. All ranks must call this.
+
+        Args:
+            optimizers: At least one.
 
         Returns:
             The optimizer, or a tuple where several were given.
+
+        Raises:
+            ConfigurationError: None was given; one is set up already, or holds parameters of no model that
+                is.
+            ArgumentTypeError: Not an optimizer.
         """
         self._require_launch("setup_optimizers()")
         if not optimizers:
@@ -188,7 +199,7 @@ class SetupVerbs(RankFacts):
         uneven: str | None = None,
         shard_iterable: bool | None = None,
     ) -> Any:
-        """Give each rank its part of the data, on its device. All ranks.
+        """Give each rank its part of the data, on its device. All ranks must call this.
 
         With w ranks and batch_size b, global batch k holds positions [k*w*b, (k+1)*w*b) of an order that is a
         function of (seed, epoch, the sampler) alone, and rank r takes every w-th of them from the r-th on.
@@ -231,7 +242,7 @@ class SetupVerbs(RankFacts):
 
     @contextmanager
     def whole(self, model: _FabricModule) -> Iterator[Module | None]:
-        """A plain module with the whole values on rank zero, None on the others. All ranks.
+        """A plain module with the whole values on rank zero, None on the others. All ranks must call this.
 
         For what one rank does alone: evaluation, `generate`, an export. Under strategies that leave models
         whole it is your module itself, else a copy on rank zero's device, which must have room for it. Its
@@ -240,6 +251,9 @@ class SetupVerbs(RankFacts):
             with fabric.whole(model) as plain:
                 if plain is not None:
                     print(plain.eval()(batch))
+
+        Args:
+            model: What `setup` gave.
 
         Raises:
             ArgumentTypeError: Not a model that was set up.

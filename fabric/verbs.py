@@ -49,23 +49,19 @@ def together(verb: Verb) -> Verb:
 
 
 class CollectiveVerbs(RankFacts):
-    """barrier, should_stop, broadcast, gathers, reductions, decisions, logs and profiles.
-
-    `data` is a tensor, a number, or any nesting of dict, list, tuple, namedtuple and dataclass. Tensors may
-    lie on any device, and results lie where they were. `group` is a process group of torch.distributed; None:
-    all ranks. `src` and `dst` are global ranks.
-    """
+    """barrier, should_stop, broadcast, gathers, reductions, decisions, logs and profiles."""
 
     _stopper: Stopper | None
 
     @together
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank is here. All ranks, with the same name."""
+        """Wait until every rank is here. All ranks must call this, with the same `name`."""
         self._strategy.barrier(name)
 
     @together
     def should_stop(self) -> bool:
-        """Whether to save and end now: True on all ranks at the same step. All ranks, once per step.
+        """Whether to save and end now: True on all ranks at the same step. All ranks must call this, once per
+        step.
 
         It is once any rank has got SIGTERM, SIGUSR1 or the signal of `SLURMEnvironment(requeue_signal=)`, or
         once the deadline is near: FABRIC_DEADLINE (seconds since 1970), else SLURM's end
@@ -86,8 +82,12 @@ class CollectiveVerbs(RankFacts):
 
     @together
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
-        """Rank `src`'s object on every rank. All ranks of the group. Tensors travel as tensors, never
-        pickled.
+        """The global rank `src`'s `obj` on every rank; tensors travel as such, all else is pickled. All ranks
+        of `group` must call this.
+
+        Raises:
+            ArgumentTypeError: `obj` does not pickle; `src` is no int.
+            ConfigurationError: `src` is no rank.
         """
         self._check_rank("broadcast", "src", src, group)
         if group is None:
@@ -105,11 +105,12 @@ class CollectiveVerbs(RankFacts):
         async_op: bool = False,
     ) -> Any:
         """Every rank's data, each leaf of shape (world_size, *shape), on one process too. All ranks of the
-        group.
+        group must call this.
 
         Args:
-            data: See the class; structure and dtypes equal on all ranks.
-            group: See the class.
+            data: A tensor, a number, or any nesting of dict, list, tuple, namedtuple and dataclass; structure
+                and dtypes are equal on all ranks. Results lie on the devices of the leaves.
+            group: A process group of torch.distributed; None: all ranks.
             sync_grads: Whether gradients flow back (summed over ranks) to the rank that a part came from.
             uneven: What happens if shapes differ: "error", the table of shapes on all ranks; "list", every
                 leaf becomes a list of `world_size` tensors; "cat", leaves are concatenated on dim 0, in rank
@@ -119,6 +120,7 @@ class CollectiveVerbs(RankFacts):
         Raises:
             CollectiveMismatch: A ValueError: structure, dtypes or (with "error") shapes differ; on all ranks.
             ConfigurationError: Unknown `uneven`; "cat" of numbers; `async_op` with `sync_grads` or `uneven`.
+            ArgumentTypeError: A leaf that is neither tensor nor number.
         """
         if async_op and (sync_grads or uneven != "error"):
             text = "all_gather(async_op=True) takes neither sync_grads=True nor uneven=."
@@ -141,11 +143,12 @@ class CollectiveVerbs(RankFacts):
         sync_grads: bool = False,
         async_op: bool = False,
     ) -> Any:
-        """The data reduced over ranks, the same bits on every rank. All ranks of the group.
+        """The data reduced over ranks, the same bits on every rank. All ranks of the group must call this.
 
         Args:
-            data: See the class; structure, shapes and dtypes equal on all ranks.
-            group: See the class. Where ranks see the same data (pipelines, ContextParallel, tensor parallel),
+            data: As for `all_gather`; structure, shapes and dtypes equal on all ranks.
+            group: As for `all_gather`. Where ranks see the same data (pipelines, ContextParallel, tensor
+                parallel),
                 `fabric.strategy.data_group` counts each part of the data once.
             reduce_op: "mean", "sum", "min", "max", "product".
             inplace: Whether the tensors of `data` are overwritten (numbers never are).
@@ -154,8 +157,7 @@ class CollectiveVerbs(RankFacts):
 
         Raises:
             ArgumentTypeError: The mean of integers, or a leaf that is neither tensor nor number.
-            CollectiveMismatch: Ranks made different calls; on all ranks.
-            ConfigurationError: `async_op` with `sync_grads`.
+            ConfigurationError: Unknown `reduce_op`; `async_op` with `sync_grads`.
         """
         if sync_grads:
             if async_op:
@@ -173,69 +175,93 @@ class CollectiveVerbs(RankFacts):
         self, data: Any, reduce_op: Any = "mean", group: Any | None = None, *, sync_grads: bool = False
     ) -> Any:
         """This rank's part of the data reduced over ranks: (n / world_size, ...) of (n, ...). All ranks of
-        the group.
+        the group must call this.
 
         Args:
-            data: See the class; every leaf splits along dim 0 into a part for each rank. Left as it is.
+            data: As for `all_gather`; every leaf splits along dim 0 into a part for each rank. Left as it is.
             reduce_op: As for `all_reduce`.
-            group: See the class.
+            group: As for `all_gather`.
             sync_grads: Whether gradients flow back to every rank's part.
 
         Raises:
-            ConfigurationError: A first dimension that does not divide by the number of ranks.
-            CollectiveMismatch: Ranks made different calls; on all ranks.
+            ConfigurationError: A first dimension does not divide by the number of ranks; unknown `reduce_op`.
+            ArgumentTypeError: As for `all_reduce`.
         """
         return self._strategy.reduce_scatter(data, reduce_op, group, sync_grads=sync_grads)
 
     @together
     def all_to_all(self, data: Any, group: Any | None = None, *, sync_grads: bool = False) -> Any:
-        """Part i of each leaf (along dim 0) to rank i, and part r from rank r. All ranks of the group.
+        """Part i of each leaf (along dim 0) to rank i, and part r from rank r; shapes stay. All ranks of the
+        group must call this.
 
         Args:
-            data: See the class; every leaf splits along dim 0 into a part for each rank. Left as it is.
-            group: See the class.
+            data: As for `all_gather`; every leaf splits along dim 0 into a part for each rank. Left as it is.
+            group: As for `all_gather`.
             sync_grads: Whether gradients flow back the way the parts came.
 
         Raises:
             ConfigurationError: A first dimension that does not divide by the number of ranks.
-            CollectiveMismatch: Ranks made different calls; on all ranks.
+            ArgumentTypeError: A leaf that is neither tensor nor number.
         """
         return self._strategy.all_to_all(data, group, sync_grads=sync_grads)
 
     @together
     def gather(self, data: Any, dst: int = 0, group: Any | None = None) -> Any:
-        """As `all_gather`, on rank `dst` only; None on the others. All ranks of the group."""
+        """What `all_gather` gives of `data`, on the global rank `dst` only; None on the others. All ranks of
+        `group` must call this.
+
+        Raises:
+            ArgumentTypeError: `dst` is no int; a leaf that is neither tensor nor number.
+            ConfigurationError: `dst` is no rank.
+            CollectiveMismatch: Structures, shapes or dtypes differ; on all ranks.
+        """
         self._check_rank("gather", "dst", dst, group)
         return self._strategy.gather(data, dst, group)
 
     @together
     def scatter(self, data: Any, src: int = 0, group: Any | None = None) -> Any:
-        """This rank's part of rank `src`'s data: (n / world_size, ...) of each (n, ...). All ranks of the
-        group.
+        """This rank's part of the global rank `src`'s data: (n / world_size, ...) of each (n, ...). All ranks
+        of `group` must call this.
 
-        What the other ranks pass is ignored. Raises, on all ranks, as `reduce_scatter`.
+        What the other ranks pass is ignored.
+
+        Raises:
+            ArgumentTypeError: `src` is no int; a leaf that is neither tensor nor number; on all ranks.
+            ConfigurationError: `src` is no rank; a first dimension does not divide by the number of ranks.
         """
         self._check_rank("scatter", "src", src, group)
         return self._strategy.scatter(data, src, group)
 
     @together
     def all_gather_object(self, obj: Any, group: Any | None = None) -> list[Any]:
-        """Every rank's object, pickled on its way, in rank order. All ranks of the group."""
+        """Every rank's `obj`, pickled on its way, in rank order. All ranks of `group` must call this.
+
+        Raises:
+            ArgumentTypeError: `obj` does not pickle.
+        """
         return self._strategy.all_gather_object(obj, group)
 
     @together
     def any(self, flag: Any) -> bool:
-        """Whether the flag is true on any rank. All ranks."""
+        """Whether `flag` is true on any rank. All ranks must call this.
+
+        Raises:
+            ArgumentTypeError: `flag` has no single truth value: a tensor of several elements.
+        """
         return self._strategy.reduce_boolean_decision(self._checked_flag("any", flag), all=False)
 
     @together
     def all(self, flag: Any) -> bool:
-        """Whether the flag is true on all ranks. All ranks."""
+        """Whether `flag` is true on all ranks. All ranks must call this.
+
+        Raises:
+            ArgumentTypeError: `flag` has no single truth value: a tensor of several elements.
+        """
         return self._strategy.reduce_boolean_decision(self._checked_flag("all", flag), all=True)
 
     @together
     def agree(self, value: Any) -> Any:
-        """The value, which all ranks must hold alike. All ranks.
+        """`value`, which all ranks must hold alike. All ranks must call this.
 
         Raises:
             CollectiveMismatch: They do not; the message is a table of what each holds. Raised on all ranks.
@@ -244,7 +270,8 @@ class CollectiveVerbs(RankFacts):
 
     @together
     def compute_metrics(self, metrics: Any) -> Any:
-        """The values that one process would compute which saw the data of all ranks. All ranks.
+        """The values that one process would compute which saw the data of all ranks. All ranks must call
+        this.
 
         Where ranks see the same data (a pipeline's, or those that share sequences), the last of them that
         updated a metric stands for all.
@@ -270,7 +297,11 @@ class CollectiveVerbs(RankFacts):
         sync_dist: bool = False,
         reduce_fx: str = "mean",
     ) -> Any:
-        """One value to every logger; gives what was logged. See `log_dict`."""
+        """One value by its name to every logger; gives what was logged. Arguments and errors as for
+        `log_dict`.
+
+        With `sync_dist`, and where the value is a metric, all ranks must call this.
+        """
         return self.log_dict({name: value}, step, sync_dist=sync_dist, reduce_fx=reduce_fx)[name]
 
     def log_dict(
@@ -283,9 +314,10 @@ class CollectiveVerbs(RankFacts):
     ) -> dict[str, Any]:
         """Values by name to every logger; one-element tensors become numbers. Gives what was logged.
 
-        A metric of torchmetrics is logged by its value over all ranks, which all must log it. Where ranks see
-        the same data (a pipeline's, or those that share sequences), `sync_dist` counts one value of them: the
-        last stage's, if others have None. "min" and "max" are over all ranks.
+        A metric of torchmetrics is logged by its value over all ranks. With one, or with `sync_dist`, all
+        ranks must call this. Where ranks see the same data (a pipeline's, or those that share sequences),
+        `sync_dist` counts one value of them: the last stage's, if others have None. "min" and "max" are over
+        all ranks.
 
         Args:
             metrics: Numbers, one-element tensors and metrics by name.
@@ -324,7 +356,7 @@ class CollectiveVerbs(RankFacts):
         **settings: Any,
     ) -> AbstractContextManager[Profile]:
         """Context that writes `folder/rank_N.json`, a trace of some steps for Perfetto, and prints where they
-        went. All ranks, with the same numbers.
+        went. All ranks must call this, with the same numbers.
 
             with fabric.profile("trace") as prof:
                 for batch in loader:
@@ -355,7 +387,7 @@ class CollectiveVerbs(RankFacts):
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:
-        """The block on rank zero first (a download), then on the others. All ranks.
+        """The block on rank zero first (a download), then on the others. All ranks must call this.
 
         All ranks come together before rank zero enters. If it raises in the block (of any machine), all ranks
         raise, and those that come later do not enter it. It may take longer than collectives wait for a rank.

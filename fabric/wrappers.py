@@ -108,7 +108,9 @@ class _FabricModule(Module):
         self._fabric_marked.add(name)
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The state dict under the user's own keys; where split: full, and all ranks call it."""
+        """The state dict under the user's own keys. Where it is split, it comes whole, and all ranks must
+        call this.
+        """
         if self._strategy.layout.splits and not kwargs.get("keep_vars"):
             return self._full_state(args[0] if args else kwargs.get("destination"), prefix)
         state: dict[str, Any] = self.module.state_dict(*args, prefix=prefix, **kwargs)
@@ -130,7 +132,9 @@ class _FabricModule(Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Load a state dict under the user's own keys (or those of a compiled module)."""
+        """Load a state dict under the user's own keys (or those of a compiled module). Where the model is
+        split, all ranks must call this.
+        """
         if self._strategy.layout.splits or self._strategy.layout.hears_loads:
             return self._strategy.load_module_state_dict(self, dict(state_dict), strict)
         fitted = fit_keys(state_dict, self.module)  # type: ignore[arg-type]
@@ -164,7 +168,7 @@ class _FabricModule(Module):
         return self
 
     def register_module(self, name: str, module: Module | None) -> None:
-        """Add a child to the user's module."""
+        """Add a child called `name` to the user's module."""
         self.module.register_module(name, module)
 
     add_module = register_module
@@ -321,7 +325,11 @@ class _FabricOptimizer:
         return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of a model that is set up; raises for others, whose gradients would stay local."""
+        """Add the parameters of `param_group`, of a model that is set up.
+
+        Raises:
+            UsageError: They are of another: their gradients would stay local.
+        """
         given = param_group["params"]
         params = [given] if hasattr(given, "requires_grad") else list(given)
         plain = [p[1] if isinstance(p, tuple) else p for p in params]
@@ -342,7 +350,7 @@ class _FabricOptimizer:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a full state into the real optimizer."""
+        """Load a full `state_dict` into the real optimizer. Where it is split, all ranks must call this."""
         self.__dict__["_fabric_strategy"].load_optimizer_state(self.optimizer, state_dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -396,7 +404,7 @@ def _view_type(kind: type) -> type:
 
 
 def unwrap(obj: Any) -> Any:
-    """The user's own object inside wrappers and torch.compile; any other object is given back."""
+    """The user's own object inside wrappers and torch.compile; any other `obj` is given back."""
     while True:
         if isinstance(obj, _FabricModule):
             obj = obj.module
@@ -411,7 +419,7 @@ def unwrap(obj: Any) -> Any:
 
 
 def _unwrap_objects(collection: Any) -> Any:
-    """A nesting of objects with each of them unwrapped."""
+    """`collection`, a nesting of objects, with each of them unwrapped."""
     return map_tree(unwrap, collection)
 
 

@@ -32,12 +32,17 @@ class Accelerator(ABC):
     @staticmethod
     @abstractmethod
     def parse_devices(devices: Any) -> Any:
-        """What the user wrote as `devices=`, checked: what `get_parallel_devices` takes."""
+        """What the user wrote as `devices=`, checked: what `get_parallel_devices` takes.
+
+        Raises:
+            ArgumentTypeError: It is of the wrong kind.
+            ConfigurationError: There are no such devices.
+        """
 
     @staticmethod
     @abstractmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        """One device per process of this machine, from what `parse_devices` gave."""
+        """One device per process of this machine, from `devices`, which `parse_devices` gave."""
 
     @staticmethod
     @abstractmethod

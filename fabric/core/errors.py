@@ -34,7 +34,10 @@ class DamagedCheckpointError(UsageError):
 
 
 class LaunchError(FabricError, RuntimeError):
-    """Processes could not be started, or one of them failed."""
+    """Processes could not be started, or one of them failed.
+
+    `exit_code` is that of the rank that failed: 128 + n if signal n ended it.
+    """
 
     exit_code = 1
     """Of the rank that failed: 128 + n if signal n ended it."""

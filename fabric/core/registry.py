@@ -55,7 +55,8 @@ class Registry:
         override: bool = False,
         **defaults: Any,
     ) -> None:
-        """Add a name. `factory` makes the object, or is "module:name" of it; `defaults` are its keywords.
+        """Add a name. `factory` makes the object, or is "module:name" of it; `defaults` are its keywords,
+        `description` is a line for people.
 
         Raises:
             ConfigurationError: The name is taken and `override` is False.
@@ -77,7 +78,11 @@ class Registry:
         return entry.load()(**{**entry.defaults, **overrides})
 
     def entry(self, name: str) -> Entry:
-        """What is registered under `name` (raises like `get`)."""
+        """What is registered under `name`.
+
+        Raises:
+            ConfigurationError: As for `get`.
+        """
         if name not in self._entries:
             self._load_entry_points()
         if name not in self._entries:
@@ -85,7 +90,11 @@ class Registry:
         return self._entries[name]
 
     def remove(self, name: str) -> None:
-        """Forget a name (raises like `get`)."""
+        """Forget a name.
+
+        Raises:
+            ConfigurationError: As for `get`.
+        """
         self.entry(name)
         del self._entries[name]
 

@@ -21,7 +21,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take the state back."""
+        """Take the state back that `state_dict` gave."""
         ...
 
 
@@ -47,7 +47,7 @@ class Optimizable(Steppable, Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state back."""
+        """Take the state back that `state_dict` gave."""
         ...
 
 

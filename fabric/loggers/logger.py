@@ -51,14 +51,27 @@ class Logger(ABC):
 
     @abstractmethod
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Record numbers by name at a step."""
+        """Record numbers by name at a step.
+
+        Args:
+            metrics: Numbers, by name.
+            step: Position on the x axis; None: the logger counts.
+        """
 
     @abstractmethod
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Record the settings of the run."""
+        """Record the settings of the run.
+
+        Args:
+            params: By name, a dictionary (nested) or the Namespace of argparse.
+            args: As a logger takes them.
+            kwargs: Likewise.
+        """
 
     def log_graph(self, model: Module, input_array: Tensor | None = None) -> None:
-        """Record the graph of a model, where the logger can."""
+        """Record the graph of a `model`, where the logger can, from a batch `input_array` of shape (batch,
+        ...).
+        """
         return
 
     def log_artifact(self, path: PathLike, name: str | None = None) -> None:
@@ -108,7 +121,9 @@ def rank_zero_experiment(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Writing(Logger):
-    """A logger with a prefix and a writer in `_experiment`, which it opens when first asked for it."""
+    """A logger of the run `version`, with a `prefix`, and a writer in `_experiment`, which it opens when
+    first asked for it.
+    """
 
     LOGGER_JOIN_CHAR = "-"
 

@@ -77,17 +77,22 @@ class Checkpoints(Exchange):
         then: Callable[[], None] | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> PendingSave | None:
-        """Write `state`: "full" to one file, on rank zero; "sharded" to a directory, each rank its part.
+        """Write `state`: "full" to one file, on rank zero; "sharded" to a directory, each rank its part. All
+        ranks must call this.
 
         Args:
             path: Where to.
             state: As in `Fabric.save`.
             storage_options: For the checkpoint IO.
             filter: As in `Fabric.save`.
-            format: None: as `state_dict_type` says.
+            format: "full" or "sharded"; None: as `state_dict_type` says.
             wait: False: write a copy beside the loop, which goes on.
             then: What rank zero does when the checkpoint is there.
             facts: What is kept beside the data, for those who look at the files.
+
+        Raises:
+            ConfigurationError: A `format` that is unknown, or not there for `path`; other errors as for
+                `Fabric.save`.
         """
         self.finish_save()
         sharded = False
@@ -166,7 +171,7 @@ class Checkpoints(Exchange):
         return write, copied
 
     def finish_save(self) -> None:
-        """Wait for the save that goes on beside the loop, if there is one.
+        """Wait for the save that goes on beside the loop, if there is one. All ranks must call this.
 
         Raises:
             OSError: It has failed.
@@ -181,12 +186,19 @@ class Checkpoints(Exchange):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read the checkpoint at `path`, of either format, into `state`; gives what was left over."""
+        """Read the checkpoint at `path`, of either format, into `state`; gives what was left over. All ranks
+        must call this.
+
+        Arguments and errors as for `Fabric.load`; `state` may be one object as for `Fabric.load_raw`.
+        """
         with self.opened(path, weights_only, state) as tree, states.together(self, f"loading {path}"):
             return self.restore(tree, state, strict)
 
     def restore(self, tree: dict[str, Any], state: Any, strict: bool) -> dict[str, Any]:
-        """Put what `opened` gave into `state`; gives what was left over."""
+        """Put `tree`, which `opened` gave, into `state`; gives what was left over. All ranks must call this.
+
+        `strict`: see `Fabric.load`.
+        """
         return states.restore(self, tree, state, strict)
 
     @contextmanager
@@ -194,6 +206,9 @@ class Checkpoints(Exchange):
         self, path: PathLike, weights_only: bool | None = None, state: Any = None
     ) -> Iterator[dict[str, Any]]:
         """What is in the checkpoint at `path`, which was checked; tensors are there until this context ends.
+        All ranks must call this.
+
+        `weights_only`: see `Fabric.load`.
 
         Those of a safetensors file are under the only name of `state`.
 
@@ -234,19 +249,23 @@ class Checkpoints(Exchange):
                 checkpoint.close()
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        """The full state dict under the user's own keys."""
+        """The full state dict under the user's own keys. All ranks must call this."""
         return clean_keys(self.layout.module_state(unwrap(module)))
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load a state dict saved under any wrapping; gives torch's missing and unexpected keys."""
+        """Load a `state_dict` saved under any wrapping; gives torch's missing and unexpected keys. All ranks
+        must call this.
+
+        `strict`: whether such keys raise, as in torch.
+        """
         plain = unwrap(module)
         fitted = with_ties(fit_keys(state_dict, plain), plain)
         return self.layout.load_module_state(plain, fitted, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state of an optimizer."""
+        """The full state of an optimizer. All ranks must call this."""
         return self.layout.optimizer_state(unwrap(optimizer))
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a full state into an optimizer."""
+        """Load a full state into an optimizer. All ranks must call this."""
         self.layout.load_optimizer_state(unwrap(optimizer), state)

@@ -25,7 +25,8 @@ UNEVEN = ("error", "list", "cat")
 
 
 class Exchange:
-    """The collective verbs of a strategy, on trees: tensors, numbers, and nestings of them.
+    """The collective verbs of a strategy, on trees: tensors, numbers, and nestings of them. The arguments are
+    those of the verbs of `Fabric`, which say what is raised.
 
     A group is whatever the engine calls one; None means all ranks. `src` and `dst` are global ranks.
     """
@@ -51,7 +52,11 @@ class Exchange:
         return Wire(self.root_device, ("cpu", self.root_device.type), self.root_device)
 
     def group_collective(self, group: Any | None) -> Collective:
-        """The collective of a user's group; None: of all ranks."""
+        """The collective of a user's `group`; None: of all ranks.
+
+        Raises:
+            UsageError: There are no groups of ranks.
+        """
         if group is not None and self.collective.world_size == 1:
             return self.collective
         if group is not None:
@@ -90,11 +95,20 @@ class Exchange:
         return self._seen[1:]
 
     def meet(self, verb: str, what: str = "") -> None:
-        """Wait until all ranks make the same call; the first thing that a verb of several messages does."""
+        """Wait until all ranks make the same call of `verb`; the first thing that one of several messages
+        does. All ranks must call this.
+
+        `what` must be the same on all ranks, too.
+
+        Raises:
+            CollectiveMismatch: It is not; on all ranks.
+        """
         self.channel().announce(verb, what)
 
     def refuse(self, verb: str, error: FabricError, group: Any | None = None) -> NoReturn:
-        """Raise `error` about a verb's arguments, after the ranks that wait in the verb have heard of it."""
+        """Raise `error` about the arguments of `verb`, after the ranks of `group` that wait in it have heard
+        of it.
+        """
         self.channel(group).refuse(verb, error)
         raise error
 
@@ -107,7 +121,11 @@ class Exchange:
         sync_grads: bool = False,
         async_op: bool = False,
     ) -> Any:
-        """The tree reduced over ranks, in place (with `sync_grads`: a new one), and returned."""
+        """The tree `tensor` reduced over ranks, in place (with `sync_grads`: a new one), and returned. All
+        ranks of `group` must call this.
+
+        `reduce_op` and `async_op`: see `Fabric.all_reduce`.
+        """
         if sync_grads:
             from fabric.plugins.collectives.grads import all_reduce_with_grads
 
@@ -128,7 +146,14 @@ class Exchange:
         uneven: str = "error",
         async_op: bool = False,
     ) -> Any:
-        """The tree with leaves of shape (world_size, *shape), or as `uneven` says."""
+        """The tree `tensor` with leaves of shape (world_size, *shape), or as `uneven` says. All ranks of
+        `group` must call this.
+
+        `sync_grads` and `async_op`: see `Fabric.all_gather`.
+
+        Raises:
+            ConfigurationError: Unknown `uneven`.
+        """
         if not sync_grads and uneven == "error":
             channel = self.channel(group)
             if channel.world_size == 1:
@@ -148,7 +173,11 @@ class Exchange:
     def reduce_scatter(
         self, tensor: Any, reduce_op: Any = "mean", group: Any | None = None, *, sync_grads: bool = False
     ) -> Any:
-        """This rank's part (along dim 0) of the reduced tree."""
+        """This rank's part (along dim 0) of the tree `tensor`, reduced by `reduce_op`: (n / world_size, ...)
+        of (n, ...). All ranks of `group` must call this.
+
+        `sync_grads`: see `Fabric.reduce_scatter`.
+        """
         from fabric.plugins.collectives.grads import reduce_scatter_with_grads
         from fabric.plugins.collectives.route import reduce_scatter_tree
 
@@ -156,26 +185,34 @@ class Exchange:
         return scatter(tensor, reduce_op, self.channel(group))
 
     def all_to_all(self, tensor: Any, group: Any | None = None, *, sync_grads: bool = False) -> Any:
-        """The tree whose part r (along dim 0) came from rank r."""
+        """The tree of whose leaves part r (along dim 0) came from rank r's `tensor`. All ranks of `group`
+        must call this.
+
+        `sync_grads`: see `Fabric.all_to_all`.
+        """
         from fabric.plugins.collectives.grads import all_to_all_with_grads
         from fabric.plugins.collectives.route import all_to_all_tree
 
         return (all_to_all_with_grads if sync_grads else all_to_all_tree)(tensor, self.channel(group))
 
     def gather(self, tensor: Any, dst: int = 0, group: Any | None = None) -> Any:
-        """The tree with leaves of shape (world_size, *shape) on rank `dst`; None on the others."""
+        """The tree `tensor` with leaves of shape (world_size, *shape) on rank `dst`; None on the others. All
+        ranks of `group` must call this.
+        """
         from fabric.plugins.collectives.gather import gather_tree
 
         return gather_tree(tensor, self.channel(group), dst, verb=f"gather(dst={dst})")
 
     def scatter(self, tensor: Any, src: int = 0, group: Any | None = None) -> Any:
-        """This rank's part (along dim 0) of rank `src`'s tree."""
+        """This rank's part (along dim 0) of rank `src`'s tree `tensor`: (n / world_size, ...) of (n, ...).
+        All ranks of `group` must call this.
+        """
         from fabric.plugins.collectives.route import scatter_tree
 
         return scatter_tree(tensor, src, self.channel(group))
 
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
-        """Rank `src`'s object on every rank."""
+        """Rank `src`'s `obj` on every rank. All ranks of `group` must call this."""
         channel = self.channel(group)
         if channel.world_size == 1:
             return obj
@@ -186,13 +223,15 @@ class Exchange:
     def all_gather_object(
         self, obj: Any, group: Any | None = None, *, label: str = "all_gather_object"
     ) -> list[Any]:
-        """Every rank's object, in rank order; `label` names the call where ranks make different ones."""
+        """Every rank's `obj`, in rank order; `label` names the call where ranks make different ones. All
+        ranks of `group` must call this.
+        """
         from fabric.plugins.collectives.objects import gather_objects
 
         return gather_objects(obj, self.channel(group), label)
 
     def agree(self, value: Any) -> Any:
-        """The value that all ranks hold.
+        """The value that all ranks hold. All ranks must call this.
 
         Raises:
             CollectiveMismatch: They hold different ones; the message shows which.
@@ -202,13 +241,16 @@ class Exchange:
         return agreed(value, self.channel())
 
     def compute_metrics(self, metrics: Any) -> Any:
-        """The values of torchmetrics' metrics over the data of all ranks, each part of the data once."""
+        """The values of torchmetrics' `metrics` over the data of all ranks, each part of the data once. All
+        ranks must call this.
+        """
         from fabric.metrics.sync import compute_metrics
 
         return compute_metrics(metrics, *self._parts())
 
     def reduce_scalars(self, values: Mapping[str, Any], reduce_op: Any = "mean") -> dict[str, Any]:
-        """Numbers and one-element tensors reduced over ranks, all in one tensor of float64 on the host.
+        """Numbers and one-element tensors reduced over ranks by `reduce_op`, all in one tensor of float64 on
+        the host. All ranks must call this.
 
         Each part of the data counts once: see `reduce_rows` for ranks that see the same.
 
@@ -230,11 +272,13 @@ class Exchange:
         return {name: by_name[name] for name in values}
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all ranks are here; `name` must be the same on all."""
+        """Wait until all ranks are here. All ranks must call this; `name` must be the same on all."""
         self.channel().announce("barrier()" if name is None else f"barrier({name!r})")
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks (or any rank) decided True."""
+        """Whether all ranks (or, with `all=False`, any rank) pass True as `decision`. All ranks must call
+        this.
+        """
         channel = self.channel()
         if channel.world_size == 1:
             return bool(decision)

@@ -171,7 +171,7 @@ class ParallelStrategy(Strategy):
         self._take_place()
 
     def setup_environment(self) -> None:
-        """Find this rank's place, set its device and threads, and join the process group. All ranks call
+        """Find this rank's place, set its device and threads, and join the process group. All ranks must call
         this.
         """
         self._take_place()
@@ -190,7 +190,11 @@ class ParallelStrategy(Strategy):
         return wrapped
 
     def forward_plan(self, module: Module, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """What `model(x)` runs."""
+        """What `model(x)` runs: `call`, or what the layout says, with what is added.
+
+        Raises:
+            UsageError: The model is compiled, under ContextParallel.
+        """
         if self.context_parallel is not None:
             self.context_parallel.check_forward(module)
         return super().forward_plan(module, call)

@@ -80,17 +80,17 @@ class Strategy(Checkpoints):
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
+        """This process among all, from 0."""
         return self.topology.rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its machine."""
+        """This process among those of its machine, from 0."""
         return self.topology.local_rank
 
     @property
     def node_rank(self) -> int:
-        """This machine among all."""
+        """This machine among all, from 0."""
         return self.topology.node_rank
 
     @property
@@ -134,8 +134,11 @@ class Strategy(Checkpoints):
         return None
 
     def bind(self, plan: Plan) -> None:
-        """Complete the composition; called once, by `Fabric`. Parts given to the constructor are already
-        in place.
+        """Complete the composition; called once, by `Fabric`. Parts given to the constructor are already in
+        place.
+
+        Raises:
+            ConfigurationError: This strategy belongs to another `Fabric`.
         """
         if self._bound:
             raise ConfigurationError(
@@ -151,7 +154,9 @@ class Strategy(Checkpoints):
         self.wire = Exchange.make_wire(self)  # a group's backend is asked when the group stands
 
     def setup_environment(self) -> None:
-        """Bring this process in place: its device, and its group where there are several ranks."""
+        """Bring this process in place: its device, and its group where there are several ranks. All ranks
+        must call this.
+        """
         if self._accelerator is not None:
             self._accelerator.setup_device(self.root_device)
         self._join_ranks()
@@ -201,7 +206,7 @@ class Strategy(Checkpoints):
     def setup_module_and_optimizers(
         self, module: Module, optimizers: list[Optimizer], scheduler: Any | None = None
     ) -> tuple[Module, list[Optimizer], Any | None]:
-        """Module and optimizers together. All ranks must call this."""
+        """Module and optimizers together, and `scheduler` as it is. All ranks must call this."""
         return self.setup_module(module), [self.setup_optimizer(o) for o in optimizers], scheduler
 
     def module_to_device(self, module: Module) -> None:
@@ -248,7 +253,7 @@ class Strategy(Checkpoints):
         return None
 
     def backward(self, tensor: Any, module: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass from `tensor`."""
+        """Run the backward pass from `tensor`. All ranks must call this."""
         precision = self._precision
         if not self._precise_backward:
             self.layout.backward(tensor.__class__.backward, tensor, *args, **kwargs)
@@ -269,11 +274,11 @@ class Strategy(Checkpoints):
         """Raise a better error in place of one that a step raised on this rank, where there is one."""
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
-        """Step the optimizer."""
+        """Step the optimizer; `kwargs` are the user's (a `closure`, if any). All ranks must call this."""
         return self._precision.optimizer_step(optimizer, **kwargs)
 
     def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Context in which the wrapped module's gradients stay local."""
+        """Context in which the wrapped module's gradients stay local, if `enabled`."""
         return self.layout.no_sync(module) if enabled else nullcontext()
 
     def clip_gradients_norm(
@@ -284,7 +289,11 @@ class Strategy(Checkpoints):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Scale the optimizer's gradients to a total norm of at most `max_norm`; gives the norm before."""
+        """Scale the optimizer's gradients to a total norm of at most `max_norm`; gives the norm before, of
+        shape (). All ranks must call this.
+
+        `norm_type` and `error_if_nonfinite`: see `Fabric.clip_gradients`.
+        """
         parameters = list(self._precision.main_params(optimizer))
         self.layout.check_synced(parameters, "fabric.clip_gradients")
         self._precision.unscale_gradients(optimizer)
@@ -340,4 +349,4 @@ class Strategy(Checkpoints):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Add this class's names to a registry."""
+        """Add this class's names to a registry, `strategy_registry`."""

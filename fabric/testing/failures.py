@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 
 class RankFailure(RankError):
-    """A call failed on some ranks. The message shows their tracebacks, the first to fail first."""
+    """A call failed on some ranks. The message shows their tracebacks, the first to fail first.
+
+    `exceptions` are by rank, the root cause first; a RankError stands for a death, or for one that does not
+    pickle.
+    """
 
     exceptions: dict[int, BaseException]
     """Rank to exception, root cause first. A RankError stands for a death, or for what cannot be pickled."""
@@ -24,7 +28,10 @@ class RankFailure(RankError):
 
 
 class RankTimeout(RankFailure):
-    """Some ranks gave no answer in time, though none failed. The message shows where they stood."""
+    """Some ranks gave no answer in time, though none failed. The message shows where they stood.
+
+    `ranks` are the silent ones.
+    """
 
     ranks: tuple[int, ...]
     """The silent ranks."""

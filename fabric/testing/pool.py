@@ -122,6 +122,9 @@ class RankPool:
         ignored_warnings: Regular expressions for the beginning of warnings that are let through silently.
         preload: Further modules that the fork server imports once. Works for the first pool of a program.
         accelerator: As in `Fabric`: rank r takes its device r, whose tensors groups move beside the host's.
+
+    Raises:
+        ConfigurationError: `world_size` is less than 1.
     """
 
     def __init__(
@@ -200,6 +203,7 @@ class RankPool:
         **kwargs: Any,
     ) -> list[Any]:
         """Like `run`, but the exception of a rank takes the place of its value, and nothing is raised.
+        Arguments as for `run`.
 
         A rank that died has a RankError. Processes are replaced if any rank failed.
 

@@ -110,7 +110,9 @@ def read_text(path: PathLike) -> str | None:
 
 
 def write_text(path: PathLike, text: str) -> None:
-    """Write a whole file, making its directory. A local one is replaced at once: nobody reads half of it."""
+    """Write `text` as a whole file, making its directory. A local one is replaced at once: nobody reads half
+    of it.
+    """
     if is_url(path):
         system = get_filesystem(path)
         system.makedirs(os.fspath(path).rsplit("/", 1)[0], exist_ok=True)
@@ -124,7 +126,7 @@ def write_text(path: PathLike, text: str) -> None:
 
 
 def append_text(path: PathLike, text: str) -> None:
-    """Add to the end of a file. Object stores cannot: there the file is read and written anew."""
+    """Add `text` to the end of a file. Object stores cannot: there the file is read and written anew."""
     if is_url(path):
         write_text(path, (read_text(path) or "") + text)
         return

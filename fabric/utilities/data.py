@@ -41,7 +41,7 @@ class AttributeDict(dict[str, Any]):
 
 
 def has_iterable_dataset(dataloader: object) -> bool:
-    """Whether the loader's dataset is an `IterableDataset`: no indices, no sampler."""
+    """Whether the dataset of `dataloader` is an `IterableDataset`: no indices, no sampler."""
     return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
 
 

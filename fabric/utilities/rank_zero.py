@@ -30,7 +30,11 @@ class LightningDeprecationWarning(DeprecationWarning):
 
 
 class _RankZeroOnly:
-    """The decorator `rank_zero_only`, with the rank of this process as its attribute."""
+    """The decorator `@rank_zero_only`: on other ranks the function returns None at once, or `default` of
+    `rank_zero_only(function, default=...)`.
+
+    `rank_zero_only.rank` is the global rank of this process.
+    """
 
     def __init__(self) -> None:
         self._rank: int | None = None
@@ -75,25 +79,39 @@ rank_zero_only = _RankZeroOnly()
 # What a stack level means (4, or 5 for deprecations, is the caller) is part of the compatible surface, where
 # three or four frames lay between; here there is one.
 def rank_zero_debug(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
-    """Log at level DEBUG on rank zero; arguments as for `logging.Logger.debug`."""
+    """Log at level DEBUG on rank zero; arguments as for `logging.Logger.debug`.
+
+    `stacklevel`: 4 is the caller.
+    """
     if rank_zero_only.rank == 0:
         _log.debug(*args, stacklevel=max(stacklevel - 2, 1), **kwargs)
 
 
 def rank_zero_info(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:
-    """Log at level INFO on rank zero; arguments as for `logging.Logger.info`."""
+    """Log at level INFO on rank zero; arguments as for `logging.Logger.info`.
+
+    `stacklevel`: 4 is the caller.
+    """
     if rank_zero_only.rank == 0:
         _log.info(*args, stacklevel=max(stacklevel - 2, 1), **kwargs)
 
 
 def rank_zero_warn(message: str | Warning, stacklevel: int = 4, **kwargs: Any) -> None:
-    """Warn on rank zero, as from the caller's line. `category=` and others go to `warnings.warn`."""
+    """Warn with `message` on rank zero, as from the caller's line. `category=` and others go to
+    `warnings.warn`.
+
+    `stacklevel`: 4 is the caller, 5 whoever called it.
+    """
     if rank_zero_only.rank == 0:
         warnings.warn(message, stacklevel=max(stacklevel - 2, 1), **kwargs)
 
 
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 5, **kwargs: Any) -> None:
-    """Warn on rank zero that something will be removed (category `LightningDeprecationWarning`)."""
+    """Warn with `message` on rank zero that something will be removed (category
+    `LightningDeprecationWarning`).
+
+    `stacklevel`: 5 is the caller.
+    """
     kwargs.setdefault("category", LightningDeprecationWarning)
     if rank_zero_only.rank == 0:
         warnings.warn(message, stacklevel=max(stacklevel - 3, 1), **kwargs)

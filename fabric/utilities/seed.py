@@ -77,6 +77,10 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
 
     Pass `functools.partial(pl_worker_init_function, rank=rank)` as `worker_init_fn`: a spawned worker may not
     know its rank otherwise. The epoch enters through torch, which draws a new base seed for every pass.
+
+    Args:
+        worker_id: Number of the worker among those of its loader, from 0.
+        rank: Global rank of the process; None: as this process knows it.
     """
     rank = rank_zero_only.rank if rank is None else rank
     # torch seeds worker k with base + k: unsubtracted, worker 1 of one pass could equal worker 0 of another.
@@ -119,7 +123,9 @@ def loaded_numpy() -> Any:
 
 
 def set_rng_states(states: dict[str, Any]) -> None:
-    """Put back what `collect_rng_states` returned, perhaps in another process, perhaps saved in between."""
+    """Put back `states`, which `collect_rng_states` gave, perhaps in another process, perhaps saved in
+    between.
+    """
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(states["torch"].cpu())

@@ -188,7 +188,11 @@ class DeepSpeedStrategy(DDPStrategy):
         super().bind(replace(plan, precision=DeepSpeedPrecision(plan.precision.precision)))
 
     def setup_environment(self) -> None:
-        """See the base. All ranks call this."""
+        """See the base. All ranks must call this.
+
+        Raises:
+            ConfigurationError: DeepSpeed finds no float16 on the devices.
+        """
         super().setup_environment()
         deepspeed = load_deepspeed(self.root_device.type)
         deepspeed.logger.setLevel(self._logging_level)
@@ -297,6 +301,9 @@ class DeepSpeedStrategy(DDPStrategy):
         """As in the base; without `format`, or as "deepspeed", a directory of DeepSpeed's, where `state` has
         one model with its optimizer, and nothing is filtered or written beside the loop. All ranks must call
         this.
+
+        Raises:
+            UsageError: A `filter`, or `wait=False`, for a directory of DeepSpeed's.
         """
         asked = format or (self.state_dict_type if self.layout.engines_in(state) else "full")
         if asked != "deepspeed":
@@ -328,6 +335,9 @@ class DeepSpeedStrategy(DDPStrategy):
     ) -> Iterator[dict[str, Any]]:
         """As in the base, and directories of DeepSpeed's, which it unpickles: load those that you trust. All
         ranks must call this.
+
+        Raises:
+            UsageError: Another number of ranks has written the directory.
         """
         directory = checkpoints.directory_at(path)
         if directory is None:

@@ -60,7 +60,7 @@ class HorovodStrategy(DDPStrategy):
         return super()._make_launcher(environment)
 
     def setup_environment(self) -> None:
-        """See the base. All ranks call this.
+        """See the base. All ranks must call this.
 
         Raises:
             LaunchError: Horovod counts other ranks than there are.

@@ -59,7 +59,11 @@ class TransformerEnginePrecision(TruePrecision):
         self.precision = "transformer-engine" + "-float16" * (weights_dtype is torch.float16)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """The module with other layers, and in `weights_dtype`. All ranks must call this."""
+        """The module with other layers, and in `weights_dtype`. All ranks must call this.
+
+        Raises:
+            ConfigurationError: `replace_layers=True`, and the model has layers of Transformer Engine.
+        """
         import transformer_engine.pytorch as te
 
         kinds = (te.Linear, te.LayerNorm)

@@ -1,4 +1,4 @@
-"""`Collective`: the operations of one group of ranks, tensor by tensor. For trees see packed.py."""
+"""`Collective`: the operations of one group of ranks, tensor by tensor. For trees see channel.py."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ CollectibleGroup: TypeAlias = Any
 class Collective(ABC):
     """Operations on tensors across one group of ranks, which must all make each call, in one order.
 
-    Ranks in `src` and `dst` are global ranks, as in torch.distributed. Reductions are named "sum", "mean"
-    ("avg"), "min", "max", "product".
+    Ranks in `src` and `dst` are global ranks, as in torch.distributed. Reductions (`op`) are named "sum",
+    "mean" ("avg"), "min", "max", "product". Tensors have the same shape and
+    dtype on all ranks (but in `all_to_all`); lists of them have one for each rank of the group, in rank
+    order. A `tag` tells messages between two ranks apart.
     """
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class Collective(ABC):
         return self.rank
 
     def place_of(self, rank: int) -> int:
-        """The place of a global rank within the group."""
+        """The place of a global `rank` within the group, from 0."""
         return rank
 
     @property
@@ -110,11 +112,13 @@ class Collective(ABC):
 
     @abstractmethod
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
-        """This rank's part of the reduced `input_list`, written into `output`."""
+        """This rank's part of the reduced `input_list`, written into `output`: entry r of all ranks for rank
+        r.
+        """
 
     @abstractmethod
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """The tensor that each rank has for this one, written into `output_tensor_list`."""
+        """What each rank has for this one in its `input_tensor_list`, written into `output_tensor_list`."""
 
     @abstractmethod
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
@@ -126,7 +130,7 @@ class Collective(ABC):
 
     @abstractmethod
     def barrier(self, device_ids: list[int] | None = None) -> None:
-        """Wait until every rank of the group is here."""
+        """Wait until every rank of the group is here. `device_ids`: the device of this rank, for NCCL."""
 
     @classmethod
     @abstractmethod
@@ -141,7 +145,7 @@ class Collective(ABC):
     @classmethod
     @abstractmethod
     def init_group(cls, **kwargs: Any) -> None:
-        """Make the engine's default group."""
+        """Make the engine's default group. All ranks must call this."""
 
     @classmethod
     @abstractmethod
@@ -154,13 +158,15 @@ class Collective(ABC):
         """Take a group down."""
 
     def setup(self, **kwargs: Any) -> Self:
-        """Make the default group if there is none, and use it."""
+        """Make the default group if there is none, and use it; `kwargs` are for `init_group`. All ranks must
+        call this.
+        """
         if not self.is_initialized():
             self.init_group(**kwargs)
         return self
 
     def create_group(self, **kwargs: Any) -> Self:
-        """Make a further group and use it. All ranks must call this.
+        """Make a further group and use it; `kwargs` are for `new_group`. All ranks must call this.
 
         Raises:
             UsageError: This collective has a group already.

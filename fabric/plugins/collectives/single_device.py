@@ -76,13 +76,21 @@ class SingleDeviceCollective(Collective):
         return output_tensor_list
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Raises: there is nobody to send to."""
+        """Refuse: there is nobody to send to.
+
+        Raises:
+            UsageError: Always.
+        """
         raise UsageError(
             f"send(dst={dst}) in a world of one rank: there is no rank {dst}. Start more processes."
         )
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
-        """Raises: there is nobody to receive from."""
+        """Refuse: there is nobody to receive from.
+
+        Raises:
+            UsageError: Always.
+        """
         raise UsageError(f"recv(src={src}) in a world of one rank: nobody can send. Start more processes.")
 
     def barrier(self, device_ids: list[int] | None = None) -> None:

@@ -70,10 +70,14 @@ class _Reduction:
 
 
 class TorchCollective(Collective):
-    """The operations of a torch.distributed group; without `create_group`, of the default group.
+    """The operations of a torch.distributed group; without `create_group`, of the default group. All ranks of
+    it must make each call, in one order: see `Collective`.
 
     Args:
         group: An existing torch.distributed process group to use.
+
+    Raises:
+        UsageError: torch was built without torch.distributed.
     """
 
     manages_default_group = False
@@ -86,7 +90,11 @@ class TorchCollective(Collective):
 
     @property
     def group(self) -> Any:
-        """The process group."""
+        """The process group.
+
+        Raises:
+            UsageError: There is no default group yet.
+        """
         if self._group is not None:
             return self._group
         if not dist.is_initialized():
@@ -112,7 +120,7 @@ class TorchCollective(Collective):
         return dist.get_rank(self.group)
 
     def place_of(self, rank: int) -> int:
-        """The place of a global rank within the group.
+        """The place of a global `rank` within the group, from 0.
 
         Raises:
             ConfigurationError: The rank is not in the group.
@@ -184,14 +192,16 @@ class TorchCollective(Collective):
         return tensor
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
-        """This rank's part of the reduced `input_list`, written into `output`."""
+        """This rank's part of the reduced `input_list`, written into `output`: entry r of all ranks for rank
+        r.
+        """
         one = _Reduction(output, op, self.world_size)
         parts = [one.to_send(part) for part in input_list]
         dist.reduce_scatter(one.sent, parts, one.engine_op, group=self._group)
         return one.wait()
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """The tensor that each rank has for this one, written into `output_tensor_list`."""
+        """What each rank has for this one in its `input_tensor_list`, written into `output_tensor_list`."""
         dist.all_to_all(output_tensor_list, input_tensor_list, group=self._group)
         return output_tensor_list
 
@@ -205,26 +215,30 @@ class TorchCollective(Collective):
         return tensor
 
     def all_gather_object(self, object_list: list[Any], obj: Any) -> list[Any]:
-        """Every rank's picklable object, written into `object_list` in rank order."""
+        """Every rank's picklable `obj`, written into `object_list` in rank order."""
         dist.all_gather_object(object_list, obj, group=self._group)
         return object_list
 
     def broadcast_object_list(
         self, object_list: list[Any], src: int, device: torch.device | None = None
     ) -> list[Any]:
-        """`src`'s picklable objects, written into `object_list`."""
+        """`src`'s picklable objects, written into `object_list`; sent by way of `device`, None: as torch
+        chooses.
+        """
         dist.broadcast_object_list(object_list, src, group=self._group, device=device)
         return object_list
 
     def gather_object(self, obj: Any, object_gather_list: list[Any], dst: int = 0) -> list[Any]:
-        """Every rank's picklable object, written into `object_gather_list` on `dst`."""
+        """Every rank's picklable `obj`, written into `object_gather_list` on `dst`."""
         dist.gather_object(obj, object_gather_list if self.rank == dst else None, dst, group=self._group)
         return object_gather_list
 
     def scatter_object_list(
         self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any], src: int = 0
     ) -> list[Any]:
-        """This rank's part of `src`'s objects, written into `scatter_object_output_list[0]`."""
+        """This rank's part of `src`'s objects (`scatter_object_input_list`), written into
+        `scatter_object_output_list[0]`.
+        """
         dist.scatter_object_list(
             scatter_object_output_list, scatter_object_input_list, src, group=self._group
         )
@@ -235,11 +249,17 @@ class TorchCollective(Collective):
         dist.barrier(group=self._group, device_ids=device_ids)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier (gloo only) whose error names the ranks that did not come within `timeout`."""
+        """A barrier (gloo only) whose error names the ranks that did not come within `timeout`: all of them
+        with `wait_all_ranks`, else the first.
+        """
         dist.monitored_barrier(group=self._group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
     def setup(self, main_address: str | None = None, main_port: str | None = None, **kwargs: Any) -> Self:
-        """Make torch's default group if there is none. Address and port are used for this call only."""
+        """Make torch's default group if there is none. `main_address` and `main_port` are used for this call
+        only. All ranks must call this.
+
+        None: MASTER_ADDR, or 127.0.0.1, and MASTER_PORT. `kwargs` are for `init_group`.
+        """
         if self.is_initialized():
             return self
         address = main_address or os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -271,7 +291,7 @@ class TorchCollective(Collective):
 
     @classmethod
     def init_group(cls, **kwargs: Any) -> None:
-        """torch.distributed.init_process_group."""
+        """torch.distributed.init_process_group. All ranks must call this."""
         dist.init_process_group(**kwargs)
 
     @classmethod

@@ -49,7 +49,7 @@ class ClusterEnvironment(ABC):
 
     @abstractmethod
     def set_world_size(self, size: int) -> None:
-        """Take the number of processes; ignored where the environment dictates it."""
+        """Take `size` as the number of processes; ignored where the environment dictates it."""
 
     @abstractmethod
     def global_rank(self) -> int:
@@ -57,7 +57,7 @@ class ClusterEnvironment(ABC):
 
     @abstractmethod
     def set_global_rank(self, rank: int) -> None:
-        """Take the index of this process in the job; ignored where the environment dictates it."""
+        """Take `rank` as the index of this process in the job; ignored where the environment dictates it."""
 
     @abstractmethod
     def local_rank(self) -> int:

@@ -59,7 +59,7 @@ class LocalEnvironment(ClusterEnvironment):
         return self._read("WORLD_SIZE", 1)
 
     def set_world_size(self, size: int) -> None:
-        """Take the number of processes of the job."""
+        """Take `size` as the number of processes of the job."""
         self._place["WORLD_SIZE"] = size
 
     def global_rank(self) -> int:
@@ -67,7 +67,7 @@ class LocalEnvironment(ClusterEnvironment):
         return self._read("RANK", 0)
 
     def set_global_rank(self, rank: int) -> None:
-        """Take the index of this process in the job."""
+        """Take `rank` as the index of this process in the job."""
         self._place["RANK"] = rank
 
     def local_rank(self) -> int:
@@ -116,7 +116,17 @@ class LocalEnvironment(ClusterEnvironment):
         node_rank: int = 0,
         child: bool = True,
     ) -> None:
-        """Take the place that a launcher assigned; `child`: this process did not start the others."""
+        """Take the place that a launcher assigned.
+
+        Args:
+            local_rank: Index of this process on its machine, from 0.
+            world_size: Number of processes of the job.
+            local_world_size: Number of processes on this machine.
+            main_address: Of rank zero's machine.
+            main_port: On which rank zero listens.
+            node_rank: Index of this machine, from 0.
+            child: Whether it was another process that started the others.
+        """
         self._place = {
             "RANK": node_rank * local_world_size + local_rank,
             "LOCAL_RANK": local_rank,

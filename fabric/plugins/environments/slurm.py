@@ -96,7 +96,7 @@ class SLURMEnvironment(StartedEnvironment):
 
     @staticmethod
     def resolve_root_node_address(nodes: str) -> str:
-        """The first machine of SLURM's list: "node[01-03,07],gpu5" gives "node01".
+        """The first machine of `nodes`, SLURM's list: "node[01-03,07],gpu5" gives "node01".
 
         Raises:
             ConfigurationError: The list names none.

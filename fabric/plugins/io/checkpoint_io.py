@@ -22,13 +22,21 @@ class CheckpointIO(ABC):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None
     ) -> None:
-        """Write `checkpoint` to `path`; afterwards the file is complete, or the old one is untouched."""
+        """Write `checkpoint` to `path`; afterwards the file is complete, or the old one is untouched.
+
+        `storage_options` are what the user gave for this IO.
+        """
 
     @abstractmethod
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read what `save_checkpoint` wrote."""
+        """Read what `save_checkpoint` wrote to `path`.
+
+        Args:
+            map_location: As in `torch.load`.
+            weights_only: False trusts the file and unpickles arbitrary objects.
+        """
 
     @abstractmethod
     def remove_checkpoint(self, path: PathLike) -> None:

@@ -44,7 +44,9 @@ class Precision:
         return POLICIES.get(self.precision, POLICIES["32-true"])
 
     def for_device(self, device_type: str) -> Precision:
-        """The plugin for devices of this type; called once, by `Fabric`, which uses what it gives."""
+        """The plugin for devices of this type (`device_type`, such as "cuda"); called once, by `Fabric`,
+        which uses what it gives.
+        """
         return self
 
     @property
@@ -74,18 +76,18 @@ class Precision:
         return nullcontext()
 
     def convert_input(self, data: Any) -> Any:
-        """The forward's inputs (a tree) in the dtype that the module expects."""
+        """`data`, the forward's inputs (a tree), in the dtype that the module expects; shapes stay."""
         return data
 
     def convert_output(self, data: Any) -> Any:
-        """The forward's outputs (a tree) in the dtype that the user's loop expects."""
+        """`data`, the forward's outputs (a tree), in the dtype that the user's loop expects; shapes stay."""
         return data
 
     def pre_backward(self, tensor: Tensor, module: Module | None) -> Any:
-        """Called before the backward pass; a returned tensor replaces the loss."""
+        """Called before the backward pass; a returned tensor replaces `tensor`, the loss."""
 
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass from `tensor`."""
+        """Run the backward pass from `tensor`, the loss, with what the user passed to `fabric.backward`."""
         tensor.backward(*args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Module | None) -> Any:

@@ -106,7 +106,7 @@ class ContextParallel:
         return across_rows(self._mesh)
 
     def size_of(self, world_size: int) -> int:
-        """How many ranks share a sequence.
+        """How many of `world_size` ranks share a sequence.
 
         Raises:
             ConfigurationError: The ranks cannot be divided into rows of so many.
@@ -146,7 +146,7 @@ class ContextParallel:
         return found
 
     def install(self, module: Module, regions: dict[Module, str]) -> None:
-        """Divide these in a model that a layout has wrapped: hooks of its own see what is whole."""
+        """Divide `regions` in a model that a layout has wrapped: hooks of its own see what is whole."""
         if self.row.channel is None:
             return
         entrance = _Entrance(Alike(self.row.channel, next(self._numbers), type(module).__name__))
