@@ -96,6 +96,8 @@ def test_every_block_says_what_it_is():
     "block", [block for block in of("python") if "\ndef test_" not in block.code], ids=label
 )
 def test_a_python_block_runs(block, ranks, tmp_path, monkeypatch):
+    if "huggingface_hub" in block.code:
+        pytest.skip("tests/integrations/huggingface runs it, with models of transformers")
     monkeypatch.chdir(tmp_path)
     world_size = int((re.findall(r"\bdevices=(\d)", block.code) or ["2"])[0])
     ranks.run(run_block, preamble(block), block.code, block.page, block.line, world_size=world_size)
