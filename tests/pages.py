@@ -50,7 +50,8 @@ def sides_of_readme() -> dict[str, str]:
     return sides(diff.code)
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+"""On a port of its own: tests of other processes have theirs."""
 
 
 def in_order_of(program: str) -> str:
