@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,3 +48,27 @@ def sides_of_readme() -> dict[str, str]:
     """The two programs of the README."""
     (diff,) = [block for block in blocks() if (block.page, block.language) == ("README.md", "diff")]
     return sides(diff.code)
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+"""On a port of its own: tests of other processes have theirs."""
+
+
+def in_order_of(program: str) -> str:
+    """The program without its shuffle, whose order is another on each side."""
+    return program.replace("shuffle=True", "shuffle=False")
+
+
+def lives_of(program: str, folder: Path) -> list[float]:
+    """The numbers that a program prints, interrupted after half of its epochs and started again."""
+    folder.mkdir()
+    launcher = TORCHRUN if re.search("init_process_group|Accelerator|deepspeed.init", program) else []
+    settings = {"cwd": folder, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    printed = ""
+    for life in ["epochs = 2", "epochs = 4"] if "epochs = 4" in program else [""]:
+        (folder / "train.py").write_text(program.replace("epochs = 4", life))
+        command = [sys.executable, *launcher, "train.py"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, **settings)
+        assert done.returncode == 0, done.stderr
+        printed += done.stdout
+    return [float(number) for number in re.findall(r"\d+\.\d+", printed)]

@@ -69,13 +69,14 @@ class CSVLogger(DirectoryLogger):
 
         Args:
             metrics: Numbers, or tensors of one element, by name.
-            step: Value of the `step` column; None counts the rows of this run.
+            step: Value of the `step` column; None counts the calls, from 0 in a process that has not loaded
+                this logger's state.
 
         Raises:
             ConfigurationError: A tensor has more than one element.
         """
         row = {self._prefixed(name): scalar(name, value) for name, value in metrics.items()}
-        self.experiment.log_metrics(row, step)
+        self.experiment.log_metrics(row, self._at(step))
         if len(self.experiment.metrics) >= self._flush_every:
             self.save()
 
@@ -103,17 +104,15 @@ class _Rows:
     def __init__(self, path: str) -> None:
         self.path = path
         self.metrics: list[dict[str, Any]] = []
-        self._count = 0
 
     @property
     def metrics_file_path(self) -> str:
         """The file."""
         return self.path
 
-    def log_metrics(self, metrics: dict[str, Any], step: int | None) -> None:
-        """Add a row; a `step` of None counts."""
-        self.metrics.append({"step": self._count if step is None else step, **metrics})
-        self._count += 1
+    def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
+        """Add a row."""
+        self.metrics.append({"step": step, **metrics})
 
     def save(self) -> None:
         """Append the rows; where they bring new columns, write the file anew with its old rows."""

@@ -126,6 +126,7 @@ class _Writing(Logger):
     """
 
     LOGGER_JOIN_CHAR = "-"
+    _count = 0
 
     def __init__(self, version: Any, prefix: str) -> None:
         self._version = version
@@ -135,6 +136,22 @@ class _Writing(Logger):
     def __getstate__(self) -> dict[str, Any]:
         # Writers own rows, threads and open files: a copy opens its own, of the same run.
         return {**self.__dict__, "_version": self.version, "_experiment": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run and how far it has counted, for `fabric.save(path, {"logger": logger, ...})`."""
+        return {"version": self._version, "count": self._count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Count on; and with the saved run, unless one was given or has begun."""
+        self._count = state["count"]
+        if self._version is None:
+            self._version = state["version"]
+
+    def _at(self, step: int | None) -> int:
+        """Where metrics go on the x axis: `step`, or as many calls as there were."""
+        at = self._count if step is None else step
+        self._count += 1
+        return at
 
     def _prefixed(self, name: str) -> str:
         return f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name
@@ -147,14 +164,6 @@ class RunLogger(_Writing):
         version: The id of a run, which goes on; None: a new one.
         prefix: Put before every metric's name.
     """
-
-    _count = 0
-
-    def _at(self, step: int | None) -> int:
-        """Where metrics go on the x axis: `step`, or as many calls as there were."""
-        at = self._count if step is None else step
-        self._count += 1
-        return at
 
     @abstractmethod
     def _begin(self) -> Any:

@@ -88,7 +88,8 @@ class MLFlowLogger(RunLogger):
 
         Args:
             metrics: Numbers, or tensors of one element, by name.
-            step: Position on the x axis; None counts the calls of this run.
+            step: Position on the x axis; None counts the calls, from 0 in a process that has not loaded this
+                logger's state.
 
         Raises:
             ConfigurationError: A value is of another kind.

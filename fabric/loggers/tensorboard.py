@@ -88,11 +88,15 @@ class TensorBoardLogger(DirectoryLogger):
 
         Args:
             metrics: Numbers, tensors of one element, or dicts of these, by name.
-            step: Position on the x axis.
+            step: Position on the x axis; None counts the calls, from 0 in a process that has not loaded this
+                logger's state.
 
         Raises:
             ConfigurationError: A value is of another kind.
         """
+        self._add(metrics, self._at(step))
+
+    def _add(self, metrics: dict[str, Any], step: int) -> None:
         for name, value in metrics.items():
             full_name = self._prefixed(name)
             if isinstance(value, dict):
@@ -122,7 +126,7 @@ class TensorBoardLogger(DirectoryLogger):
             metrics = {"hp_metric": metrics}
         if not metrics:
             return
-        self.log_metrics(metrics, 0 if step is None else step)
+        self._add(metrics, 0 if step is None else step)
         named = {self._prefixed(name): scalar(name, value) for name, value in metrics.items()}
         from torch.utils.tensorboard.summary import hparams
 

@@ -78,7 +78,8 @@ class WandbLogger(RunLogger):
 
         Args:
             metrics: Numbers, tensors of one element, or W&B's own objects (images, tables) by name.
-            step: Position on the x axis, named "step"; None counts the calls of this run.
+            step: Position on the x axis, named "step"; None counts the calls, from 0 in a process that has
+                not loaded this logger's state.
 
         Raises:
             ConfigurationError: A tensor has more than one element.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from models import MODELS, batches, llama
+from pages import blocks
 from test_models import STRATEGIES, launched, world
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -131,6 +133,40 @@ def test_save_pretrained_of_the_whole_model(ranks, tmp_path, name, strategy):
     ranks.run(saved_whole, name, strategy, str(tmp_path), world_size=world(strategy))
     read = FROM_PRETRAINED[name].from_pretrained(tmp_path)
     torch.testing.assert_close(read.state_dict(), MODELS[name]().state_dict(), rtol=0, atol=0)
+
+
+def saved_in_files(name, strategy, folder):
+    """The block of "Convert your script"."""
+    fabric = launched(strategy)
+    model = fabric.setup(MODELS[name]())
+    (block,) = [b for b in blocks() if "max_shard_size" in b.code]
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # huggingface_hub asks for it
+    exec(
+        block.code.replace("5GB", "10KB"), {"fabric": fabric, "model": model, "folder": folder, "Path": Path}
+    )
+
+
+@pytest.mark.parametrize(("name", "strategy"), SAVES)
+def test_the_files_of_the_page_are_those_of_save_pretrained(ranks, tmp_path, name, strategy):
+    ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    ranks.run(saved_in_files, name, strategy, ours, world_size=world(strategy))
+    MODELS[name]().save_pretrained(theirs, max_shard_size="10KB")
+    names = [sorted(path.name for path in Path(folder).glob("*.safetensors")) for folder in (ours, theirs)]
+    assert names[0] == names[1]
+    assert len(names[0]) > 2
+    read, info = FROM_PRETRAINED[name].from_pretrained(ours, output_loading_info=True)
+    assert not any(info.values()), info
+    torch.testing.assert_close(read.state_dict(), MODELS[name]().state_dict(), rtol=0, atol=0)
+    (again,) = {str(got) for got in ranks.run(sums, name, strategy, ours, world_size=world(strategy))}
+    assert again == str(sums_of(read.state_dict()))
+
+
+def sums_of(state):
+    return {key: value.double().sum().item() for key, value in state.items()}
+
+
+def sums(name, strategy, folder):
+    return sums_of(loaded(name, strategy, folder))
 
 
 def saved_in_parts(name, strategy, folder):

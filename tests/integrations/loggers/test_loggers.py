@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import pickle
@@ -18,11 +19,12 @@ os.environ.update(
 import mlflow
 import wandb
 from mlflow import MlflowClient
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError
-from fabric.loggers import MLFlowLogger, WandbLogger
+from fabric.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from fabric.utilities.rank_zero import rank_zero_only
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.xdist_group("loggers")]
@@ -172,6 +174,51 @@ def test_a_copy_of_a_wandb_logger_is_of_the_same_run(tmp_path):
     copied.log_metrics({"loss": 2.0}, 1)
     assert copied.experiment.id == logger.version
     copied.finalize("success")
+
+
+LOGGERS = {
+    "csv": CSVLogger,
+    "tensorboard": TensorBoardLogger,
+    "wandb": lambda place, **given: WandbLogger(save_dir=place, offline=True, settings=QUIET, **given),
+    "mlflow": lambda place, **given: MLFlowLogger(save_dir=place, **given),
+}
+
+
+def losses(kind, logger, folders):
+    """(step, loss) of the run that logged into these folders, as the logger's package reads them."""
+    if kind == "csv":
+        rows = csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines())
+        return [(int(row["step"]), float(row["loss"])) for row in rows]
+    if kind == "tensorboard":
+        files = [EventAccumulator(str(file)).Reload() for file in Path(logger.log_dir).iterdir()]
+        return sorted((e.step, e.value) for file in files for e in file.Scalars("loss"))
+    if kind == "wandb":
+        return [pair for folder in folders for pair in Offline(folder).values("loss")]
+    return history(MlflowClient(f"sqlite:///{folders[-1]}/mlflow.db"), logger.version, "loss")
+
+
+@pytest.mark.parametrize("kind", LOGGERS)
+def test_a_resumed_run_goes_on(tmp_path, kind):
+    """Where it has loaded its logger; where it has only the id of the run, it counts from 0."""
+    offline = kind == "wandb"  # a file per process, in a folder of its own: `wandb sync` joins them by the id
+    folders = [tmp_path / (f"{n}" if offline else "all") for n in range(3)]
+    versions = []
+    for number, folder in enumerate(folders):
+        folder.mkdir(exist_ok=True)
+        key = "run_id" if kind == "mlflow" else "version"
+        logger = LOGGERS[kind](folder, **({key: versions[0]} if number == 2 else {}))
+        fabric = Fabric(accelerator="cpu", devices=1, loggers=logger)
+        state = {"logger": logger, "model": torch.nn.Linear(1, 1)}
+        if number == 1:
+            fabric.load(tmp_path / "last.pt", state)
+        fabric.log("loss", 1.0)
+        fabric.log("loss", 2.0)
+        fabric.save(tmp_path / "last.pt", state)
+        logger.finalize("success")
+        versions.append(logger.version)
+    assert len(set(versions)) == 1
+    expected = [(0, 1.0), (1, 2.0), (2, 1.0), (3, 2.0), (0, 1.0), (1, 2.0)]
+    assert sorted(losses(kind, logger, folders)) == sorted(expected)
 
 
 def test_ranks_above_zero_write_nothing(tmp_path, monkeypatch):

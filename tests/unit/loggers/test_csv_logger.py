@@ -13,6 +13,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+from fabric import Fabric
 from fabric.core.errors import ConfigurationError
 from fabric.loggers import CSVLogger, Logger
 from fabric.utilities.cloud_io import join_path, read_text
@@ -101,6 +102,27 @@ def test_explicit_version_goes_on_with_its_file(root):
         logger.finalize("success")
     assert [row["step"] for row in rows(logger)] == ["0", "1", "2"]
     assert rows(logger)[2] == {"step": "2", "a": "", "b": "1"}
+
+
+def test_one_that_is_loaded_goes_on_with_its_run_and_its_steps(root, tmp_path):
+    def loop(logger, *given):
+        fabric = Fabric(accelerator="cpu", devices=1, loggers=logger)
+        state = {"logger": logger}
+        if given:
+            fabric.load(tmp_path / "a.pt", state)
+        fabric.log("a", 1)
+        fabric.log("a", 2)
+        fabric.save(tmp_path / "a.pt", state)
+        logger.save()
+        return logger
+
+    steps = [row["step"] for row in rows(loop(CSVLogger(root)))]
+    again = loop(CSVLogger(root), "resumed")
+    assert again.version == 0
+    assert [row["step"] for row in rows(again)] == [*steps, "2", "3"] == ["0", "1", "2", "3"]
+    given = loop(CSVLogger(root, version="mine"), "resumed")
+    assert [row["step"] for row in rows(given)] == ["4", "5"]
+    assert [row["step"] for row in rows(loop(CSVLogger(root, version=0)))][4:] == ["0", "1"]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

@@ -55,6 +55,20 @@ def test_metrics(logger):
     assert lines == {"a": 1.0, "b": 2.0}
 
 
+def test_steps_that_are_not_given_are_counted_and_go_on_in_one_that_is_loaded(logger, tmp_path):
+    logger.log_hyperparams({"lr": 1})
+    logger.log_metrics({"a": 1.0, "b": 2.0})
+    logger.log_metrics({"a": 2.0}, 9)
+    again = TensorBoardLogger(tmp_path)
+    again.load_state_dict(logger.state_dict())
+    again.log_metrics({"a": 3.0})
+    for each in (logger, again):
+        each.finalize("success")
+    files = [events(file) for file in Path(again.log_dir).iterdir()]
+    assert again.log_dir == logger.log_dir
+    assert sorted((e.step, e.value) for file in files for e in file.Scalars("a")) == [(0, 1), (2, 3), (9, 2)]
+
+
 def test_prefix(tmp_path):
     logger = TensorBoardLogger(tmp_path, prefix="train")
     logger.log_metrics({"loss": 1}, 0)
