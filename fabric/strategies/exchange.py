@@ -6,6 +6,7 @@ CollectiveMismatch.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -13,7 +14,6 @@ import torch
 from fabric.core.errors import ConfigurationError, FabricError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.plugins.collectives.channel import Channel, Wire
-from fabric.plugins.collectives.single_device import SingleDeviceCollective, gather_alone, reduce_alone
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,13 +33,19 @@ class Exchange:
     topology: Topology
 
     def __init__(self) -> None:
-        self.collective: Collective = SingleDeviceCollective()
         self.wire = Exchange.make_wire(self)
         self._channel: Channel | None = None
         self._seen: tuple[Channel, Channel, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_channel": None, "_seen": None}  # of this process
+
+    @cached_property
+    def collective(self) -> Collective:
+        """What carries tensors: of this rank alone, until a strategy of several puts another in its place."""
+        from fabric.plugins.collectives.single_device import SingleDeviceCollective
+
+        return SingleDeviceCollective()
 
     @property
     def root_device(self) -> torch.device:
@@ -114,6 +120,8 @@ class Exchange:
             return all_reduce_with_grads(tensor, reduce_op, self.channel(group))
         channel = self.channel(group)
         if channel.world_size == 1:
+            from fabric.plugins.collectives.single_device import reduce_alone
+
             return reduce_alone(tensor, reduce_op, channel, async_op=async_op)
         from fabric.plugins.collectives.reduce import reduce_tree
 
@@ -132,6 +140,8 @@ class Exchange:
         if not sync_grads and uneven == "error":
             channel = self.channel(group)
             if channel.world_size == 1:
+                from fabric.plugins.collectives.single_device import gather_alone
+
                 return gather_alone(tensor, channel, async_op=async_op)
             from fabric.plugins.collectives.gather import gather_tree
 

@@ -199,7 +199,7 @@ class ParallelStrategy(Strategy):
         share_cores(self.topology.local_world_size)
         if not dist.is_initialized():
             self._join_group()
-        self.collective: Collective = TorchCollective()
+        self.collective = TorchCollective()
         self.wire = wire_of(self.root_device, dist.get_backend_config())
         if dist.get_world_size() > 1:
             from fabric.watch.watchdog import watch_over
