@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ArgumentTypeError, UsageError
-from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -64,7 +63,11 @@ class _FabricDataLoader(Loader):
     ) -> None:
         self._dataloader = dataloader
         self._device = device
-        self._move = move_data_to_device if move is None else move
+        if move is None:
+            from fabric.utilities.apply_func import move_data_to_device
+
+            move = move_data_to_device
+        self._move = move
         self._given = dataloader if given is None else given
         if source is None:
             from fabric.data.sources import Source
