@@ -20,7 +20,7 @@ from fabric.plugins.environments.local import LocalEnvironment
 from fabric.plugins.environments.rendezvous import rendezvous
 from fabric.processes.cores import share_cores
 from fabric.processes.system import allow_open_files
-from fabric.strategies.strategy import Strategy
+from fabric.strategies.strategy import Plan, Strategy
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.launchers.launcher import Launcher
     from fabric.strategies.layouts.context.part import ContextParallel
-    from fabric.strategies.plan import Plan
     from fabric.watch.watchdog import Watchdog
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")

@@ -7,6 +7,7 @@ setup.
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, FabricError
@@ -31,9 +32,24 @@ if TYPE_CHECKING:
     from fabric.accelerators.accelerator import Accelerator
     from fabric.core.traits import Traits
     from fabric.core.types import Optimizable
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.strategies.launchers.launcher import Launcher
-    from fabric.strategies.plan import Plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `resolve` decided. A strategy is completed by one (`bind`)."""
+
+    strategy: Any
+    accelerator: Accelerator
+    devices: list[torch.device]
+    """Those of this machine."""
+    num_nodes: int
+    precision: Precision
+    environment: ClusterEnvironment
+    checkpoint_io: CheckpointIO | None
+    """None: the strategy's own."""
 
 
 class BackwardGate:

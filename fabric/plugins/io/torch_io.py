@@ -17,8 +17,8 @@ import torch
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, UsageError
 from fabric.plugins.io.beside import flush_directory, named, new_beside, put_in_place, remove, sharded_at
 from fabric.plugins.io.checkpoint_io import CheckpointIO
+from fabric.plugins.io.digest import SealedWriter, check
 from fabric.plugins.io.formats import begins, found_at, is_safetensors
-from fabric.plugins.io.seal import SealedWriter, check
 from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
 
 if TYPE_CHECKING:
