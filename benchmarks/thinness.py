@@ -14,6 +14,7 @@ import sys
 import tempfile
 import tokenize
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,15 @@ ROOT = HERE.parent
 FABRIC = ROOT / "fabric"
 APART = ("integrations", "testing")
 LOOP = """
-import json, sys, tempfile
+import json, sys, tempfile, threading
 import torch
+ran = set()
+def note(frame, event, argument):
+    name = frame.f_globals.get("__name__", "")
+    if event == "call" and name.partition(".")[0] == "fabric":
+        ran.add((name, frame.f_code.co_firstlineno))
+sys.setprofile(note)
+threading.setprofile(note)
 from torch.utils.data import DataLoader, TensorDataset
 from fabric import Fabric
 
@@ -43,8 +51,10 @@ path = fabric.broadcast(tempfile.mkdtemp()) + "/state.pt"
 state = {{"model": model, "optimizer": optimizer, "step": 4}}
 fabric.save(path, state)
 fabric.load(path, state)
+sys.setprofile(None)
 if fabric.is_global_zero:
-    print("BENCH-RESULT " + json.dumps([n for n in sys.modules if n.partition(".")[0] == "fabric"]))
+    names = [n for n in sys.modules if n.partition(".")[0] == "fabric"]
+    print("BENCH-RESULT " + json.dumps({{n: [line for name, line in ran if name == n] for n in names}}))
 """
 VERBS = """
 import json, sys
@@ -78,7 +88,7 @@ if fabric.is_global_zero:
 """
 
 
-def code_lines(path: Path) -> int:
+def code(path: Path) -> set[int]:
     """The lines of a file that hold code."""
     text = path.read_text(encoding="utf-8")
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
@@ -88,7 +98,12 @@ def code_lines(path: Path) -> int:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in skipped and token.start not in strings:
             lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines)
+    return lines
+
+
+def code_lines(path: Path) -> int:
+    """How many these are."""
+    return len(code(path))
 
 
 def docstrings(tree: ast.Module) -> set[tuple[int, int]]:
@@ -102,14 +117,38 @@ def docstrings(tree: ast.Module) -> set[tuple[int, int]]:
     }
 
 
-def of_modules(names: list[str]) -> int:
+def file_of(name: str) -> Path:
+    """Where a module stands."""
+    path = ROOT / name.replace(".", "/")
+    return path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
+
+
+def of_modules(names: Iterable[str]) -> int:
     """The lines of code of these modules."""
-    paths = [ROOT / name.replace(".", "/") for name in names]
-    files = [
-        path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
-        for path in paths
-    ]
-    return sum(code_lines(path) for path in files)
+    return sum(code_lines(file_of(name)) for name in names)
+
+
+def executed(name: str, first_lines: list[int]) -> tuple[int, int]:
+    """Lines of code in functions of a module, and in those that ran, by where these begin."""
+    path, called, every = file_of(name), set(), set()
+    lines = code(path)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *[each.lineno for each in node.decorator_list]])
+            own = lines & set(range(first, (node.end_lineno or first) + 1))
+            every |= own
+            called |= own if first in first_lines else set()
+    return len(every), len(called)
+
+
+def loaded(runs: list[dict[str, list[int]]]) -> list[list[str]]:
+    """A row for each module: its lines, and for each run those of functions, and of functions that ran."""
+    rows = []
+    for name in sorted({name for run in runs for name in run}):
+        shares = [executed(name, run[name]) if name in run else None for run in runs]
+        texts = ["-" if share is None else f"{share[1]} of {share[0]}" for share in shares]
+        rows.append([name, str(code_lines(file_of(name))), *texts])
+    return rows
 
 
 def private_names() -> dict[str, set[str]]:
@@ -193,6 +232,11 @@ def main() -> None:
                 "Longest files",
                 ["file", "code lines"],
                 [[str(path.relative_to(FABRIC)), str(lines)] for path, lines in longest],
+            ),
+            table(
+                "Loaded modules",
+                ["module", "code lines", "in functions that ran, one device", "2 ranks (DDP)"],
+                loaded([single, ddp]),
             ),
             table(
                 "Private names",

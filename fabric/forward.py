@@ -19,24 +19,17 @@ if TYPE_CHECKING:
 _Tensor = torch.Tensor
 
 
-class BackwardGate:
-    """Open while `fabric.backward` runs. Guarded outputs refuse a backward that comes past it."""
-
-    __slots__ = ("open",)
-
-    def __init__(self) -> None:
-        self.open = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BackwardGate:
-        return self  # `fabric.backward` opens one gate for a model and its copies
-
-
 class GuardedForward:
-    """The plan where a plain `loss.backward()` would be wrong: hooks the outputs so that it raises."""
+    """The plan where a plain `loss.backward()` would be wrong: hooks the outputs so that it raises.
+
+    Args:
+        call: What runs.
+        gate: Of the strategy; its `open` is true while `fabric.backward` runs.
+    """
 
     __slots__ = ("call", "gate")
 
-    def __init__(self, call: Callable[..., Any], gate: BackwardGate) -> None:
+    def __init__(self, call: Callable[..., Any], gate: Any) -> None:
         self.call = call
         self.gate = gate
 

@@ -8,8 +8,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fabric.accelerators.registry import ACCELERATOR_REGISTRY
-from fabric.accelerators.select import first_device, select_accelerator, select_devices
+from fabric.accelerators.select import ACCELERATOR_REGISTRY, first_device, select_accelerator, select_devices
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.precision import find_policy
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -17,9 +16,8 @@ from fabric.plugins.environments.detect import find_environment
 from fabric.plugins.io.checkpoint_io import CheckpointIO
 from fabric.plugins.precision.precision import Precision
 from fabric.plugins.precision.select import make_precision
-from fabric.strategies.plan import Plan
 from fabric.strategies.registry import STRATEGY_REGISTRY
-from fabric.strategies.strategy import Strategy
+from fabric.strategies.strategy import Plan, Strategy
 
 if TYPE_CHECKING:
     import torch

@@ -348,11 +348,11 @@ class SetupVerbs(RankFacts):
         loader = self._strategy.process_dataloader(source.loader)
         peers = together = None
         if self.world_size > 1:
-            from fabric.data.together import Peers, Together
+            from fabric.data.together import Peers
 
             exchange = partial(self._strategy.all_gather_object, label="loader")
             peers = Peers(self.global_rank, self.world_size, exchange)
-            together = Together(exchange, uneven) if shard or uneven else None
+            together = uneven or ("train" if shard else None)
         return _FabricDataLoader(
             loader,
             self.device if move_to_device else None,

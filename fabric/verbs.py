@@ -18,7 +18,6 @@ from fabric.checks import is_metric
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import map_tree
 from fabric.facts import RankFacts
-from fabric.utilities.apply_func import convert_tensors_to_scalars
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -340,6 +339,8 @@ class CollectiveVerbs(RankFacts):
             metrics = {**metrics, **self._strategy.reduce_scalars(plain, reduce_fx)}
         if computed:
             metrics = {**metrics, **self.compute_metrics(dict(sorted(computed.items())))}
+        from fabric.utilities.apply_func import convert_tensors_to_scalars
+
         values: dict[str, Any] = convert_tensors_to_scalars(metrics)
         for logger in self._loggers:
             logger.log_metrics(metrics=values, step=step)

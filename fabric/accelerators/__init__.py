@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from fabric.accelerators.cuda import CUDAAccelerator as CUDAAccelerator
     from fabric.accelerators.cuda import find_usable_cuda_devices as find_usable_cuda_devices
     from fabric.accelerators.mps import MPSAccelerator as MPSAccelerator
-    from fabric.accelerators.registry import ACCELERATOR_REGISTRY as ACCELERATOR_REGISTRY
+    from fabric.accelerators.select import ACCELERATOR_REGISTRY as ACCELERATOR_REGISTRY
     from fabric.accelerators.usable import find_usable_devices as find_usable_devices
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "ACCELERATOR_REGISTRY": "fabric.accelerators.registry",
+        "ACCELERATOR_REGISTRY": "fabric.accelerators.select",
         "Accelerator": "fabric.accelerators.accelerator",
         "CPUAccelerator": "fabric.accelerators.cpu",
         "CUDAAccelerator": "fabric.accelerators.cuda",

@@ -1,4 +1,4 @@
-"""From what the user wrote to an accelerator object and its devices. Called once, by `resolve`."""
+"""Accelerators by name; from what the user wrote to one and its devices. Called once, by `resolve`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,16 @@ from typing import Any
 import torch
 
 from fabric.accelerators.accelerator import Accelerator
-from fabric.accelerators.registry import ACCELERATOR_REGISTRY
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
-from fabric.core.registry import unknown_name_message
+from fabric.core.registry import Registry, unknown_name_message
+
+ACCELERATOR_REGISTRY = Registry("accelerator", "fabric.accelerators")
+"""Third parties add theirs with `register`, or with an entry point of the group "fabric.accelerators"."""
+
+ACCELERATOR_REGISTRY.register("cpu", "fabric.accelerators.cpu:CPUAccelerator", "the host")
+ACCELERATOR_REGISTRY.register("cuda", "fabric.accelerators.cuda:CUDAAccelerator", "NVIDIA and AMD GPUs")
+ACCELERATOR_REGISTRY.register("mps", "fabric.accelerators.mps:MPSAccelerator", "GPUs of Apple silicon")
+ACCELERATOR_REGISTRY.register("tpu", "fabric.integrations.tpu.accelerator:TPUAccelerator", "Google's TPUs")
 
 
 def select_accelerator(choice: str | Accelerator, here: bool = True) -> Accelerator:

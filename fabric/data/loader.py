@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ArgumentTypeError, UsageError
-from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from fabric.data.sources import Source
-    from fabric.data.together import Peers, Together
+    from fabric.data.together import Peers
 
     Loader = DataLoader[Any]  # to type checkers a loader that was set up can stand wherever the user's can
 else:
@@ -47,7 +46,8 @@ class _FabricDataLoader(Loader):
         move: Function (batch, device) that moves a batch.
         given: The user's own loader, if `dataloader` is a copy.
         source: Where the batches come from. None: a loader that keeps its position itself.
-        together: How ranks stop whose data are their own and differ in length; None: each by itself.
+        together: Where data are the ranks' own, "drop" or "error" lets all stop or raise when the first has
+            no more; "train" is "drop" while gradients are enabled. Else each goes its own way.
         peers: The ranks, for positions that each has of its own. None: there is one.
     """
 
@@ -59,12 +59,16 @@ class _FabricDataLoader(Loader):
         move: Callable[[Any, torch.device], Any] | None = None,
         given: Any = None,
         source: Source | None = None,
-        together: Together | None = None,
+        together: str | None = None,
         peers: Peers | None = None,
     ) -> None:
         self._dataloader = dataloader
         self._device = device
-        self._move = move_data_to_device if move is None else move
+        if move is None:
+            from fabric.utilities.apply_func import move_data_to_device
+
+            move = move_data_to_device
+        self._move = move
         self._given = dataloader if given is None else given
         if source is None:
             from fabric.data.sources import Source
@@ -171,8 +175,10 @@ class _FabricDataLoader(Loader):
         pairs: Iterator[Any] = source.pairs(batches)
         if source.replays:
             pairs = _timed(pairs, begin, loader)
-        if self._together is not None and source.per_rank and self._together.wanted():
-            pairs = self._together.steps(pairs, self._left())
+        if self._peers is not None and source.per_rank and self._stops_together():
+            from fabric.data.in_step import in_step
+
+            pairs = in_step(pairs, self._left(), self._peers.exchange, self._together == "error")
         # On the host nothing walks the batch.
         if self._device is not None and self._device.type != "cpu":
             pairs = self._ahead(pairs, self._device) if self._looks_ahead else self._moved(pairs)
@@ -229,6 +235,9 @@ class _FabricDataLoader(Loader):
         if done is None:
             raise UsageError(f"{type(self._dataloader).__name__} does not say how many batches it has given.")
         return done
+
+    def _stops_together(self) -> bool:
+        return self._together in ("drop", "error") or (self._together == "train" and torch.is_grad_enabled())
 
     def _left(self) -> int | None:
         try:  # what else has a length need not keep to it: a dataset's own share is often less

@@ -102,17 +102,15 @@ class IndexStream(Forwarding):
     Args:
         order: The items of one epoch.
         rule: How they are dealt out.
-        item: Makes of a batch, and the position after it, what the loader's workers get.
     """
 
     _OWN = frozenset({"order", "rule", "item", "start", "ends", "expected", "check", "asked"})
 
-    def __init__(
-        self, order: SeededOrder | UserOrder, rule: Rule, item: Callable[[Any, int], Any] | None = None
-    ) -> None:
+    def __init__(self, order: SeededOrder | UserOrder, rule: Rule) -> None:
         self.order = order
         self.rule = rule
-        self.item = item
+        self.item: Callable[[Any, int], Any] | None = None
+        """Makes of a batch, and the position after it, what the loader's workers get."""
         self.asked: int | None = None
         """The epoch that the user has asked for since the last iteration."""
         self.start = 0

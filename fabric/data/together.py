@@ -1,17 +1,11 @@
-"""Ranks whose streams may be of different lengths take the same number of steps, or are told why not.
-
-Only for data that Fabric does not deal out itself; what it deals out needs no message.
-"""
+"""`Peers`: this rank among the others that iterate a loader, and what they compare."""
 
 from __future__ import annotations
 
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
-from fabric.core.errors import ConfigurationError, UsageError
-from fabric.utilities.rank_zero import rank_zero_warn
+from fabric.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,60 +56,6 @@ class Peers(NamedTuple):
             "epoch: loader.set_epoch(n) on all ranks), load positions on all ranks, and give all ranks "
             "the same data and sampler, with random generators seeded alike. Of data that you have split "
             "over ranks yourself: setup_dataloaders(loader, use_distributed_sampler=False)."
-        )
-
-
-class Together:
-    """One iteration that all ranks make in step.
-
-    Args:
-        exchange: Gives every rank's value of what each passes. All ranks must call it.
-        uneven: "drop": ranks stop when the first of them has no more; "error": they raise then, all of them;
-            None: as "drop" while gradients are enabled, else every rank goes its own way.
-    """
-
-    def __init__(self, exchange: Callable[[Any], list[Any]], uneven: str | None) -> None:
-        self.exchange = exchange
-        self.uneven = uneven
-
-    def wanted(self) -> bool:
-        """Whether this iteration is one of all ranks."""
-        return self.uneven in ("drop", "error") or (self.uneven is None and torch.is_grad_enabled())
-
-    def steps(self, pairs: Iterator[Any], length: int | None) -> Iterator[Any]:
-        """What `pairs` gives while all ranks have something. Where all lengths are known, one message in all.
-
-        Raises:
-            ConfigurationError: Under "error", on all ranks: their numbers of batches differ.
-        """
-        lengths = self.exchange(length)
-        if None not in lengths:
-            if len(set(lengths)) > 1:
-                self._tell([f"{count} batches" for count in lengths])
-            yield from islice(pairs, min(lengths))
-            return
-        count = 0
-        while True:
-            found = next(pairs, None)
-            more = self.exchange(found is not None)
-            if not all(more):
-                if any(more):
-                    self._tell([f"{'more than ' * has}{count} batches" for has in more])
-                return
-            count += 1
-            yield found
-
-    def _tell(self, counts: list[str]) -> None:
-        text = f"The ranks' data are of different lengths:\n{table(counts)}\n"
-        if self.uneven == "error":
-            raise ConfigurationError(
-                f'{text}uneven="error" refuses that. Give all ranks as much, or write uneven="drop" to stop '
-                "with the first that has no more."
-            )
-        rank_zero_warn(
-            f"{text}All of them stop with the first that has no more, since they train together; the rest of "
-            'the epoch is left out. Evaluate under torch.no_grad(), or write uneven="exact", to see all of '
-            "it."
         )
 
 

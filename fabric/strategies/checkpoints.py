@@ -215,7 +215,7 @@ class Checkpoints(Exchange):
         Raises:
             DamagedCheckpointError: A file of it is missing, or not what was written.
         """
-        from fabric.plugins.io.directory import check, present, sharded_at
+        from fabric.plugins.io.beside import present, sharded_at
 
         self.finish_save()
         doing, storage, found = f"loading {path}", self.checkpoint_io, present(path)
@@ -232,6 +232,8 @@ class Checkpoints(Exchange):
             if directory is None:
                 tree = states.named(storage.load_checkpoint(found, weights_only=weights_only), state)
             elif verify is not False:
+                from fabric.plugins.io.directory import check
+
                 same = [rank for rank, where in enumerate(told) if where == mine]
                 check(directory, same.index(self.topology.rank), len(same))
         checkpoint: Any = None

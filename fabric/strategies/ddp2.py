@@ -9,7 +9,7 @@ from fabric.strategies.ddp import DDPStrategy
 from fabric.strategies.layouts.data_parallel import ReplicatedSplitBatch
 
 if TYPE_CHECKING:
-    from fabric.strategies.plan import Plan
+    from fabric.strategies.strategy import Plan
 
 
 class DDP2Strategy(DDPStrategy):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.launchers.launcher import Launcher
-    from fabric.strategies.plan import Plan
+    from fabric.strategies.strategy import Plan
 
 
 class DataParallelStrategy(ParallelStrategy):

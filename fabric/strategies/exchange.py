@@ -6,14 +6,23 @@ CollectiveMismatch.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from fabric.core.errors import ConfigurationError, FabricError, UsageError
 from fabric.core.registry import did_you_mean
-from fabric.plugins.collectives.channel import Channel, Wire
-from fabric.plugins.collectives.single_device import SingleDeviceCollective, gather_alone, reduce_alone
+from fabric.core.tree import flatten, unflatten
+from fabric.plugins.collectives.channel import (
+    Channel,
+    Wire,
+    check_writable,
+    op_name,
+    reducible,
+    to_tensors,
+    torch_op,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,13 +43,19 @@ class Exchange:
     topology: Topology
 
     def __init__(self) -> None:
-        self.collective: Collective = SingleDeviceCollective()
         self.wire = Exchange.make_wire(self)
         self._channel: Channel | None = None
         self._seen: tuple[Channel, Channel, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_channel": None, "_seen": None}  # of this process
+
+    @cached_property
+    def collective(self) -> Collective:
+        """What carries tensors: of this rank alone, until a strategy of several puts another in its place."""
+        from fabric.plugins.collectives.single_device import SingleDeviceCollective
+
+        return SingleDeviceCollective()
 
     @property
     def root_device(self) -> torch.device:
@@ -132,7 +147,7 @@ class Exchange:
             return all_reduce_with_grads(tensor, reduce_op, self.channel(group))
         channel = self.channel(group)
         if channel.world_size == 1:
-            return reduce_alone(tensor, reduce_op, channel, async_op=async_op)
+            return _reduce_alone(tensor, reduce_op, channel, async_op=async_op)
         from fabric.plugins.collectives.reduce import reduce_tree
 
         return reduce_tree(tensor, reduce_op, channel, async_op=async_op)
@@ -157,7 +172,7 @@ class Exchange:
         if not sync_grads and uneven == "error":
             channel = self.channel(group)
             if channel.world_size == 1:
-                return gather_alone(tensor, channel, async_op=async_op)
+                return _gather_alone(tensor, channel, async_op=async_op)
             from fabric.plugins.collectives.gather import gather_tree
 
             return gather_tree(tensor, channel, async_op=async_op)
@@ -287,3 +302,38 @@ class Exchange:
         vote = torch.tensor(bool(decision))
         label = "all" if all else "any"
         return bool(reduce_tree(vote, "product" if all else "sum", channel, label=label))
+
+
+def _reduce_alone(data: Any, op: Any, channel: Channel, *, async_op: bool = False) -> Any:
+    """As `reduce_tree` on one rank: the tensors of `data` as they are, numbers as new ones.
+
+    Raises:
+        ArgumentTypeError: As on several ranks.
+        ConfigurationError: As on several ranks.
+    """
+    leaves, spec = flatten(data)
+    op = torch_op("sum" if op is None else op)
+    tensors = reducible(leaves, op, channel.wire.device, "all_reduce")
+    check_writable(tensors, op)
+    return _given(unflatten(tensors, spec, data), f"all_reduce({op_name(op)})", async_op)
+
+
+def _gather_alone(data: Any, channel: Channel, *, async_op: bool = False) -> Any:
+    """As `gather_tree` on one rank: copies of shape (1, *shape).
+
+    Raises:
+        ArgumentTypeError: A leaf that is no tensor and no number.
+    """
+    leaves, spec = flatten(data)
+    tensors = to_tensors(leaves, channel.wire.device, "all_gather")
+    rows = [t.detach().resolve_conj().resolve_neg()[None] for t in tensors]
+    copies = [row.clone(memory_format=torch.contiguous_format) for row in rows]
+    return _given(unflatten(copies, spec, data), "all_gather", async_op)
+
+
+def _given(result: Any, verb: str, async_op: bool) -> Any:
+    if not async_op:
+        return result
+    from fabric.plugins.collectives.handle import Handle
+
+    return Handle(verb, [], lambda: result)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.layouts.context.part import ContextParallel
-    from fabric.strategies.plan import Plan
+    from fabric.strategies.strategy import Plan
 
 
 class FSDPStrategy(ParallelStrategy):

@@ -20,7 +20,7 @@ from fabric.plugins.environments.local import LocalEnvironment
 from fabric.plugins.environments.rendezvous import rendezvous
 from fabric.processes.cores import share_cores
 from fabric.processes.system import allow_open_files
-from fabric.strategies.strategy import Strategy
+from fabric.strategies.strategy import Plan, Strategy
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.launchers.launcher import Launcher
     from fabric.strategies.layouts.context.part import ContextParallel
-    from fabric.strategies.plan import Plan
     from fabric.watch.watchdog import Watchdog
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
@@ -203,7 +202,7 @@ class ParallelStrategy(Strategy):
         share_cores(self.topology.local_world_size)
         if not dist.is_initialized():
             self._join_group()
-        self.collective: Collective = TorchCollective()
+        self.collective = TorchCollective()
         self.wire = wire_of(self.root_device, dist.get_backend_config())
         if dist.get_world_size() > 1:
             from fabric.watch.watchdog import watch_over

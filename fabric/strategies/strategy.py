@@ -7,17 +7,16 @@ setup.
 from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, FabricError
 from fabric.core.topology import Topology
 from fabric.core.traits import overridden
-from fabric.forward import BackwardGate, GuardedForward
 from fabric.plugins.precision.precision import CONVERSIONS, Precision
 from fabric.strategies.checkpoints import Checkpoints
 from fabric.strategies.exchange import Exchange
 from fabric.strategies.layouts.layout import Whole
-from fabric.utilities.apply_func import move_data_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,9 +32,36 @@ if TYPE_CHECKING:
     from fabric.accelerators.accelerator import Accelerator
     from fabric.core.traits import Traits
     from fabric.core.types import Optimizable
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.strategies.launchers.launcher import Launcher
-    from fabric.strategies.plan import Plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `resolve` decided. A strategy is completed by one (`bind`)."""
+
+    strategy: Any
+    accelerator: Accelerator
+    devices: list[torch.device]
+    """Those of this machine."""
+    num_nodes: int
+    precision: Precision
+    environment: ClusterEnvironment
+    checkpoint_io: CheckpointIO | None
+    """None: the strategy's own."""
+
+
+class BackwardGate:
+    """Open while `fabric.backward` runs. Outputs that `GuardedForward` guards refuse a backward past it."""
+
+    __slots__ = ("open",)
+
+    def __init__(self) -> None:
+        self.open = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BackwardGate:
+        return self  # `fabric.backward` opens one gate for a model and its copies
 
 
 class Strategy(Checkpoints):
@@ -222,6 +248,8 @@ class Strategy(Checkpoints):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
         """The batch (a tree) on `device`, or on the root device."""
+        from fabric.utilities.apply_func import move_data_to_device
+
         return move_data_to_device(batch, device or self.root_device)
 
     def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
@@ -345,7 +373,11 @@ class Strategy(Checkpoints):
     def _guarded(self, plan: Callable[..., Any]) -> Callable[..., Any]:
         """The plan, whose outputs refuse a plain `loss.backward()` where that would be wrong."""
         needed = self._changed_backward or self.traits.owns_backward
-        return GuardedForward(plan, self.gate) if needed else plan
+        if not needed:
+            return plan
+        from fabric.forward import GuardedForward
+
+        return GuardedForward(plan, self.gate)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -32,20 +32,13 @@ class EmptyInit(TorchFunctionMode):
 
     Their tensor becomes NaN (one of integers stays as it is), so that what nobody loads is seen in the first
     loss. `trunc_normal_`, `orthogonal_`, `sparse_`, `eye_` and `dirac_` still run.
-
-    Args:
-        enabled: False makes it do nothing, so that a caller needs no second path.
     """
-
-    def __init__(self, enabled: bool = True) -> None:
-        super().__init__()
-        self.enabled = enabled
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.enabled and (getattr(func, "__module__", None) == "torch.nn.init" or _called_from_fill()):
+        if getattr(func, "__module__", None) == "torch.nn.init" or _called_from_fill():
             tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
             if tensor.is_floating_point() or tensor.is_complex():
                 tensor.detach().fill_(torch.nan)

@@ -6,7 +6,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fabric.integrations.needed import needed
+from fabric.utilities.extras import needed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

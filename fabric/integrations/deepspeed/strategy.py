@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.pending import PendingSave
-    from fabric.strategies.plan import Plan
+    from fabric.strategies.strategy import Plan
 
 
 class DeepSpeedStrategy(DDPStrategy):

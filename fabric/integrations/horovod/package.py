@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabric.integrations.needed import needed
+from fabric.utilities.extras import needed
 
 _INSTALL = "bash tests/integrations/horovod/install.sh VENV"
 

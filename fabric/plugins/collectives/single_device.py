@@ -1,21 +1,15 @@
-"""`SingleDeviceCollective`: the same operations for a world of one rank; and the verbs on trees there."""
+"""`SingleDeviceCollective`: the same operations for a world of one rank."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fabric.core.errors import UsageError
-from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.channel import check_writable, op_name, reducible, to_tensors, torch_op
 from fabric.plugins.collectives.collective import Collective
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
-
-    from fabric.plugins.collectives.channel import Channel
 
 
 class SingleDeviceCollective(Collective):
@@ -118,38 +112,3 @@ class SingleDeviceCollective(Collective):
     @classmethod
     def destroy_group(cls, group: Any) -> None:
         """Nothing to take down."""
-
-
-def reduce_alone(data: Any, op: Any, channel: Channel, *, async_op: bool = False) -> Any:
-    """As `reduce_tree` on one rank: the tensors of `data` as they are, numbers as new ones.
-
-    Raises:
-        ArgumentTypeError: As on several ranks.
-        ConfigurationError: As on several ranks.
-    """
-    leaves, spec = flatten(data)
-    op = torch_op("sum" if op is None else op)
-    tensors = reducible(leaves, op, channel.wire.device, "all_reduce")
-    check_writable(tensors, op)
-    return _given(unflatten(tensors, spec, data), f"all_reduce({op_name(op)})", async_op)
-
-
-def gather_alone(data: Any, channel: Channel, *, async_op: bool = False) -> Any:
-    """As `gather_tree` on one rank: copies of shape (1, *shape).
-
-    Raises:
-        ArgumentTypeError: A leaf that is no tensor and no number.
-    """
-    leaves, spec = flatten(data)
-    tensors = to_tensors(leaves, channel.wire.device, "all_gather")
-    rows = [t.detach().resolve_conj().resolve_neg()[None] for t in tensors]
-    copies = [row.clone(memory_format=torch.contiguous_format) for row in rows]
-    return _given(unflatten(copies, spec, data), "all_gather", async_op)
-
-
-def _given(result: Any, verb: str, async_op: bool) -> Any:
-    if not async_op:
-        return result
-    from fabric.plugins.collectives.handle import Handle
-
-    return Handle(verb, [], lambda: result)

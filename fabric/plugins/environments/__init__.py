@@ -6,12 +6,12 @@ from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+    from fabric.plugins.environments.detect import ENVIRONMENT_REGISTRY
     from fabric.plugins.environments.kubeflow import KubeflowEnvironment
     from fabric.plugins.environments.local import LightningEnvironment, LocalEnvironment
     from fabric.plugins.environments.lsf import LSFEnvironment
     from fabric.plugins.environments.mpi import MPIEnvironment
     from fabric.plugins.environments.process_group import ProcessGroupEnvironment
-    from fabric.plugins.environments.registry import ENVIRONMENT_REGISTRY
     from fabric.plugins.environments.slurm import SLURMEnvironment
     from fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
@@ -31,7 +31,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "ENVIRONMENT_REGISTRY": "fabric.plugins.environments.registry",
+        "ENVIRONMENT_REGISTRY": "fabric.plugins.environments.detect",
         "ClusterEnvironment": "fabric.plugins.environments.cluster_environment",
         "KubeflowEnvironment": "fabric.plugins.environments.kubeflow",
         "LSFEnvironment": "fabric.plugins.environments.lsf",

@@ -29,8 +29,9 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import memory_of, place_in_file
 from fabric.core.tree import map_tree
 from fabric.plugins.io.archives import Archives
+from fabric.plugins.io.beside import MANIFEST, METADATA, sharded_at
 from fabric.plugins.io.digest import LARGE, DigestWriter
-from fabric.plugins.io.directory import MANIFEST, METADATA, check, damaged, sharded_at, write_manifest
+from fabric.plugins.io.directory import check, damaged, write_manifest
 from fabric.plugins.io.formats import is_safetensors
 from fabric.plugins.io.portable import Stored, is_elsewhere
 from fabric.plugins.io.snapshot import Snapshot, bytes_of, room_for

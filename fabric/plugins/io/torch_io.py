@@ -15,18 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, UsageError
+from fabric.plugins.io.beside import flush_directory, named, new_beside, put_in_place, remove, sharded_at
 from fabric.plugins.io.checkpoint_io import CheckpointIO
-from fabric.plugins.io.directory import (
-    flush_directory,
-    named,
-    new_beside,
-    put_in_place,
-    refuse_foreign,
-    remove,
-    sharded_at,
-)
+from fabric.plugins.io.digest import SealedWriter, check
 from fabric.plugins.io.formats import begins, found_at, is_safetensors
-from fabric.plugins.io.seal import SealedWriter, check
 from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
 
 if TYPE_CHECKING:
@@ -190,6 +182,8 @@ def _damage(path: PathLike) -> str:
 def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
     sharded = sharded_at(path) is not None
     if sharded:
+        from fabric.plugins.io.directory import refuse_foreign
+
         refuse_foreign(path)
     elif path.is_dir():
         raise IsADirectoryError(

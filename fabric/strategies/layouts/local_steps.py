@@ -24,7 +24,7 @@ from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.state_keys import OUTER
-from fabric.utilities.steps import OnlySetUp
+from fabric.utilities.steps import watch_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -132,6 +132,37 @@ class Round:
         for before, parameter in zip(self.alike, self.parameters, strict=True):
             before.grad = None
             parameter.copy_(before)
+
+
+def _parameters(optimizer: Any) -> set[Any]:
+    return {p for group in optimizer.param_groups for p in group["params"]}
+
+
+class OnlySetUp:
+    """Refuses steps of optimizers that hold parameters of set-up modules but those that setup gave back."""
+
+    def __init__(self) -> None:
+        self.modules: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        self.optimizers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
+        self.end = watch_steps(self)
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Before a step of any optimizer in this process.
+
+        Raises:
+            UsageError: It would step with the gradients of this rank alone.
+        """
+        if optimizer in self.optimizers:
+            return
+        held = _parameters(optimizer)
+        if any([held <= _parameters(outside) for outside in self.optimizers]):
+            return  # a step that another one, around it, takes by it
+        if any([not held.isdisjoint(module.parameters()) for module in self.modules]):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() came from an optimizer that setup did not give back: it "
+                "knows of no other rank. Write model, optimizer = fabric.setup(model, optimizer), or "
+                "optimizer = fabric.setup_optimizers(optimizer)."
+            )
 
 
 class LocalSteps(Whole):

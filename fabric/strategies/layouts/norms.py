@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fabric.core.source import user_place
 from fabric.core.torch_internals import foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ class FiniteNorms:
             if not math.isfinite(value):
                 raise RuntimeError(_text(norm_type, value) + ", so they cannot be clipped. " + _WAY_OUT)
             return
+        from fabric.core.source import user_place
+
         copy = torch.empty((), dtype=norm.dtype, pin_memory=True).copy_(norm.detach(), non_blocking=True)
         event = torch.Event(norm.device)
         event.record(torch.accelerator.current_stream(norm.device))

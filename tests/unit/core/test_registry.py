@@ -134,8 +134,8 @@ def test_factories_given_by_name_are_imported_late():
 
 
 def test_every_name_of_the_package_leads_to_a_factory():
-    from fabric.accelerators.registry import ACCELERATOR_REGISTRY
-    from fabric.plugins.environments.registry import ENVIRONMENT_REGISTRY
+    from fabric.accelerators.select import ACCELERATOR_REGISTRY
+    from fabric.plugins.environments.detect import ENVIRONMENT_REGISTRY
     from fabric.plugins.precision.select import PRECISION_REGISTRY
     from fabric.strategies.registry import STRATEGY_REGISTRY
 

@@ -148,7 +148,8 @@ class Region:
         if backward_pass() == -1 or _stack.trying or channel is None or not self._last:
             return
         self._went_back = True
-        part, given = self._last[-1], [leaf for leaf in (*args, *kwargs.values()) if _is_tensor(leaf)]
+        part = self._last[-1]
+        given = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
         sizes = [size for leaf in given for size in leaf.shape]
         if len(self._last) > 1 or (part is not None and not {part.size, part.length} & {*sizes}):
             lengths = ", ".join(["a short one" if p is None else str(p.length) for p in self._last])
@@ -197,10 +198,6 @@ class Region:
         if self.random is None:
             self.random = RandomStream(self.row.place[0], self.row.channel.wire.device)  # type: ignore[union-attr]
         return self.random
-
-
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def _may_go_back() -> bool:

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 import torch
 
-from fabric.plugins.io import TorchCheckpointIO, directory
+from fabric.plugins.io import TorchCheckpointIO, beside
 
 fcntl = pytest.importorskip("fcntl")
 OLD, NEW = {"step": 1}, {"step": 2}
@@ -108,16 +108,16 @@ def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
 
 
 def test_a_file_that_was_taken_for_a_killed_ones_before_its_lock_is_made_again(tmp_path, monkeypatch):
-    lock, seen = directory._lock, []
+    lock, seen = beside._lock, []
 
     def late(file):
         if not seen:  # another save is between these two
             seen.append(file.name)
-            with directory.new_beside(tmp_path / "a.pt"):
+            with beside.new_beside(tmp_path / "a.pt"):
                 pass
         return lock(file)
 
-    monkeypatch.setattr(directory, "_lock", late)
+    monkeypatch.setattr(beside, "_lock", late)
     save(NEW, tmp_path / "a.pt")
     assert step_at(tmp_path / "a.pt") == 2
     assert len(seen) == 1

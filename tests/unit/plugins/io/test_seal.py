@@ -12,7 +12,7 @@ import torch
 
 from fabric.core.errors import DamagedCheckpointError, UsageError
 from fabric.plugins.io import TorchCheckpointIO
-from fabric.plugins.io.seal import SealedWriter, check
+from fabric.plugins.io.digest import SealedWriter, check
 
 DATA = {"step": 7, "w": torch.arange(3.0), "text": "fabric-seal: a word of the data"}
 

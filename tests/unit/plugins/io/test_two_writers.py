@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from fabric import Fabric
-from fabric.plugins.io.directory import begin, present
+from fabric.plugins.io.beside import present
+from fabric.plugins.io.directory import begin
 
 SCRIPT = """
 import sys, torch
