@@ -12,6 +12,7 @@ import torch
 from fabric.core.errors import ConfigurationError
 from fabric.core.tree import flatten
 from fabric.data.together import table
+from fabric.utilities.dtypes import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +96,7 @@ def _digest(value: Any) -> str:
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
         digest = sha256(repr((value.dtype, value.shape)).encode())
         # Pickle would write all that it is a view of.
-        plain: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        plain: Any = as_bytes(value.cpu()).numpy()
         digest.update(plain)
         return digest.hexdigest()[:16]
     if isinstance(value, set | frozenset):

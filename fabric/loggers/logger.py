@@ -142,7 +142,7 @@ class _Writing(Logger):
         return {"version": self._version, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Count on; and with the saved run, unless one was given or has begun."""
+        """Count on, as `state` of `state_dict` says; and with its run, unless one was given or has begun."""
         self._count = state["count"]
         if self._version is None:
             self._version = state["version"]

@@ -24,6 +24,7 @@ from fabric.core.tree import flatten
 from fabric.data.loader import _FabricDataLoader
 from fabric.fabric import Fabric
 from fabric.strategies.strategy import Strategy
+from fabric.utilities.dtypes import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -179,7 +180,7 @@ def digests(batch: Any) -> list[int]:
     for tensor in tensors:
         if len(tensor) == rows:
             for i, row in enumerate(tensor.detach().cpu()):
-                sums[i] = crc32(bytes(row.contiguous().flatten().view(torch.uint8).tolist()), sums[i])
+                sums[i] = crc32(bytes(as_bytes(row).tolist()), sums[i])
     return sums
 
 

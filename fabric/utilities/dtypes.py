@@ -1,12 +1,17 @@
-"""Casting the floating-point and complex tensors of a tree, for precision plugins and forward plans."""
+"""Casting the floating-point and complex tensors of a tree, for precision plugins and forward plans; and
+tensors as bytes.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.tree import flatten, unflatten
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -49,3 +54,10 @@ class CastTo:
         dtype = self.dtype or torch.get_default_dtype()
         cast = [a.to(dtype) if type(a) in _PLAIN and a.is_floating_point() else self(a) for a in args]
         return tuple(cast), {name: self(value) for name, value in kwargs.items()} if kwargs else kwargs
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of `tensor` as flat bytes, row-major; shares its memory where that is contiguous."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous with any stride
+    return plain.view(torch.uint8)

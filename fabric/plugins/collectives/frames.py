@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.torch_internals import flatten_tensors
+from fabric.utilities.dtypes import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -159,13 +160,6 @@ def join(tensors: list[Tensor]) -> Tensor:
     Without gaps: backends write into a view with gaps as if it had none, without a word.
     """
     return tensors[0].contiguous().view(-1) if len(tensors) == 1 else flatten_tensors(tensors)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of `tensor` as flat bytes, row-major; shares its memory where that is contiguous."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    plain = plain.as_strided((plain.numel(),), (1,))  # one element counts as contiguous with any stride
-    return plain.view(torch.uint8)
 
 
 def pack(tensors: list[Tensor], parts: int = 1) -> Tensor:

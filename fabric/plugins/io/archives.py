@@ -8,6 +8,8 @@ from zipfile import ZipFile
 
 import torch
 
+from fabric.utilities.dtypes import as_bytes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -48,7 +50,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 def values(tensor: Tensor) -> memoryview:
     """The bytes of a tensor's values in their order; of a copy, unless it lies so in host memory."""
-    flat: Any = plain(tensor).reshape(-1).view(torch.uint8).numpy()
+    flat: Any = as_bytes(tensor.cpu()).numpy()
     return memoryview(flat)
 
 
