@@ -19,6 +19,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import flatten
 from fabric.plugins.collectives import frames
 from fabric.plugins.collectives.star import Star
+from fabric.utilities.dtypes import as_bytes
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -142,7 +143,7 @@ def alike(one: Any, other: Any) -> None:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return frames.as_bytes(tensor).numpy().tobytes()
+    return as_bytes(tensor).numpy().tobytes()
 
 
 def everywhere_alike(value: Any) -> None:

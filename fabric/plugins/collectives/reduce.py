@@ -15,7 +15,8 @@ import torch.distributed as dist
 from fabric.core.torch_internals import foreach_copy_
 from fabric.core.tree import LEAF, flatten, unflatten
 from fabric.plugins.collectives.channel import WIDER, check_writable, op_name, reducible, torch_op
-from fabric.plugins.collectives.frames import FOLDS, all_on_host, as_bytes, buckets, fold, join, tree_call
+from fabric.plugins.collectives.frames import FOLDS, all_on_host, buckets, fold, join, tree_call
+from fabric.utilities.dtypes import as_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,9 +9,10 @@ import torch
 from fabric.core.errors import ArgumentTypeError, FabricError
 from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
-from fabric.plugins.collectives.frames import as_bytes, buckets, fold, pack, tree_call, unpack
+from fabric.plugins.collectives.frames import buckets, fold, pack, tree_call, unpack
 from fabric.plugins.collectives.objects import Refusal, label_of, receive, told_by
 from fabric.plugins.collectives.reduce import foldable, wire_dtype
+from fabric.utilities.dtypes import as_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

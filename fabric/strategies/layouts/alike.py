@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.plugins.collectives.frames import CONTENTS, as_bytes, call_of, describe_tensor, draw
+from fabric.plugins.collectives.frames import CONTENTS, call_of, describe_tensor, draw
+from fabric.utilities.dtypes import as_bytes
 
 if TYPE_CHECKING:
     from fabric.core.tree import Spec
