@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import OrderedDict, namedtuple
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,8 +21,11 @@ import torch.distributed as dist
 from test_collectives import counted, launched
 
 from fabric import Fabric
-from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError
+from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, RankError
+from fabric.plugins.collectives import control
+from fabric.plugins.collectives.control import guard_of
 from fabric.plugins.collectives.frames import FRAME_BYTES
+from fabric.plugins.collectives.star import Listener
 
 HERE = Path(__file__).name
 HANG = 5.0
@@ -923,3 +927,66 @@ def interrupted_while_waiting():
 
 def test_a_call_that_was_interrupted_leaves_the_group_usable(ranks):
     assert ranks.run(interrupted_while_waiting, world_size=2) == [[1.0, 3.0, 5.0]] * 2
+
+
+def interrupted_while_opening():
+    """Ctrl+C in the first call of a group, for which the other rank has not come; then both make it again."""
+    fabric = launched()
+    rank, store = fabric.global_rank, dist.distributed_c10d._get_default_store()
+    group = dist.new_group([0, 1])
+    if rank == 0:
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            fabric.all_reduce(1.0, group=group)
+        signal.signal(signal.SIGALRM, before)
+        store.set("test/opening", "")
+    else:
+        store.wait(["test/opening"])
+    return [fabric.all_reduce(float(rank + i), group=group, reduce_op="sum").item() for i in range(3)]
+
+
+def test_a_first_call_that_was_interrupted_can_be_made_again(ranks):
+    assert ranks.run(interrupted_while_opening, world_size=2) == [[1.0, 3.0, 5.0]] * 2
+
+
+def one_is_gone():
+    with mock.patch.dict("os.environ", FABRIC_HANG_REPORT_AFTER="off"):
+        fabric, group = launched(), dist.new_group([0, 1, 2])
+        fabric.all_reduce(1.0, group=group)
+        if fabric.global_rank == 2:
+            guard_of(group)._star.drop("as the end of the process does")
+            return ""
+        with pytest.raises(RankError) as caught:
+            fabric.all_reduce(1.0, group=group)
+        return str(caught.value)
+
+
+def test_a_rank_that_ended_is_named_alone_also_without_a_watchdog(ranks):
+    for text in ranks.run(one_is_gone, world_size=3)[:2]:
+        assert "rank 2 ended, or does not answer (Connection closed by rank 2)" in text
+        assert "did not come" not in text
+
+
+def nobody_listens():
+    def leave(listener):
+        listener.__exit__()
+        raise TimeoutError("timed out")
+
+    fabric = launched()
+    with (
+        mock.patch.object(Listener, "accept", leave),
+        mock.patch.object(control, "connect", side_effect=ConnectionRefusedError(111, "Connection refused")),
+        pytest.raises(RankError) as caught,
+    ):
+        fabric.all_reduce(1.0, group=dist.new_group([0, 1]))
+    return str(caught.value)
+
+
+def test_ranks_that_cannot_reach_each_other_say_where_they_tried(ranks):
+    first, second = ranks.run(nobody_listens, world_size=2)
+    assert re.search(r"the others did not reach rank 0 at [\w.:-]+:\d+ \(timed out\)", first)
+    assert re.search(r"rank 1 did not reach rank 0 at [\w.:-]+:\d+ \(.*Connection refused\)", second)
+    for text in (first, second):
+        assert "GLOO_SOCKET_IFNAME=eth0" in text
+        assert "FABRIC_GUARD=off" in text

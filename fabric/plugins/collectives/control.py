@@ -115,6 +115,11 @@ class Arrival:
         """What every member said."""
         return [text.decode() for text in self._store.get_all(self._keys).values()]
 
+    def take_back(self, rank: int) -> None:
+        """This rank has left, and may come again."""
+        self._store.add(self._prefix, -1)
+        self._store.delete_key(f"{self._prefix}/{rank}")
+
     def forget(self) -> None:
         """Take away what was told, once nobody asks for it any more."""
         for key in (self._prefix, *self._keys):
@@ -209,22 +214,35 @@ class Guard:
         with nullcontext() if place else Listener(len(self.members) - 1) as listener:
             way = [waits.store.address, *listener.told] if listener else []
             arrival.tell(waits.rank, " ".join([self.mode, *way]))
-            self.wait_for(arrival, call)
+            try:
+                self.wait_for(arrival, call)
+            except KeyboardInterrupt:  # the call may be made again
+                arrival.take_back(waits.rank)
+                self._counts[arrival.name] -= 1
+                raise
             told = [text.split(" ") for text in arrival.told()]
             self._check_modes([mode for mode, *_ in told])
             if self.mode == "off":
                 _guards[self._group()] = None
                 return None
+            _, address, *way = told[0]
+            host = waits.store.reach(address)
             try:
-                if listener:
-                    lines = listener.accept()
-                else:
-                    _, address, *way = told[0]
-                    lines = connect(place, waits.store.reach(address), *way)
+                lines = listener.accept() if listener else connect(place, host, *way)
             except OSError as error:
-                raise RankError(self._failure(call, error, arrival)) from error
+                raise RankError(self._unreached(f"{host}:{way[0]}", error)) from error
         self._star = Star(lines, self.members, place)
         return self._star
+
+    def _unreached(self, at: str, error: OSError) -> str:
+        first, rank = self.members[0], self._waits.rank
+        who = "the others" if rank == first else f"rank {rank}"
+        return (
+            f"Ranks of a group exchange what they are about to do through its first one, and {who} did not "
+            f"reach rank {first} at {at} ({reason_of(error)}). Did it end, or was its call interrupted? Else "
+            "open the ports between the machines, or name the network card that leads to the others "
+            "(GLOO_SOCKET_IFNAME=eth0). FABRIC_GUARD=off does without, but calls that differ hang then."
+        )
 
     def _check_modes(self, modes: list[str]) -> None:
         """Raise on all ranks if FABRIC_GUARD is none of its values, or differs between ranks."""
@@ -252,7 +270,7 @@ class Guard:
                 self._wait_long(point, call)
         except CollectiveMismatch:
             raise
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, ConnectionError) as error:
             if isinstance(point, Turn) and self._star is not None:
                 self._star.close(str(error))
             with suppress(RuntimeError):  # the store's host may be who has ended
@@ -311,7 +329,8 @@ class Guard:
         reason, explain = reason_of(error), self._waits.explain
         text = f"{call.verb} at {user_place()} failed on rank {self._waits.rank}: "
         gone, found = explain() if explain else Whereabouts([], "")
-        ended = [str(rank) for rank in self.members if rank in gone]
+        lost = self._star.lost if self._star is not None and isinstance(point, Turn) else None
+        ended = [str(rank) for rank in self.members if rank in gone or rank == lost]
         try:
             missing, rows = self._missing(point) if not ended else ([], [])
         except StoreSilent as silent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import struct
 import weakref
 from contextlib import suppress
 from functools import partial
@@ -18,6 +19,8 @@ from fabric.core.errors import RankError
 _CONNECT_S = 5.0
 _ANSWER_S = 5.0
 _SETTLE_S = 0.3
+_SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of a network card."""
 _CALLS = {"check", "get", "multi_get", "set", "add", "compare_set", "delete_key"}
 
 
@@ -122,15 +125,16 @@ class _Host:
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         self.at, self._line = "", -1
-        self.here = socket.gethostname()
+        self.here = card = _card_address()
         """This machine, as others see it; "": the host's own, of which each rank has a name, `name`."""
         if not isinstance(store, dist.TCPStore):
+            self.here = card or _named_address()
             return
         self.at, self.name = f" at {store.host}:{store.port}", store.host
         with suppress(OSError):
             line = socket.create_connection((store.host, store.port), _CONNECT_S)
             own = line.getsockname()[0]
-            self.here = "" if own == "::1" or own.startswith("127.") else own
+            self.here = card or ("" if own == "::1" or own.startswith("127.") else own)
             self._line = line.detach()
             weakref.finalize(self, os.close, self._line)
 
@@ -140,3 +144,24 @@ class _Host:
         poll = select.poll()  # one for each call: several threads may look
         poll.register(self._line, select.POLLIN)
         return bool(poll.poll(1000 * within))
+
+
+def _card_address() -> str:
+    """Of the card that GLOO_SOCKET_IFNAME names; "" if it names none."""
+    card = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if card:
+        with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            import fcntl
+
+            told = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", card.encode()))
+            return socket.inet_ntoa(told[20:24])
+    return ""
+
+
+def _named_address() -> str:
+    """What this machine's name leads to; the name, if that is nothing that others see."""
+    name = socket.gethostname()
+    with suppress(OSError):
+        address = socket.gethostbyname(name)
+        return name if address.startswith("127.") else address
+    return name

@@ -22,11 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _CONNECT_S, _HELLO_S = 60.0, 5.0
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 8}
+"""Networks forget connections on which nothing moves for long; and a machine that is gone says nothing."""
 _LENGTH = struct.Struct("<q")
-"""Of a message; and of each row, before the rows that come back: -1 - place in its stead, and nothing, if the
-rank of that place has gone.
+"""Of a message; 0, and no message: who sends it gives up, and has not gone. And of each row, before the rows
+that come back: -1 - place in its stead, and nothing, if the rank of that place has gone.
 """
+_HELLO = struct.Struct("<32sq")
 _UNSENT_S = 0.001
+_WHY = "not all ranks are here"
 
 _stars: weakref.WeakSet[Star] = weakref.WeakSet()
 
@@ -36,7 +40,7 @@ class Turn:
 
     def __init__(self, star: Star, own: bytes) -> None:
         self._star, self.own = star, own
-        self.why = "not all ranks are here"
+        self.why = _WHY
         self.size = 0
         """Bytes of each of `rows`; 0: not all ranks have come."""
         self.rows = bytearray()
@@ -56,7 +60,7 @@ class Listener:
         self._socket = socket.create_server(("", 0), family=family, backlog=count + 64, dualstack_ipv6=wide)
         self._count, self._secret = count, secrets.token_hex(16)
         self.told = (str(self._socket.getsockname()[1]), self._secret)
-        """What the others must know: the port, and a word by which to know them."""
+        """What the others must know: the port, and a word by which they are known."""
 
     def __enter__(self) -> Listener:
         return self
@@ -65,17 +69,14 @@ class Listener:
         self._socket.close()
 
     def accept(self) -> list[_Line]:
-        """The connections of the others, by their places; raises OSError if they do not come."""
+        """The connections of the others, by their places; raises TimeoutError if they do not come."""
         end, found = time.monotonic() + _CONNECT_S, dict[int, _Line]()
         while len(found) < self._count:
             self._socket.settimeout(max(0.001, end - time.monotonic()))
             made, _ = self._socket.accept()
-            made.settimeout(_HELLO_S)
-            word, place = b"", b""
-            with suppress(OSError, ValueError):
-                word, place = made.makefile("rb", buffering=0).readline(64).split()
+            word, place = _HELLO.unpack(_hello(made))
             if hmac.compare_digest(word, self._secret.encode()):
-                found[int(place)] = _Line(made, int(place))
+                found[place] = _Line(made, place)
             else:  # no rank of this job
                 made.close()
         return [found[place] for place in sorted(found)]
@@ -84,8 +85,21 @@ class Listener:
 def connect(place: int, host: str, port: str, secret: str) -> list[_Line]:
     """The connection to a `Listener`, by what it told; raises OSError if there is none."""
     made = socket.create_connection((host, int(port)), _CONNECT_S)
-    made.sendall(f"{secret} {place}\n".encode())
+    made.sendall(_HELLO.pack(secret.encode(), place))
     return [_Line(made, 0)]
+
+
+def _hello(made: socket.socket) -> bytes:
+    """What a newcomer says; zeros if that is too little, or comes too late."""
+    said, end = b"", time.monotonic() + _HELLO_S
+    with suppress(OSError):
+        while len(said) < _HELLO.size:
+            made.settimeout(max(0.001, end - time.monotonic()))
+            got = made.recv(_HELLO.size - len(said))
+            if not got:
+                break
+            said += got
+    return said.ljust(_HELLO.size, b"\0")
 
 
 class _Line:
@@ -94,6 +108,10 @@ class _Line:
     def __init__(self, connection: socket.socket, place: int) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.socket, self.place = connection, place
         self._out, self._in = bytearray(), bytearray()
 
@@ -112,16 +130,19 @@ class _Line:
         return not self._out
 
     def take(self) -> bytearray | None:
-        """The next message, once all of it is here; raises ConnectionError at the connection's end."""
+        """The next message, once all of it is here; raises ConnectionError at the connection's end.
+
+        What comes after it stays in the connection: a selector does not see what was taken out.
+        """
         while True:
-            if len(self._in) >= _LENGTH.size:
-                end = _LENGTH.size + _LENGTH.unpack_from(self._in)[0]
-                if len(self._in) >= end:
-                    message = self._in[_LENGTH.size : end]
-                    del self._in[:end]
+            end = _LENGTH.size
+            if len(self._in) >= end:
+                end += _LENGTH.unpack_from(self._in)[0]
+                if len(self._in) == end:
+                    message, self._in = self._in[_LENGTH.size :], bytearray()
                     return message
             try:
-                got = self.socket.recv(1 << 16)
+                got = self.socket.recv(end - len(self._in))
             except BlockingIOError:
                 return None
             if not got:
@@ -151,18 +172,20 @@ class Star:
         self._whole = True
         """Whether no interrupt came in the middle of a message."""
         self._broken = ""
-        self._gone: int | None = None
+        self._untold = b""
+        """To the other ranks, since a rank has gone, or gives up."""
+        self.lost: int | None = None
+        """The rank that has gone."""
         _stars.add(self)
         self._end = weakref.finalize(self, _close, self._selector, lines)
 
     def start(self, own: bytes) -> Turn:
         """Send this rank's message, once the turns before it are done."""
-        turn = Turn(self, own)
+        turn, whole, self._whole = Turn(self, own), self._whole, False
         self._turns.append(turn)
-        if self._place and len(self._turns) == 1 and self._whole:
-            self._whole = False
+        if self._place and len(self._turns) == 1:
             self._tell(self._lines[0], own)
-            self._whole = True
+        self._whole = whole
         return turn
 
     def advance(self, turn: Turn, seconds: float) -> bool:
@@ -181,14 +204,22 @@ class Star:
             unsent, self._unsent = self._unsent, []
             for line in unsent:
                 self._tell(line)
-            if self._gone is not None:
-                self._tell_of_it()
+            if self._broken and not self._place:  # after what they still get
+                for line in self._lines:
+                    self._tell(line, self._untold)
             self._whole = True
         return True
 
     def close(self, why: str) -> None:
-        """End the connections: the others see it, at once or when they come."""
-        self._broken = why
+        """Give up: the others see it, at once or when they come."""
+        for line in self._lines if self._end.alive else ():
+            with suppress(OSError):
+                line.send()
+        self.drop(why)
+
+    def drop(self, why: str) -> None:
+        """Close the connections without a word."""
+        self._broken = self._broken or why
         self._end()
 
     def _hear(self, line: _Line) -> None:
@@ -197,13 +228,18 @@ class Star:
         except OSError:
             self._lose(line.place)
             return
-        if message is None:
+        if message is None or self._broken:
             return
-        if not self._place:
+        if not message:
+            self._broken = _WHY
+        elif self._place:
+            self._get(message)
+        else:
             self._said[line.place] = message
             if len(self._said) == len(self._lines):
                 self._answer()
-            return
+
+    def _get(self, message: bytearray) -> None:
         (size,) = _LENGTH.unpack_from(message)
         if size < 0:
             self._lose(-size - 1)
@@ -211,7 +247,7 @@ class Star:
         turn = self._turns.popleft()
         turn.size, turn.rows = size, message[_LENGTH.size :]
         if self._turns:
-            self._tell(line, self._turns[0].own)
+            self._tell(self._lines[0], self._turns[0].own)
 
     def _answer(self) -> None:
         turn = self._turns.popleft()
@@ -236,13 +272,8 @@ class Star:
     def _lose(self, place: int) -> None:
         """A rank has gone, and no turn can end any more."""
         if not self._broken:
-            self._broken, self._gone = f"Connection closed by rank {self._ranks[place]}", place
-
-    def _tell_of_it(self) -> None:
-        """Let the others know, after what they still get."""
-        told, self._gone = _LENGTH.pack(-1 - (self._gone or 0)), None
-        for line in [] if self._place else self._lines:
-            self._tell(line, told)
+            self.lost, self._untold = self._ranks[place], _LENGTH.pack(-1 - place)
+            self._broken = f"Connection closed by rank {self.lost}"
 
 
 def _close(selector: selectors.BaseSelector, lines: list[_Line]) -> None:
@@ -254,7 +285,7 @@ def _close(selector: selectors.BaseSelector, lines: list[_Line]) -> None:
 def _close_all() -> None:
     """In a forked process, whose copies of the connections would outlive its parent."""
     for star in list(_stars):
-        star.close("this process was forked from a rank")
+        star.drop("this process was forked from a rank")
 
 
 if hasattr(os, "register_at_fork"):

@@ -84,13 +84,37 @@ def test_a_rank_that_goes_is_named_to_all_that_wait_and_that_come_later(gone, se
         all_take(made, threads, [b"a", b"b", b"c"])
         if sent:
             made[gone].start(b"d")
-        made[gone].close("gone")
+        made[gone].drop("the process ends")
         others = [one for at, one in enumerate(made) if at != gone]
         found = [threads.submit(take_turn, one, b"d").exception for one in others]
         first = {str(exception(SECONDS)) for exception in found}  # it may still end, if all have sent
         assert first == {f"Connection closed by rank {10 + gone}"} or (sent and first == {"None"})
         found = [threads.submit(take_turn, one, b"d").exception for one in others]
         assert {str(exception(SECONDS)) for exception in found} == {f"Connection closed by rank {10 + gone}"}
+        assert {one.lost for one in others} == {10 + gone}
+
+
+@pytest.mark.parametrize("tired", [0, 1, 2])
+def test_a_rank_that_gives_up_is_not_taken_for_lost(tired):
+    with stars(3) as (made, threads):
+        all_take(made, threads, [b"a", b"b", b"c"])
+        made[tired].close("too long")
+        others = [one for at, one in enumerate(made) if at != tired]
+        found = [threads.submit(take_turn, one, b"d").exception for one in others]
+        assert {str(exception(SECONDS)) for exception in found} == {"not all ranks are here"}
+        assert {one.lost for one in others} == {None}
+
+
+def test_that_a_rank_has_gone_is_seen_behind_the_answer_to_the_turn_before():
+    with stars(3) as (made, _):
+        turns = [one.start(b"x") for one in made]
+        assert turns[0].is_done(SECONDS)
+        made[2].drop("the process ends")
+        with pytest.raises(ConnectionError):
+            made[0].start(b"y").is_done(SECONDS)
+        assert turns[1].is_done(SECONDS)
+        with pytest.raises(ConnectionError, match="Connection closed by rank 12"):
+            made[1].start(b"y").is_done(SECONDS)
 
 
 def test_an_interrupt_in_the_middle_of_a_message_is_not_taken_for_one_between_them():
@@ -141,7 +165,7 @@ def test_the_copies_of_a_forked_process_do_not_keep_connections_open():
             there.recv(1)  # until the parent has seen the end
             os._exit(0)
         try:
-            made[1].close("gone")
+            made[1].drop("the process ends")
             with pytest.raises(ConnectionError, match="Connection closed by rank 11"):
                 made[0].start(b"x").is_done(SECONDS)
         finally:
