@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from unittest import mock
@@ -160,7 +161,9 @@ def test_who_does_not_come_is_waited_for_only_so_long():
 def test_the_copies_of_a_forked_process_do_not_keep_connections_open():
     with stars(2) as (made, _):
         here, there = socket.socketpair()
-        child = os.fork()
+        with warnings.catch_warnings():  # Python 3.12 warns of the threads that this test has
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
         if not child:
             there.recv(1)  # until the parent has seen the end
             os._exit(0)
