@@ -1,7 +1,8 @@
 """`Star`: connections of a group's ranks to its first one, through which all get what each of them sends.
 
-By sockets of its own: a message is there in some 40 us, where gloo's all_gather takes 300, since it wakes
-three threads on each side. A rank that ends closes its connections, so that the others know at once.
+By sockets of its own: a message is there and back in some 40 us, where gloo's all_gather takes 300 (measured:
+benchmarks/results/2026-11-25-frames.md). A rank that ends closes its connections: whoever waits sees it, the
+others once the first rank waits.
 """
 
 from __future__ import annotations
