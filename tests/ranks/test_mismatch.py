@@ -941,6 +941,7 @@ def interrupted_while_opening():
             fabric.all_reduce(1.0, group=group)
         signal.signal(signal.SIGALRM, before)
         store.set("test/opening", "")
+        time.sleep(0.5)  # the other rank comes first, and must not find what this one has left
     else:
         store.wait(["test/opening"])
     return [fabric.all_reduce(float(rank + i), group=group, reduce_op="sum").item() for i in range(3)]
