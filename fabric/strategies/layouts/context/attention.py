@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import packs_saved_tensors
-from fabric.utilities.sequence import Part, enter_part
+from fabric.utilities.sequence import seeing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,24 +45,10 @@ def called() -> Iterator[None]:
 
 
 @contextmanager
-def alone(length: int) -> Iterator[None]:
-    """Context in which regions work on the whole of a sequence, each rank by itself."""
-    before = enter_part(Part(length, 0, 1))
-    try:
-        yield
-    finally:
-        enter_part(before)
-
-
-@contextmanager
 def divided(exchange: Exchange) -> Iterator[None]:
     """Context in which modules work on this rank's part, and torch's attention looks at the whole."""
-    before = enter_part(exchange.part)
-    try:
-        with _Attention(exchange):
-            yield
-    finally:
-        enter_part(before)
+    with seeing(exchange.part), _Attention(exchange):
+        yield
 
 
 class _Attention(TorchFunctionMode):

@@ -15,11 +15,11 @@ from fabric.core.errors import FabricError, UsageError
 from fabric.core.torch_internals import groups_inside, ungathered
 from fabric.core.tree import flatten
 from fabric.strategies.layouts.agree import on_any_rank
-from fabric.strategies.layouts.context.attention import alone, divided
+from fabric.strategies.layouts.context.attention import divided
 from fabric.strategies.layouts.context.call import noise
 from fabric.strategies.layouts.context.exchange import Exchange
 from fabric.strategies.layouts.trial import difference, untouched
-from fabric.utilities.sequence import Part
+from fabric.utilities.sequence import Part, seeing
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -152,7 +152,7 @@ def _run(module: Module, call: DividedCall, mode: Trial, exchange: Exchange | No
     before = {path: dict(vars(inner)) for path, inner in modules.items()}
     with untouched(list(modules.values()), mode.device):
         if exchange is None:
-            with alone(call.length), mode:
+            with seeing(Part(call.length, 0, 1)), mode:
                 output = module.forward(*call.whole[0], **call.whole[1])
         else:
             args, kwargs = call.divided(exchange)
