@@ -17,6 +17,7 @@ from fabric.strategies.layouts.context.attention import called, divided
 from fabric.strategies.layouts.context.call import DividedCall
 from fabric.strategies.layouts.context.exchange import Exchange
 from fabric.strategies.layouts.context.trial import try_parts
+from fabric.utilities.compile import eager
 from fabric.utilities.random_stream import RandomStream
 from fabric.utilities.sequence import Part, current_part
 
@@ -75,17 +76,12 @@ class Region:
             if inner is module or _may_attend(inner):
                 inner.__dict__["forward"] = _Forward(self, inner, inner is module)
 
+    @eager  # torch's compiler would take apart what goes to other ranks; what is compiled inside stays so
     def run(self, module: Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The output of the module for the whole sequence; on all ranks."""
         channel = self.row.channel
         if channel is None or current_part() is not None:
             return call(*args, **kwargs)
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            raise UsageError(
-                f"{self.name} is compiled, and ContextParallel cannot divide it: attention goes to other "
-                "ranks inside. Compile modules without attention in it (block.mlp.compile()), or leave "
-                "torch.compile out."
-            )
         parts = DividedCall(call, self.name, args, kwargs, self.row.seq_dim, self.row.seq_dims)
         place, count = self.row.place
         if parts.length < 2 * count:
