@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.errors import ArgumentTypeError
 from fabric.plugins.precision.mixed import MixedPrecision
 from fabric.strategies.layouts.local_steps import LocalSteps
+from fabric.strategies.layouts.rows import check_number
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.strategies.strategy import Strategy
 
@@ -69,12 +70,7 @@ class LocalSGDStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if not isinstance(sync_every, int) or isinstance(sync_every, bool):
-            raise ArgumentTypeError(
-                f"sync_every={sync_every!r} must be a number of steps, for example sync_every=16."
-            )
-        if sync_every < 1:
-            raise ConfigurationError(f"sync_every={sync_every} ends no round. Write 1 (every step) or more.")
+        check_number("sync_every", sync_every)
         if outer_optimizer is not None and not callable(outer_optimizer):
             raise ArgumentTypeError(
                 f"outer_optimizer={type(outer_optimizer).__name__}(...) must be a function that makes one, "

@@ -188,16 +188,6 @@ class ParallelStrategy(Strategy):
         part.install(module, regions)
         return wrapped
 
-    def forward_plan(self, module: Module, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """What `model(x)` runs: `call`, or what the layout says, with what is added.
-
-        Raises:
-            UsageError: The model is compiled, under ContextParallel.
-        """
-        if self.context_parallel is not None:
-            self.context_parallel.check_forward(module)
-        return super().forward_plan(module, call)
-
     def _join_ranks(self) -> None:
         share_cores(self.topology.local_world_size)
         if not dist.is_initialized():

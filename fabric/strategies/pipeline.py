@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.errors import ConfigurationError
 from fabric.strategies.layouts.pipeline.cut import checked_balance
 from fabric.strategies.layouts.pipeline.layout import Pipeline
 from fabric.strategies.layouts.pipeline.stage import CHECKPOINT
+from fabric.strategies.layouts.rows import check_number
 from fabric.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ class PipelineStrategy(ParallelStrategy):
         startup_timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
-        _check_number("num_stages", num_stages)
-        _check_number("num_microbatches", num_microbatches)
+        for name, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
+            if number is not None:
+                check_number(name, number)
         if checkpoint not in CHECKPOINT:
             raise ConfigurationError(
                 f"checkpoint={checkpoint!r} is not one of {', '.join(map(repr, CHECKPOINT))}."
@@ -113,12 +115,3 @@ class PipelineStrategy(ParallelStrategy):
         """
         self.layout.stages_of(len(plan.devices) * plan.num_nodes)
         super().bind(plan)
-
-
-def _check_number(name: str, value: Any) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{name}={value!r} must be a whole number, or None.")
-    if value < 1:
-        raise ConfigurationError(f"{name}={value!r} must be 1 or more.")

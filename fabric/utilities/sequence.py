@@ -6,6 +6,7 @@ Without context parallelism, and outside of the modules that it divides, a part 
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from fabric.core.errors import UsageError
 from fabric.core.torch_internals import backward_pass
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 
@@ -75,12 +78,15 @@ def current_part() -> Part | None:
     return _here.part
 
 
-def enter_part(part: Part | None) -> Part | None:
-    """Make `part` the current one in this thread; gives the one before, which goes back here at the end."""
+@contextmanager
+def seeing(part: Part) -> Iterator[None]:
+    """Context in which modules see this part, in this thread."""
     before, _here.part = _here.part, part
-    if part is not None:
-        _last[:] = [part]
-    return before
+    _last[:] = [part]
+    try:
+        yield
+    finally:
+        _here.part = before
 
 
 def last_part() -> Part | None:

@@ -345,9 +345,9 @@ def test_an_optimizer_that_was_not_set_up_is_refused(ranks):
 @pytest.mark.parametrize(
     ("given", "kind", "text"),
     [
-        ({"sync_every": 0}, ConfigurationError, "sync_every=0 ends no round. Write 1 (every step) or more."),
-        ({"sync_every": 2.5}, ArgumentTypeError, "sync_every=2.5 must be a number of steps, for example"),
-        ({"sync_every": True}, ArgumentTypeError, "sync_every=True must be a number of steps"),
+        ({"sync_every": 0}, ConfigurationError, "sync_every=0 must be 1 or more."),
+        ({"sync_every": 2.5}, ArgumentTypeError, "sync_every=2.5 must be a whole number"),
+        ({"sync_every": True}, ArgumentTypeError, "sync_every=True must be a whole number"),
         (
             {"outer_optimizer": SGD([torch.ones(1)])},
             ArgumentTypeError,

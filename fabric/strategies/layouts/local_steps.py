@@ -8,7 +8,6 @@ arXiv 1805.09767; Douillard et al., arXiv 2311.08105.
 from __future__ import annotations
 
 import gc
-import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -67,11 +66,11 @@ class Round:
 
     def __init__(self, optimizer: Optimizer, outer: Callable[[list[Tensor]], Optimizer] | None) -> None:
         self.steps = 0
-        self._optimizer = weakref.ref(optimizer)
         self.alike: list[Tensor] = []
         self.outer: Optimizer | None = None
         if outer is not None:
-            self.alike = [torch.nn.Parameter(p.detach().clone(), _has_mean(p)) for p in self.parameters]
+            held = _parameters(optimizer)
+            self.alike = [torch.nn.Parameter(p.detach().clone(), _has_mean(p)) for p in held]
             self.outer = outer(self.alike)
             if not isinstance(self.outer, torch.optim.Optimizer):
                 raise ArgumentTypeError(
@@ -80,89 +79,45 @@ class Round:
                     "nesterov=True)."
                 )
 
-    @property
-    def optimizer(self) -> Optimizer:
-        """The user's, which holds this round, and has other groups and states after a load."""
-        return self._optimizer()  # type: ignore[return-value]
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """All that the optimizer has now."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def entries(self) -> list[dict[str, Any]]:
-        """Of each parameter: what the optimizer knows of it, a `_Mean` for what is averaged."""
-        known = [(p, self.optimizer.state.get(p, {})) for p in self.parameters]
-        return [{key: _told(key, value, p) for key, value in entry.items()} for p, entry in known]
-
-    def take(self, ranks: list[list[dict[str, Any]]]) -> list[tuple[Tensor, float]]:
-        """Take in the entries of all ranks: what is averaged stands in all then, zeros where it was missing;
-        all else is the first rank's that has it. Gives what is averaged, and the part of ranks that had it.
-        """
-        averaged = []
-        for parameter, entries in zip(self.parameters, zip(*ranks, strict=True), strict=True):
-            for key, value in {key: v for entry in reversed(entries) for key, v in entry.items()}.items():
-                own = self.optimizer.state[parameter]
-                if not isinstance(value, _Mean):
-                    own[key] = value
-                    continue
-                if key not in own:
-                    own[key] = torch.zeros(value.shape, dtype=value.dtype, device=parameter.device)
-                averaged.append((own[key], sum([key in entry for entry in entries]) / len(ranks)))
-        return averaged
-
     @torch.no_grad()
-    def begin(self, loaded: set[Tensor]) -> None:
-        """From the values that these parameters have now, on all ranks."""
-        if not loaded.isdisjoint(self.parameters):
-            self.steps = 0
-        for before, parameter in zip(self.alike, self.parameters, strict=False):
-            if parameter in loaded:
-                before.copy_(parameter)
-
-    @torch.no_grad()
-    def go_on(self) -> None:
+    def go_on(self, parameters: list[Tensor]) -> None:
         """From the mean of all ranks, which the parameters hold now."""
         self.steps = 0
         if self.outer is None:
             return
-        for before, parameter in zip(self.alike, self.parameters, strict=True):
+        for before, parameter in zip(self.alike, parameters, strict=True):
             before.grad = before - parameter if _has_mean(parameter) else None
         self.outer.step()
-        for before, parameter in zip(self.alike, self.parameters, strict=True):
+        for before, parameter in zip(self.alike, parameters, strict=True):
             before.grad = None
             parameter.copy_(before)
 
 
-def _parameters(optimizer: Any) -> set[Any]:
-    return {p for group in optimizer.param_groups for p in group["params"]}
+def _parameters(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-class OnlySetUp:
-    """Refuses steps of optimizers that hold parameters of set-up modules but those that setup gave back."""
+def _entries(optimizer: Any) -> list[dict[str, Any]]:
+    """Of each parameter: what the optimizer knows of it, a `_Mean` for what is averaged."""
+    known = [(p, optimizer.state.get(p, {})) for p in _parameters(optimizer)]
+    return [{key: _told(key, value, p) for key, value in entry.items()} for p, entry in known]
 
-    def __init__(self) -> None:
-        self.modules: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
-        self.optimizers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
-        self.end = watch_steps(self)
 
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Before a step of any optimizer in this process.
-
-        Raises:
-            UsageError: It would step with the gradients of this rank alone.
-        """
-        if optimizer in self.optimizers:
-            return
-        held = _parameters(optimizer)
-        if any([held <= _parameters(outside) for outside in self.optimizers]):
-            return  # a step that another one, around it, takes by it
-        if any([not held.isdisjoint(module.parameters()) for module in self.modules]):
-            raise UsageError(
-                f"{type(optimizer).__name__}.step() came from an optimizer that setup did not give back: it "
-                "knows of no other rank. Write model, optimizer = fabric.setup(model, optimizer), or "
-                "optimizer = fabric.setup_optimizers(optimizer)."
-            )
+def _take(optimizer: Any, ranks: list[list[dict[str, Any]]]) -> list[tuple[Tensor, float]]:
+    """Take in the entries of all ranks: what is averaged stands in all then, zeros where it was missing; all
+    else is the first rank's that has it. Gives what is averaged, and the part of ranks that had it.
+    """
+    averaged = []
+    for parameter, entries in zip(_parameters(optimizer), zip(*ranks, strict=True), strict=True):
+        for key, value in {key: v for entry in reversed(entries) for key, v in entry.items()}.items():
+            own = optimizer.state[parameter]
+            if not isinstance(value, _Mean):
+                own[key] = value
+                continue
+            if key not in own:
+                own[key] = torch.zeros(value.shape, dtype=value.dtype, device=parameter.device)
+            averaged.append((own[key], sum([key in entry for entry in entries]) / len(ranks)))
+    return averaged
 
 
 class LocalSteps(Whole):
@@ -178,25 +133,42 @@ class LocalSteps(Whole):
 
     def __init__(self, sync_every: int, outer_optimizer: Callable[[list[Tensor]], Optimizer] | None) -> None:
         self.sync_every, self.outer_optimizer = sync_every, outer_optimizer
-        self._steps = OnlySetUp()
+        self._modules: WeakKeyDictionary[Module, None] = WeakKeyDictionary()
         self._rounds: WeakKeyDictionary[Optimizer, Round] = WeakKeyDictionary()
+        self._stepping: list[Optimizer] = []
+        """Those that setup gave back and that are in a step now, the innermost one last."""
+        self._unwatch = watch_steps(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"sync_every": self.sync_every, "outer_optimizer": self.outer_optimizer}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.sync_every, self.outer_optimizer)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module, with rank zero's values on all ranks. All ranks must call this."""
         if topology.world_size > 1:
             broadcast_from_zero([*module.parameters(), *module.buffers()])
-        self._steps.modules[module] = None
+        self.adopt(module)
         return module
 
     def adopt(self, wrapped: Module) -> None:
         """See the base: its buffers are averaged, and its optimizers watched."""
-        self._steps.modules[wrapped] = None
+        self._modules[wrapped] = None
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Before a step of any optimizer in this process.
+
+        Raises:
+            UsageError: It holds parameters of set-up modules, was not set up, and is no part of one that was:
+                it would step with the gradients of this rank alone.
+        """
+        held = {*_parameters(optimizer)}
+        if any([held <= {*_parameters(outside)} for outside in self._stepping]):
+            return
+        if any([not held.isdisjoint(module.parameters()) for module in self._modules]):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() came from an optimizer that setup did not give back: it "
+                "knows of no other rank. Write model, optimizer = fabric.setup(model, optimizer), or "
+                "optimizer = fabric.setup_optimizers(optimizer)."
+            )
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer, whose first round begins."""
@@ -221,14 +193,14 @@ class LocalSteps(Whole):
         which all ranks must do.
         """
         held = self._round_of(optimizer)
-        self._steps.optimizers[optimizer] = None
+        self._stepping.append(optimizer)
         try:
             yield
         finally:
-            del self._steps.optimizers[optimizer]
+            self._stepping.pop()
         held.steps += 1
         if held.steps == self.sync_every:
-            self._end([held])
+            self._end({optimizer: held})
 
     def end_rounds(self) -> None:
         """Let all ranks go on from one state, also of their optimizers: moments become the means of the ranks
@@ -236,14 +208,14 @@ class LocalSteps(Whole):
         """
         if len(self._rounds) > 1:
             gc.collect()  # what is garbage must be so on all ranks
-        rounds = list(self._rounds.values())
-        mine = [(held.steps, held.entries()) for held in rounds]
+        rounds = dict(self._rounds)
+        mine = [(held.steps, _entries(optimizer)) for optimizer, held in rounds.items()]
         told = [mine] if self.channel is None else gather_objects(mine, self.channel, "end of a round")
         averaged = []
-        for held, *ranks in zip(rounds, *told, strict=True):
+        for (optimizer, held), *ranks in zip(rounds.items(), *told, strict=True):
             held.steps = max([steps for steps, _ in ranks])
-            averaged += held.take([entries for _, entries in ranks])
-        self._end([held for held in rounds if held.steps], [tensor for tensor, _ in averaged])
+            averaged += _take(optimizer, [entries for _, entries in ranks])
+        self._end({o: held for o, held in rounds.items() if held.steps}, [tensor for tensor, _ in averaged])
         for tensor, part in averaged:
             if part < 1:
                 tensor /= part
@@ -255,9 +227,14 @@ class LocalSteps(Whole):
 
     def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
         """Load a full state dict; new rounds begin, from its values."""
-        told = super().load_module_state(module, state, strict)
-        for held in self._rounds.values():
-            held.begin({*module.parameters()})
+        told, loaded = super().load_module_state(module, state, strict), {*module.parameters()}
+        for optimizer, held in self._rounds.items():
+            parameters = _parameters(optimizer)
+            if not loaded.isdisjoint(parameters):
+                held.steps = 0
+            for before, parameter in zip(held.alike, parameters, strict=False):
+                if parameter in loaded:
+                    before.data.copy_(parameter)
         return told
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -276,7 +253,7 @@ class LocalSteps(Whole):
 
     def teardown(self) -> None:
         """See the base."""
-        self._steps.end()
+        self._unwatch()
 
     def _round_of(self, optimizer: Optimizer) -> Round:
         return self._rounds.get(optimizer) or self._begin(optimizer)  # a copy of one that was set up
@@ -287,15 +264,15 @@ class LocalSteps(Whole):
             broadcast_from_zero(held.alike)  # others' steps may have moved what it takes
         return held
 
-    def _end(self, rounds: list[Round], moments: Sequence[Tensor] = ()) -> None:
-        parameters = dict.fromkeys([p for held in rounds for p in held.parameters])
+    def _end(self, rounds: dict[Optimizer, Round], moments: Sequence[Tensor] = ()) -> None:
+        parameters = dict.fromkeys([p for optimizer in rounds for p in _parameters(optimizer)])
         shared = [*parameters, *moments]
-        for module in self._steps.modules:
+        for module in self._modules:
             if not parameters.keys().isdisjoint(module.parameters()):
                 shared += module.buffers()
         shared = [tensor for tensor in dict.fromkeys(shared) if _has_mean(tensor)]
         if shared and self.channel is not None and self.channel.world_size > 1:
             with torch.no_grad():
                 reduce_tree(shared, "mean", self.channel, label="end of a round")
-        for held in rounds:
-            held.go_on()
+        for optimizer, held in rounds.items():
+            held.go_on(_parameters(optimizer))

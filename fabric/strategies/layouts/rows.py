@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import ConfigurationError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,6 +27,19 @@ class InRows:
     def data_group(self) -> ProcessGroup | None:
         """The ranks that see different data."""
         return across_rows(self.mesh)
+
+
+def check_number(name: str, value: Any, least: int = 1) -> None:
+    """Raise unless the argument is a whole number.
+
+    Raises:
+        ArgumentTypeError: It is none.
+        ConfigurationError: It is less than `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name}={value!r} must be a whole number.")
+    if value < least:
+        raise ConfigurationError(f"{name}={value!r} must be {least} or more.")
 
 
 def check_rows(size: int, world_size: int, rows: str, instead: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +13,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import UsageError
-from fabric.strategies.layouts.context.kept import KeptParts
+from fabric.core.torch_internals import packs_saved_tensors
+from fabric.utilities.sequence import seeing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -23,17 +26,36 @@ if TYPE_CHECKING:
 HEADS = inspect.signature(F.multi_head_attention_forward)
 
 
-class Attention(TorchFunctionMode):
-    """While this is entered, torch's attention looks at the whole sequence.
+class _Called(threading.local):
+    wanted = False
+    """Whether gradients were wanted where the innermost module began that runs now."""
 
-    Args:
-        exchange: The ranks, and who has which part.
-        may_go_back: Whether gradients were wanted where the innermost module began.
-    """
 
-    def __init__(self, exchange: Exchange, may_go_back: Callable[[], bool] | None = None) -> None:
+_called = _Called()
+
+
+@contextmanager
+def called() -> Iterator[None]:
+    """Context of a module's forward, of which all that may call attention have one."""
+    before, _called.wanted = _called.wanted, torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        _called.wanted = before
+
+
+@contextmanager
+def divided(exchange: Exchange) -> Iterator[None]:
+    """Context in which modules work on this rank's part, and torch's attention looks at the whole."""
+    with seeing(exchange.part), _Attention(exchange):
+        yield
+
+
+class _Attention(TorchFunctionMode):
+    """While this is entered, torch's attention looks at the whole sequence."""
+
+    def __init__(self, exchange: Exchange) -> None:
         super().__init__()
-        self._may_go_back = may_go_back
         self._own: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: partial(_attend, exchange),
             F.multi_head_attention_forward: partial(_attend_in_heads, exchange),
@@ -44,7 +66,7 @@ class Attention(TorchFunctionMode):
         own = self._own.get(func)
         if own is None:
             return func(*args, **(kwargs or {}))
-        if not torch.is_grad_enabled() and self._may_go_back is not None and self._may_go_back():
+        if _called.wanted and not torch.is_grad_enabled():
             raise UsageError(
                 "Attention was called without gradients, inside of a module that was called with them: by "
                 "torch.utils.checkpoint(function, use_reentrant=True), which calls the function again where "
@@ -70,20 +92,39 @@ def _attend(
     _check_lengths("scaled_dot_product_attention", exchange, query, (key, value), -2)
     own = [key, value]
     key, value = exchange.see(own, -2)
-    kept = KeptParts(exchange, own, [key, value], -2)
-    with kept.context():
-        if not is_causal or attn_mask is not None:  # both together torch refuses, in its own words
-            mask = _own_rows(attn_mask, exchange)
-            return F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **kwargs)
-        outputs, first = [], 0
-        for start, end in part.own:
-            rows = query.narrow(-2, first, end - start)
+    if not is_causal or attn_mask is not None:  # both together torch refuses, in its own words
+        mask = _own_rows(attn_mask, exchange)
+        out = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **kwargs)
+    else:
+        each, pieces = [], query.split([end - start for start, end in part.own], -2)
+        for rows, (start, end) in zip(pieces, part.own, strict=True):
             seen = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
-            make = partial(_causal, end - start, end, query)
-            with kept.making(make(), make) as mask:
-                outputs.append(F.scaled_dot_product_attention(rows, *seen, mask, dropout_p, **kwargs))
-            first += end - start
-    return torch.cat(outputs, -2)
+            mask = _causal(exchange, end - start, end, query)
+            each.append(F.scaled_dot_product_attention(rows, *seen, mask, dropout_p, **kwargs))
+        out = torch.cat(each, -2)
+    if out.requires_grad and not packs_saved_tensors():  # which keeps nothing, or has it elsewhere
+        _lend([key, value], lambda: exchange.gather(own, -2), out)
+    return out
+
+
+def _lend(tensors: list[Tensor], make: Callable[[], list[Tensor]], out: Tensor) -> None:
+    """Let the memory go of tensors of which `out` was made: a backward makes them again for itself."""
+    held = [tensor.data for tensor in tensors]  # without the graph, and without counting changes
+
+    def empty(*_: Any) -> None:
+        for tensor in held:
+            tensor.untyped_storage().resize_(0)
+
+    def fill(_: Any) -> None:
+        for tensor, again in zip(held, make(), strict=True):
+            tensor.untyped_storage().resize_(again.nbytes)
+            tensor.copy_(again)
+
+    empty()
+    out.register_hook(fill)
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(empty)
 
 
 def _attend_in_heads(exchange: Exchange, *args: Any, **kwargs: Any) -> Any:
@@ -129,14 +170,17 @@ def _in_autocast(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _causal(rows: int, keys: int, like: Tensor) -> Any:
+def _causal(exchange: Exchange, rows: int, keys: int, like: Tensor) -> Any:
     """Each of the last `rows` queries sees the keys up to its own."""
     if like.device.type == "cuda":
         from torch.nn.attention.bias import causal_lower_right
 
         return causal_lower_right(rows, keys)  # the fused kernels know it, and need no memory for it
-    hidden = torch.full((rows, keys), -torch.inf, dtype=like.dtype, device=like.device)
-    return hidden.triu_(keys - rows + 1)
+    known = (rows, keys, like.dtype)
+    if known not in exchange.masks:
+        hidden = torch.full((rows, keys), -torch.inf, dtype=like.dtype, device=like.device)
+        exchange.masks[known] = hidden.triu_(keys - rows + 1)
+    return exchange.masks[known]
 
 
 def _own_rows(mask: Tensor | None, exchange: Exchange) -> Tensor | None:

@@ -11,10 +11,9 @@ from fabric.core.errors import UsageError
 from fabric.core.tree import flatten, iter_paths, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
-    from torch.nn import Module
 
     from fabric.strategies.layouts.context.exchange import Exchange
     from fabric.strategies.layouts.parts import Call
@@ -27,7 +26,7 @@ class DividedCall:
     """One call's arguments.
 
     Args:
-        module: What is called.
+        forward: What is called.
         name: Of the module, for messages.
         args: Positional arguments.
         kwargs: Keyword arguments.
@@ -40,7 +39,7 @@ class DividedCall:
 
     def __init__(
         self,
-        module: Module,
+        forward: Callable[..., Any],
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -49,7 +48,7 @@ class DividedCall:
     ) -> None:
         self.name, self.seq_dim = name, seq_dim
         self.whole: Call = (args, kwargs)
-        names = _names(module, len(args))
+        names = _names(forward, len(args))
         self.leaves, self.spec = flatten(self.whole)
         owners = [
             name
@@ -172,10 +171,10 @@ def noise(like: Tensor, seed: int) -> Tensor:
     return made.to(like.dtype)
 
 
-def _names(module: Module, count: int) -> list[str]:
-    """The names of the first `count` parameters of its forward."""
+def _names(forward: Callable[..., Any], count: int) -> list[str]:
+    """The names of its first `count` parameters."""
     try:
-        parameters = list(inspect.signature(module.forward).parameters.values())
+        parameters = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):
         parameters = []
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

@@ -8,9 +8,10 @@ Gradients of a row's ranks are kept so that the mean over all ranks, which those
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm, backward_pass
 from fabric.core.tree import flatten
 from fabric.plugins.collectives.channel import Channel
@@ -18,8 +19,8 @@ from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.strategies.layouts.alike import Alike
 from fabric.strategies.layouts.blocks import check_policy, choose_blocks
 from fabric.strategies.layouts.context.region import Region, Row
-from fabric.strategies.layouts.rows import across_rows, along_row, check_rows, make_rows, row_of
-from fabric.utilities.compile import is_compiled
+from fabric.strategies.layouts.rows import across_rows, along_row, check_number, check_rows, make_rows, row_of
+from fabric.utilities.compile import eager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -72,15 +73,17 @@ class ContextParallel:
         seq_dim: int = 1,
         seq_dims: Mapping[str, int | None] | None = None,
     ) -> None:
-        _check_whole_number("size", size, least=1)
-        _check_whole_number("seq_dim", seq_dim, least=0)
+        if size is not None:
+            check_number("size", size)
+        check_number("seq_dim", seq_dim, least=0)
         check_policy(blocks, "blocks")
         if isinstance(blocks, set | frozenset | list | tuple) and not blocks:
             raise ConfigurationError(
                 "blocks is empty, so nothing would be divided. Write {TransformerBlock}."
             )
         for name, dim in dict(seq_dims or {}).items():
-            _check_whole_number(f"seq_dims[{name!r}]", dim, least=0)
+            if dim is not None:
+                check_number(f"seq_dims[{name!r}]", dim, least=0)
         self.size, self.blocks = size, blocks
         self.row = Row(seq_dim, dict(seq_dims or {}))
         """The ranks that share a sequence with this one."""
@@ -93,7 +96,8 @@ class ContextParallel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Groups belong to their process; a spawned rank joins anew.
-        return _made, (self.size, self.blocks, self.row.seq_dim, self.row.seq_dims)
+        again = partial(ContextParallel, blocks=self.blocks, seq_dim=self.row.seq_dim)
+        return partial(again, seq_dims=self.row.seq_dims), (self.size,)
 
     @property
     def data_rank(self) -> tuple[int, int] | None:
@@ -154,19 +158,6 @@ class ContextParallel:
         for part, name in regions.items():
             Region(self.row, name).install(part)
 
-    def check_forward(self, wrapped: Module) -> None:
-        """Raise if forwards would go through torch's compiler.
-
-        Raises:
-            UsageError: The model is compiled.
-        """
-        if self.row.channel is not None and is_compiled(wrapped):
-            raise UsageError(
-                "A compiled model cannot be divided by ContextParallel: attention in it goes to other ranks. "
-                "Compile modules without attention in it before fabric.setup (block.mlp.compile()), or "
-                "leave torch.compile out."
-            )
-
     def teardown(self) -> None:
         """Let go of the groups."""
         self.row.channel = self._mesh = None
@@ -178,6 +169,7 @@ class _Entrance:
     def __init__(self, alike: Alike | None) -> None:
         self._alike = alike
 
+    @eager
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._alike is not None and backward_pass() == -1:
             self._alike.meet("forward", *flatten((args, kwargs)))
@@ -203,16 +195,3 @@ def _check_modules(module: Module, name: str) -> None:
             "would be divided by counts in each rank's part of a sequence. Leave scale_grad_by_freq out, or "
             "name modules without them in ContextParallel(blocks=)."
         )
-
-
-def _made(size: Any, blocks: Any, seq_dim: Any, seq_dims: Any) -> ContextParallel:
-    return ContextParallel(size, blocks=blocks, seq_dim=seq_dim, seq_dims=seq_dims)
-
-
-def _check_whole_number(name: str, value: Any, least: int) -> None:
-    if value is None and name != "seq_dim":
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"ContextParallel({name}={value!r}): {name} must be a whole number.")
-    if value < least:
-        raise ConfigurationError(f"ContextParallel({name}={value!r}): {name} must be {least} or more.")

@@ -1,28 +1,28 @@
-"""`Region`: a module inside of which a sequence is divided. Hooks on the module and on those in it.
+"""`Region`: a module inside of which a sequence is divided. In place of its forward, and of those in it.
 
-Hooks, and not a forward of ours, so that copies of the model have them too, and refer to themselves.
+Each belongs to one module, so that copies of the model have their own, and refer to themselves.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import backward_pass
-from fabric.strategies.layouts.context.attention import Attention
+from fabric.strategies.layouts.context.attention import called, divided
 from fabric.strategies.layouts.context.call import DividedCall
 from fabric.strategies.layouts.context.exchange import Exchange
 from fabric.strategies.layouts.context.trial import try_parts
+from fabric.utilities.compile import eager
 from fabric.utilities.random_stream import RandomStream
-from fabric.utilities.sequence import Part, current_part, enter_part
+from fabric.utilities.sequence import Part, current_part
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable
 
     from torch.nn import Module
 
@@ -48,29 +48,6 @@ _TRIALS = 2
 """Forwards that are tried first; one alone may have been of a batch that is the same everywhere."""
 
 
-class _Entry(NamedTuple):
-    """A call that is running."""
-
-    module: Module
-    call: DividedCall | None
-    """None: it runs on what it was given."""
-    exchange: Exchange | None = None
-    entered: tuple[AbstractContextManager[Any], ...] = ()
-    before: Part | None = None
-    wanted: bool = False
-    """Whether gradients were wanted when it began."""
-
-
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.entries: list[_Entry] = []
-        self.trying = False
-        """Whether a trial runs, in which nothing but its own call is divided."""
-
-
-_stack = _Stack()
-
-
 class Region:
     """Divides what a module is called with, and joins what it returns.
 
@@ -94,59 +71,41 @@ class Region:
         return Region, (self.row, self.name)
 
     def install(self, module: Module) -> None:
-        """Put the hooks in place."""
-        module.register_forward_pre_hook(self.before, with_kwargs=True)
-        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        """Take the place of the forwards."""
         for inner in module.modules():
-            if inner is not module and _may_attend(inner):
-                inner.register_forward_pre_hook(self.before_again, with_kwargs=True)
-                inner.register_forward_hook(self.after_again, with_kwargs=True, always_call=True)
+            if inner is module or _may_attend(inner):
+                inner.__dict__["forward"] = _Forward(self, inner, inner is module)
 
-    def before(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward of the module begins."""
-        stack, channel = _stack.entries, self.row.channel
-        stack.append(_Entry(module, None, wanted=torch.is_grad_enabled()))
-        if channel is None or _stack.trying or current_part() is not None:
-            return None
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            raise _compiled(self.name)
-        call = DividedCall(module, self.name, args, kwargs, self.row.seq_dim, self.row.seq_dims)
-        place, count = self.row.place
-        if call.length < 2 * count:
-            self._note(None)
-            return None  # all ranks compute all of it
-        self._try(module, call)
-        exchange = Exchange(channel, Part(call.length, place, count))
-        self._note(exchange.part)
-        own = call.divided(exchange)
-        contexts = (self._stream()(), Attention(exchange, may_go_back=_may_go_back))
-        grad = torch.is_grad_enabled()
-        stack[-1] = _Entry(module, call, exchange, contexts, enter_part(exchange.part), grad)
-        for context in contexts:
-            context.__enter__()
-        return own
-
-    def after(self, module: Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """It has ended, with an output or with an error."""
-        entry = _pop(module)
-        if entry is None or entry.call is None or entry.exchange is None:
-            if entry is not None:
-                _leave(entry)
-            return None
-        random = self._stream()
-        random.look()
-        _leave(entry)
-        random.go_on()
-        return None if output is None else entry.call.join(output, entry.exchange)
-
-    def before_again(self, module: Module, args: Any, kwargs: Any) -> None:
-        """A module inside begins: if that is in a backward, it computes again what it did in a forward."""
-        if current_part() is not None:
-            _stack.entries.append(_Entry(module, None, wanted=torch.is_grad_enabled()))
-            return
+    @eager  # torch's compiler would take apart what goes to other ranks; what is compiled inside stays so
+    def run(self, module: Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The output of the module for the whole sequence; on all ranks."""
         channel = self.row.channel
-        if backward_pass() == -1 or _stack.trying or channel is None or not self._last:
-            return
+        if channel is None or current_part() is not None:
+            return call(*args, **kwargs)
+        parts = DividedCall(call, self.name, args, kwargs, self.row.seq_dim, self.row.seq_dims)
+        place, count = self.row.place
+        if parts.length < 2 * count:
+            self._note(None)
+            return call(*args, **kwargs)  # all ranks compute all of it
+        key = (module.training, parts.spec, tuple([str(dim) for dim in parts.dims]))
+        if self._tried[key] < _TRIALS:
+            try_parts(module, parts, channel, place, self._tried[key])
+            self._tried[key] += 1
+        exchange = Exchange(channel, Part(parts.length, place, count))
+        self._note(exchange.part)
+        own_args, own_kwargs = parts.divided(exchange)
+        self.random = self.random or RandomStream(place, channel.wire.device)
+        with self.random(), divided(exchange):
+            output = call(*own_args, **own_kwargs)
+            self.random.look()
+        self.random.go_on()
+        return parts.join(output, exchange)
+
+    def run_inside(self, module: Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The output of a module inside; if that is in a backward, it computes again what a forward did."""
+        channel = self.row.channel
+        if current_part() is not None or backward_pass() == -1 or channel is None or not self._last:
+            return call(*args, **kwargs)
         self._went_back = True
         part = self._last[-1]
         given = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
@@ -160,18 +119,9 @@ class Region:
                 "divides."
             )
         if part is None or part.size not in sizes:
-            return
-        exchange = Exchange(channel, part)
-        mode = Attention(exchange, may_go_back=_may_go_back)
-        _stack.entries.append(
-            _Entry(module, None, exchange, (mode,), enter_part(part), torch.is_grad_enabled())
-        )
-        mode.__enter__()  # type: ignore[no-untyped-call]
-
-    def after_again(self, module: Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A module inside has ended."""
-        if _stack.entries and _stack.entries[-1].module is module:
-            _leave(_stack.entries.pop())
+            return call(*args, **kwargs)
+        with divided(Exchange(channel, part)):
+            return call(*args, **kwargs)
 
     def _note(self, part: Part | None) -> None:
         """A forward begins through which a backward may go."""
@@ -183,44 +133,19 @@ class Region:
             if (part and part.length) not in [known and known.length for known in self._last]:
                 self._last.append(part)
 
-    def _try(self, module: Module, call: DividedCall) -> None:
-        key = (module.training, call.spec, tuple([str(dim) for dim in call.dims]))
-        if self._tried[key] >= _TRIALS or self.row.channel is None:
-            return
-        _stack.trying = True
-        try:
-            try_parts(module, call, self.row.channel, self.row.place[0], self._tried[key])
-        finally:
-            _stack.trying = False
-        self._tried[key] += 1
 
-    def _stream(self) -> RandomStream:
-        if self.random is None:
-            self.random = RandomStream(self.row.place[0], self.row.channel.wire.device)  # type: ignore[union-attr]
-        return self.random
+class _Forward:
+    """The forward of a region (`whole`), or of a module inside of one."""
 
+    def __init__(self, region: Region, module: Module, whole: bool) -> None:
+        self._run = region.run if whole else region.run_inside
+        self._module = module
+        self.__wrapped__ = module.forward
+        """The user's, whose signature is that of this."""
 
-def _may_go_back() -> bool:
-    """Whether gradients were wanted where the innermost module began that runs now."""
-    entries = _stack.entries
-    return bool(entries) and entries[-1].wanted
-
-
-def _pop(module: Module) -> _Entry | None:
-    """The entry of the module that has ended; those above it are left over from an error."""
-    entries = _stack.entries
-    if not any([entry.module is module for entry in entries]):
-        return None
-    while entries[-1].module is not module:
-        _leave(entries.pop())
-    return entries.pop()
-
-
-def _leave(entry: _Entry) -> None:
-    if entry.exchange is not None:
-        for context in reversed(entry.entered):
-            context.__exit__(None, None, None)
-        enter_part(entry.before)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with called():
+            return self._run(self._module, self.__wrapped__, args, kwargs)
 
 
 def _may_attend(module: Module) -> bool:
@@ -228,11 +153,4 @@ def _may_attend(module: Module) -> bool:
     return (
         not type(module).__module__.startswith("torch.nn.modules")
         or next(module.children(), None) is not None
-    )
-
-
-def _compiled(name: str) -> UsageError:
-    return UsageError(
-        f"{name} is compiled, and ContextParallel cannot divide it: attention goes to other ranks inside. "
-        "Compile modules without attention in it (block.mlp.compile()), or leave torch.compile out."
     )

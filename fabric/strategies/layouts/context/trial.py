@@ -13,12 +13,13 @@ from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import FabricError, UsageError
 from fabric.core.torch_internals import groups_inside, ungathered
-from fabric.core.tree import flatten, map_tree
-from fabric.strategies.layouts.context.attention import HEADS, Attention
+from fabric.core.tree import flatten
+from fabric.strategies.layouts.agree import on_any_rank
+from fabric.strategies.layouts.context.attention import divided
 from fabric.strategies.layouts.context.call import noise
 from fabric.strategies.layouts.context.exchange import Exchange
 from fabric.strategies.layouts.trial import difference, untouched
-from fabric.utilities.sequence import Part, enter_part
+from fabric.utilities.sequence import Part, seeing
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.channel import Channel
     from fabric.strategies.layouts.context.call import DividedCall
 
-    Result = tuple[Any, dict[str, Any]]
-
 _EACH = (3, 5)
 """Positions in each piece of a sequence, in the first trial and in the second; two belong to a rank."""
 _AT_ONCE = 8
 """Parameters that have made-up values at one time: a function asks for some of theirs several times."""
+_DROPOUT_P = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
+"""The place of `dropout_p` among the arguments."""
 _WHY = (
     "Something in it looks along the sequence otherwise than by F.scaled_dot_product_attention or "
     "nn.MultiheadAttention: positions that are counted inside (write fabric.utilities.sequence_positions("
@@ -64,10 +65,15 @@ def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, n
     states = groups_inside(module)  # gathering them needs ranks that may try nothing now
     with torch.no_grad(), _uncompiled(), ungathered(states) as dtype:
         mode = Trial(module, channel.wire.device, dtype)
-        (whole, kept), small = _run_whole(module, call, short, mode)
+        try:
+            small = call.some(short, stir=True)
+            whole = _run(module, small, mode)
+        except Exception:  # perhaps it takes this length, or such numbers, only
+            small = call.some(call.length)
+            whole = _run(module, small, mode)
         exchange = Exchange(channel, Part(small.length, place, count))
         try:
-            parts, kept_by_parts = _run(module, small, mode, exchange)
+            parts = _run(module, small, mode, exchange)
         except FabricError:
             raise
         except Exception as error:
@@ -78,11 +84,8 @@ def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, n
                 "dimension, write ContextParallel(seq_dims={'name': dim}). Tensors that the module makes "
                 "for the whole sequence must come as arguments, or be made for sequence_positions(length)."
             ) from error
-        wrong = difference(flatten(whole)[0], flatten(parts)[0], numbers=True)
-        wrong = wrong or _kept_otherwise(kept, kept_by_parts)
-    told = torch.tensor([float(bool(wrong))], device=channel.wire.via)
-    channel.collective.all_reduce(told)
-    if wrong or told.item():
+        wrong = _first_difference(whole, parts)
+    if any(on_any_rank([bool(wrong)], channel)):
         raise UsageError(
             f"{call.name} gives other numbers for the parts of a sequence than for the whole "
             f"({wrong or 'on another rank'}). {_WHY}"
@@ -112,15 +115,13 @@ class Trial(TorchFunctionMode):
         """`func` of these values."""
         args = self._swapped(args)
         kwargs = {name: self._swapped(value) for name, value in (kwargs or {}).items()}
-        if func in _DROPPING:
+        name, place = getattr(func, "__name__", ""), _DROPOUT_P.get(func)
+        if "dropout" in name:
             return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = (
-                args[:4],
-                {**dict(zip(_AFTER_MASK, args[4:], strict=False)), **kwargs, "dropout_p": 0.0},
-            )
-        elif func is F.multi_head_attention_forward:
-            args, kwargs = (), {**HEADS.bind(*args, **kwargs).arguments, "dropout_p": 0.0}
+        if place is not None and len(args) > place:
+            args = (*args[:place], 0.0, *args[place + 1 :])
+        elif place is not None:
+            kwargs["dropout_p"] = 0.0
         return func(*args, **kwargs)
 
     def _swapped(self, value: Any) -> Any:
@@ -143,69 +144,36 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-_AFTER_MASK = ("dropout_p", "is_causal")
-_DROPPING = {
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
-}
-
-
-def _run_whole(module: Module, call: DividedCall, short: int, mode: Trial) -> tuple[Result, DividedCall]:
-    """What the whole comes to, and of which call: of few positions, if the module takes so few."""
-    small = call.some(short, stir=True)
-    try:
-        return _run(module, small, mode), small
-    except Exception:  # perhaps it takes this length, or such numbers, only
-        small = call.some(call.length)
-        return _run(module, small, mode), small
-
-
-def _run(module: Module, call: DividedCall, mode: Trial, exchange: Exchange | None = None) -> Result:
-    """The whole output, and what modules keep of the call: in parts, if there is an exchange."""
+def _run(module: Module, call: DividedCall, mode: Trial, exchange: Exchange | None = None) -> dict[str, Any]:
+    """The whole output, under "", and what modules keep of the call, by name: in parts, if there is an
+    exchange.
+    """
     modules = dict(module.named_modules())
-    before = {path: _attributes(inner) for path, inner in modules.items()}
-    args, kwargs = call.whole if exchange is None else call.divided(exchange)
-    part = enter_part(None if exchange is None else exchange.part)
-    try:
-        with untouched(list(modules.values()), mode.device):
-            if exchange is None:
-                with mode:
-                    output = module.forward(*args, **kwargs)
-            else:
-                with Attention(exchange), mode:
-                    output = module.forward(*args, **kwargs)
-                output = call.join(output, exchange)
-            kept = {
-                f"{path}.{name}".strip("."): map_tree(_copied, value)
-                for path, inner in modules.items()
-                for name, value in _attributes(inner).items()
-                if name in inner._buffers or name not in before[path] or value is not before[path][name]
-            }
-            return output, kept
-    finally:
-        enter_part(part)
+    before = {path: dict(vars(inner)) for path, inner in modules.items()}
+    with untouched(list(modules.values()), mode.device):
+        if exchange is None:
+            with seeing(Part(call.length, 0, 1)), mode:
+                output = module.forward(*call.whole[0], **call.whole[1])
+        else:
+            args, kwargs = call.divided(exchange)
+            with divided(exchange), mode:
+                output = module.forward(*args, **kwargs)
+            output = call.join(output, exchange)
+        kept: dict[str, Any] = {"": output}
+        for path, inner in modules.items():
+            changed = [name for name, value in vars(inner).items() if value is not before[path].get(name)]
+            new = {name: vars(inner)[name] for name in changed if name[0] != "_"}
+            saved = inner._buffers.keys() - inner._non_persistent_buffers_set
+            new |= {name: inner._buffers[name].clone() for name in saved}
+            kept |= {f"{path}.{name}".strip("."): value for name, value in new.items()}
+        return kept
 
 
-def _attributes(module: Module) -> dict[str, Any]:
-    """Attributes of its own, and buffers that are saved."""
-    found = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    saved = module._buffers.keys() - module._non_persistent_buffers_set
-    return {**found, **{name: module._buffers[name] for name in saved}}
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _kept_otherwise(whole: dict[str, Any], parts: dict[str, Any]) -> str:
-    """Which of what modules keep is of a part only; "" where nothing is."""
+def _first_difference(whole: dict[str, Any], parts: dict[str, Any]) -> str:
+    """How parts differ from the whole; "" where they do not."""
     for name in sorted(whole.keys() | parts.keys()):
-        differs = name not in whole or name not in parts
-        if differs or difference(flatten(whole[name])[0], flatten(parts[name])[0]):
-            return f"it keeps {name}, which is that of a part only: return it, or compute it outside"
+        expected, found = [flatten(values.get(name))[0] for values in (whole, parts)]
+        wrong = difference(expected, found, numbers=not name)
+        if wrong:
+            return f"it keeps {name}, which is that of a part only: return it" if name else wrong
     return ""

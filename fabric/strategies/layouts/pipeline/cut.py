@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.nn import Module, Sequential
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.strategies.layouts.rows import check_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LISTED = "pipeline_blocks"
-"""Attribute or method by which a module lists its blocks."""
+"""The method by which a module lists its blocks."""
 
 Blocks = list[tuple[str, Module]]
 """(path in the model, block)."""
@@ -30,10 +31,8 @@ def find_blocks(model: Module) -> Blocks:
         UsageError: Something would be lost when blocks are called one by one.
     """
     kind = type(model).__name__
-    listed = getattr(model, LISTED, None)
-    if listed is not None:
-        given = listed() if callable(listed) and not isinstance(listed, Module) else listed
-        blocks = list(given.values() if isinstance(given, dict) else given)
+    if hasattr(model, LISTED):
+        blocks = list(getattr(model, LISTED)())
     elif isinstance(model, Sequential) and type(model).forward is Sequential.forward:
         blocks = list(model)
     else:
@@ -117,27 +116,18 @@ def checked_balance(balance: Any, stages: int | None = None) -> list[int] | None
     """The numbers of blocks of each stage; None: "auto".
 
     Raises:
-        ConfigurationError: Another string, an empty list, numbers below 1, or another number of stages.
+        ConfigurationError: Numbers below 1, or another number of stages.
         ArgumentTypeError: Neither "auto" nor a list of whole numbers.
     """
-    if isinstance(balance, str):
-        if balance != "auto":
-            raise ConfigurationError(
-                f'balance={balance!r} is not known. Write "auto", or a list such as [2, 3].'
-            )
+    if balance == "auto":
         return None
-    if not isinstance(balance, list | tuple) or not all(
-        [isinstance(n, int) and not isinstance(n, bool) for n in balance]
-    ):
+    if not isinstance(balance, list | tuple) or not balance:
         raise ArgumentTypeError(
             f'balance={balance!r} must be "auto" or a list with the number of blocks of each stage: [2, 3, '
             "3]."
         )
-    if not balance or min(balance) < 1:
-        raise ConfigurationError(
-            f"balance={list(balance)} must have 1 block or more for each stage: a stage without blocks would "
-            "be a rank without work."
-        )
+    for place, blocks in enumerate(balance):
+        check_number(f"balance[{place}]", blocks)
     if stages is not None and len(balance) != stages:
         raise ConfigurationError(f"balance={list(balance)} is for {len(balance)} stages, not {stages}.")
     return list(balance)

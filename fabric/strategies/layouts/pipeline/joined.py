@@ -24,13 +24,11 @@ def joined(outputs: list[Any], rows: list[int]) -> Any:
         return outputs[0]
     flat = [flatten(output) for output in outputs]
     spec = flat[0][1]
-    for index, (_, other) in enumerate(flat):
-        if other != spec:
-            raise UsageError(
-                f"The last stage returned {_entries(outputs[0])} for the first micro-batch, but "
-                f"{_entries(outputs[index])} for micro-batch {index + 1}. Return the same containers for any "
-                "rows."
-            )
+    if any([other != spec for _, other in flat]):
+        raise UsageError(
+            "The last stage returned other containers for some micro-batches than for others. Return the "
+            "same for any rows."
+        )
     columns = zip(*[leaves for leaves, _ in flat], strict=True)
     paths = [path for path, _ in iter_paths(outputs[0])]
     leaves = [_join(column, rows, path) for column, path in zip(columns, paths, strict=True)]
@@ -42,25 +40,17 @@ def _join(column: tuple[Any, ...], rows: list[int], path: str) -> Any:
     held = [leaf for leaf in column if leaf is not None]
     if not held:
         return None
-    where = f" at output{path}" if path else ""
-    if not all([leaf.dim() for leaf in held]):
-        raise UsageError(
-            f"The last stage returned one number for each micro-batch{where}, and what it would be for the "
-            "whole batch is not known: a mean, a sum? Return a value for each row and reduce it in your "
-            "loop, or write PipelineStrategy(num_microbatches=1)."
-        )
-    sizes = [0 if leaf is None else len(leaf) for leaf in column]
-    even = all([size * rows[0] == sizes[0] * row for size, row in zip(sizes, rows, strict=True)])
-    if len(held) < len(column) or len({leaf.shape[1:] for leaf in held}) > 1 or not even:
+    sizes = [len(leaf) if leaf is not None and leaf.dim() else -1 for leaf in column]
+    even = all(
+        [size >= 0 and size * rows[0] == sizes[0] * row for size, row in zip(sizes, rows, strict=True)]
+    )
+    if len({leaf.shape[1:] for leaf in held}) > 1 or not even:
+        where = f" at output{path}" if path else ""
         shapes = ", ".join([str(list(leaf.shape)) if leaf is not None else "None" for leaf in column])
         raise UsageError(
             f"The last stage returned shapes {shapes}{where} for micro-batches of "
             f"{', '.join(map(str, rows))} rows, which cannot be joined along dim 0. Return outputs whose "
-            "first dimension is that of the batch, or write PipelineStrategy(num_microbatches=1)."
+            "first dimension is that of the batch (in place of a mean or a sum: a value for each row, which "
+            "your loop reduces), or write PipelineStrategy(num_microbatches=1)."
         )
     return torch.cat(held)
-
-
-def _entries(output: Any) -> str:
-    paths = [path or "one tensor" for path, _ in iter_paths(output)]
-    return f"a {type(output).__name__} with {', '.join(paths[:4])}{', ...' if paths[4:] else ''}"

@@ -7,7 +7,6 @@ end of a pass all ranks know.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -90,11 +89,9 @@ class Runner:
 
     def run(self, order: Order, work: Pass) -> None:
         """One pass. Afterwards, and not before, ask `finish`."""
-        left = Counter([kind for kind, _ in order])
         self._around = backward_pass()
         for kind, index in order:
-            left[kind] -= 1
-            self._pass_on(kind, index, work, more=left[kind] > 0)
+            self._pass_on(kind, index, work)
         self._around = None
 
     def passing(self) -> bool:
@@ -132,15 +129,13 @@ class Runner:
         where = f"{describe(error)}, in {self.stage.name}, {doing}"
         work.error, work.failed = error, Failed(self.ranks[self.stage.index], where)
 
-    def _pass_on(self, kind: str, index: int, work: Pass, more: bool) -> None:
+    def _pass_on(self, kind: str, index: int, work: Pass) -> None:
         """Take a message, if another stage is before, and send one, if another is after, whatever happens."""
         arriving, leaving = self._arriving[kind], self._leaving[kind]
         given: Any = None
         if arriving is not None:
             given = arriving.take()
             self.random.drawn |= arriving.flag
-            if more:
-                arriving.expect()
         if isinstance(given, Failed):
             work.failed = work.failed or given
         found: Any = None
