@@ -106,7 +106,7 @@ def choose_blocks(
             f"{', '.join(kinds) or 'no modules'}. {_remedy(policy, name)}"
         )
     uses = Counter([id(p) for m in model.modules() for p in m._parameters.values() if p is not None])
-    return [m for m in _innermost_first(model) if m in chosen and (not alone or _stands_alone(m, uses))]
+    return [m for m in innermost_first(model) if m in chosen and (not alone or _stands_alone(m, uses))]
 
 
 def _repeated(model: Module) -> set[Module]:
@@ -193,7 +193,8 @@ def _stands_alone(module: Module, uses: Counter[int]) -> bool:
     return bool(inside) and all([uses[key] == count for key, count in inside.items()])
 
 
-def _innermost_first(model: Module) -> Iterable[Module]:
+def innermost_first(model: Module) -> Iterable[Module]:
+    """All modules of a model, each once, after those inside of it."""
     seen: set[Module] = set()
 
     def visit(module: Module) -> Iterable[Module]:

@@ -20,7 +20,7 @@ from fabric.core.torch_internals import BatchNorm, has_hooks
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import broadcast_from_zero
-from fabric.strategies.layouts.blocks import choose_blocks
+from fabric.strategies.layouts.blocks import choose_blocks, innermost_first
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.sharded import Sharded
 from fabric.strategies.layouts.split import is_split
@@ -195,25 +195,9 @@ class FullyShard(Sharded):
     def _split(self, module: Module, blocks: set[Module], topology: Topology) -> None:
         """Bring up and split group after group, inner ones first, so that only one is whole at a time."""
         maker = Materialiser(module, topology.device, self.settings.init)
-        seen: set[Module] = set()
-        held_back: list[Module] = []
-
-        def visit(part: Module, held: bool) -> None:
-            if part in seen:
-                return
-            seen.add(part)
-            waits = maker.waits(part)
-            for child in part.children():
-                visit(child, held or waits)
-            maker.reset(part)
+        for part in innermost_first(module):
             if part in blocks or part is module:
-                held_back.append(part)
-            if not (held or (waits and part is not module)):
-                ready, held_back[:] = list(held_back), []
-                for block in ready:
-                    self._split_block(block, maker, topology)
-
-        visit(module, held=False)
+                self._split_block(part, maker, topology)
 
     def _split_block(self, block: Module, maker: Materialiser, topology: Topology) -> None:
         from torch.distributed.fsdp import fully_shard
