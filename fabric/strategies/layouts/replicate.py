@@ -65,7 +65,6 @@ class Replicate(Whole):
         # In the order of setup: collectives of several replicas need one order on all ranks.
         self._replicas: weakref.WeakKeyDictionary[DistributedDataParallel, _Known]
         self._replicas = weakref.WeakKeyDictionary()
-        self.reached: set[int] = set()
         self._frozen: list[tuple[str, weakref.ref[Parameter]]] = []
         self._local = LocalGradients(self)
 
@@ -137,21 +136,6 @@ class Replicate(Whole):
         replica = self._replica_of(wrapped)
         return wrapped if replica is None else replica.module
 
-    def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
-        """DDP's own call; with buffers (batch norm), hooked so that a backward through it syncs them."""
-        return self.method_plan(wrapped, wrapped.__call__)
-
-    def method_plan(
-        self, wrapped: Module, method: Callable[..., Any], marked: bool = False
-    ) -> Callable[..., Any]:
-        """The method; hooked as a forward is."""
-        replica = self._replica_of(wrapped)
-        if replica is None or not self._replicas[replica].buffered:
-            return method
-        from fabric.strategies.layouts.hooked import HookedCall
-
-        return HookedCall(method, self, replica)
-
     @contextmanager
     def no_sync(self, wrapped: Module) -> Iterator[None]:
         """DDP's no_sync; what it leaves is known until a backward averages it."""
@@ -177,7 +161,8 @@ class Replicate(Whole):
         if replica not in self._replicas:
             syncs_buffers = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
             known = self._replicas[replica] = _Known(replica, syncs_buffers)
-            for parameter in known.trained[-1:]:  # which passes begin with
+            # Passes begin with the last; which rest may differ between ranks where some are unused.
+            for parameter in known.trained if replica.find_unused_parameters else known.trained[-1:]:
                 parameter.register_post_accumulate_grad_hook(partial(self._came, weakref.ref(replica)))
             self._local.begin(replica, new=True)
             hook_again(replica)  # a copy has another reducer
@@ -202,6 +187,7 @@ class Replicate(Whole):
         known = [p for replica in syncing for p in self._replicas[replica].trained]
         resting = [p for p in known if not p.requires_grad and p.grad is None]
         for replica in syncing:
+            self._replicas[replica].came_in = -1
             replica.reducer.prepare_for_backward(start if replica.find_unused_parameters else [])
         try:
             run(tensors, *args, **kwargs)
@@ -214,8 +200,6 @@ class Replicate(Whole):
 
                 tell_apart(error, graph=kwargs.get("create_graph") or True in args[2:3])
             raise
-        finally:
-            reached, self.reached = self.reached, set()
         for name, parameter, before in thawed:
             if stamp(parameter) != before:  # this backward went through it
                 from fabric.strategies.layouts.replica_errors import thawed_late
@@ -226,14 +210,17 @@ class Replicate(Whole):
         for parameter in resting:
             parameter.grad = None
         for replica in syncing:
-            self._end(replica, id(replica) in reached)
-        # Only of those that this backward went through: that is so on all ranks or on none.
-        for replica in self._replicas:
-            trains = replica.training and replica.require_backward_grad_sync
-            if trains and self._replicas[replica].buffered and id(replica) in reached:
+            self._end(replica)
+        # Buffers are sent here, where all ranks are. DDP sends them before each forward, evaluation included.
+        for replica in syncing:
+            if replica.training and self._replicas[replica].buffered and self._is_reached(replica):
                 broadcast_from_zero(list(replica.buffers()))
 
-    def _end(self, replica: DistributedDataParallel, reached: bool) -> None:
+    def _is_reached(self, replica: DistributedDataParallel) -> bool:
+        """Whether the last pass came to the replica: so it is on all ranks or on none."""
+        return self._replicas[replica].came_in != -1
+
+    def _end(self, replica: DistributedDataParallel) -> None:
         try:
             check_reduced(replica)
         except RuntimeError as error:
@@ -242,7 +229,7 @@ class Replicate(Whole):
             raise unused_parameters(replica.module, self._replicas[replica].names, error) from error
         if has_built_buckets(replica):
             disarm(replica.reducer)
-        elif reached and not replica.find_unused_parameters:
+        elif self._is_reached(replica) and not replica.find_unused_parameters:
             build_buckets(replica)  # here, where all ranks are, and not in whichever forward comes next
 
     def teardown(self) -> None:
@@ -256,18 +243,11 @@ class Replicate(Whole):
                 replica.__dict__[name] = None
         self._frozen.clear()
 
-    def on_reached(self, replica: Module) -> None:
-        """A backward has reached an output of the replica, or its last parameter."""
-        self.reached.add(id(replica))
-
     def _came(self, ref: weakref.ref[DistributedDataParallel], parameter: Tensor) -> None:
-        """A backward pass wrote the gradient of a replica's last parameter."""
+        """A backward pass wrote the gradient of a replica's parameter."""
         replica = ref()
-        if replica is None:
-            return
-        self._replicas[replica].came_in = backward_pass()
-        if not replica.find_unused_parameters:  # else a parameter may rest on one rank and not on another
-            self.reached.add(id(replica))  # as on_reached does, which would cost a call more
+        if replica is not None:
+            self._replicas[replica].came_in = backward_pass()
 
     def after_nested_pass(self) -> None:
         """If a reducer has finished inside of a pass, watch for what that pass still adds to gradients."""
