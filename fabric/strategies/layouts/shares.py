@@ -4,7 +4,6 @@ stepped. What `ShardedStates` is made of.
 
 from __future__ import annotations
 
-import heapq
 import weakref
 from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any
@@ -126,16 +125,9 @@ def divide(sizes: list[int], loads: list[int], holders: list[list[int]]) -> list
         holders: For each parameter the ranks that hold a state of it.
     """
     loads, owners = list(loads), [0] * len(sizes)
-    for i, ranks in enumerate(holders):
-        if len(ranks) == 1:
-            owners[i] = ranks[0]
-            loads[ranks[0]] += sizes[i]
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    free = [i for i, ranks in enumerate(holders) if len(ranks) != 1]
-    for i in sorted(free, key=lambda i: -sizes[i]):
-        load, owners[i] = heap[0]
-        heapq.heapreplace(heap, (load + sizes[i], owners[i]))
+    for i in sorted(range(len(sizes)), key=lambda i: (len(holders[i]) != 1, -sizes[i])):
+        owners[i] = holders[i][0] if len(holders[i]) == 1 else loads.index(min(loads))
+        loads[owners[i]] += sizes[i]
     return owners
 
 
