@@ -121,16 +121,8 @@ class FullyShard(Sharded):
         self._finish(module, blocks)
         return module
 
-    def _check_split(self, optimizer: Any) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        ignored = {id(p) for p in self.settings.ignored}
-        whole = [tuple(p.shape) for p in held if p.requires_grad and not is_split(p) and id(p) not in ignored]
-        if whole and any([is_split(p) for model in self.models() for p in model.parameters()]):
-            raise UsageError(
-                f"{type(optimizer).__name__} trains {len(whole)} parameters (shapes "
-                f"{', '.join(map(str, whole[:3]))}) that came into the model after fabric.setup, and whose "
-                "gradients would not be averaged over ranks. Add layers before fabric.setup."
-            )
+    def _is_reduced(self, parameter: Tensor) -> bool:
+        return is_split(parameter) or parameter in self.settings.ignored
 
     def _choose(self, module: Module, name: str, policy: Any) -> list[Module]:
         """The modules that a policy names; it must match something in one of the models that are set up."""
@@ -144,12 +136,6 @@ class FullyShard(Sharded):
         for name, parameter in module.named_parameters():
             if parameter in self.settings.ignored:
                 continue
-            if parameter.dim() == 0:
-                raise UsageError(
-                    f"{name} has no dimension (shape []) along which it could be split. Write "
-                    "nn.Parameter(torch.ones(1)) instead of torch.tensor(1.0), or name it in "
-                    "ignored_states=."
-                )
             if not parameter.is_contiguous():
                 raise UsageError(
                     f"{name} (shape {list(parameter.shape)}, stride {list(parameter.stride())}) is a view "
