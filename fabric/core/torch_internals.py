@@ -69,6 +69,7 @@ __all__ = [
     "leave_out_of_ddp",
     "loader_iterator",
     "memory_of",
+    "no_subclass_dispatch",
     "no_subclass_functions",
     "owner_of",
     "packs_saved_tensors",
@@ -82,6 +83,7 @@ __all__ = [
     "whole_of",
     "will_run",
     "without_worker_info",
+    "written_by",
 ]
 
 foreach_clamp_max_ = torch._foreach_clamp_max_
@@ -244,6 +246,19 @@ def fsdp_groups(states: list[Any]) -> list[Any]:
 
 no_subclass_functions = torch._C.DisableTorchFunctionSubclass
 """Context in which operations do not ask the classes of their tensors."""
+
+no_subclass_dispatch = torch._C._DisableTorchDispatch
+"""The same further down, where operations are those of ATen."""
+
+
+def written_by(operation: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Which of its tensors an operation of ATen changes."""
+    found: list[Any] = []
+    for number, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            held = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += held if isinstance(held, list | tuple) else [held]
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
 def loader_iterator() -> type:

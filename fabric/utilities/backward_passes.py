@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,12 +31,6 @@ class Attendant(Protocol):
         """A pass has ended, and the one around it goes on; in the thread of both."""
 
 
-class _Here(threading.local):
-    outermost = -1
-    """The number of the pass around all; -1: there is none, or none inside of it."""
-
-
-here = _Here()
 # By number: attendants send messages, whose order must be the same on all ranks.
 _attendants: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -54,31 +47,17 @@ def attend_passes(attendant: Attendant) -> None:
         torch.autograd.backward = _telling(torch.autograd.backward)
 
 
-def outermost_pass() -> int:
-    """The number of the outermost backward pass that runs in this thread; -1: none runs.
-
-    torch counts passes up, so that those inside of it have higher numbers, and those before it lower ones.
-    """
-    return backward_pass() if here.outermost == -1 else here.outermost
-
-
 def _telling(backward: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(backward)
     def tell(*args: Any, **kwargs: Any) -> None:
-        around = backward_pass()
-        if around == -1:
-            run = backward
-            for attendant in list(_attendants.values()):
-                run = functools.partial(attendant.around_pass, run)
-            run(*args, **kwargs)
-            return
-        before = here.outermost
-        here.outermost = around if before == -1 else before
-        try:
+        if backward_pass() != -1:
             backward(*args, **kwargs)
             for attendant in list(_attendants.values()):
                 attendant.after_nested_pass()
-        finally:
-            here.outermost = before
+            return
+        run = backward
+        for attendant in list(_attendants.values()):
+            run = functools.partial(attendant.around_pass, run)
+        run(*args, **kwargs)
 
     return tell

@@ -1,14 +1,15 @@
 """`DeferredInit`: modules are built without memory for their weights, whose values are made later.
 
-Used by layouts that shard. `torch.empty` gives tensors on the meta device (`Unmade`); what is done to them,
+Used by layouts that shard. `torch.empty` gives tensors on the meta device (`Unmade`); what is done with them,
 by constructors and by whoever initialises the model again before it is set up, is recorded, with the state
 of the random generator, and replayed by `make`. Everything else is made as always.
 """
 
 from __future__ import annotations
 
+import heapq
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,33 +17,32 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import no_subclass_functions
+from fabric.core.torch_internals import memory_of, no_subclass_dispatch, value_of, written_by
 from fabric.core.tree import flatten, map_tree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-_EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted")
-_ASSIGNING = frozenset(
-    [
-        f"__i{verb}__"
-        for verb in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-    ]
-)
-_RANDOM = (
-    "uniform_", "normal_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_",
-)  # fmt: skip
-
 
 class _View:
-    """How to see a part of a tensor once it has memory. No dataclass, so that it is a leaf of trees."""
+    """How to see a tensor in other memory than its own. No dataclass, so that it is a leaf of trees."""
 
-    __slots__ = ("offset", "size", "stride")
+    __slots__ = ("dtype", "memory", "offset", "size", "stride")
 
     def __init__(self, tensor: Tensor) -> None:
+        self.memory, self.dtype = memory_of(tensor), tensor.dtype
         self.size, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def of(self, storage: Any) -> Tensor:
+        """The tensor, in this piece of memory."""
+        bare = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return bare.set_(storage, self.offset, self.size, self.stride)
+
+    def scratch(self, device: torch.device) -> Tensor:
+        """Memory of its own for a tensor of this layout."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -52,53 +52,58 @@ class _Step:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    made: list[int | None]
+    """The pieces of memory that its outputs are, and did not exist before."""
+    read: set[int]
+    """Those that it sees."""
+    gives: bool = False
+    """Whether it gives values to what had none."""
     state: Tensor | None = None
-    derives: bool = False
-    """Whether its result is a piece of memory of its own; else it changes the one before."""
-
-
-@dataclass
-class _Record:
-    """What became of one piece of memory that is not there yet."""
-
-    storage: Any  # kept, so that no other storage gets its address
-    dtype: torch.dtype
-    steps: list[_Step] = field(default_factory=list)
-    """All that leads to its values, from an empty piece of memory on."""
     refusal: UsageError | None = None
-    """Where it was computed in a way that cannot be repeated: raised if it is part of a model."""
-
-    @property
-    def initialised(self) -> bool:
-        """Whether anybody gave it values."""
-        return self.refusal is not None or not all([step.derives for step in self.steps])
-
-    @property
-    def numel(self) -> int:
-        """Elements that fit into it."""
-        return int(self.storage.nbytes() // self.dtype.itemsize)
+    """Why it cannot be repeated."""
 
 
 class Unmade(torch.Tensor):
-    """A tensor without memory that has its changes recorded, wherever they are made, and not carried out."""
+    """A tensor without memory of which all that is done with it is recorded."""
 
     recorder: DeferredInit
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Every operation on such tensors: changes are recorded, others are made on shapes."""
-        with no_subclass_functions():
-            found = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Unmade)]
-            return found[0].recorder.run(func, args, kwargs or {}) if found else func(*args, **(kwargs or {}))
+        """Every operation on such tensors; torch asks them nothing more while this runs."""
+        found = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Unmade)]
+        with no_subclass_dispatch():
+            return found[0].recorder.run(func, args, kwargs or {})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if id(self) not in memo:
-            copied = self.detach().clone()
-            memo[id(self)] = Parameter(copied, self.requires_grad) if isinstance(self, Parameter) else copied
-        made: Tensor = memo[id(self)]
-        return made
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """True. Some functions of torch.nn.init ask, and do nothing then: they are recorded as a whole."""
+        self.recorder.asked(self, sys._getframe(1))
+        return True
+
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor. Set to values, it gets a copy of them."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.device.type == "meta":
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        elif self.shape != value.shape or self.dtype != value.dtype:
+            raise _refusal("weight.data = other", self)
+        else:
+            self.detach().copy_(value)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # torch would put a number on the meta device first, where it is lost.
+        super().__setitem__(index, torch.as_tensor(value, dtype=self.dtype))
+
+    def plain(self) -> Tensor:
+        """The same memory that is not there, unrecorded."""
+        return _View(self).of(self.untyped_storage())
 
     def users_attributes(self) -> dict[str, Any]:
         """What has been set on the tensor, as on any other."""
@@ -118,237 +123,177 @@ class DeferredInit(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self._records: dict[int, _Record] = {}
-        self._building = False
+        self._steps: list[_Step] = []
+        self._writers: dict[int, list[int]] = {}
+        """The steps that wrote to each piece of memory; those of a whole model may go together."""
+        self._kept: list[Any] = []
+        """So that no other piece of memory gets the number of one of these."""
 
-    def __enter__(self) -> DeferredInit:
-        self._building = True
-        super().__enter__()  # type: ignore[no-untyped-call]
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeferredInit:
         return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._building = False
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the tensor was given values, which `make` can repeat."""
-        record = self._records.get(_key(tensor)) if tensor.is_meta else None
-        return record is not None and record.initialised
+        return any([step.gives for step in self._history(memory_of(tensor))])
 
     @torch.no_grad()
     def make(self, tensor: Tensor, replay: bool = True) -> Tensor:
-        """Memory on the device for `tensor`, and with `replay` the values that it was given."""
-        record = self._records[_key(tensor)]
-        whole = self._replayed(record) if replay else self._empty(record.numel, record.dtype)
-        part = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        return part if part.numel() == whole.numel() else part.clone()
+        """Memory on the device for `tensor`, and with `replay` the values that it was given.
 
-    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def _replayed(self, record: _Record) -> Tensor:
-        """The piece of memory, flat, with its values."""
-        if record.refusal is not None:
-            raise record.refusal
-        whole = torch.empty(0)
+        Raises:
+            UsageError: They were computed in a way that cannot be repeated.
+        """
+        view, real = _View(tensor), dict[int, Any]()
+        if not replay:
+            return view.scratch(self.device)
         before = _get_state(None, self.device)
         try:
-            for step in record.steps:
-                args, kwargs = _onto(step.args, whole), _onto(step.kwargs, whole)
-                if step.state is not None and kwargs.get("generator") is not None:
-                    kwargs["generator"] = torch.Generator(self.device).set_state(step.state)
-                elif step.state is not None:
-                    _set_state(step.state, self.device)
-                made = step.function(*args, **kwargs)
-                if step.derives:
-                    numel = made.untyped_storage().nbytes() // made.dtype.itemsize
-                    whole = made.as_strided((numel,), (1,), 0)
+            for step in self._history(view.memory):
+                self._repeat(step, real)
         finally:
             _set_state(before, self.device)
-        return whole
+        part, storage = view.of(real[view.memory]), real[view.memory]
+        return part if part.nbytes == storage.nbytes() else part.clone()
 
-    def _note(self, tensor: Tensor) -> None:
-        """A piece of memory that is not there yet, and has no values."""
-        record = self._records[_key(tensor)] = _Record(tensor.untyped_storage(), tensor.dtype)
-        record.steps.append(_Step(self._empty, (record.numel, record.dtype), {}, derives=True))
-
-    def forget(self, tensor: Tensor) -> None:
-        """Let go of what is known of a tensor that has its values now."""
-        self._records.pop(_key(tensor), None)
+    def adopt(self, tensor: Tensor) -> Any:
+        """A tensor on the meta device as one that is recorded from now on."""
+        size = (tensor.untyped_storage().nbytes() // tensor.dtype.itemsize,)
+        self._note(torch.empty, size, {"dtype": tensor.dtype, "device": self.device}, [tensor])
+        unmade = self._marked(tensor.detach())
+        if isinstance(tensor, Parameter):
+            unmade = Parameter(unmade)
+            unmade.__dict__.update(vars(tensor))
+        return unmade.requires_grad_(tensor.requires_grad)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty and kwargs.get("device") is None and kwargs.get("out") is None:
-            kwargs = {**kwargs, "device": "meta"}
-        out = func(*args, **kwargs)
-        if type(out) is torch.Tensor and out.is_meta and getattr(func, "__name__", "") in _EMPTY:
-            self._note(out)
-            unmade = out.detach().as_subclass(Unmade)
-            unmade.recorder = self
-            return unmade.requires_grad_(out.requires_grad)
-        return out
+            return self.adopt(func(*args, **{**kwargs, "device": "meta"}))
+        return func(*args, **kwargs)
 
-    def run(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operation on tensors without memory; torch asks them nothing more while this runs."""
-        name = getattr(func, "__name__", "")
-        if _asks_is_meta(func):
-            self._asked(args[0])
-        changed = self._changed(func, name, args, kwargs)
-        if changed is not None:
-            self._record(func, args, kwargs, changed)
-            return changed
-        if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
-            return self._set_data(func, *args)
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation with such tensors, on the meta device: outputs have shapes.
+
+        Raises:
+            UsageError: It needs values that are not there.
+        """
+        name = "item" if func is value_of else func.overloadpacket.__name__.removeprefix("_")
+        leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        first = next(leaf for leaf in leaves if isinstance(leaf, Unmade))
+        changed = written_by(func, args, kwargs)
+        if not all([leaf.is_meta for leaf in changed]):
+            raise _refusal(name, first)
+        bare: Any = map_tree(lambda leaf: leaf.to("meta") if torch.is_tensor(leaf) else leaf, (args, kwargs))
         try:
-            out = func(*args, **kwargs)
+            out = func(*bare[0], **bare[1])
         except (RuntimeError, NotImplementedError) as error:
-            without = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor) and t.is_meta]
-            if without and "meta" in str(error).lower():
-                raise self._refusal(name, without[0]) from error
+            if "meta" in str(error).lower():
+                raise _refusal(name, first) from error
             raise
-        if type(out) in (tuple, list):
-            return type(out)([self._marked(leaf) for leaf in out])
-        if isinstance(out, torch.Tensor) and out.is_meta and _key(out) not in self._records:
-            if name in _EMPTY:
-                self._note(out)
-            else:
-                self._derive(func, args, kwargs, out)
-        return self._marked(out)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        foreign = any([leaf.is_meta and memory_of(leaf) not in self._writers for leaf in leaves])
+        refusal = _refusal(name, first) if foreign or (random and not changed) else None
+        self._note(func, args, kwargs, flatten(out)[0], changed, random, refusal)
+        return map_tree(self._marked, out)
+
+    def asked(self, tensor: Tensor, frame: Any) -> None:
+        """A function of torch.nn.init that looks for meta tensors will do nothing: it is noted as a whole."""
+        code = frame.f_code
+        if frame.f_globals.get("__name__") == "torch.nn.init":
+            given = {name: frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
+            function = getattr(torch.nn.init, code.co_name.removeprefix("_no_grad_"))
+            self._note(function, (given.pop("tensor"),), given, [], [tensor], random=True)
 
     def _marked(self, out: Any) -> Any:
         """What an operation gave; if it is recorded, then as a tensor that says so."""
-        if not isinstance(out, torch.Tensor) or not out.is_meta or _key(out) not in self._records:
+        if not isinstance(out, torch.Tensor) or memory_of(out) not in self._writers:
             return out
         marked: Any = out if isinstance(out, Unmade) else out.as_subclass(Unmade)
         marked.recorder = self
         return marked
 
-    def _derive(self, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> None:
-        """Note how a tensor was computed from one without values (`weight * 0.5`, `weight.half()`)."""
-        known = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor) and t.is_meta]
-        known = [t for t in known if _key(t) in self._records]
-        if not known:
+    def _note(
+        self,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        outputs: list[Any],
+        changed: Sequence[Tensor] = (),
+        random: bool = False,
+        refusal: UsageError | None = None,
+    ) -> None:
+        """Record what changes memory, or makes some; views do neither."""
+        new = [torch.is_tensor(o) and o.is_meta and memory_of(o) not in self._writers for o in outputs]
+        if not changed and not any(new):
             return
-        record = self._records[_key(out)] = _Record(out.untyped_storage(), out.dtype)
-        source, name = self._records[_key(known[0])], getattr(func, "__name__", str(func))
-        try:
-            if "rand" in name or name in ("bernoulli", "dropout", "normal", "multinomial"):
-                raise self._refusal(name, known[0])
-            step = _Step(func, *self._kept(name, args, kwargs, known[0]), derives=True)
-        except UsageError as error:
-            if self._building:
-                raise
-            record.refusal = error  # later only if it matters: of activations nobody wants values
-        else:
-            record.refusal, record.steps = source.refusal, [*source.steps, step]
-
-    def _set_data(self, func: Any, target: Tensor, value: Tensor) -> None:
-        """`weight.data = values`: of a tensor without memory, a copy of them."""
-        if not target.is_meta or value.is_meta or _key(target) not in self._records:
-            func(target, value)
-            if isinstance(value, Unmade) and isinstance(target, Unmade):
-                target.recorder = value.recorder
-        elif target.shape != value.shape or target.dtype != value.dtype:
-            raise self._refusal("weight.data = other", target)
-        else:
-            step = _Step(torch.Tensor.copy_, (_View(target), value.detach().clone()), {})
-            self._records[_key(target)].steps.append(step)
-
-    def _changed(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-        """The known tensor without memory that this call changes; None: it changes none."""
-        target = target_of(name, args, kwargs)
-        held = (
-            [leaf for leaf in target if isinstance(leaf, Unmade)] if isinstance(target, tuple | list) else []
-        )
-        if held:
-            raise self._refusal(name, held[0])
-        if not isinstance(target, torch.Tensor) or not target.is_meta:
-            return None
-        return target if _key(target) in self._records else None
-
-    def _record(self, func: Any, args: Any, kwargs: dict[str, Any], target: Tensor) -> None:
-        key = _key(target)
-        name = getattr(func, "__name__", str(func))
-        own_args, own_kwargs = self._kept(name, args, kwargs, target)
-        random = name in _RANDOM or getattr(func, "__module__", "") == "torch.nn.init"
-        state = self._draw(func, own_args, own_kwargs, target) if random else None
-        self._records[key].steps.append(_Step(func, own_args, own_kwargs, state))
-
-    def _kept(self, name: str, args: Any, kwargs: dict[str, Any], target: Tensor) -> tuple[Any, Any]:
-        """Arguments as they are repeated later; of tensors without values only `target` may be among them."""
-
-        def kept(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            if not leaf.is_meta:
-                return leaf.detach().clone()
-            if _key(leaf) != _key(target):
-                raise self._refusal(name, leaf)
-            return _View(leaf)
-
-        return map_tree(kept, tuple(args)), map_tree(kept, dict(kwargs))
-
-    def _refusal(self, name: str, tensor: Tensor) -> UsageError:
-        return UsageError(
-            f"{name} reads a tensor of shape {list(tensor.shape)} that has no values yet, under "
-            f"init_module(empty_init=True). Leave empty_init out, or do this after fabric.setup."
-        )
+        views: Any = map_tree(_kept, (tuple(args), dict(kwargs)))
+        read = {leaf.memory for leaf in flatten(views)[0] if isinstance(leaf, _View)}
+        state = self._draw(function, *views) if random and refusal is None else None
+        made = [memory_of(out) if is_new else None for out, is_new in zip(outputs, new, strict=True)]
+        gives = len(changed) > 0 and len(read) == 1
+        for key in dict.fromkeys([*map(memory_of, changed), *made]):
+            if key is not None:
+                self._writers.setdefault(key, []).append(len(self._steps))
+        self._kept += [out.untyped_storage() for out, is_new in zip(outputs, new, strict=True) if is_new]
+        self._steps.append(_Step(function, views[0], views[1], made, read, gives, state, refusal))
 
     @torch.no_grad()
-    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any], target: Tensor) -> Tensor:
+    def _draw(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Draw once for the generator's sake; gives the state before."""
         state = _get_state(kwargs.get("generator"), self.device)
-        extent = target.storage_offset() + sum(
-            [(n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)], 1
+        scratch: Any = map_tree(
+            lambda leaf: leaf.scratch(self.device) if isinstance(leaf, _View) else leaf, (args, kwargs)
         )
-        scratch = torch.empty(max(extent, 0), dtype=target.dtype, device=self.device)
-        func(*_onto(args, scratch), **_onto(kwargs, scratch))
+        function(*scratch[0], **scratch[1])
         return state
 
-    def _asked(self, tensor: Tensor) -> None:
-        """Record functions of torch.nn.init that do nothing for meta tensors (trunc_normal_)."""
-        frame: Any = sys._getframe(2)
-        while frame.f_code.co_name == "__torch_function__":  # of the tensor, and of modes
-            frame = frame.f_back
-        code = frame.f_code
-        if frame.f_globals.get("__name__") != "torch.nn.init":
-            return
-        public = code.co_name.removeprefix("_no_grad_")
-        given = {name: frame.f_locals[name] for name in code.co_varnames[: code.co_argcount]}
-        if given.pop("tensor", None) is not None and _key(tensor) in self._records:
-            self._record(getattr(torch.nn.init, public), (tensor,), given, tensor)
+    def _history(self, key: int) -> list[_Step]:
+        """All steps that lead to what is in a piece of memory, in their order."""
+        wanted, numbers = {key}, set[int]()
+        due = [-number for number in self._writers.get(key, [])]
+        heapq.heapify(due)
+        while due:
+            number = -heapq.heappop(due)
+            numbers.add(number)
+            for other in self._steps[number].read - wanted:
+                wanted.add(other)
+                for earlier in self._writers.get(other, []):
+                    if earlier < number:
+                        heapq.heappush(due, -earlier)
+        return [self._steps[number] for number in sorted(numbers)]
+
+    def _repeat(self, step: _Step, real: dict[int, Any]) -> None:
+        """Do it in real memory, by number."""
+        if step.refusal is not None:
+            raise step.refusal
+        args, kwargs = map_tree(
+            lambda leaf: leaf.of(real[leaf.memory]) if isinstance(leaf, _View) else leaf,
+            (step.args, step.kwargs),
+        )
+        if step.state is not None and kwargs.get("generator") is not None:
+            kwargs["generator"] = torch.Generator(self.device).set_state(step.state)
+        elif step.state is not None:
+            _set_state(step.state, self.device)
+        outputs = flatten(step.function(*args, **kwargs))[0]
+        real.update(
+            {k: out.untyped_storage() for k, out in zip(step.made, outputs, strict=False) if k is not None}
+        )
 
 
-def target_of(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What the operation of this name changes the values of: a tensor, or a list of them; None: nothing."""
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    inplace = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    if not (inplace or name == "__setitem__" or name in _ASSIGNING):
-        return None
-    return args[0] if args else kwargs.get("tensor")
-
-
-def _asks_is_meta(func: Any) -> bool:
-    """Whether the operation is `tensor.is_meta`."""
-    return (
-        getattr(func, "__name__", "") == "__get__" and getattr(func, "__self__", None) is torch.Tensor.is_meta
-    )
-
-
-def _key(tensor: Tensor) -> int:
-    return id(tensor.untyped_storage())  # one object as long as a record keeps it
-
-
-def _onto(tree: Any, real: Tensor) -> Any:
-    def leaf_onto(leaf: Any) -> Any:
-        if isinstance(leaf, _View):
-            return real.as_strided(leaf.size, leaf.stride, leaf.offset)
+def _kept(leaf: Any) -> Any:
+    """An argument as it is repeated later."""
+    if not isinstance(leaf, torch.Tensor):
         return leaf
+    return _View(leaf) if leaf.is_meta else leaf.detach().clone()
 
-    return map_tree(leaf_onto, tree)
+
+def _refusal(name: str, tensor: Tensor) -> UsageError:
+    return UsageError(
+        f"{name} reads a tensor of shape {list(tensor.shape)} that has no values yet, under "
+        f"init_module(empty_init=True). Leave empty_init out, or do this after fabric.setup."
+    )
 
 
 def _get_state(generator: torch.Generator | None, device: torch.device) -> Tensor:

@@ -40,7 +40,7 @@ AT_ONCE = {
     "policy a string": (
         lambda: FSDPStrategy(auto_wrap_policy="Block"),
         ArgumentTypeError,
-        ["auto_wrap_policy='Block'", "is a str", *KINDS],
+        ["auto_wrap_policy='Block'", *KINDS],
     ),
     "policy a module": (
         lambda: FSDPStrategy(auto_wrap_policy=nn.Tanh()),
@@ -50,17 +50,12 @@ AT_ONCE = {
     "policy a set of names": (
         lambda: FSDPStrategy(auto_wrap_policy={"Block"}),
         ArgumentTypeError,
-        ["auto_wrap_policy takes classes of modules, but has 'Block'", "{TransformerBlock}"],
+        ["auto_wrap_policy={'Block'}", *KINDS],
     ),
     "policy a class of no modules": (
         lambda: FSDPStrategy(auto_wrap_policy=[dict]),
         ArgumentTypeError,
-        ["takes classes of modules, but has <class 'dict'>"],
-    ),
-    "policy of two arguments": (
-        lambda: FSDPStrategy(auto_wrap_policy=lambda one, two: True),
-        ArgumentTypeError,
-        ["auto_wrap_policy=<lambda> cannot be called as (module)", "nonwrapped_numel=", "isinstance(module"],
+        ["auto_wrap_policy=[<class 'dict'>]", *KINDS],
     ),
     "checkpointing a string": (
         lambda: FSDPStrategy(activation_checkpointing="Block"),
@@ -70,7 +65,7 @@ AT_ONCE = {
     "checkpointing a list of numbers": (
         lambda: FSDPStrategy(activation_checkpointing=[3]),
         ArgumentTypeError,
-        ["activation_checkpointing takes classes of modules, but has 3"],
+        ["activation_checkpointing=[3] must be a set of module classes"],
     ),
     "checkpointing policy a number": (
         lambda: FSDPStrategy(activation_checkpointing_policy=3),
@@ -397,7 +392,7 @@ def mesh_of_three_dimensions():
 
 large = functools.partial(size_based_auto_wrap_policy, min_num_params=10**6)
 HAS = "matches no module inside Net, which has Block, Linear, Sequential."
-CHOSEN = "or leave auto_wrap_policy out to have them chosen"
+CHOSEN = "Name classes of these, or leave auto_wrap_policy out."
 WHOLE = ["sharded already", "fully_shard was called on it before", "ModelParallelStrategy(parallelize_fn)"]
 AT_SETUP = {
     "fewer elements than ranks": (
@@ -408,22 +403,22 @@ AT_SETUP = {
     "a set that matches nothing": (
         setup(auto_wrap_policy={nn.Conv2d}),
         ConfigurationError,
-        [f"auto_wrap_policy={{Conv2d}} {HAS}".replace("{", "{{").replace("}", "}}"), "Name classes", CHOSEN],
+        ["auto_wrap_policy={{<class 'torch.nn.modules.conv.Conv2d'>}} " + HAS, CHOSEN],
     ),
     "a function that matches nothing": (
         setup(auto_wrap_policy=lambda module: False),
         ConfigurationError,
-        [f"auto_wrap_policy=<lambda> {HAS}", "Let it accept some of these", CHOSEN],
+        ["auto_wrap_policy=<function ", HAS, CHOSEN],
     ),
     "a size that nothing has": (
         setup(auto_wrap_policy=large),
         ConfigurationError,
-        [f"auto_wrap_policy=size_based_auto_wrap_policy {HAS}", "Let it accept some of these", CHOSEN],
+        ["auto_wrap_policy=functools.partial(<function size_based_auto_wrap_policy", HAS, CHOSEN],
     ),
     "a ModuleWrapPolicy that matches nothing": (
         setup(auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d})),
         ConfigurationError,
-        [f"auto_wrap_policy=ModuleWrapPolicy {HAS}", CHOSEN],
+        ["auto_wrap_policy=<torch.distributed.fsdp.wrap.ModuleWrapPolicy", HAS, CHOSEN],
     ),
     "a CustomPolicy with settings": (
         setup(auto_wrap_policy=CustomPolicy(lambda module: {"forward_prefetch": True})),
@@ -433,27 +428,27 @@ AT_SETUP = {
     "a class that no checkpoint is for": (
         setup(activation_checkpointing=nn.Conv2d),
         ConfigurationError,
-        [f"=Conv2d {HAS} Name classes of these, or leave activation_checkpointing"],
+        [f"conv.Conv2d'> {HAS} Name classes of these, or leave activation_checkpointing"],
     ),
     "a list that no checkpoint is for": (
         setup(activation_checkpointing=[nn.Conv2d, nn.ReLU]),
         ConfigurationError,
-        [f"={{Conv2d, ReLU}} {HAS}".replace("{", "{{").replace("}", "}}")],
+        [f"=[<class 'torch.nn.modules.conv.Conv2d'>, <class 'torch.nn.modules.activation.ReLU'>] {HAS}"],
     ),
     "a checkpointing function that matches nothing": (
         setup(activation_checkpointing_policy=lambda module: False),
         ConfigurationError,
-        [f"activation_checkpointing_policy=<lambda> {HAS} Let it accept some of these, or leave act"],
+        ["activation_checkpointing_policy=<function ", f"{HAS} Name classes of these, or leave act"],
     ),
     "a checkpointing size that nothing has": (
         setup(activation_checkpointing_policy=large),
         ConfigurationError,
-        [f"activation_checkpointing_policy=size_based_auto_wrap_policy {HAS}"],
+        ["activation_checkpointing_policy=functools.partial(<function size_based", HAS],
     ),
     "a checkpointing ModuleWrapPolicy that matches nothing": (
         setup(activation_checkpointing_policy=ModuleWrapPolicy({nn.Conv2d})),
         ConfigurationError,
-        [f"activation_checkpointing_policy=ModuleWrapPolicy {HAS}"],
+        ["activation_checkpointing_policy=<torch.distributed.fsdp.wrap.ModuleWrapPolicy", HAS],
     ),
     "a function that returns nothing": (
         setup(parallelize=lambda model, mesh: None),
@@ -472,8 +467,8 @@ AT_SETUP = {
         optimizer_of_what_was_replaced,
         UsageError,
         [
-            "SGD holds 2 parameters (shapes (2, 4), (2,)) that setup took out",
-            "Make it from model.parameters()",
+            "SGD trains 2 parameters (shapes (2, 4), (2,)) that are not those of a model",
+            "make the optimizer from model.parameters()",
         ],
     ),
     "an optimizer of another model": (

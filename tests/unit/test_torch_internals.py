@@ -235,7 +235,7 @@ def test_tensors_flatten_into_one() -> None:
 
 
 def test_tensor_classes_are_not_asked() -> None:
-    """Parameters without memory would be asked about the operations that record them, without end."""
+    """What reads a stored tensor would be asked for all of it."""
 
     class Asked(torch.Tensor):
         @classmethod
@@ -245,6 +245,24 @@ def test_tensor_classes_are_not_asked() -> None:
     tensor = torch.ones(2).as_subclass(Asked)
     with internals.no_subclass_functions():
         assert (tensor + 1).sum().item() == 4
+
+
+def test_operations_say_what_they_change_and_run_without_the_class() -> None:
+    """Parameters without memory record what changes them, and would be asked about it without end."""
+    seen: list[object] = []
+
+    class Recorded(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append([t.shape for t in internals.written_by(func, args, kwargs or {})])
+            with internals.no_subclass_dispatch():
+                return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(2, 3).as_subclass(Recorded)
+    tensor.normal_()
+    torch._foreach_mul_([tensor, tensor[0]], 2.0)
+    torch.add(torch.ones(3), tensor[1], out=torch.ones(3).as_subclass(Recorded))
+    assert [shapes for shapes in seen if shapes] == [[(2, 3)], [(2, 3), (3,)], [(3,)]]
 
 
 def test_running_iterations_are_known_and_workers_are_dropped() -> None:

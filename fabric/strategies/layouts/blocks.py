@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,10 @@ if TYPE_CHECKING:
 _UNCALLED = NonDynamicallyQuantizableLinear
 """The output layer in torch's MultiheadAttention, whose parameters are used without a call of it."""
 
-SMALL = 100_000
+_CLASSES = (set, frozenset, list, tuple)
+"""What holds the classes of a policy."""
+
+_SMALL = 100_000
 """Elements below which a module is not worth messages of its own."""
 
 
@@ -28,21 +30,13 @@ def check_policy(policy: Any, name: str) -> None:
     Raises:
         ArgumentTypeError: `policy` is of another kind.
     """
-    if isinstance(policy, set | frozenset | list | tuple | type):
-        wrong = [c for c in _as_tuple(policy) if not (isinstance(c, type) and issubclass(c, Module))]
-        if wrong:
-            raise ArgumentTypeError(
-                f"{name} takes classes of modules, but has {wrong[0]!r}. Write {name}={{TransformerBlock}}."
-            )
-    elif policy is not None and (isinstance(policy, Module) or not _is_function(policy)):
+    classes = policy if isinstance(policy, _CLASSES) else [policy]
+    named = all([isinstance(kind, type) and issubclass(kind, Module) for kind in classes])
+    function = callable(policy) and not isinstance(policy, Module | type)
+    if not (policy is None or named or function or hasattr(policy, "_run_policy")):
         raise ArgumentTypeError(
-            f"{name}={policy!r} must be a set of module classes or a function, but is a "
-            f"{type(policy).__name__}. Write {name}={{TransformerBlock}}."
-        )
-    elif policy is not None and not (_asks_twice(policy) or _binds(policy, None)):
-        raise ArgumentTypeError(
-            f"{name}={_spell(policy)} cannot be called as (module) nor as (module=, recurse=, "
-            f"nonwrapped_numel=). Write {name}=lambda module: isinstance(module, TransformerBlock)."
+            f"{name}={policy!r} must be a set of module classes or a function (module) -> bool. "
+            f"Write {name}={{TransformerBlock}}."
         )
 
 
@@ -88,31 +82,31 @@ def choose_blocks(
     """
     check_policy(policy, name)
     check_whole(model)
-    if isinstance(policy, set | frozenset | list | tuple) and not policy:
-        return []
+    classes = (policy,) if isinstance(policy, type) else policy
     if policy is None:
         chosen = _repeated(model)
     elif hasattr(policy, "_run_policy"):  # torch's ModuleWrapPolicy, CustomPolicy
         chosen = _run(model, policy, name)
-    elif isinstance(policy, set | frozenset | list | tuple | type):
-        chosen = {module for module in model.modules() if isinstance(module, _as_tuple(policy))}
+    elif isinstance(classes, _CLASSES):
+        chosen = {module for module in model.modules() if isinstance(module, tuple(classes))}
     else:
         chosen = _accepted(model, policy)
     chosen = {m for m in chosen if m is not model and not isinstance(m, _UNCALLED)}
-    if policy is not None and not chosen and not may_be_empty:
+    empty = isinstance(policy, _CLASSES) and not policy
+    if policy is not None and not (chosen or empty or may_be_empty):
         kinds = sorted({type(m).__name__ for m in model.modules() if m is not model})
         raise ConfigurationError(
-            f"{name}={_spell(policy)} matches no module inside {type(model).__name__}, which has "
-            f"{', '.join(kinds) or 'no modules'}. {_remedy(policy, name)}"
+            f"{name}={policy!r} matches no module inside {type(model).__name__}, which has "
+            f"{', '.join(kinds) or 'no modules'}. Name classes of these, or leave {name} out."
         )
     uses = Counter([id(p) for m in model.modules() for p in m._parameters.values() if p is not None])
-    return [m for m in _innermost_first(model) if m in chosen and (not alone or _stands_alone(m, uses))]
+    return [m for m in innermost_first(model) if m in chosen and (not alone or _stands_alone(m, uses))]
 
 
 def _repeated(model: Module) -> set[Module]:
     """Repeated blocks (siblings of one class in a container), and single modules that hold much."""
     total = sum([p.numel() for p in model.parameters()])
-    least = min(1_000_000, max(SMALL, total // 100))
+    least = min(1_000_000, max(_SMALL, total // 100))
     chosen: set[Module] = set()
 
     def visit(module: Module) -> None:
@@ -132,25 +126,11 @@ def _repeated(model: Module) -> set[Module]:
     return chosen
 
 
-def _as_tuple(policy: Any) -> tuple[Any, ...]:
-    return (policy,) if isinstance(policy, type) else tuple(policy)
-
-
-def _is_function(policy: Any) -> bool:
-    return callable(policy) or hasattr(policy, "_run_policy")
-
-
 def _asks_twice(policy: Any) -> bool:
     """Whether a function has the three arguments of torch's policies."""
-    return hasattr(policy, "_run_policy") or _binds(policy, module=None, recurse=True, nonwrapped_numel=0)
-
-
-def _binds(policy: Any, *args: Any, **kwargs: Any) -> bool:
     try:
-        inspect.signature(policy).bind(*args, **kwargs)
-    except ValueError:  # written in C: it cannot be asked
-        return not kwargs
-    except TypeError:
+        inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
+    except (TypeError, ValueError):  # ValueError: it is written in C, and cannot be asked
         return False
     return True
 
@@ -193,7 +173,8 @@ def _stands_alone(module: Module, uses: Counter[int]) -> bool:
     return bool(inside) and all([uses[key] == count for key, count in inside.items()])
 
 
-def _innermost_first(model: Module) -> Iterable[Module]:
+def innermost_first(model: Module) -> Iterable[Module]:
+    """All modules of a model, each once, after those inside of it."""
     seen: set[Module] = set()
 
     def visit(module: Module) -> Iterable[Module]:
@@ -205,20 +186,3 @@ def _innermost_first(model: Module) -> Iterable[Module]:
         yield module
 
     return visit(model)
-
-
-def _remedy(policy: Any, name: str) -> str:
-    classes = isinstance(policy, set | frozenset | list | tuple | type)
-    say = "Name classes of these" if classes else "Let it accept some of these"
-    automatic = name == "auto_wrap_policy"
-    return f"{say}, or leave {name} out{' to have them chosen' if automatic else ''}."
-
-
-def _spell(policy: Any) -> str:
-    if isinstance(policy, functools.partial):
-        policy = policy.func
-    if isinstance(policy, type):
-        return policy.__name__
-    if isinstance(policy, set | frozenset | list | tuple):
-        return "{" + ", ".join(sorted([c.__name__ for c in policy])) + "}"
-    return getattr(policy, "__name__", type(policy).__name__)

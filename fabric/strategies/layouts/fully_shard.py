@@ -20,7 +20,7 @@ from fabric.core.torch_internals import BatchNorm, has_hooks
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import broadcast_from_zero
-from fabric.strategies.layouts.blocks import choose_blocks
+from fabric.strategies.layouts.blocks import choose_blocks, innermost_first
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.sharded import Sharded
 from fabric.strategies.layouts.split import is_split
@@ -121,16 +121,8 @@ class FullyShard(Sharded):
         self._finish(module, blocks)
         return module
 
-    def _check_split(self, optimizer: Any) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        ignored = {id(p) for p in self.settings.ignored}
-        whole = [tuple(p.shape) for p in held if p.requires_grad and not is_split(p) and id(p) not in ignored]
-        if whole and any([is_split(p) for model in self.models() for p in model.parameters()]):
-            raise UsageError(
-                f"{type(optimizer).__name__} trains {len(whole)} parameters (shapes "
-                f"{', '.join(map(str, whole[:3]))}) that came into the model after fabric.setup, and whose "
-                "gradients would not be averaged over ranks. Add layers before fabric.setup."
-            )
+    def _is_reduced(self, parameter: Tensor) -> bool:
+        return is_split(parameter) or parameter in self.settings.ignored
 
     def _choose(self, module: Module, name: str, policy: Any) -> list[Module]:
         """The modules that a policy names; it must match something in one of the models that are set up."""
@@ -144,12 +136,6 @@ class FullyShard(Sharded):
         for name, parameter in module.named_parameters():
             if parameter in self.settings.ignored:
                 continue
-            if parameter.dim() == 0:
-                raise UsageError(
-                    f"{name} has no dimension (shape []) along which it could be split. Write "
-                    "nn.Parameter(torch.ones(1)) instead of torch.tensor(1.0), or name it in "
-                    "ignored_states=."
-                )
             if not parameter.is_contiguous():
                 raise UsageError(
                     f"{name} (shape {list(parameter.shape)}, stride {list(parameter.stride())}) is a view "
@@ -195,25 +181,9 @@ class FullyShard(Sharded):
     def _split(self, module: Module, blocks: set[Module], topology: Topology) -> None:
         """Bring up and split group after group, inner ones first, so that only one is whole at a time."""
         maker = Materialiser(module, topology.device, self.settings.init)
-        seen: set[Module] = set()
-        held_back: list[Module] = []
-
-        def visit(part: Module, held: bool) -> None:
-            if part in seen:
-                return
-            seen.add(part)
-            waits = maker.waits(part)
-            for child in part.children():
-                visit(child, held or waits)
-            maker.reset(part)
+        for part in innermost_first(module):
             if part in blocks or part is module:
-                held_back.append(part)
-            if not (held or (waits and part is not module)):
-                ready, held_back[:] = list(held_back), []
-                for block in ready:
-                    self._split_block(block, maker, topology)
-
-        visit(module, held=False)
+                self._split_block(part, maker, topology)
 
     def _split_block(self, block: Module, maker: Materialiser, topology: Topology) -> None:
         from torch.distributed.fsdp import fully_shard

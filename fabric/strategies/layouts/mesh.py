@@ -20,14 +20,13 @@ from fabric.core.traits import Traits
 from fabric.core.tree import flatten
 from fabric.plugins.collectives.frames import ALONE
 from fabric.strategies.layouts.agree import broadcast_from_zero
-from fabric.strategies.layouts.materialise import Materialiser
+from fabric.strategies.layouts.materialise import Materialiser, own_meta
 from fabric.strategies.layouts.rows import InRows
 from fabric.strategies.layouts.sharded import Sharded
 from fabric.strategies.layouts.split import is_split
-from fabric.utilities.deferred import target_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from fabric.core.topology import Topology
     from fabric.plugins.collectives.channel import Channel
 
-Places = list[tuple[Module, str, Any]]
-"""(module, name in it, tensor without memory that was there at first)."""
+Places = list[tuple[Module, dict[str, Any], str, Any]]
+"""(module, its table, name in it, tensor without memory that was there at first)."""
 
 DIMS = ("data_parallel", "tensor_parallel")
 
@@ -112,16 +111,13 @@ class Mesh(InRows, Sharded):
             ArgumentTypeError: The function did not return the model.
             UsageError: A parameter on the meta device that nothing initialises; tied ones that came apart.
         """
-        maker = Materialiser(module, topology.device)
-        if maker.resets:  # a module's own function wants it whole
-            _each(module, maker.reset)
-            maker.fill(module, replay=True)
         whole = [t for t in (*module.parameters(), *module.buffers()) if not (t.is_meta or is_split(t))]
         broadcast_from_zero(whole)
         tied = _tied(module)
         with self.following(module):
+            Materialiser(module, topology.device)
             # As a context: parameters without memory are replaced when the function has placed them.
-            places = [(m, n, p) for m in module.modules() for n, p in _tensors(m) if p.is_meta]
+            places = [(part, *place) for part in module.modules() for place in own_meta(part)]
             with Splitting(places):
                 returned = self.parallelize(module, self.mesh)  # type: ignore[arg-type]
             if returned is not module:
@@ -132,7 +128,7 @@ class Mesh(InRows, Sharded):
                 )
             _check_tied(module, tied)
             self._share_gradients(module)
-            self._give_values(places, maker, topology)
+            self._give_values(places, topology)
         self._note(module)
         split: Module = module
         return split
@@ -146,22 +142,21 @@ class Mesh(InRows, Sharded):
         if (mesh.size(0) > 1 or parts) and not isinstance(module, FSDPModule):
             fully_shard(module, mesh=mesh[DIMS[0]])
 
-    def _give_values(self, places: Places, maker: Materialiser, topology: Topology) -> None:
+    def _give_values(self, places: Places, topology: Topology) -> None:
         from torch.distributed.tensor import DTensor
 
         made: dict[int, Any] = {}
         sources: dict[int, int] = {}
-        filled = dict.fromkeys([slots[name] for slots, name, _ in _slots(places)])
+        filled = dict.fromkeys([slots[name] for _, slots, name, _ in places])
         broadcast_from_zero([t for t in filled if not (t.is_meta or is_split(t))])
-        for owner, name, source in places:
-            slots: dict[str, Any] = _slots_of(owner, name)
+        for owner, slots, name, source in places:
             target = slots[name]
             if not target.is_meta:  # the user's function did it, by to_empty()
                 continue
             if sources.setdefault(id(target), id(source)) != id(source) or _differs(target, source):
                 raise _replaced(name, owner)
             if id(source) not in made:
-                full = maker.value(source, replay=topology.rank == 0).to(target.dtype)
+                full = source.recorder.make(source, replay=topology.rank == 0).to(target.dtype)
                 broadcast_from_zero([full])
                 made[id(source)] = full
                 if isinstance(target, DTensor):
@@ -194,10 +189,9 @@ class Splitting(TorchFunctionMode):
         super().__init__()
         self._places = places
         shown: dict[int, Any] = {}
-        for slots, name, source in _slots(places):
+        for _, slots, name, source in places:
             if id(source) not in shown:
-                plain = source.detach().as_subclass(torch.Tensor)
-                named = isinstance(source, Parameter)
+                plain, named = source.plain(), isinstance(source, Parameter)
                 shown[id(source)] = Parameter(plain, source.requires_grad) if named else plain
             slots[name] = shown[id(source)]
 
@@ -206,7 +200,7 @@ class Splitting(TorchFunctionMode):
     ) -> Any:
         """The function, unless it changes one of them."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        target = target_of(name, args, kwargs)
+        target = _target_of(name, args, kwargs)
         if name == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
             one, other = args
             # What has values keeps them, and `model.to(dtype)` is repeated.
@@ -219,7 +213,7 @@ class Splitting(TorchFunctionMode):
 
     def _has(self, tensor: Tensor) -> bool:
         """Whether it is one of them, a view of one, or a part."""
-        held = {memory_of(slots[name]) for slots, name, _ in _slots(self._places)}
+        held = {memory_of(slots[name]) for _, slots, name, _ in self._places}
         return is_split(tensor) or memory_of(tensor) in held
 
 
@@ -242,15 +236,6 @@ def _check_tied(module: Module, tied: list[list[str]]) -> None:
                 f"parallelize_module, and before fully_shard: model.{names[-1]} = model.{names[0]} (models "
                 "of transformers: model.tie_weights())."
             )
-
-
-def _slots_of(owner: Module, name: str) -> Any:
-    return owner._parameters if name in owner._parameters else owner._buffers
-
-
-def _slots(places: Places) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    for owner, name, source in places:
-        yield _slots_of(owner, name), name, source
 
 
 def _differs(target: Any, source: Any) -> bool:
@@ -309,20 +294,10 @@ def _holds_parts(module: Module) -> bool:
     return any([is_split(parameter) for parameter in module.parameters(recurse=False)])
 
 
-def _tensors(module: Module) -> list[tuple[str, Any]]:
-    own = [*module._parameters.items(), *module._buffers.items()]
-    return [(name, tensor) for name, tensor in own if tensor is not None]
-
-
-def _each(module: Module, call: Callable[[Module], None]) -> None:
-    """Call on every module once, inner ones first."""
-    seen: set[Module] = set()
-
-    def visit(part: Module) -> None:
-        if part not in seen:
-            seen.add(part)
-            for child in part.children():
-                visit(child)
-            call(part)
-
-    visit(module)
+def _target_of(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What the function of this name changes the values of: a tensor, or a list of them; None: nothing."""
+    inplace = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    assigning = name == "__setitem__" or (name.startswith("__i") and f"__{name[3:]}" in dir(int))
+    if inplace or assigning:
+        return args[0] if args else kwargs.get("tensor")
+    return kwargs.get("out")

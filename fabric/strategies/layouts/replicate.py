@@ -19,9 +19,7 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import (
-    backward_pass,
     build_buckets,
-    call_after_backward,
     check_reduced,
     disarm,
     has_built_buckets,
@@ -33,7 +31,7 @@ from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, on_any_rank
 from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.local_gradients import LocalGradients, stamp
-from fabric.utilities.backward_passes import attend_passes, outermost_pass
+from fabric.utilities.backward_passes import attend_passes
 from fabric.utilities.compile import is_compiled
 
 if TYPE_CHECKING:
@@ -65,9 +63,9 @@ class Replicate(Whole):
         # In the order of setup: collectives of several replicas need one order on all ranks.
         self._replicas: weakref.WeakKeyDictionary[DistributedDataParallel, _Known]
         self._replicas = weakref.WeakKeyDictionary()
-        self.reached: set[int] = set()
         self._frozen: list[tuple[str, weakref.ref[Parameter]]] = []
         self._local = LocalGradients(self)
+        self._failed = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {"settings": self.settings}
@@ -137,21 +135,6 @@ class Replicate(Whole):
         replica = self._replica_of(wrapped)
         return wrapped if replica is None else replica.module
 
-    def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
-        """DDP's own call; with buffers (batch norm), hooked so that a backward through it syncs them."""
-        return self.method_plan(wrapped, wrapped.__call__)
-
-    def method_plan(
-        self, wrapped: Module, method: Callable[..., Any], marked: bool = False
-    ) -> Callable[..., Any]:
-        """The method; hooked as a forward is."""
-        replica = self._replica_of(wrapped)
-        if replica is None or not self._replicas[replica].buffered:
-            return method
-        from fabric.strategies.layouts.hooked import HookedCall
-
-        return HookedCall(method, self, replica)
-
     @contextmanager
     def no_sync(self, wrapped: Module) -> Iterator[None]:
         """DDP's no_sync; what it leaves is known until a backward averages it."""
@@ -177,7 +160,8 @@ class Replicate(Whole):
         if replica not in self._replicas:
             syncs_buffers = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
             known = self._replicas[replica] = _Known(replica, syncs_buffers)
-            for parameter in known.trained[-1:]:  # which passes begin with
+            # Passes begin with the last; which rest may differ between ranks where some are unused.
+            for parameter in known.trained if replica.find_unused_parameters else known.trained[-1:]:
                 parameter.register_post_accumulate_grad_hook(partial(self._came, weakref.ref(replica)))
             self._local.begin(replica, new=True)
             hook_again(replica)  # a copy has another reducer
@@ -196,26 +180,31 @@ class Replicate(Whole):
             for replica in self._replicas
             if replica.require_backward_grad_sync and replica.reducer is not None
         ]
+        if self._failed and syncing and self.channel is not None:  # perhaps on some ranks only
+            self._failed = False
+            self.channel.meet(call_of("backward after one that failed"))
         start = [t for t in (tensors if isinstance(tensors, Sequence) else [tensors]) if torch.is_tensor(t)]
         local = self._local.before_pass(syncing) if self._local.replicas else []
         # Frozen since a forward: torch's backward leaves them out, and the reducer would give them zeros.
         known = [p for replica in syncing for p in self._replicas[replica].trained]
         resting = [p for p in known if not p.requires_grad and p.grad is None]
         for replica in syncing:
+            self._replicas[replica].came, self._replicas[replica].reduced = False, None
             replica.reducer.prepare_for_backward(start if replica.find_unused_parameters else [])
         try:
             run(tensors, *args, **kwargs)
         except BaseException as error:
             for replica in [replica for replica in syncing if not _is_finished(replica)]:
                 renew_reducer(replica, self._replicas[replica].trained)
-                _MeetsAgain(self, replica)
+                self._failed = True
             if isinstance(error, RuntimeError) and syncing:
                 from fabric.strategies.layouts.replica_errors import tell_apart
 
                 tell_apart(error, graph=kwargs.get("create_graph") or True in args[2:3])
             raise
-        finally:
-            reached, self.reached = self.reached, set()
+        for replica in syncing:
+            if self._replicas[replica].reduced is not None:
+                self._average_rest(self._replicas[replica])
         for name, parameter, before in thawed:
             if stamp(parameter) != before:  # this backward went through it
                 from fabric.strategies.layouts.replica_errors import thawed_late
@@ -226,14 +215,13 @@ class Replicate(Whole):
         for parameter in resting:
             parameter.grad = None
         for replica in syncing:
-            self._end(replica, id(replica) in reached)
-        # Only of those that this backward went through: that is so on all ranks or on none.
-        for replica in self._replicas:
-            trains = replica.training and replica.require_backward_grad_sync
-            if trains and self._replicas[replica].buffered and id(replica) in reached:
+            self._end(replica)
+        # Buffers are sent here, where all ranks are. DDP sends them before each forward, evaluation included.
+        for replica in syncing:
+            if replica.training and self._replicas[replica].buffered and self._replicas[replica].came:
                 broadcast_from_zero(list(replica.buffers()))
 
-    def _end(self, replica: DistributedDataParallel, reached: bool) -> None:
+    def _end(self, replica: DistributedDataParallel) -> None:
         try:
             check_reduced(replica)
         except RuntimeError as error:
@@ -242,7 +230,7 @@ class Replicate(Whole):
             raise unused_parameters(replica.module, self._replicas[replica].names, error) from error
         if has_built_buckets(replica):
             disarm(replica.reducer)
-        elif reached and not replica.find_unused_parameters:
+        elif self._replicas[replica].came and not replica.find_unused_parameters:
             build_buckets(replica)  # here, where all ranks are, and not in whichever forward comes next
 
     def teardown(self) -> None:
@@ -256,41 +244,29 @@ class Replicate(Whole):
                 replica.__dict__[name] = None
         self._frozen.clear()
 
-    def on_reached(self, replica: Module) -> None:
-        """A backward has reached an output of the replica, or its last parameter."""
-        self.reached.add(id(replica))
-
     def _came(self, ref: weakref.ref[DistributedDataParallel], parameter: Tensor) -> None:
-        """A backward pass wrote the gradient of a replica's last parameter."""
+        """A backward pass wrote the gradient of a replica's parameter."""
         replica = ref()
-        if replica is None:
-            return
-        self._replicas[replica].came_in = backward_pass()
-        if not replica.find_unused_parameters:  # else a parameter may rest on one rank and not on another
-            self.reached.add(id(replica))  # as on_reached does, which would cost a call more
+        if replica is not None:
+            self._replicas[replica].came = True
 
     def after_nested_pass(self) -> None:
-        """If a reducer has finished inside of a pass, watch for what that pass still adds to gradients."""
-        running = outermost_pass()
+        """If a reducer has finished inside of a pass, note what that pass may still add to gradients."""
         for replica, known in self._replicas.items():
-            # The last parameter, which a pass starts with, came; now its reducer waits for no gradient.
-            came = known.came_in >= running and replica.require_backward_grad_sync and _is_finished(replica)
-            if came and known.reduced_in != running:
-                known.reduced_in, known.reduced = running, [stamp(p) for p in replica.parameters()]
-                call_after_backward(partial(self._average_rest, replica))
+            # A parameter came, and now its reducer waits for no gradient.
+            if known.came and known.reduced is None and _is_finished(replica):
+                known.reduced = [stamp(p) for p in known.trained]
 
-    def _average_rest(self, replica: DistributedDataParallel) -> None:
+    def _average_rest(self, known: _Known) -> None:
         """At the end of a pass: average gradients that have grown after their reduction, on any rank.
 
         They are the mean, the same on all ranks, and what each rank has added; the mean of that is the sum of
         both means. Ranks may differ in what they add, but not in that a pass inside has reduced.
         """
-        parameters, known = list(replica.parameters()), self._replicas[replica]
-        known.reduced_in = -1  # a pass in the middle has ended; the next one around may see another reduction
-        grown = known.reduced != [stamp(p) for p in parameters]
+        grown = known.reduced != [stamp(p) for p in known.trained]
         channel: Any = self.channel
         if any(on_any_rank([grown], channel)):
-            trained = [p for p in parameters if p.requires_grad]
+            trained = [p for p in known.trained if p.requires_grad]
             average_gradients(trained, channel, "DDP with reentrant checkpoints")
 
 
@@ -304,32 +280,10 @@ class _Known:
         self.at_setup = {id(p) for p in replica.module.parameters()}
         self.buffered = syncs_buffers and next(replica.buffers(), None) is not None
         """Whether there are buffers to keep alike."""
-        self.came_in = self.reduced_in = -1
-        """The last passes that came to it, and inside of which all its gradients were reduced."""
-        self.reduced: list[Any] = []
-        """Stamps of the gradients, as that reduction left them."""
-
-
-class _MeetsAgain:
-    """At the first forward after a backward that failed the ranks meet: it may have failed on some."""
-
-    def __init__(self, layout: Replicate, replica: DistributedDataParallel) -> None:
-        self._layout = weakref.ref(layout)
-        self._handle = replica.register_forward_pre_hook(self)
-
-    def __call__(self, replica: Module, args: Any) -> None:
-        """A forward begins.
-
-        Raises:
-            CollectiveMismatch: Other ranks are not where this one is.
-        """
-        layout = self._layout()
-        if torch.is_grad_enabled() and layout is not None and layout.channel is not None:
-            self._handle.remove()
-            layout.channel.meet(call_of("forward after a backward that failed"))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _MeetsAgain:
-        return self
+        self.came = False
+        """Whether the last pass that synchronised has come to it."""
+        self.reduced: list[Any] | None = None
+        """Stamps of the gradients, as a reduction inside of that pass left them."""
 
 
 def _is_finished(replica: DistributedDataParallel) -> bool:

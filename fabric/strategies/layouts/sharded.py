@@ -124,17 +124,21 @@ class Sharded(Split):
         return HookedCall(plan, self, root) if next(root.buffers(), None) is not None else plan
 
     def _check_current(self, optimizer: Any) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        current = {id(p) for model in self.models() for p in model.parameters()}
-        self._check_split(optimizer)
-        stale = [tuple(p.shape) for p in held if id(p) not in current]
-        if stale and current:
+        """Raise if the optimizer trains parameters whose gradients would stay this rank's."""
+        current = {id(p) for model in self.models() for p in model.parameters() if self._is_reduced(p)}
+        foreign = [p for p in _parameters(optimizer) if p.requires_grad and id(p) not in current]
+        if foreign and current:
+            shapes = ", ".join([str(tuple(p.shape)) for p in foreign[:3]])
             raise UsageError(
-                f"{type(optimizer).__name__} holds {len(stale)} parameters (shapes "
-                f"{', '.join(map(str, stale[:3]))}) that setup took out of the model. Make it from "
-                "model.parameters() after fabric.setup_module(model), then "
-                "fabric.setup_optimizers(optimizer)."
+                f"{type(optimizer).__name__} trains {len(foreign)} parameters (shapes {shapes}) that are not "
+                "those of a model as fabric.setup left it, and whose gradients would not be averaged over "
+                "ranks. Add layers before fabric.setup, and make the optimizer from model.parameters() after "
+                "fabric.setup_module(model)."
             )
+
+    def _is_reduced(self, parameter: Tensor) -> bool:
+        """Whether the gradient of a model's parameter is averaged, or is not meant to be."""
+        return True
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """All ranks have gradients of the same parameters, and all of the optimizer's are a model's.
@@ -144,11 +148,10 @@ class Sharded(Split):
         super().before_step(optimizer, args, kwargs)
         if self.channel is None or not self._is_mine(optimizer):
             return
-        held = _parameters(optimizer)
-        self._check_split(optimizer)
+        self._check_current(optimizer)
         if len(args) > 1 or kwargs:
             return  # a closure makes gradients in the step
-        bare = [p for p in held if p.grad is None and p.requires_grad]
+        bare = [p for p in _parameters(optimizer) if p.grad is None and p.requires_grad]
         self.channel.meet(call_of(f"{type(optimizer).__name__}.step", self._names(bare)))
 
     def _is_mine(self, optimizer: Any) -> bool:
@@ -159,9 +162,6 @@ class Sharded(Split):
                 return False
             self._optimizers.add(optimizer)
         return True
-
-    def _check_split(self, optimizer: Any) -> None:
-        """Raise if the optimizer trains parameters whose gradients would stay this rank's."""
 
     def _names(self, bare: list[Tensor]) -> str:
         if not bare:

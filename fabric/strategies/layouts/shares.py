@@ -4,10 +4,8 @@ stepped. What `ShardedStates` is made of.
 
 from __future__ import annotations
 
-import heapq
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,14 +58,14 @@ class Step:
     """One step of one optimizer: who stands in for it, and which parameters have gradients in it."""
 
     def __init__(self, share: Share, optimizer: Optimizer) -> None:
-        groups = [
-            OwnGroup(group, [p for p in group["params"] if share.is_own(p)])
+        self.groups = [
+            {**group, "params": [p for p in group["params"] if share.is_own(p)]}
             for group in optimizer.param_groups
         ]
         self.before = dict(optimizer.__dict__)
         # Hooks run in the user's optimizer, around this: in `super().step()` parameters are not sent yet.
         self.replaced: dict[str, Any] = {
-            "param_groups": groups,
+            "param_groups": self.groups,
             "_optimizer_step_pre_hooks": OrderedDict(),
             "_optimizer_step_post_hooks": OrderedDict(),
         }
@@ -76,32 +74,12 @@ class Step:
         self.with_gradient = [p.grad is not None for p in share.params]
 
     def give_back(self, optimizer: Optimizer) -> None:
-        """Attributes that the step has set belong to the user's optimizer."""
+        """What the step has set, in groups and as attributes, belongs to the user's optimizer."""
+        for group, own in zip(optimizer.param_groups, self.groups, strict=False):
+            group.update({**own, "params": group["params"]})
         for name, value in self.stand_in.__dict__.items():
             if name not in self.replaced and value is not self.before.get(name, self):
                 optimizer.__dict__[name] = value
-
-
-class OwnGroup(MutableMapping[str, Any]):
-    """The user's parameter group, read and written through, with this rank's parameters only."""
-
-    def __init__(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        self.group, self.params = group, params
-
-    def __getitem__(self, key: str) -> Any:
-        return self.params if key == "params" else self.group[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.group[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.group[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.group)
-
-    def __len__(self) -> int:
-        return len(self.group)
 
 
 def stand_in(optimizer: Optimizer, **replaced: Any) -> Any:
@@ -147,16 +125,9 @@ def divide(sizes: list[int], loads: list[int], holders: list[list[int]]) -> list
         holders: For each parameter the ranks that hold a state of it.
     """
     loads, owners = list(loads), [0] * len(sizes)
-    for i, ranks in enumerate(holders):
-        if len(ranks) == 1:
-            owners[i] = ranks[0]
-            loads[ranks[0]] += sizes[i]
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    free = [i for i, ranks in enumerate(holders) if len(ranks) != 1]
-    for i in sorted(free, key=lambda i: -sizes[i]):
-        load, owners[i] = heap[0]
-        heapq.heapreplace(heap, (load + sizes[i], owners[i]))
+    for i in sorted(range(len(sizes)), key=lambda i: (len(holders[i]) != 1, -sizes[i])):
+        owners[i] = holders[i][0] if len(holders[i]) == 1 else loads.index(min(loads))
+        loads[owners[i]] += sizes[i]
     return owners
 
 

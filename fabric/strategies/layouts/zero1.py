@@ -15,7 +15,6 @@ import torch
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
 from fabric.core.tree import map_tree
-from fabric.plugins.collectives.frames import call_of
 from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
 from fabric.plugins.io.portable import elsewhere, read_stored
 from fabric.strategies.layouts.replicate import Replicate
@@ -142,16 +141,14 @@ class ShardedStates(Replicate):
         step.give_back(optimizer)
         stepped = [p for p, there in zip(share.params, step.with_gradient, strict=True) if there]
         told = f"{len(stepped)} of {len(share.params)} parameters have gradients"
-        code = zlib.crc32(bytes(step.with_gradient))
-        failed = _any_failed(self._group(), call_of("optimizer.step", f"{told} ({code:08x})"), error)
+        verb = f"optimizer.step: {told} ({zlib.crc32(bytes(step.with_gradient)):08x})"
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        texts = gather_objects(said, self._group(), verb)
         # Also after a failure: the ranks' parameters stay equal, whatever was stepped before it.
         send(stepped, share)
-        if failed:
-            said = "" if error is None else f"{type(error).__name__}: {error}"
-            texts = gather_objects(said, self._group(), "failed in optimizer.step")
-            if error is None:
-                where = [f"rank {rank} failed in optimizer.step: {text}" for rank, text in enumerate(texts)]
-                raise RankError("; ".join([line for line, text in zip(where, texts, strict=True) if text]))
+        failed = [f"rank {rank} failed in optimizer.step: {text}" for rank, text in enumerate(texts) if text]
+        if failed and error is None:
+            raise RankError("; ".join(failed))
 
     def _group(self) -> Channel:
         if self.channel is None:
@@ -244,24 +241,13 @@ class JointStep:
     def __call__(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One step; what the optimizer returns."""
         try:
-            if self.plan is None:
-                return optimizer.step(**kwargs) if closure is None else optimizer.step(closure, **kwargs)
             given = {} if closure is None else {"closure": closure}
-            return self.plan(optimizer, **given, **kwargs)
+            call = optimizer.step if self.plan is None else partial(self.plan, optimizer)
+            return call(**given, **kwargs)
         except Exception as error:
             with suppress(CollectiveMismatch, RankError):  # what went wrong here comes first
                 self.layout.finish(optimizer, error)
             raise
-
-
-def _any_failed(channel: Channel, call: Any, error: Exception | None) -> bool:
-    """Whether the step failed on any rank; the guard's frame says so where it carries data."""
-    mark = torch.ones(1, dtype=torch.uint8)
-    meeting = channel.meet(call, None if error is None else [mark])
-    if meeting is not None:
-        return any(meeting.sizes())
-    flag = channel.wire.ready(mark * (error is not None))
-    return bool(channel.collective.all_reduce(flag, "max").item())
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

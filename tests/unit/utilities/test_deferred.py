@@ -188,9 +188,11 @@ def test_values_that_are_not_there_yet_cannot_be_read_later():
         layer = nn.Linear(2, 2)
     assert layer(torch.empty(3, 2, device="meta")).shape == (3, 2)  # as for counting operations
     layer.bias = nn.Parameter(layer.bias + torch.rand_like(layer.bias))
-    with pytest.raises(UsageError, match=r"add reads a tensor of shape \[2\] that has no values yet"):
+    with pytest.raises(UsageError, match=r"rand_like reads a tensor of shape \[2\] that has no values yet"):
         layer.bias.recorder.make(layer.bias)
-    for read in (lambda: layer(torch.ones(1, 2)), layer.weight.sum().item, lambda: layer.to("cpu")):
+    with pytest.raises(UsageError, match=r"copy_ reads a tensor of shape \[2, 2\]"):
+        torch.zeros(2, 2).copy_(layer.weight.data)
+    for read in (layer(torch.ones(1, 2)).sum().item, layer.weight.sum().item, lambda: layer.to("cpu")):
         with pytest.raises(UsageError, match=r"reads a tensor of shape .* that has no values yet"):
             read()
     assert "meta" in repr(layer.weight)
@@ -236,12 +238,23 @@ def test_numbers_of_what_is_not_there_are_an_error():
         weight = nn.Linear(2, 2).weight
         with pytest.raises(UsageError, match=r"item reads a tensor of shape \[\] that has no values yet"):
             weight.sum().item()
-        with pytest.raises(UsageError, match=r"randn_like reads a tensor of shape \[2, 2\]"):
-            torch.randn_like(weight)
 
 
-def test_reading_what_is_not_there_is_an_error():
-    with DeferredInit(CPU):
-        one, two = torch.empty(2), torch.empty(2)
-        with pytest.raises(UsageError, match=r"copy_ reads a tensor of shape \[2\] that has no values yet"):
-            one.copy_(two)
+def test_what_is_computed_of_several_tensors_is_repeated():
+    def build():
+        one, two, three = nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(2, 3)
+        two.weight.data.copy_(one.weight.data.t())
+        one.weight.data.div_(one.weight.data.norm(dim=1, keepdim=True))
+        three.weight = nn.Parameter(torch.cat([one.weight, two.weight.t()])[1:4].clone())
+        two.weight.data[1] = 5.0
+        return nn.ModuleList([one, two, three])
+
+    torch.manual_seed(1)
+    plain, after = build(), torch.rand(3)
+    torch.manual_seed(1)
+    deferred = DeferredInit(CPU)
+    with deferred:
+        empty = build()
+    assert torch.equal(torch.rand(3), after)
+    for got, want in zip(empty.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(deferred.make(got), want)

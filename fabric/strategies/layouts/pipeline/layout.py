@@ -227,10 +227,6 @@ class Pipeline(InRows, PipelineStates):
     def _bring(self, module: Module, blocks: Blocks, own: Blocks, topology: Topology) -> None:
         """Values for all blocks, one after the other; those of other stages are emptied again."""
         maker = Materialiser(module, topology.device)
-        if maker.resets:  # a module's own function wants it whole
-            for part in reversed(list(module.modules())):
-                maker.reset(part)
-            maker.fill(module, replay=True)
         # Those without memory are replaced, so only what was there at first says which ones are the same.
         first = [tensors_of(block) for _, block in blocks]
         kept = {id(t) for _, block in own for t in tensors_of(block)}
