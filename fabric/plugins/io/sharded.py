@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from io import BufferedWriter, BytesIO
+from io import BytesIO
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -66,12 +66,11 @@ class Planner(DefaultSavePlanner):
 def _writing(path: Path, digests: dict[str, Any]) -> Iterator[Any]:
     """A new file, of which a digest is taken while it is written; flushed to the disk at the end."""
     with path.open("wb", buffering=0) as file:
-        taken = DigestWriter(file)
-        with BufferedWriter(taken, LARGE) as stream:
-            yield stream
-            stream.flush()
-            os.fsync(file.fileno())
-    digests[path.name] = {"size": taken.size, "crc32": taken.crc}
+        digested = DigestWriter(file)
+        yield digested
+        digested.finish()
+        os.fsync(file.fileno())
+    digests[path.name] = {"size": digested.size, "crc32": digested.crc}
 
 
 class Part:

@@ -17,7 +17,7 @@ import torch
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, UsageError
 from fabric.plugins.io.beside import flush_directory, named, new_beside, put_in_place, remove, sharded_at
 from fabric.plugins.io.checkpoint_io import CheckpointIO
-from fabric.plugins.io.digest import SealedWriter, check
+from fabric.plugins.io.digest import DigestWriter, check
 from fabric.plugins.io.formats import begins, found_at, is_safetensors
 from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
 
@@ -207,14 +207,10 @@ def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
 
 
 def _write(checkpoint: dict[str, Any], facts: Mapping[str, Any], file: Any) -> None:
-    sealed = SealedWriter(file)
-    try:
-        with saving():
-            torch.save(checkpoint, sealed)
-        sealed.seal(facts)
-    except BaseException:
-        sealed.give_up()  # Python 3.13 tells on stderr what fails in a destructor
-        raise
+    digested = DigestWriter(file)
+    with saving():
+        torch.save(checkpoint, digested)
+    digested.seal(facts)
 
 
 @contextmanager
