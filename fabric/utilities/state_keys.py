@@ -62,12 +62,14 @@ def with_ties(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
     return like(state, {**state, **{name: value for name, value in found.items() if name in known}})
 
 
-def fitting(keys: Collection[str], own: Collection[str]) -> Callable[[str], str]:
+def fitting(
+    keys: Collection[str], own: Collection[str], more: Iterable[tuple[str, str]] = ()
+) -> Callable[[str], str]:
     """What turns keys that were saved from a module in other wrappers into those of `own` that they are.
 
-    `keys` are clean.
+    `keys` are clean. `more` are other prefixes to try: what is taken out of all keys, and put there.
     """
-    pairs = itertools.product(_shared_prefixes(keys), _shared_prefixes(own))
+    pairs = [*itertools.product(_shared_prefixes(keys), _shared_prefixes(own)), *more]
     out, into = max(pairs, key=lambda pair: sum([pair[1] + key[len(pair[0]) :] in own for key in keys]))
     return lambda key: into + clean_key(key).removeprefix(out)
 
