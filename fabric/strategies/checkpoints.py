@@ -111,13 +111,13 @@ class Checkpoints(Exchange):
             **(facts or {}),
         }
         if sharded:
-            write, copied = save_sharded(self, where, state, filter, facts, then, wait)
+            write = save_sharded(self, where, state, filter, facts, then, wait)
         else:
-            write, copied = self._gathered(path, state, storage_options, filter, wait, facts, then)
+            write = self._gathered(path, state, storage_options, filter, wait, facts, then)
         if not wait:
             from fabric.strategies.pending import PendingSave
 
-            self.pending = PendingSave(self, path, write, beside=copied)
+            self.pending = PendingSave(self, path, write)
             return self.pending
         if not sharded:
             with states.together(self, f"saving {path}"):
@@ -134,11 +134,11 @@ class Checkpoints(Exchange):
         wait: bool,
         facts: Mapping[str, Any],
         then: Callable[[], None] | None,
-    ) -> tuple[Callable[[], None] | None, bool]:
-        """What writes one file, on rank zero, None elsewhere; and whether of a copy."""
+    ) -> Callable[[], None] | None:
+        """What writes one file, on rank zero; None elsewhere."""
         # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
         # before the old file is touched.
-        storage, where, copied = self.checkpoint_io, path, False
+        storage, where = self.checkpoint_io, path
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
             checkpoint = states.gather(self, state, filter)
             from fabric.plugins.io.formats import is_safetensors
@@ -155,11 +155,10 @@ class Checkpoints(Exchange):
                 where = local_path(path) or path  # absolute: the loop may leave its directory
                 # Another's IO may still hold what it was given.
                 snapshot = Snapshot(self.snapshot if ours else None)
-                copied = snapshot.fits(checkpoint)
-                checkpoint = snapshot.of(checkpoint) if copied else checkpoint
-                self.snapshot = snapshot if copied else None  # what the one before has is needed elsewhere
+                checkpoint = snapshot.of(checkpoint)
+                self.snapshot = snapshot
         if self.topology.rank != 0:
-            return None, copied
+            return None
         storage.facts = facts
         options = () if storage_options is None else (storage_options,)
 
@@ -168,7 +167,7 @@ class Checkpoints(Exchange):
             if then is not None:
                 then()
 
-        return write, copied
+        return write
 
     def finish_save(self) -> None:
         """Wait for the save that goes on beside the loop, if there is one. All ranks must call this.

@@ -71,11 +71,11 @@ def save_sharded(
     facts: Mapping[str, Any],
     then: Callable[[], None] | None,
     wait: bool,
-) -> tuple[Callable[[], None] | None, bool]:
+) -> Callable[[], None] | None:
     """Write each rank's part of `state` into a directory. All ranks must call this.
 
     Returns:
-        With `wait=False` what this rank has left to do; and whether of copies, while its loop goes on.
+        With `wait=False` what this rank has left to do, of copies, while its loop goes on.
     """
     zero, channel = strategy.is_global_zero, strategy.channel()
     part: Path | None = None
@@ -96,11 +96,11 @@ def save_sharded(
         with _together(strategy, path):
             own.agree(plans, strategy.global_rank)
             if not wait:
-                copied = own.copy(strategy.topology.local_world_size)
+                own.copy()
                 lock = _locked(_mark(directory, strategy.global_rank))
         finish = partial(_finish, own, directory, path, facts, then)
         if not wait:
-            return partial(_write_beside, own, directory, path, strategy.topology, finish, lock), copied
+            return partial(_write_beside, own, directory, path, strategy.topology, finish, lock)
         with _together(strategy, path):
             written = own.write(directory)
         told = gather_objects(written, channel, "save")
@@ -112,7 +112,7 @@ def save_sharded(
             if part is not None:
                 remove(part)
         raise
-    return None, False
+    return None
 
 
 def _finish(

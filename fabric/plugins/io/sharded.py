@@ -34,7 +34,7 @@ from fabric.plugins.io.digest import LARGE, DigestWriter
 from fabric.plugins.io.directory import check, damaged, write_manifest
 from fabric.plugins.io.formats import is_safetensors
 from fabric.plugins.io.portable import Stored, is_elsewhere
-from fabric.plugins.io.snapshot import Snapshot, bytes_of, room_for
+from fabric.plugins.io.snapshot import Snapshot
 from fabric.plugins.io.torch_io import TorchCheckpointIO, saving
 from fabric.utilities.state_keys import PLAIN_DICTS, like
 
@@ -118,22 +118,11 @@ class Part:
             raise UsageError(f"No rank holds the value of {', '.join(lost[:3])}, so that it cannot be saved.")
         self._plans, self._rank = plans, rank
 
-    def copy(self, ranks: int) -> bool:
-        """Take copies, in host memory, of what this rank writes: from now on the values may change.
-
-        Args:
-            ranks: As many of this machine do so.
-
-        Returns:
-            False: there is no room for them.
-        """
+    def copy(self) -> None:
+        """Take copies, in host memory, of what this rank writes: from now on the values may change."""
         values = self._planner.state_dict
-        names = dict.fromkeys([item.index.fqn for item in self._plans[self._rank].items])
-        if not room_for(ranks * sum([_size(values[name]) for name in names])):
-            return False
-        for name in names:
+        for name in dict.fromkeys([item.index.fqn for item in self._plans[self._rank].items]):
             values[name] = _copied(values[name])
-        return True
 
     def write(self, directory: Path) -> tuple[dict[Any, Any], dict[str, Any]]:
         """Write this rank's file; gives what lies where in it, and size and digest of the file."""
@@ -378,11 +367,6 @@ def _is_plain(tensor: Tensor) -> bool:
         return True
     odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or vars(tensor)
     return type(tensor) is torch.Tensor and not (odd or tensor.requires_grad)
-
-
-def _size(value: Any) -> int:
-    plain = value.value if isinstance(value, Pickled) else value
-    return bytes_of(plain.to_local() if isinstance(plain, DTensor) else plain)
 
 
 def _copied(value: Any) -> Any:
