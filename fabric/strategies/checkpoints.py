@@ -110,6 +110,7 @@ class Checkpoints(Exchange):
             "world_size": self.topology.world_size,
             **(facts or {}),
         }
+        write: Callable[[], None] | None
         if sharded:
             write = save_sharded(self, where, state, filter, facts, then, wait)
         else:
@@ -119,10 +120,9 @@ class Checkpoints(Exchange):
 
             self.pending = PendingSave(self, path, write)
             return self.pending
-        if not sharded:
-            with states.together(self, f"saving {path}"):
-                if write is not None:
-                    write()
+        with states.together(self, f"saving {path}"):
+            if write is not None:
+                write()
         return None
 
     def _gathered(
@@ -222,11 +222,7 @@ class Checkpoints(Exchange):
         directory = sharded_at(found, only_ours=verify is None)
         # Ranks of one machine that read the same files share their check.
         mine = None if directory is None else (self.topology.node_rank, str(directory))
-        told = [mine]
-        if self.topology.world_size > 1:
-            from fabric.plugins.collectives.objects import gather_objects
-
-            told = gather_objects(mine, self.channel(), "load")
+        told = self.all_gather_object(mine, label="load") if self.topology.world_size > 1 else [mine]
         with states.together(self, doing):
             if directory is None:
                 tree = states.named(storage.load_checkpoint(found, weights_only=weights_only), state)

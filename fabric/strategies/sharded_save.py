@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
-from fabric.plugins.collectives.objects import gather_objects
 from fabric.plugins.io.beside import named, put_in_place, remove
 from fabric.plugins.io.directory import begin
 from fabric.plugins.io.formats import is_safetensors
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from io import FileIO
     from pathlib import Path
 
-    from fabric.core.topology import Topology
     from fabric.core.types import Filter, PathLike
     from fabric.plugins.io.sharded import Part
 
@@ -71,13 +69,12 @@ def save_sharded(
     facts: Mapping[str, Any],
     then: Callable[[], None] | None,
     wait: bool,
-) -> Callable[[], None] | None:
-    """Write each rank's part of `state` into a directory. All ranks must call this.
+) -> Callable[[], None]:
+    """What writes this rank's part of `state` into a directory. All ranks must call this, and what it gives.
 
-    Returns:
-        With `wait=False` what this rank has left to do, of copies, while its loop goes on.
+    With `wait=False` it writes copies, and sends nothing: a thread may call it while the loop goes on.
     """
-    zero, channel = strategy.is_global_zero, strategy.channel()
+    zero, rank = strategy.is_global_zero, strategy.global_rank
     part: Path | None = None
     lock: Any = nullcontext()
     with _together(strategy, path), strategy.layout.gathering(keep=zero, parts=True):
@@ -92,95 +89,93 @@ def save_sharded(
         with _together(strategy, path):
             plan = own.plan([*own.values] if zero else names)
             _check_shared(directory)
-        plans = gather_objects(plan, channel, "save")
+        plans = strategy.all_gather_object(plan, label="save")
         with _together(strategy, path):
-            own.agree(plans, strategy.global_rank)
+            own.agree(plans, rank)
             if not wait:
                 own.copy()
-                lock = _locked(_mark(directory, strategy.global_rank))
-        finish = partial(_finish, own, directory, path, facts, then)
-        if not wait:
-            return partial(_write_beside, own, directory, path, strategy.topology, finish, lock)
-        with _together(strategy, path):
-            written = own.write(directory)
-        told = gather_objects(written, channel, "save")
-        with _together(strategy, path):
-            if zero:
-                finish(told)
+            lock = _locked(_mark(directory, rank))
     except BaseException:
         with lock:
             if part is not None:
                 remove(part)
         raise
-    return None
+    marks = [_mark(directory, other) for other in range(strategy.world_size)] if zero else []
+
+    def finish() -> None:
+        own.finish(directory, _told(marks, path), facts)
+        put_in_place(directory, path)
+        if then is not None:
+            then()
+
+    return partial(_write, own, directory, path, _mark(directory, rank), lock, marks, finish)
 
 
-def _finish(
-    own: Part, directory: Path, path: Path, facts: Any, then: Callable[[], None] | None, told: list[Any]
-) -> None:
-    own.finish(directory, told, facts)
-    put_in_place(directory, path)
-    if then is not None:
-        then()
-
-
-def _write_beside(
+def _write(
     own: Part,
     directory: Path,
     path: Path,
-    topology: Topology,
-    finish: Callable[[list[Any]], None],
+    mark: Path,
     lock: FileIO,
+    marks: list[Path],
+    finish: Callable[[], None],
 ) -> None:
-    """Write this rank's part in a thread, which sends nothing: ranks tell rank zero by files.
+    """Write this rank's part. Ranks tell rank zero by files, which has `marks` and ends the save.
 
     A rank that has ended takes its mark away, for which there is room on a full disk, too.
     """
-    mark, failure = _mark(directory, topology.rank), ""
-    try:
-        with named(path):
-            told = own.write(directory)
-        mark.with_suffix(".told").write_bytes(pickle.dumps(told))
-    except BaseException as error:
-        failure = f": {type(error).__name__}: {error}"
-        with suppress(OSError):
-            mark.with_suffix(".told").unlink(missing_ok=True)
-            mark.with_suffix(".failed").write_text(failure)
-        if topology.rank:
+    failure: BaseException | None = None
+    with named(path):
+        try:
+            with named(path):
+                told = own.write(directory)
+            mark.with_suffix(".told").write_bytes(pickle.dumps(told))
+        except BaseException as error:
+            failure = error
+            with suppress(OSError):
+                mark.with_suffix(".told").unlink(missing_ok=True)
+                mark.with_suffix(".failed").write_text(f": {type(error).__name__}: {error}")
+        finally:
+            with lock:
+                mark.unlink(missing_ok=True)
+        try:
+            _wait_for(marks, path)
+            if failure is not None:
+                raise failure
+            if marks:
+                finish()
+        except BaseException:
+            if marks:
+                remove(directory)
             raise
-    finally:
-        with lock:
-            mark.unlink(missing_ok=True)
-    if topology.rank == 0:
-        _collect(directory, path, topology.world_size, failure, finish)
 
 
-def _collect(
-    directory: Path, path: Path, ranks: int, failure: str, finish: Callable[[list[Any]], None]
-) -> None:
-    """On rank zero, which has failed if there is a `failure`: end the save when all ranks have ended."""
-    pause, marks = 0.005, [_mark(directory, rank) for rank in range(ranks)]
-    try:
-        while waiting := [rank for rank, mark in enumerate(marks) if mark.exists()]:
-            killed = [rank for rank in waiting if _was_killed(marks[rank])]
-            if killed:
-                raise RankError(f"rank {killed[0]} was killed while saving {path}")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.2)
-        failed = [rank for rank, mark in enumerate(marks) if not mark.with_suffix(".told").exists()]
-        if failed:
-            said = [mark.with_suffix(".failed") for mark in marks]
-            texts = [text.read_text() if text.exists() else "" for text in said]
-            texts[0] = failure
-            raise RankError("; ".join([f"rank {r} failed while saving {path}{texts[r]}" for r in failed]))
-        notes = [mark.with_suffix(".told") for mark in marks]
-        told = [pickle.loads(note.read_bytes()) for note in notes]
-        for note in notes:
-            note.unlink()
-        finish(told)
-    except BaseException:
-        remove(directory)
-        raise
+def _wait_for(marks: list[Path], path: Path) -> None:
+    """Wait until the ranks have ended."""
+    pause = 0.001
+    while waiting := [rank for rank, mark in enumerate(marks) if mark.exists()]:
+        killed = [rank for rank in waiting if _was_killed(marks[rank])]
+        if killed:
+            raise RankError(f"rank {killed[0]} was killed while saving {path}")
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.2)
+
+
+def _told(marks: list[Path], path: Path) -> list[Any]:
+    """What the ranks have told of their parts."""
+    notes = [mark.with_suffix(".told") for mark in marks]
+    said = [mark.with_suffix(".failed") for mark in marks]
+    failed = [
+        f"rank {rank} failed while saving {path}{why.read_text() if why.exists() else ''}"
+        for rank, (note, why) in enumerate(zip(notes, said, strict=True))
+        if not note.exists()
+    ]
+    if failed:
+        raise RankError("; ".join(failed))
+    told = [pickle.loads(note.read_bytes()) for note in notes]
+    for note in notes:
+        note.unlink()
+    return told
 
 
 def _mark(directory: Path, rank: int) -> Path:

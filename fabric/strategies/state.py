@@ -113,11 +113,12 @@ def together(strategy: Any, doing: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     if strategy.topology.world_size > 1 and strategy.reduce_boolean_decision(failure is not None, all=False):
-        name = f"rank {strategy.topology.rank} failed while {doing}: {type(failure).__name__}: {failure}"
-        own = name if failure is not None else ""
-        notes = [strategy.broadcast(own, src) for src in range(strategy.topology.world_size)]
+        note = f"rank {strategy.topology.rank} failed while {doing}: {type(failure).__name__}: {failure}"
+        if isinstance(failure, RankError):  # which quotes another rank already
+            note = f"{failure}"
+        notes = strategy.all_gather_object(note if failure is not None else "")
         if failure is None:
-            raise RankError("; ".join([note for note in notes if note]))
+            raise RankError("; ".join([note for note in dict.fromkeys(notes) if note]))
     if failure is not None:
         raise failure
 
