@@ -149,7 +149,9 @@ def _as_here(theirs: Names, names: Names, aliases: dict[str, str]) -> Names:
     """
     theirs = [[clean_key(name) for name in some] for some in theirs]
     keys = [*chain(*theirs)]
-    moves = [(prefix, "") for prefix in _shared(keys)] + [("", prefix) for prefix in _shared([*chain(*names)])]
+    moves = [(prefix, "") for prefix in _shared(keys)] + [
+        ("", prefix) for prefix in _shared([*chain(*names)])
+    ]
     fit = fitting(keys, aliases, moves)
     here = {key: aliases.get(fit(key), fit(key)) for key in keys}
     count = Counter(here.values())
@@ -235,9 +237,9 @@ def _check(names: Names, theirs: Names, what: str) -> None:
         said += [f"It has {len(theirs)} groups, and here are {len(names)}."] * (len(names) != len(theirs))
     if said:
         raise UsageError(
-            f"The checkpoint of {what} has {kind}. {' '.join(said)} Make the optimizer of the same parameters "
-            "in the same groups, or pass strict=False: the states that have a place go by name then, and "
-            "other groups keep the settings of this optimizer."
+            f"The checkpoint of {what} has {kind}. {' '.join(said)} Make the optimizer of the same "
+            "parameters in the same groups, or pass strict=False: the states that have a place go by name "
+            "then, and other groups keep the settings of this optimizer."
         )
 
 

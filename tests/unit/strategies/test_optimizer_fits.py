@@ -332,5 +332,5 @@ def test_groups_in_another_order_say_so(path):
 
     net = layers("a", "b")
     fabric().save(path, {"net": net, "optimizer": grouped(net, "ab")})
-    with pytest.raises(UsageError, match="has other groups.* is in group 0, and was in group 1"):
+    with pytest.raises(UsageError, match=r"has other groups.* is in group 0, and was in group 1"):
         fabric().load(path, {"net": net, "optimizer": grouped(net, "ba")})
