@@ -50,11 +50,6 @@ def is_url(path: PathLike) -> bool:
     return "://" in os.fspath(path)
 
 
-def is_local_path(path: PathLike) -> bool:
-    """Whether `path` is on this machine's file systems, with or without `file://`."""
-    return not is_url(path) or os.fspath(path).startswith(("file://", "local://"))
-
-
 def local_path(path: PathLike) -> Path | None:
     """The absolute path on this machine's file systems; None for a URL of another kind.
 
@@ -62,7 +57,8 @@ def local_path(path: PathLike) -> Path | None:
         ConfigurationError: A URL went through `pathlib`, which takes out a slash.
     """
     if is_url(path):
-        return Path(str(path).partition("://")[2]).absolute() if is_local_path(path) else None
+        scheme, _, rest = os.fspath(path).partition("://")
+        return Path(rest).absolute() if scheme in ("file", "local") else None
     broken = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", str(path))
     if isinstance(path, Path) and broken:
         raise ConfigurationError(

@@ -99,17 +99,17 @@ def part_of(path: Path, directory: bool) -> Path:
         _let_go(part)
 
 
-def _lock(path: Path) -> int | None:
+def _lock(path: Path, wait: bool = False) -> int | None:
     """Lock a file or directory until the descriptor is closed; None: there are no locks here.
 
     Raises:
-        BlockingIOError: It is locked.
+        BlockingIOError: It is locked, and may not `wait`.
     """
     if fcntl is None:
         return None
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
@@ -127,18 +127,15 @@ def _let_go(part: Path) -> None:
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
     """Let other saves into this directory wait, where there are locks."""
-    descriptor = None
+    lock = None
     with suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY) if fcntl is not None else None
-        if descriptor is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock = _lock(directory, wait=True)
     try:
         yield
     finally:
-        if descriptor is not None:
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # also in processes that were forked meanwhile
-            os.close(descriptor)
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also in processes that were forked meanwhile
+            os.close(lock)
 
 
 @contextmanager
