@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.core.torch_internals import memory_of, place_in_file
+from fabric.core.torch_internals import place_in_file
 from fabric.core.tree import map_tree
-from fabric.plugins.io.archives import Archives
+from fabric.plugins.io.archives import place_of, write_archive
 from fabric.plugins.io.beside import MANIFEST, METADATA, sharded_at
 from fabric.plugins.io.digest import LARGE, DigestWriter
 from fabric.plugins.io.directory import check, damaged, write_manifest
@@ -130,14 +130,14 @@ class Part:
         digests: dict[str, Any] = {}
         items = self._plans[self._rank].items
         if items:
-            name, archives = f"__{self._rank}_0.distcp", Archives()
+            name = f"__{self._rank}_0.distcp"
             with saving(), _writing(directory / name, digests) as stream:
                 for item in items:
                     start, value = stream.tell(), self._planner.resolve_data(item)
                     if isinstance(value, BytesIO):
                         stream.write(value.getbuffer())
                     else:
-                        archives.write(value, stream)
+                        write_archive(value, stream)
                     places[item.index] = place_in_file(name, start, stream.tell() - start)
         return places, digests
 
@@ -171,7 +171,8 @@ class Part:
         self.paths[name] = path
         if isinstance(node, torch.Tensor):
             node = node if is_elsewhere(node) or _is_plain(node) else Pickled(node)
-            first = self._first.setdefault(_place_of(node) or name, name)
+            alone = isinstance(node, Pickled) or is_elsewhere(node)
+            first = self._first.setdefault(name if alone else place_of(node), name)
             if first != name:
                 self.tied[name] = first
                 return MetadataIndex(name)
@@ -373,17 +374,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Pickled):
         return Pickled(Snapshot(None).of(value.value))
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else deepcopy(value)
-
-
-def _place_of(value: Any) -> Any:
-    """What two names of the same values have in common; None: nothing can."""
-    if isinstance(value, Pickled) or is_elsewhere(value):
-        return None
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if not local.numel():
-        return None
-    layout = getattr(value, "placements", None)
-    return memory_of(value), local.storage_offset(), local.stride(), value.shape, value.dtype, layout
 
 
 def _nested(leaves: list[tuple[Any, Any]]) -> Any:
