@@ -34,18 +34,10 @@ def fit_keys(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
     own = {clean_key(key): key for key in target}
     if all([own.get(key) == key for key in state]):
         return state
-    state = clean_keys(state)
-    fit = fitting(state, own)
-    if any([fit(key) != key for key in state]):
-        state = _renamed(state, fit)
-    fitted = like(state, {own.get(key, key): value for key, value in state.items()})
-    versions = getattr(fitted, "_metadata", None)
-    if versions is not None:
-        paths = getattr(target, "_metadata", {})
-        cleaned = {path: _on_path(clean_key, path) for path in paths}
-        found = {path: versions[own] for path, own in cleaned.items() if own in versions}
-        fitted._metadata = found  # type: ignore[attr-defined]
-    return fitted
+    fit = fitting([clean_key(key) for key in state], own)
+    parts = [f"{path}." for path in getattr(target, "_metadata", ()) if path]  # which have versions
+    places = own | {clean_key(part): part for part in parts}
+    return _renamed(state, lambda key: places.get(fit(key), fit(key)))
 
 
 def with_ties(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
