@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -105,35 +106,31 @@ class Checkpoints(Exchange):
                 self.refuse("save", error)
             sharded = format == "sharded"
         self.meet("save", states.split_content(self, state) + ", sharded" * sharded)
-        facts = {
-            "strategy": type(self).__name__,
-            "world_size": self.topology.world_size,
-            **(facts or {}),
-        }
+        facts = {"strategy": type(self).__name__, "world_size": self.topology.world_size, **(facts or {})}
         write: Callable[[], None] | None
         if sharded:
-            write = save_sharded(self, where, state, filter, facts, then, wait)
+            write = save_sharded(self, where, state, filter, facts, wait)
         else:
-            write = self._gathered(path, state, storage_options, filter, wait, facts, then)
+            self.checkpoint_io.facts = facts
+            write = self._gathered(path, state, storage_options, filter, wait)
+
+        def work() -> None:
+            if write is not None:
+                write()
+            if then is not None and self.topology.rank == 0:
+                then()
+
         if not wait:
             from fabric.strategies.pending import PendingSave
 
-            self.pending = PendingSave(self, path, write)
+            self.pending = PendingSave(self, path, None if write is None else work)
             return self.pending
         with states.together(self, f"saving {path}"):
-            if write is not None:
-                write()
+            work()
         return None
 
     def _gathered(
-        self,
-        path: PathLike,
-        state: dict[str, Any],
-        storage_options: Any,
-        filter: Filter | None,
-        wait: bool,
-        facts: Mapping[str, Any],
-        then: Callable[[], None] | None,
+        self, path: PathLike, state: dict[str, Any], storage_options: Any, filter: Filter | None, wait: bool
     ) -> Callable[[], None] | None:
         """What writes one file, on rank zero; None elsewhere."""
         # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
@@ -159,15 +156,8 @@ class Checkpoints(Exchange):
                 self.snapshot = snapshot
         if self.topology.rank != 0:
             return None
-        storage.facts = facts
         options = () if storage_options is None else (storage_options,)
-
-        def write() -> None:
-            storage.save_checkpoint(checkpoint, where, *options)
-            if then is not None:
-                then()
-
-        return write
+        return partial(storage.save_checkpoint, checkpoint, where, *options)
 
     def finish_save(self) -> None:
         """Wait for the save that goes on beside the loop, if there is one. All ranks must call this.

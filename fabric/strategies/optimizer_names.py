@@ -149,9 +149,8 @@ def _as_here(theirs: Names, names: Names, aliases: dict[str, str]) -> Names:
     """
     theirs = [[clean_key(name) for name in some] for some in theirs]
     keys = [*chain(*theirs)]
-    moves = [(prefix, "") for prefix in _shared(keys)] + [
-        ("", prefix) for prefix in _shared([*chain(*names)])
-    ]
+    moves = [(prefix, "") for prefix in _shared(keys)]
+    moves += [("", prefix) for prefix in _shared([*chain(*names)])]
     fit = fitting(keys, aliases, moves)
     here = {key: aliases.get(fit(key), fit(key)) for key in keys}
     count = Counter(here.values())

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import pickle
 import socket
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
-from fabric.plugins.io.beside import named, put_in_place, remove
+from fabric.plugins.io.beside import hold, is_held, named, put_in_place, remove
 from fabric.plugins.io.directory import begin
 from fabric.plugins.io.formats import is_safetensors
 from fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -22,7 +21,6 @@ from fabric.utilities.cloud_io import target_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from io import FileIO
     from pathlib import Path
 
     from fabric.core.types import Filter, PathLike
@@ -67,7 +65,6 @@ def save_sharded(
     state: dict[str, Any],
     filter: Filter | None,
     facts: Mapping[str, Any],
-    then: Callable[[], None] | None,
     wait: bool,
 ) -> Callable[[], None]:
     """What writes this rank's part of `state` into a directory. All ranks must call this, and what it gives.
@@ -76,7 +73,7 @@ def save_sharded(
     """
     zero, rank = strategy.is_global_zero, strategy.global_rank
     part: Path | None = None
-    lock: Any = nullcontext()
+    mark: Path | None = None
     with _together(strategy, path), strategy.layout.gathering(keep=zero, parts=True):
         tree = states.gather(strategy, state, filter)
     try:
@@ -94,31 +91,25 @@ def save_sharded(
             own.agree(plans, rank)
             if not wait:
                 own.copy()
-            lock = _locked(_mark(directory, rank))
+            mark = _mark(directory, rank)
+            mark.write_text(socket.gethostname())
+            hold(mark)
     except BaseException:
-        with lock:
-            if part is not None:
-                remove(part)
+        for left in (mark, part):
+            if left is not None:
+                remove(left)
         raise
     marks = [_mark(directory, other) for other in range(strategy.world_size)] if zero else []
 
     def finish() -> None:
         own.finish(directory, _told(marks, path), facts)
         put_in_place(directory, path)
-        if then is not None:
-            then()
 
-    return partial(_write, own, directory, path, _mark(directory, rank), lock, marks, finish)
+    return partial(_write, own, directory, path, mark, marks, finish)
 
 
 def _write(
-    own: Part,
-    directory: Path,
-    path: Path,
-    mark: Path,
-    lock: FileIO,
-    marks: list[Path],
-    finish: Callable[[], None],
+    own: Part, directory: Path, path: Path, mark: Path, marks: list[Path], finish: Callable[[], None]
 ) -> None:
     """Write this rank's part. Ranks tell rank zero by files, which has `marks` and ends the save.
 
@@ -134,10 +125,7 @@ def _write(
             failure = error
             with suppress(OSError):
                 mark.with_suffix(".told").unlink(missing_ok=True)
-                mark.with_suffix(".failed").write_text(f": {type(error).__name__}: {error}")
-        finally:
-            with lock:
-                mark.unlink(missing_ok=True)
+        remove(mark)
         try:
             _wait_for(marks, path)
             if failure is not None:
@@ -162,13 +150,10 @@ def _wait_for(marks: list[Path], path: Path) -> None:
 
 
 def _told(marks: list[Path], path: Path) -> list[Any]:
-    """What the ranks have told of their parts."""
+    """What the ranks have told of their parts. Why one has failed is what it raises itself."""
     notes = [mark.with_suffix(".told") for mark in marks]
-    said = [mark.with_suffix(".failed") for mark in marks]
     failed = [
-        f"rank {rank} failed while saving {path}{why.read_text() if why.exists() else ''}"
-        for rank, (note, why) in enumerate(zip(notes, said, strict=True))
-        if not note.exists()
+        f"rank {rank} failed while saving {path}" for rank, note in enumerate(notes) if not note.exists()
     ]
     if failed:
         raise RankError("; ".join(failed))
@@ -183,23 +168,12 @@ def _mark(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.writes"
 
 
-def _locked(mark: Path) -> FileIO:
-    """Make a mark that says on which machine, locked for as long as this process has it open."""
-    stream = mark.open("xb", buffering=0)
-    with suppress(OSError):  # no locks in this file system
-        fcntl.lockf(stream, fcntl.LOCK_EX)
-        stream.write(socket.gethostname().encode())
-    return stream
-
-
 def _was_killed(mark: Path) -> bool:
-    """Whether a rank of this machine has ended without a word: then nobody holds its lock. If one of another
+    """Whether a rank of this machine has ended without a word: then nobody holds its mark. If one of another
     machine does, it is the launcher who ends the job.
     """
-    with suppress(OSError), mark.open("r+b") as stream:
-        if stream.read() == socket.gethostname().encode():
-            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return mark.exists()
+    with suppress(OSError):
+        return mark.read_text() == socket.gethostname() and not is_held(mark) and mark.exists()
     return False
 
 

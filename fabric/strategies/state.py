@@ -105,7 +105,7 @@ def named(checkpoint: dict[str, Any], state: Any) -> dict[str, Any]:
 def together(strategy: Any, doing: str) -> Iterator[None]:
     """A step that all ranks make: if it fails on any rank, all raise. All ranks must enter this.
 
-    The failed rank raises its own error; the others a RankError that quotes it.
+    The failed rank raises its own error; the others, and those that failed by it, a RankError that quotes it.
     """
     failure: Exception | None = None
     try:
@@ -114,11 +114,13 @@ def together(strategy: Any, doing: str) -> Iterator[None]:
         failure = error
     if strategy.topology.world_size > 1 and strategy.reduce_boolean_decision(failure is not None, all=False):
         note = f"rank {strategy.topology.rank} failed while {doing}: {type(failure).__name__}: {failure}"
-        if isinstance(failure, RankError):  # which quotes another rank already
-            note = f"{failure}"
-        notes = strategy.all_gather_object(note if failure is not None else "")
-        if failure is None:
-            raise RankError("; ".join([note for note in dict.fromkeys(notes) if note]))
+        quoting = isinstance(failure, RankError)
+        told = strategy.all_gather_object(
+            (note * (failure is not None and not quoting), f"{failure}" * quoting)
+        )
+        causes = [cause for cause, _ in told if cause]
+        if failure is None or (quoting and causes):
+            raise RankError("; ".join(causes or [quote for _, quote in told if quote]))
     if failure is not None:
         raise failure
 

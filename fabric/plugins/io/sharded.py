@@ -14,14 +14,13 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from io import BytesIO
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
@@ -50,18 +49,6 @@ class Pickled(NamedTuple):
     value: Tensor
 
 
-class Planner(DefaultSavePlanner):
-    """What one rank writes, of a flat dictionary. Rank zero's values count where several ranks have some."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-
-    def transform_object(self, write_item: Any, object: Any) -> Any:
-        """The object as bytes; a tensor as it is."""
-        plain = object.value if isinstance(object, Pickled) else object
-        return super().transform_object(write_item, plain)
-
-
 @contextmanager
 def _writing(path: Path, digests: dict[str, Any]) -> Iterator[Any]:
     """A new file, of which a digest is taken while it is written; flushed to the disk at the end."""
@@ -86,7 +73,8 @@ class Part:
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.tied: dict[str, str] = {}
         self._first: dict[Any, str] = {}
-        self._planner = Planner()
+        # Rank zero's values count where several ranks have some.
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
         self.tree = self._flatten(tree, ())
 
     @property
@@ -133,11 +121,13 @@ class Part:
             name = f"__{self._rank}_0.distcp"
             with saving(), _writing(directory / name, digests) as stream:
                 for item in items:
-                    start, value = stream.tell(), self._planner.resolve_data(item)
-                    if isinstance(value, BytesIO):
-                        stream.write(value.getbuffer())
+                    start = stream.tell()
+                    if item.type is WriteItemType.BYTE_IO:
+                        value = self._planner.state_dict[item.index.fqn]
+                        torch.save(value.value if isinstance(value, Pickled) else value, stream)
                     else:
-                        write_archive(value, stream)
+                        part: Any = self._planner.resolve_data(item)
+                        write_archive(part, stream)
                     places[item.index] = place_in_file(name, start, stream.tell() - start)
         return places, digests
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, UsageError
-from fabric.plugins.io.beside import flush_directory, named, new_beside, put_in_place, remove, sharded_at
+from fabric.plugins.io.beside import named, part_of, put_in_place, remove, sharded_at
 from fabric.plugins.io.checkpoint_io import CheckpointIO
 from fabric.plugins.io.digest import DigestWriter, check
 from fabric.plugins.io.formats import found_at, is_safetensors
@@ -165,8 +165,7 @@ def _damage(path: PathLike) -> str:
 
 
 def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
-    sharded = path.is_dir()
-    if sharded:
+    if path.is_dir():
         from fabric.plugins.io.directory import refuse_foreign
 
         if sharded_at(path) is None:
@@ -174,21 +173,21 @@ def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
                 f"{path} is a directory. Give a file name, for example {path / 'checkpoint.pt'}."
             )
         refuse_foreign(path)
-    if path.exists() and not (path.is_dir() or path.is_file()):
+    elif path.exists() and not path.is_file():
         with path.open("wb", buffering=0) as file:  # /dev/null, a pipe: nothing that a file may replace
             write(file)
         return
-    with new_beside(path) as part:
+    part = part_of(path, directory=False)
+    try:
         with part.open("r+b", buffering=0) as file:
             write(file)
             os.fsync(file.fileno())
         if path.is_file():
             part.chmod(path.stat().st_mode)
-        if sharded:
-            put_in_place(part, path)
-        else:
-            part.replace(path)
-    flush_directory(path.parent)
+        put_in_place(part, path)
+    except BaseException:
+        remove(part)
+        raise
 
 
 def _write(checkpoint: dict[str, Any], facts: Mapping[str, Any], file: Any) -> None:
