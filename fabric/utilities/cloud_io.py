@@ -29,17 +29,13 @@ def get_filesystem(path: PathLike, **kwargs: Any) -> AbstractFileSystem:
         from fsspec.core import url_to_fs
 
         filesystem = url_to_fs(os.fspath(path), **kwargs)[0]
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{str(path)!r} needs a package that is not installed: {error}. Run `pip install fsspec` and the "
-            "driver for its scheme, for example `pip install s3fs`."
-        ) from error
-    except ValueError as error:
-        if "Protocol not known" not in str(error):
+    except (ImportError, ValueError) as error:
+        missing = isinstance(error, ImportError)
+        if not missing and "Protocol not known" not in str(error):
             raise
-        raise ConfigurationError(
-            f"{str(path)!r} is of a kind that fsspec does not know. Write a path, or a URL with a driver, "
-            "for example s3://BUCKET/NAME after `pip install s3fs`."
+        raise (MissingExtraError if missing else ConfigurationError)(
+            f"{str(path)!r} cannot be opened: {error}. Write a path, or a URL of a kind that fsspec knows, "
+            "with its driver: s3://BUCKET/NAME after `pip install fsspec s3fs`."
         ) from error
     filesystem.invalidate_cache()  # others write there, too
     return filesystem

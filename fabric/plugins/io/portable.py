@@ -69,18 +69,8 @@ class Stored(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-_FACTS = {
-    "shape",
-    "dtype",
-    "ndim",
-    "layout",
-    "requires_grad",
-    "is_quantized",
-    "is_nested",
-    "size",
-    "dim",
-    "numel",
-}
+_FACTS = {"shape", "dtype", "ndim", "layout", "requires_grad", "is_quantized", "is_nested"}
+_FACTS |= {"size", "dim", "numel"}
 
 
 def read_stored(value: Any) -> Any:

@@ -125,20 +125,13 @@ def read(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
     if not path.name.endswith(INDICES):
         return _read_file(path, verify, name)
     try:
-        where = dict(json.loads(path.read_text())["weight_map"])
-        parts = {file: path.parent / file for file in where.values()}
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"it cannot be read as an index ({error!r})") from error
-    absent = [part for part in parts.values() if not part.is_file()]
-    if absent:
-        raise _damaged(path.parent, f"{absent[0]} is missing, which {path.name} names")
-    files = {file: _read_file(part, verify, part) for file, part in parts.items()}
-    lost = [key for key, file in where.items() if key not in files[file]]
-    if lost:
-        raise _damaged(
-            parts[where[lost[0]]], f"it lacks {', '.join(lost[:3])}, which {path.name} says it has"
-        )
-    return {key: files[file][key] for key, file in where.items()}
+        where: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        files = {
+            file: _read_file(path.parent / file, verify, path.parent / file) for file in {*where.values()}
+        }
+        return {key: files[file][key] for key, file in where.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"its files are not what it says ({error!r})") from error
 
 
 def _read_file(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:

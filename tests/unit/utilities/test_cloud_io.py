@@ -43,8 +43,8 @@ def test_missing_driver_says_what_to_install():
 def test_an_unknown_kind_of_url_is_named():
     with pytest.raises(ConfigurationError) as caught:
         get_filesystem("s33://container/x")
-    assert "'s33://container/x' is of a kind that fsspec does not know" in str(caught.value)
-    assert "`pip install s3fs`" in str(caught.value)
+    assert "'s33://container/x' cannot be opened: Protocol not known: s33. Write a path" in str(caught.value)
+    assert "`pip install fsspec s3fs`" in str(caught.value)
 
 
 def test_kinds_of_paths(tmp_path):
