@@ -162,8 +162,9 @@ def save_calls(path, layers):
 def test_save_costs_a_few_calls_per_tensor(tmp_path):
     (few, deep), (many, deeper) = save_calls(tmp_path / "few.pt", 1), save_calls(tmp_path / "many.pt", 50)
     assert deep == deeper
-    # Each tensor is checked for what safe loading reads; 98 more parameters may not cost more than that.
-    assert len(many) - len(few) <= 5 * 98
+    # Each tensor, its number and its name are checked for what safe loading reads, and torch writes a tensor
+    # in five pieces; 98 more parameters may not cost more than that.
+    assert len(many) - len(few) <= 9 * 98
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

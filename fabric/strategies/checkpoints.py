@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -105,40 +106,36 @@ class Checkpoints(Exchange):
                 self.refuse("save", error)
             sharded = format == "sharded"
         self.meet("save", states.split_content(self, state) + ", sharded" * sharded)
-        facts = {
-            "strategy": type(self).__name__,
-            "world_size": self.topology.world_size,
-            **(facts or {}),
-        }
+        facts = {"strategy": type(self).__name__, "world_size": self.topology.world_size, **(facts or {})}
+        write: Callable[[], None] | None
         if sharded:
-            write, copied = save_sharded(self, where, state, filter, facts, then, wait)
+            write = save_sharded(self, where, state, filter, facts, wait)
         else:
-            write, copied = self._gathered(path, state, storage_options, filter, wait, facts, then)
+            self.checkpoint_io.facts = facts
+            write = self._gathered(path, state, storage_options, filter, wait)
+
+        def work() -> None:
+            if write is not None:
+                write()
+            if then is not None and self.topology.rank == 0:
+                then()
+
         if not wait:
             from fabric.strategies.pending import PendingSave
 
-            self.pending = PendingSave(self, path, write, beside=copied)
+            self.pending = PendingSave(self, path, None if write is None else work)
             return self.pending
-        if not sharded:
-            with states.together(self, f"saving {path}"):
-                if write is not None:
-                    write()
+        with states.together(self, f"saving {path}"):
+            work()
         return None
 
     def _gathered(
-        self,
-        path: PathLike,
-        state: dict[str, Any],
-        storage_options: Any,
-        filter: Filter | None,
-        wait: bool,
-        facts: Mapping[str, Any],
-        then: Callable[[], None] | None,
-    ) -> tuple[Callable[[], None] | None, bool]:
-        """What writes one file, on rank zero, None elsewhere; and whether of a copy."""
+        self, path: PathLike, state: dict[str, Any], storage_options: Any, filter: Filter | None, wait: bool
+    ) -> Callable[[], None] | None:
+        """What writes one file, on rank zero; None elsewhere."""
         # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
         # before the old file is touched.
-        storage, where, copied = self.checkpoint_io, path, False
+        storage, where = self.checkpoint_io, path
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
             checkpoint = states.gather(self, state, filter)
             from fabric.plugins.io.formats import is_safetensors
@@ -155,20 +152,12 @@ class Checkpoints(Exchange):
                 where = local_path(path) or path  # absolute: the loop may leave its directory
                 # Another's IO may still hold what it was given.
                 snapshot = Snapshot(self.snapshot if ours else None)
-                copied = snapshot.fits(checkpoint)
-                checkpoint = snapshot.of(checkpoint) if copied else checkpoint
-                self.snapshot = snapshot if copied else None  # what the one before has is needed elsewhere
+                checkpoint = snapshot.of(checkpoint)
+                self.snapshot = snapshot
         if self.topology.rank != 0:
-            return None, copied
-        storage.facts = facts
+            return None
         options = () if storage_options is None else (storage_options,)
-
-        def write() -> None:
-            storage.save_checkpoint(checkpoint, where, *options)
-            if then is not None:
-                then()
-
-        return write, copied
+        return partial(storage.save_checkpoint, checkpoint, where, *options)
 
     def finish_save(self) -> None:
         """Wait for the save that goes on beside the loop, if there is one. All ranks must call this.
@@ -223,11 +212,7 @@ class Checkpoints(Exchange):
         directory = sharded_at(found, only_ours=verify is None)
         # Ranks of one machine that read the same files share their check.
         mine = None if directory is None else (self.topology.node_rank, str(directory))
-        told = [mine]
-        if self.topology.world_size > 1:
-            from fabric.plugins.collectives.objects import gather_objects
-
-            told = gather_objects(mine, self.channel(), "load")
+        told = self.all_gather_object(mine, label="load") if self.topology.world_size > 1 else [mine]
         with states.together(self, doing):
             if directory is None:
                 tree = states.named(storage.load_checkpoint(found, weights_only=weights_only), state)

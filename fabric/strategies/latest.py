@@ -51,7 +51,10 @@ def load_latest(strategy: Any, directory: PathLike, state: dict[str, Any], stric
     """See `Fabric.load_latest`."""
     strategy.finish_save()
     with together(strategy, f"looking for checkpoints in {directory}"):
-        names = _listed(directory) if strategy.is_global_zero else None
+        where = local_path(directory)
+        if where is not None and where.is_file():
+            raise NotADirectoryError(f"{where} is a file. Give load_latest the directory of save_latest.")
+        names = checkpoints(directory) if strategy.is_global_zero else None
     names = strategy.broadcast(names)
     said = ""
     for name in names:
@@ -71,13 +74,6 @@ def load_latest(strategy: Any, directory: PathLike, state: dict[str, Any], stric
             f"None of the {len(names)} checkpoints in {directory} can be loaded. The oldest: {said}"
         )
     return None
-
-
-def _listed(directory: PathLike) -> list[str]:
-    where = local_path(directory)
-    if where is not None and where.is_file():
-        raise NotADirectoryError(f"{where} is a file. Give load_latest the directory of save_latest.")
-    return checkpoints(directory)
 
 
 def checkpoints(directory: PathLike) -> list[str]:

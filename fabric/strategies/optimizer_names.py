@@ -6,7 +6,7 @@ torch itself has in the groups of optimizers made of `model.named_parameters()` 
 
 from __future__ import annotations
 
-from functools import partial
+from collections import Counter
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from fabric.utilities.state_keys import OUTER, clean_key, fitting
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -100,10 +100,10 @@ def by_name(
                 f"The checkpoint has the parameters of {what} in another order, and LBFGS joins all of them "
                 f"in one vector. Make it of them in this order: {_some([*chain(*theirs)])}."
             )
-        pairs = zip(chain(*theirs), _packed(saved), strict=True)
-        held = {name for name, number in pairs if number in saved["state"]}
-        left = [name for name in dict.fromkeys(chain(*theirs)) if name in held - {*chain(*names)}]
-        saved, called = _renumbered(saved, optimizer, names, theirs), [*chain(*names)]
+        numbers, called = dict(zip(chain(*theirs), _packed(saved), strict=True)), [*chain(*names)]
+        away = {*numbers} - {*called}
+        left = [name for name, number in numbers.items() if name in away and number in saved["state"]]
+        saved = _renumbered(saved, optimizer, names, theirs)
     wrong = _of_other_shapes(saved, optimizer, called)
     if strict and wrong:
         raise UsageError(
@@ -149,22 +149,12 @@ def _as_here(theirs: Names, names: Names, aliases: dict[str, str]) -> Names:
     """
     theirs = [[clean_key(name) for name in some] for some in theirs]
     keys = [*chain(*theirs)]
-    fits: list[Callable[[str], str]] = [fitting(keys, aliases)]
-    fits += [partial(_moved, prefix, "") for prefix in _shared(keys)]
-    fits += [partial(_moved, "", prefix) for prefix in _shared([*chain(*names)])]
-    fit = max(fits, key=lambda fit: sum([fit(key) in aliases for key in keys]))
-    here = {key: fit(key) for key in keys}
-    taken = {name for name in here.values() if aliases.get(name) == name}
-    for key, name in here.items():
-        own = aliases.get(name, name)
-        if own not in taken:
-            taken.add(own)
-            here[key] = own
-    return [[here[name] for name in some] for some in theirs]
-
-
-def _moved(out: str, into: str, name: str) -> str:
-    return into + name.removeprefix(out)
+    moves = [(prefix, "") for prefix in _shared(keys)]
+    moves += [("", prefix) for prefix in _shared([*chain(*names)])]
+    fit = fitting(keys, aliases, moves)
+    here = {key: aliases.get(fit(key), fit(key)) for key in keys}
+    count = Counter(here.values())
+    return [[here[key] if count[here[key]] == 1 else fit(key) for key in some] for some in theirs]
 
 
 def _shared(names: list[str]) -> list[str]:
@@ -216,48 +206,39 @@ def _is_unique(names: Names, held: list[list[Any]]) -> bool:
 
 
 def _renumbered(saved: dict[str, Any], optimizer: Optimizer, names: Names, theirs: Names) -> dict[str, Any]:
-    place: dict[str, int] = {}
-    packed, start = [], 0
+    groups, here = [], {name: number for number, name in enumerate(chain(*names))}
     for i, (own, group) in enumerate(zip(names, optimizer.param_groups, strict=True)):
         same = i < len(theirs) and {*theirs[i]} == {*own}
         settings = saved["param_groups"][i] if same else group
-        settings = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
-        here = [place.setdefault(name, number) for number, name in enumerate(own, start)]
-        packed.append({**settings, "params": here})
-        start += len(own)
-    known = dict(zip(_packed(saved), chain(*theirs), strict=True))
-    moved = {place[name]: number for number, name in known.items() if name in place}
+        groups.append({**settings, "params": [here[name] for name in own]})
+        groups[-1].pop("param_names", None)
+    place = {number: here.get(name) for name, number in zip(chain(*theirs), _packed(saved), strict=True)}
     told = {}
     for key in [key for key in ("state", OUTER) if key in saved]:
-        others = {number: entry for number, entry in saved[key].items() if number not in known}
-        entries = {here: saved[key][n] for here, n in sorted(moved.items()) if n in saved[key]}
-        told[key] = {**entries, **others}
-    return {**saved, **told, "param_groups": packed}
+        moved = {place.get(number, number): entry for number, entry in saved[key].items()}
+        told[key] = {number: entry for number, entry in moved.items() if number is not None}
+    return {**saved, **told, "param_groups": groups}
 
 
 def _check(names: Names, theirs: Names, what: str) -> None:
     here = {name: i for i, group in enumerate(names) for name in group}
     there = {name: i for i, group in enumerate(theirs) for name in group}
     missing, unexpected = [name for name in here if name not in there], [n for n in there if n not in here]
-    if missing or unexpected:
-        said = [f"It has no {_some(missing)} of this optimizer."] * bool(missing)
-        said += [f"It has {_some(unexpected)}, which this one has not."] * bool(unexpected)
-        close = did_you_mean(unexpected[0], here) if unexpected else did_you_mean(missing[0], there)
+    said = [f"It has no {_some(missing)} of this optimizer."] * bool(missing)
+    if unexpected:
+        close = did_you_mean(unexpected[0], here)
+        said.append(f"It has {_some(unexpected)}, which this one has not.{close}")
+    kind = "other parameters"
+    if not said:
+        kind = "other groups, and settings (lr, ...) are those of groups"
+        moved = [name for name, i in here.items() if there[name] != i][:1]
+        said = [f"{name!r} is in group {here[name]}, and was in group {there[name]}." for name in moved]
+        said += [f"It has {len(theirs)} groups, and here are {len(names)}."] * (len(names) != len(theirs))
+    if said:
         raise UsageError(
-            f"The checkpoint has other parameters for {what}. {' '.join(said)}{close} Make the optimizer of "
-            "the same parameters, or pass strict=False, which loads the states that have a place."
-        )
-    moved = [name for name, i in here.items() if there[name] != i]
-    if moved or len(names) != len(theirs):
-        text = f"{len(theirs)} groups, and here {len(names)}"
-        for name in moved[:1]:
-            text = f"{name!r} is in group {here[name]}, and was in group {there[name]}"
-        if sorted(map(sorted, names)) == sorted(map(sorted, theirs)):
-            text += ". These are the same groups in another order, but schedulers have settings by number"
-        raise UsageError(
-            f"The checkpoint has the parameters of {what} in other groups, and settings (lr, ...) are those "
-            f"of groups: {text}. Group them as they were, or pass strict=False: states go by name then, and "
-            "such groups keep the settings of this optimizer."
+            f"The checkpoint of {what} has {kind}. {' '.join(said)} Make the optimizer of the same "
+            "parameters in the same groups, or pass strict=False: the states that have a place go by name "
+            "then, and other groups keep the settings of this optimizer."
         )
 
 

@@ -38,20 +38,14 @@ class PendingSave:
 
     Its error is raised by `wait()`, or else by the next save or load; a process that ends without any of
     them waits for the file, prints the error, and ends with exit code 1.
-
-    Args:
-        beside: Whether `write` has copies, so that the loop may go on; else it is called here.
     """
 
-    def __init__(self, strategy: Any, path: PathLike, write: Callable[[], None] | None, beside: bool) -> None:
+    def __init__(self, strategy: Any, path: PathLike, write: Callable[[], None] | None) -> None:
         self._strategy, self._path, self._write = strategy, path, write
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if write is not None:
             atexit.register(self._at_exit)
-            if not beside:
-                self._run()
-                return
             self._thread = threading.Thread(target=self._run, name="fabric-save")
             _WRITING.add(self._thread)
             self._thread.start()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import pickle
 import socket
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
-from fabric.plugins.collectives.objects import gather_objects
-from fabric.plugins.io.beside import named, put_in_place, remove
+from fabric.plugins.io.beside import hold, is_held, named, put_in_place, remove
 from fabric.plugins.io.directory import begin
 from fabric.plugins.io.formats import is_safetensors
 from fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -23,10 +21,8 @@ from fabric.utilities.cloud_io import target_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from io import FileIO
     from pathlib import Path
 
-    from fabric.core.topology import Topology
     from fabric.core.types import Filter, PathLike
     from fabric.plugins.io.sharded import Part
 
@@ -69,17 +65,15 @@ def save_sharded(
     state: dict[str, Any],
     filter: Filter | None,
     facts: Mapping[str, Any],
-    then: Callable[[], None] | None,
     wait: bool,
-) -> tuple[Callable[[], None] | None, bool]:
-    """Write each rank's part of `state` into a directory. All ranks must call this.
+) -> Callable[[], None]:
+    """What writes this rank's part of `state` into a directory. All ranks must call this, and what it gives.
 
-    Returns:
-        With `wait=False` what this rank has left to do; and whether of copies, while its loop goes on.
+    With `wait=False` it writes copies, and sends nothing: a thread may call it while the loop goes on.
     """
-    zero, channel = strategy.is_global_zero, strategy.channel()
+    zero, rank = strategy.is_global_zero, strategy.global_rank
     part: Path | None = None
-    lock: Any = nullcontext()
+    mark: Path | None = None
     with _together(strategy, path), strategy.layout.gathering(keep=zero, parts=True):
         tree = states.gather(strategy, state, filter)
     try:
@@ -92,95 +86,81 @@ def save_sharded(
         with _together(strategy, path):
             plan = own.plan([*own.values] if zero else names)
             _check_shared(directory)
-        plans = gather_objects(plan, channel, "save")
+        plans = strategy.all_gather_object(plan, label="save")
         with _together(strategy, path):
-            own.agree(plans, strategy.global_rank)
+            own.agree(plans, rank)
             if not wait:
-                copied = own.copy(strategy.topology.local_world_size)
-                lock = _locked(_mark(directory, strategy.global_rank))
-        finish = partial(_finish, own, directory, path, facts, then)
-        if not wait:
-            return partial(_write_beside, own, directory, path, strategy.topology, finish, lock), copied
-        with _together(strategy, path):
-            written = own.write(directory)
-        told = gather_objects(written, channel, "save")
-        with _together(strategy, path):
-            if zero:
-                finish(told)
+                own.copy()
+            mark = _mark(directory, rank)
+            mark.write_text(socket.gethostname())
+            hold(mark)
     except BaseException:
-        with lock:
-            if part is not None:
-                remove(part)
+        for left in (mark, part):
+            if left is not None:
+                remove(left)
         raise
-    return None, False
+    marks = [_mark(directory, other) for other in range(strategy.world_size)] if zero else []
+
+    def finish() -> None:
+        own.finish(directory, _told(marks, path), facts)
+        put_in_place(directory, path)
+
+    return partial(_write, own, directory, path, mark, marks, finish)
 
 
-def _finish(
-    own: Part, directory: Path, path: Path, facts: Any, then: Callable[[], None] | None, told: list[Any]
+def _write(
+    own: Part, directory: Path, path: Path, mark: Path, marks: list[Path], finish: Callable[[], None]
 ) -> None:
-    own.finish(directory, told, facts)
-    put_in_place(directory, path)
-    if then is not None:
-        then()
-
-
-def _write_beside(
-    own: Part,
-    directory: Path,
-    path: Path,
-    topology: Topology,
-    finish: Callable[[list[Any]], None],
-    lock: FileIO,
-) -> None:
-    """Write this rank's part in a thread, which sends nothing: ranks tell rank zero by files.
+    """Write this rank's part. Ranks tell rank zero by files, which has `marks` and ends the save.
 
     A rank that has ended takes its mark away, for which there is room on a full disk, too.
     """
-    mark, failure = _mark(directory, topology.rank), ""
-    try:
-        with named(path):
-            told = own.write(directory)
-        mark.with_suffix(".told").write_bytes(pickle.dumps(told))
-    except BaseException as error:
-        failure = f": {type(error).__name__}: {error}"
-        with suppress(OSError):
-            mark.with_suffix(".told").unlink(missing_ok=True)
-            mark.with_suffix(".failed").write_text(failure)
-        if topology.rank:
+    failure: BaseException | None = None
+    with named(path):
+        try:
+            with named(path):
+                told = own.write(directory)
+            mark.with_suffix(".told").write_bytes(pickle.dumps(told))
+        except BaseException as error:
+            failure = error
+            with suppress(OSError):
+                mark.with_suffix(".told").unlink(missing_ok=True)
+        remove(mark)
+        try:
+            _wait_for(marks, path)
+            if failure is not None:
+                raise failure
+            if marks:
+                finish()
+        except BaseException:
+            if marks:
+                remove(directory)
             raise
-    finally:
-        with lock:
-            mark.unlink(missing_ok=True)
-    if topology.rank == 0:
-        _collect(directory, path, topology.world_size, failure, finish)
 
 
-def _collect(
-    directory: Path, path: Path, ranks: int, failure: str, finish: Callable[[list[Any]], None]
-) -> None:
-    """On rank zero, which has failed if there is a `failure`: end the save when all ranks have ended."""
-    pause, marks = 0.005, [_mark(directory, rank) for rank in range(ranks)]
-    try:
-        while waiting := [rank for rank, mark in enumerate(marks) if mark.exists()]:
-            killed = [rank for rank in waiting if _was_killed(marks[rank])]
-            if killed:
-                raise RankError(f"rank {killed[0]} was killed while saving {path}")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.2)
-        failed = [rank for rank, mark in enumerate(marks) if not mark.with_suffix(".told").exists()]
-        if failed:
-            said = [mark.with_suffix(".failed") for mark in marks]
-            texts = [text.read_text() if text.exists() else "" for text in said]
-            texts[0] = failure
-            raise RankError("; ".join([f"rank {r} failed while saving {path}{texts[r]}" for r in failed]))
-        notes = [mark.with_suffix(".told") for mark in marks]
-        told = [pickle.loads(note.read_bytes()) for note in notes]
-        for note in notes:
-            note.unlink()
-        finish(told)
-    except BaseException:
-        remove(directory)
-        raise
+def _wait_for(marks: list[Path], path: Path) -> None:
+    """Wait until the ranks have ended."""
+    pause = 0.001
+    while waiting := [rank for rank, mark in enumerate(marks) if mark.exists()]:
+        killed = [rank for rank in waiting if _was_killed(marks[rank])]
+        if killed:
+            raise RankError(f"rank {killed[0]} was killed while saving {path}")
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.2)
+
+
+def _told(marks: list[Path], path: Path) -> list[Any]:
+    """What the ranks have told of their parts. Why one has failed is what it raises itself."""
+    notes = [mark.with_suffix(".told") for mark in marks]
+    failed = [
+        f"rank {rank} failed while saving {path}" for rank, note in enumerate(notes) if not note.exists()
+    ]
+    if failed:
+        raise RankError("; ".join(failed))
+    told = [pickle.loads(note.read_bytes()) for note in notes]
+    for note in notes:
+        note.unlink()
+    return told
 
 
 def _mark(directory: Path, rank: int) -> Path:
@@ -188,23 +168,12 @@ def _mark(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.writes"
 
 
-def _locked(mark: Path) -> FileIO:
-    """Make a mark that says on which machine, locked for as long as this process has it open."""
-    stream = mark.open("xb", buffering=0)
-    with suppress(OSError):  # no locks in this file system
-        fcntl.lockf(stream, fcntl.LOCK_EX)
-        stream.write(socket.gethostname().encode())
-    return stream
-
-
 def _was_killed(mark: Path) -> bool:
-    """Whether a rank of this machine has ended without a word: then nobody holds its lock. If one of another
+    """Whether a rank of this machine has ended without a word: then nobody holds its mark. If one of another
     machine does, it is the launcher who ends the job.
     """
-    with suppress(OSError), mark.open("r+b") as stream:
-        if stream.read() == socket.gethostname().encode():
-            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return mark.exists()
+    with suppress(OSError):
+        return mark.read_text() == socket.gethostname() and not is_held(mark) and mark.exists()
     return False
 
 

@@ -105,7 +105,7 @@ def named(checkpoint: dict[str, Any], state: Any) -> dict[str, Any]:
 def together(strategy: Any, doing: str) -> Iterator[None]:
     """A step that all ranks make: if it fails on any rank, all raise. All ranks must enter this.
 
-    The failed rank raises its own error; the others a RankError that quotes it.
+    The failed rank raises its own error; the others, and those that failed by it, a RankError that quotes it.
     """
     failure: Exception | None = None
     try:
@@ -113,11 +113,14 @@ def together(strategy: Any, doing: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     if strategy.topology.world_size > 1 and strategy.reduce_boolean_decision(failure is not None, all=False):
-        name = f"rank {strategy.topology.rank} failed while {doing}: {type(failure).__name__}: {failure}"
-        own = name if failure is not None else ""
-        notes = [strategy.broadcast(own, src) for src in range(strategy.topology.world_size)]
-        if failure is None:
-            raise RankError("; ".join([note for note in notes if note]))
+        note = f"rank {strategy.topology.rank} failed while {doing}: {type(failure).__name__}: {failure}"
+        quoting = isinstance(failure, RankError)
+        told = strategy.all_gather_object(
+            (note * (failure is not None and not quoting), f"{failure}" * quoting)
+        )
+        causes = [cause for cause, _ in told if cause]
+        if failure is None or (quoting and causes):
+            raise RankError("; ".join(causes or [quote for _, quote in told if quote]))
     if failure is not None:
         raise failure
 
@@ -131,13 +134,11 @@ def _checked_filter(filter: Filter | None, state: dict[str, Any]) -> Filter:
     for key, keep in (filter or {}).items():
         if key not in state:
             raise MissingKeysError(f"filter has {key!r}, but state has only {', '.join(map(repr, state))}.")
-        if not callable(keep):
+        named = _is_stateful(state[key]) or isinstance(state[key], dict)
+        if not callable(keep) or not named:
             raise ArgumentTypeError(
-                f"filter[{key!r}] must be a function (name, value) -> bool, but is {type(keep).__name__}."
-            )
-        if not _is_stateful(state[key]) and not isinstance(state[key], dict):
-            raise ArgumentTypeError(
-                f"filter[{key!r}] filters names, but state[{key!r}] has none: {type(state[key])}."
+                f"filter[{key!r}] must be a function (name, value) -> bool, and state[{key!r}] have names, "
+                f"but they are {type(keep).__name__} and {type(state[key]).__name__}."
             )
     return filter or {}
 
@@ -229,10 +230,11 @@ class _Load:
                 raise UsageError(f"The checkpoint holds a {_kind(value)} where {name} is a module.")
             self.strategy.load_module_state_dict(target, module_entries(value), strict=self.strict)
         elif isinstance(inner, torch.optim.Optimizer):
-            if _checked_optimizer_state(value, inner, name):
-                value = by_name(value, inner, self.modules, self.strict, name)
-            entries = _optimizer_entries(inner, value)
-            self.strategy.load_optimizer_state(target, entries)
+            if _is_optimizer_state(value, inner, name):
+                value = _entries(by_name(value, inner, self.modules, self.strict, name), inner)
+            else:
+                value = from_portable(value, stored=True)
+            self.strategy.load_optimizer_state(target, value)
         elif _is_stateful(target):
             target.load_state_dict(from_portable(value))
         else:
@@ -243,7 +245,7 @@ class _Load:
             )
 
 
-def _checked_optimizer_state(saved: Any, optimizer: torch.optim.Optimizer, name: str) -> bool:
+def _is_optimizer_state(saved: Any, optimizer: torch.optim.Optimizer, name: str) -> bool:
     """Whether it is one as torch writes it; False: the optimizer has a way of its own to load.
 
     Raises:
@@ -254,28 +256,23 @@ def _checked_optimizer_state(saved: Any, optimizer: torch.optim.Optimizer, name:
         return True
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return False
-    found = [key for key, value in held.items() if isinstance(value, dict) and "param_groups" in value]
-    there = ", ".join([repr(key) for key in [*held][:3]]) + ", ..." * (len(held) > 3) or f"a {_kind(saved)}"
-    hint = f"{{{[*found, 'name'][0]!r}: optimizer}}"
+    there = ", ".join([repr(key) for key in [*held][:3]]) or f"a {_kind(saved)}"
     raise UsageError(
         f"The checkpoint holds {there} where {name} is an optimizer ({type(optimizer).__name__}), whose "
-        f"state has 'state' and 'param_groups'. Write fabric.load(path, {hint}) with "
+        'state has "state" and "param_groups". Write fabric.load(path, {"name": optimizer}) with '
         "the name that it was saved under. A safetensors file has no optimizer."
     )
 
 
-def _optimizer_entries(optimizer: torch.optim.Optimizer, saved: Any) -> Any:
+def _entries(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's saved state to load from. Each old entry goes as its successor comes: never both in
     memory.
     """
-    groups = (isinstance(saved, dict) and saved.get("param_groups")) or ()
-    numbers = [group["params"] for group in groups]
+    theirs = [group["params"] for group in saved["param_groups"]]
     held = [group["params"] for group in optimizer.param_groups]
-    if [len(some) for some in numbers] != [len(some) for some in held]:
-        return from_portable(
-            saved, stored=True
-        )  # torch raises in that case, and the optimizer stays as it was
-    parameters = dict(zip(chain(*numbers), chain(*held), strict=True))
+    # With other groups torch raises, and the optimizer stays as it was.
+    alike = [len(some) for some in theirs] == [len(some) for some in held]
+    parameters = dict(zip(chain(*theirs), chain(*held), strict=True)) if alike else {}
     entries = {}
     for number, entry in saved["state"].items():
         if number in parameters:

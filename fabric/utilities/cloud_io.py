@@ -29,17 +29,13 @@ def get_filesystem(path: PathLike, **kwargs: Any) -> AbstractFileSystem:
         from fsspec.core import url_to_fs
 
         filesystem = url_to_fs(os.fspath(path), **kwargs)[0]
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{str(path)!r} needs a package that is not installed: {error}. Run `pip install fsspec` and the "
-            "driver for its scheme, for example `pip install s3fs`."
-        ) from error
-    except ValueError as error:
-        if "Protocol not known" not in str(error):
+    except (ImportError, ValueError) as error:
+        missing = isinstance(error, ImportError)
+        if not missing and "Protocol not known" not in str(error):
             raise
-        raise ConfigurationError(
-            f"{str(path)!r} is of a kind that fsspec does not know. Write a path, or a URL with a driver, "
-            "for example s3://BUCKET/NAME after `pip install s3fs`."
+        raise (MissingExtraError if missing else ConfigurationError)(
+            f"{str(path)!r} cannot be opened: {error}. Write a path, or a URL of a kind that fsspec knows, "
+            "with its driver: s3://BUCKET/NAME after `pip install fsspec s3fs`."
         ) from error
     filesystem.invalidate_cache()  # others write there, too
     return filesystem
@@ -50,11 +46,6 @@ def is_url(path: PathLike) -> bool:
     return "://" in os.fspath(path)
 
 
-def is_local_path(path: PathLike) -> bool:
-    """Whether `path` is on this machine's file systems, with or without `file://`."""
-    return not is_url(path) or os.fspath(path).startswith(("file://", "local://"))
-
-
 def local_path(path: PathLike) -> Path | None:
     """The absolute path on this machine's file systems; None for a URL of another kind.
 
@@ -62,7 +53,8 @@ def local_path(path: PathLike) -> Path | None:
         ConfigurationError: A URL went through `pathlib`, which takes out a slash.
     """
     if is_url(path):
-        return Path(str(path).partition("://")[2]).absolute() if is_local_path(path) else None
+        scheme, _, rest = os.fspath(path).partition("://")
+        return Path(rest).absolute() if scheme in ("file", "local") else None
     broken = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", str(path))
     if isinstance(path, Path) and broken:
         raise ConfigurationError(

@@ -34,18 +34,10 @@ def fit_keys(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
     own = {clean_key(key): key for key in target}
     if all([own.get(key) == key for key in state]):
         return state
-    state = clean_keys(state)
-    fit = fitting(state, own)
-    if any([fit(key) != key for key in state]):
-        state = _renamed(state, fit)
-    fitted = like(state, {own.get(key, key): value for key, value in state.items()})
-    versions = getattr(fitted, "_metadata", None)
-    if versions is not None:
-        paths = getattr(target, "_metadata", {})
-        cleaned = {path: _on_path(clean_key, path) for path in paths}
-        found = {path: versions[own] for path, own in cleaned.items() if own in versions}
-        fitted._metadata = found  # type: ignore[attr-defined]
-    return fitted
+    fit = fitting([clean_key(key) for key in state], own)
+    parts = [f"{path}." for path in getattr(target, "_metadata", ()) if path]  # which have versions
+    places = own | {clean_key(part): part for part in parts}
+    return _renamed(state, lambda key: places.get(fit(key), fit(key)))
 
 
 def with_ties(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
@@ -62,12 +54,14 @@ def with_ties(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
     return like(state, {**state, **{name: value for name, value in found.items() if name in known}})
 
 
-def fitting(keys: Collection[str], own: Collection[str]) -> Callable[[str], str]:
+def fitting(
+    keys: Collection[str], own: Collection[str], more: Iterable[tuple[str, str]] = ()
+) -> Callable[[str], str]:
     """What turns keys that were saved from a module in other wrappers into those of `own` that they are.
 
-    `keys` are clean.
+    `keys` are clean. `more` are other prefixes to try: what is taken out of all keys, and put there.
     """
-    pairs = itertools.product(_shared_prefixes(keys), _shared_prefixes(own))
+    pairs = [*itertools.product(_shared_prefixes(keys), _shared_prefixes(own)), *more]
     out, into = max(pairs, key=lambda pair: sum([pair[1] + key[len(pair[0]) :] in own for key in keys]))
     return lambda key: into + clean_key(key).removeprefix(out)
 

@@ -214,7 +214,7 @@ fabric = Fabric(accelerator="cpu", devices=1)
 fabric.save("s3://bucket/a.pt", {"step": 1, "w": torch.ones(4 << 20)})
 def seal(self, facts):
     os.kill(os.getpid(), signal.SIGKILL)
-torch_io.SealedWriter.seal = seal
+torch_io.DigestWriter.seal = seal
 fabric.save("s3://bucket/a.pt", {"step": 2, "w": torch.zeros(4 << 20)}, wait=WAIT)
 """
 

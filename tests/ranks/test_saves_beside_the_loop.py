@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import threading
-import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -95,52 +94,6 @@ def test_what_changes_after_the_call_does_not_reach_the_file(ranks, tmp_path, st
 
 def test_on_one_rank(ranks, tmp_path):
     assert ranks.run(changed_meanwhile, "auto", str(tmp_path / "a.pt"), world_size=1) == [(True, True)]
-
-
-def without_room(strategy, format, path):
-    fabric, model, optimizer = launched(strategy)
-    step(fabric, model, optimizer)
-    fabric.save(path, {"less": torch.ones(1)}, format=format, wait=False).wait()
-    with (
-        mock.patch("fabric.plugins.io.snapshot.free_memory", return_value=100.0),
-        warnings.catch_warnings(record=True) as warned,
-    ):
-        warnings.simplefilter("always")
-        saving = fabric.save(path, {"model": model}, format=format, wait=False)
-    writes = strategy == "zero3" or fabric.is_global_zero
-    assert [f"{each.message}".split(":")[0] for each in warned] == writes * [
-        "fabric.save(wait=False) holds the loop until the checkpoint is written"
-    ]
-    assert saving.done() or not writes
-    assert fabric.strategy.snapshot is None, "memory of the copy before is kept"
-    assert Path(path).exists() or not fabric.is_global_zero
-    kept = {name: value.clone() for name, value in model.state_dict().items()}
-    step(fabric, model, optimizer)
-    saving.wait()
-    fabric.load(path, {"model": model})
-    return all([torch.equal(value, kept[name]) for name, value in model.state_dict().items()])
-
-
-@pytest.mark.parametrize(("strategy", "format"), [("ddp", "full"), ("ddp", "sharded"), ("zero3", "sharded")])
-def test_where_a_copy_has_no_room_the_call_returns_when_all_is_written(ranks, tmp_path, strategy, format):
-    path = str(tmp_path / "a.pt")
-    assert ranks.run(without_room, strategy, format, path, world_size=2) == [True, True]
-
-
-def fails_without_room(path):
-    fabric, model, _ = launched(plugins=Full())
-    with mock.patch("fabric.plugins.io.snapshot.free_memory", return_value=100.0), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        saving = fabric.save(path, {"model": model}, wait=False)
-    try:
-        saving.wait()
-    except Exception as error:
-        return str(error)
-
-
-def test_a_save_that_fails_without_room_says_so_as_any(ranks, tmp_path):
-    for text in ranks.run(fails_without_room, str(tmp_path / "a.pt"), world_size=2):
-        assert "No space left on device" in text
 
 
 def one_after_the_other(folder):
@@ -258,7 +211,8 @@ def test_a_part_that_cannot_be_written_is_an_error_on_all_ranks(ranks, tmp_path,
     told = ranks.run(a_rank_cannot_write, str(tmp_path / "a"), bad, world_size=2)
     for text in told:
         assert "No space left on device" in text
-    assert f"rank {bad[0]} failed while saving {tmp_path / 'a'}: OSError: " in told[0]
+    for rank in {0, 1} - {*bad}:
+        assert f"rank {bad[0]} failed while saving {tmp_path / 'a'}: OSError: " in told[rank]
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
@@ -339,7 +293,7 @@ def full_disk_and_gone(path, how):
 @pytest.mark.parametrize("how", ["all", "rank 1"])
 def test_a_rank_that_cannot_even_say_so_ends_the_save(ranks, tmp_path, how):
     told = ranks.run(full_disk_and_gone, str(tmp_path / "a"), how, world_size=2)
-    assert "rank 1 failed while saving" in told[0]
+    assert ("rank 1 failed while saving" in told[0]) == (how == "rank 1")
     for text in told:
         assert "No space left on device" in text
     assert not list(tmp_path.iterdir())

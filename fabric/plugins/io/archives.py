@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 from zipfile import ZipFile
 
 import torch
 
+from fabric.core.torch_internals import memory_of
+from fabric.plugins.io.portable import Stored
 from fabric.utilities.dtypes import as_bytes
 
 if TYPE_CHECKING:
@@ -17,30 +20,18 @@ _LARGE = 16 << 20
 """Bytes of a tensor from which on torch itself writes it, for which the time does not count."""
 
 
-class Archives:
-    """Writes archives of tensors, of which those of one dtype and shape differ in the values only.
+def write_archive(tensor: Tensor, stream: Any) -> None:
+    """Write what `torch.save` writes of the contiguous tensor, in host memory.
 
-    What stands before and after the values is taken from one that torch has made.
+    Called under `torch.serialization.set_crc32_options(False)`: checksums would differ with the values.
     """
-
-    def __init__(self) -> None:
-        self._around: dict[Any, tuple[bytes, bytes]] = {}
-
-    def write(self, tensor: Tensor, stream: Any) -> None:
-        """Write what `torch.save` writes of the contiguous tensor, in host memory.
-
-        Called under `torch.serialization.set_crc32_options(False)`: checksums would differ with the values.
-        """
-        if tensor.numel() * tensor.dtype.itemsize > _LARGE:
-            torch.save(plain(tensor), stream)
-            return
-        kind = tensor.dtype, tensor.shape
-        if kind not in self._around:
-            self._around[kind] = _around(tensor)
-        head, tail = self._around[kind]
-        stream.write(head)
-        stream.write(values(tensor))
-        stream.write(tail)
+    if tensor.numel() * tensor.dtype.itemsize > _LARGE:
+        torch.save(plain(tensor), stream)
+        return
+    head, tail = _around(tensor.dtype, tensor.shape)
+    stream.write(head)
+    stream.write(values(tensor))
+    stream.write(tail)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -54,9 +45,20 @@ def values(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def _around(tensor: Tensor) -> tuple[bytes, bytes]:
+def place_of(tensor: Tensor) -> Any:
+    """What two names of one tensor have in common, and of two tensors differs."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not local.numel() or isinstance(tensor, Stored):
+        return id(tensor)
+    view = local.storage_offset(), local.stride(), local.is_conj(), local.is_neg()
+    return memory_of(tensor), view, tensor.shape, tensor.dtype, getattr(tensor, "placements", None)
+
+
+@lru_cache(256)
+def _around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+    """What stands before and after the values: the same for all tensors of one dtype and shape."""
     made = BytesIO()
-    torch.save(torch.empty(tensor.shape, dtype=tensor.dtype), made)
+    torch.save(torch.empty(shape, dtype=dtype), made)
     with ZipFile(made) as archive:
         entry = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
     held = made.getbuffer()

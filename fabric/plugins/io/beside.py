@@ -5,7 +5,6 @@ Of files and of directories, on a disk. Nothing here needs torch.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import secrets
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 MANIFEST = "fabric.json"
 METADATA = ".metadata"
 """torch's own file: which tensor lies where."""
-_SHORT = 100
-"""Letters of a name that stand in names beside it, which must not get too long."""
 _held: dict[Path, int | None] = {}
 """What this process writes beside paths, and the descriptors that lock it; None: there are no locks."""
 
@@ -52,27 +49,10 @@ def sharded_at(path: PathLike, only_ours: bool = False) -> Path | None:
     return local if there else None
 
 
-@contextmanager
-def new_beside(path: Path) -> Iterator[Path]:
-    """A new file beside `path`, for what will have its name; if this fails, it is removed.
-
-    Raises:
-        OSError: It cannot be made.
-    """
-    part = part_of(path, directory=False)
-    try:
-        yield part
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    finally:
-        _let_go(part)
-
-
 def part_of(path: Path, directory: bool) -> Path:
-    """A new file or directory beside `path`, locked while this process lives, or lets it go.
+    """A new file or directory beside `path`, held until `put_in_place` or `remove`.
 
-    Those of saves to `path` that nobody has locked were killed, and are removed.
+    Those of saves to `path` that nobody holds were killed, and are removed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,13 +65,13 @@ def part_of(path: Path, directory: bool) -> Path:
                 remove(left)
                 os.close(lock)
     while True:
-        part = path.with_name(f".{_short(path)}.{secrets.token_hex(4)}.part")
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
         if directory:
             part.mkdir()
         else:
             part.touch(exist_ok=False)
         try:
-            _held[part] = _lock(part)
+            hold(part)
         except (BlockingIOError, FileNotFoundError):
             continue  # another save takes it for a left one, since it was not locked yet
         if part.exists():
@@ -99,17 +79,37 @@ def part_of(path: Path, directory: bool) -> Path:
         _let_go(part)
 
 
-def _lock(path: Path) -> int | None:
+def hold(path: Path) -> None:
+    """Lock a file or directory of this process until it is removed or put in place, or the process ends.
+
+    Raises:
+        BlockingIOError: Another process holds it.
+    """
+    _held[path] = _lock(path)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living process holds it, as far as this file system tells."""
+    try:
+        lock = _lock(path)
+    except BlockingIOError:
+        return True
+    if lock is not None:
+        os.close(lock)
+    return lock is None
+
+
+def _lock(path: Path, wait: bool = False) -> int | None:
     """Lock a file or directory until the descriptor is closed; None: there are no locks here.
 
     Raises:
-        BlockingIOError: It is locked.
+        BlockingIOError: It is locked, and may not `wait`.
     """
     if fcntl is None:
         return None
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
         os.close(descriptor)
         if isinstance(error, BlockingIOError):
@@ -127,18 +127,15 @@ def _let_go(part: Path) -> None:
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
     """Let other saves into this directory wait, where there are locks."""
-    descriptor = None
+    lock = None
     with suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY) if fcntl is not None else None
-        if descriptor is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock = _lock(directory, wait=True)
     try:
         yield
     finally:
-        if descriptor is not None:
-            with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # also in processes that were forked meanwhile
-            os.close(descriptor)
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also in processes that were forked meanwhile
+            os.close(lock)
 
 
 @contextmanager
@@ -153,7 +150,14 @@ def named(path: Path) -> Iterator[None]:
 
 
 def put_in_place(part: Path, path: Path) -> None:
-    """Give a complete checkpoint its name; what had it before is set aside first, and deleted last."""
+    """Give a complete checkpoint its name. If it is a directory, or replaces one, what had the name is set
+    aside first, and deleted last.
+    """
+    if not part.is_dir() and not path.is_dir():
+        part.replace(path)
+        _let_go(part)
+        flush_directory(path.parent)
+        return
     aside = part.with_suffix(".old")
     with alone_in(path.parent):
         if os.path.lexists(path):
@@ -194,15 +198,8 @@ def flush_directory(directory: Path) -> None:
 
 def _beside(path: Path, suffix: str) -> list[Path]:
     """What saves to `path` have left beside it: "old", set aside; "part", not complete."""
-    pattern = re.compile(rf"\.{re.escape(_short(path))}\.[0-9a-f]{{8}}\.{suffix}")
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.{suffix}")
     try:
         return [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]
     except OSError:
         return []
-
-
-def _short(path: Path) -> str:
-    name = path.name
-    if len(name) <= _SHORT:
-        return name
-    return f"{name[:_SHORT]}~{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"  # else two could be one

@@ -10,7 +10,6 @@ it is of, and one rename puts both into place.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import zlib
@@ -35,44 +34,56 @@ _LENGTH = 2
 _COMMENT = 65_535
 
 
-class DigestWriter(io.RawIOBase):
-    """Writes to a file, and takes a digest of what passes.
+class DigestWriter:
+    """A file for `torch.save`, which takes a digest of what is written. The last bytes are held back.
 
     Args:
         file: Open for writing, with bytes. Never read or sought in.
     """
 
     def __init__(self, file: Any) -> None:
-        self._file = file
+        self._file, self._held = file, bytearray()
         self.crc = self.size = 0
-        self._failed = False
-
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
-    def fileno(self) -> int:
-        """The descriptor of the file."""
-        number: int = self._file.fileno()
-        return number
 
     def tell(self) -> int:
-        """How many bytes were written."""
-        return self.size
+        """How many bytes it was given."""
+        return self.size + len(self._held)
 
     def write(self, data: Any) -> int:
-        """Write all of `data`."""
+        """Write all of `data`; in large pieces, since torch writes an archive in many small ones."""
         data = memoryview(data).cast("B")
-        if self._failed:  # whoever closes a buffer after an error has it flushed once more
-            return len(data)
-        self._failed = True
+        if len(data) < LARGE:
+            self._held += data
+        else:
+            self._put(self._held)
+            self._put(data[:-_LENGTH])
+            self._held = bytearray(data[-_LENGTH:])
+        if len(self._held) > LARGE:
+            self._put(self._held[:-_LENGTH])
+            del self._held[:-_LENGTH]
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing: what is held back may get another end."""
+
+    def finish(self) -> None:
+        """Write the rest."""
+        self._put(self._held)
+
+    def seal(self, facts: Mapping[str, Any]) -> None:
+        """Write the rest of a ZIP archive, with a comment: the digest, and `facts`, which `check` reads."""
+        self._put(self._held[:-_LENGTH])
+        told = {"format": 1, "torch": torch.__version__, **facts, "size": self.size, "crc32": self.crc}
+        text = json.dumps(told).encode()
+        comment = b"%s%08x%s%s" % (_OPEN, zlib.crc32(text), text, _CLOSE)
+        write_all(self._file, len(comment).to_bytes(_LENGTH, "little") + comment)
+
+    def _put(self, data: Any) -> None:
         for start in range(0, len(data), LARGE):
             piece = data[start : start + LARGE]
             self.crc = zlib.crc32(piece, self.crc)
             write_all(self._file, piece)  # out of the processor's cache
-        self._failed = False
         self.size += len(data)
-        return len(data)
 
 
 def write_all(file: Any, data: Any) -> None:
@@ -95,50 +106,6 @@ def crc_of(file: Any, length: int, crc: int = 0) -> int:
         crc = zlib.crc32(piece[:count], crc)
         length -= count
     return -1 if length else crc
-
-
-class SealedWriter(io.BufferedWriter):
-    """A file for `torch.save`, which takes a digest of what passes while it is written, and adds it.
-
-    Args:
-        file: Open for writing, with bytes. Never read or sought in.
-    """
-
-    def __init__(self, file: Any) -> None:
-        self._sealing = _Sealing(file)
-        super().__init__(self._sealing, LARGE)  # torch writes an archive in many small pieces
-
-    def seal(self, facts: Mapping[str, Any]) -> None:
-        """Write the end. `facts` are kept with the digest, and read by `check`."""
-        self.flush()
-        self._sealing.seal(facts)
-
-    def give_up(self) -> None:
-        """Forget the buffer, which would go to a file that is closed by the time this is collected."""
-        self._sealing._failed = True
-
-
-class _Sealing(DigestWriter):
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self._tail = b""  # the last bytes so far: at the end they make room for the comment
-
-    def write(self, data: Any) -> int:
-        data = memoryview(data).cast("B")
-        length = len(data)
-        if length < LARGE:
-            data = memoryview(self._tail + bytes(data))
-        else:
-            super().write(self._tail)
-        super().write(data[:-_LENGTH])
-        self._tail = bytes(data[-_LENGTH:])
-        return length
-
-    def seal(self, facts: Mapping[str, Any]) -> None:
-        told = {"format": 1, "torch": torch.__version__, **facts, "size": self.size, "crc32": self.crc}
-        text = json.dumps(told).encode()
-        comment = b"%s%08x%s%s" % (_OPEN, zlib.crc32(text), text, _CLOSE)
-        write_all(self._file, len(comment).to_bytes(_LENGTH, "little") + comment)
 
 
 def check(file: Any, path: PathLike) -> dict[str, Any] | None:

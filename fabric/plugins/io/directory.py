@@ -47,9 +47,13 @@ def check(directory: Path, place: int, ranks: int) -> None:
         return
     files = _read_manifest(directory)["files"]
     for name in sorted(files)[place::ranks]:
-        wrong = _differs(directory / name, files[name])
-        if wrong:
-            raise damaged(directory, f"{name} {wrong}")
+        file, said = directory / name, files[name]
+        if not file.is_file():
+            raise damaged(directory, f"{name} is missing")
+        if file.stat().st_size != said["size"]:
+            raise damaged(directory, f"{name} has {file.stat().st_size} bytes instead of {said['size']}")
+        if digest(file) != said:
+            raise damaged(directory, f"{name} has changed")
 
 
 def damaged(directory: Path, wrong: str) -> DamagedCheckpointError:
@@ -75,7 +79,8 @@ def refuse_foreign(path: Path) -> None:
     """Raise IsADirectoryError if at `path` is a directory with files that no save has written."""
     if not path.is_dir():
         return
-    others = [entry.name for entry in path.iterdir() if not _is_ours(entry)]
+    ours = (MANIFEST, METADATA)
+    others = [e.name for e in path.iterdir() if e.name not in ours and e.suffix != ".distcp"]
     if others and (path / MANIFEST).is_file():  # an engine's files have names of their own
         written = {name.partition("/")[0] for name in _read_manifest(path)["files"]}
         others = [name for name in others if name not in written]
@@ -84,10 +89,6 @@ def refuse_foreign(path: Path) -> None:
             f"{path} is a directory with {others[0]!r} in it, which a new checkpoint would delete. Give the "
             f"checkpoint a name of its own, for example {path / 'checkpoint'}."
         )
-
-
-def _is_ours(entry: Path) -> bool:
-    return entry.name in (MANIFEST, METADATA) or entry.suffix == ".distcp"
 
 
 def _render(facts: dict[str, Any]) -> str:
@@ -112,12 +113,3 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
             "Update fabric."
         )
     return facts
-
-
-def _differs(file: Path, said: dict[str, Any]) -> str:
-    if not file.is_file():
-        return "is missing"
-    size = file.stat().st_size
-    if size != said["size"]:
-        return f"has {size} bytes instead of {said['size']}"
-    return "" if digest(file) == said else "has changed"

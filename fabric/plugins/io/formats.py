@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,20 +22,14 @@ def is_safetensors(path: PathLike) -> bool:
     return str(path).endswith(".safetensors")
 
 
-def found_at(path: Path) -> bool:
-    """Whether at `path` is a safetensors file, or a directory of Hugging Face with one or more."""
+def found_at(path: Path, name: PathLike) -> bool:
+    """Whether at `path` is a safetensors file, or a directory of Hugging Face with one or more. A file whose
+    name ends so counts as one, unless it is a ZIP archive, which is torch's.
+    """
     if path.is_dir():
         return any([(path / name).is_file() for name in (SINGLE, INDEX)])
     if not path.is_file() or path.name.endswith(INDICES):
         return path.is_file()
     with path.open("rb") as file:
-        return begins(file, path)
-
-
-def begins(file: Any, name: PathLike) -> bool:
-    """Whether an open file, which has this name, is to be read as safetensors."""
-    start = file.read(LENGTH + 1)
-    file.seek(0)
-    return start[LENGTH:] == b"{" or (
-        is_safetensors(name) and not start.startswith(b"PK")
-    )  # a ZIP is torch's
+        start = file.read(LENGTH + 1)
+    return start[LENGTH:] == b"{" or (is_safetensors(name) and not start.startswith(b"PK"))

@@ -69,18 +69,8 @@ class Stored(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-_FACTS = {
-    "shape",
-    "dtype",
-    "ndim",
-    "layout",
-    "requires_grad",
-    "is_quantized",
-    "is_nested",
-    "size",
-    "dim",
-    "numel",
-}
+_FACTS = {"shape", "dtype", "ndim", "layout", "requires_grad", "is_quantized", "is_nested"}
+_FACTS |= {"size", "dim", "numel"}
 
 
 def read_stored(value: Any) -> Any:
@@ -101,21 +91,16 @@ def to_portable(data: Any, name: str) -> Any:
     kind = type(data)
     if kind is bytes and not data:  # pickled as a call of bytes(), which safe loading refuses
         return {TAG: "no_bytes"}
-    if kind in _PLAIN:
+    if kind in _PLAIN or (kind is torch.Tensor and not data.is_meta and not data.__dict__):
         return data
     if isinstance(data, torch.Tensor):
         _check_tensor(data, name)
         return data
     if isinstance(data, dict) and not hasattr(kind, "__dataclass_fields__"):
-        return like(data, _portable_items(data, name))
+        keys = [key if type(key) in (str, int) else _plain_key(key, name) for key in data]
+        return like(data, {key: to_portable(data[key], f"{name}[{key!r}]") for key in keys})
     if kind in (list, tuple):
-        plain = [type(value) in _PLAIN and value != b"" for value in data]
-        return kind(
-            [
-                v if ok else to_portable(v, f"{name}[{i}]")
-                for i, (v, ok) in enumerate(zip(data, plain, strict=True))
-            ]
-        )
+        return kind([to_portable(value, f"{name}[{i}]") for i, value in enumerate(data)])
     if kind is set:
         return {_plain_key(value, name) for value in data}
     if isinstance(data, PurePath):
@@ -124,20 +109,6 @@ def to_portable(data: Any, name: str) -> Any:
     if numpy is not None and (kind is numpy.ndarray or isinstance(data, numpy.generic)):
         return _tagged_array(numpy, data, name)
     raise ArgumentTypeError(_refusal(data, name))
-
-
-def _portable_items(data: dict[Any, Any], name: str) -> dict[Any, Any]:
-    # Inline for the common entries: one call for a model's whole state dict, not some for each tensor.
-    items = {}
-    for key, value in data.items():
-        if type(key) is not str and type(key) is not int:
-            _plain_key(key, name)
-        kind = type(value)
-        ready = kind is torch.Tensor and not value.is_meta and not value.__dict__
-        if not ready and (kind not in _PLAIN or value == b""):
-            value = to_portable(value, f"{name}[{key!r}]")
-        items[key] = value
-    return items
 
 
 def from_portable(data: Any, stored: bool = False) -> Any:
@@ -165,15 +136,8 @@ def from_portable(data: Any, stored: bool = False) -> Any:
 def module_entries(state: dict[str, Any]) -> dict[str, Any]:
     """A module's saved state to load from. Its tensors are not copied, since loading copies them."""
     extra = "_extra_state"  # torch's suffix for what get_extra_state() gave: kept by the module as it is
-    return like(
-        state,
-        {
-            key: value
-            if isinstance(value, torch.Tensor) and not key.endswith(extra)
-            else from_portable(value)
-            for key, value in state.items()
-        },
-    )
+    kept = [key for key in state if key.endswith(extra) or not isinstance(state[key], torch.Tensor)]
+    return like(state, {**state, **{key: from_portable(state[key]) for key in kept}})
 
 
 def _plain_key(key: Any, name: str) -> Any:

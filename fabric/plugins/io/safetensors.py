@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, MissingExtraError
-from fabric.core.torch_internals import memory_of
-from fabric.plugins.io.archives import values
+from fabric.plugins.io.archives import place_of, values
 from fabric.plugins.io.digest import crc_of, write_all
 from fabric.plugins.io.formats import INDEX, INDICES, LENGTH, SINGLE
 from fabric.plugins.io.portable import TAG, Stored, read_stored
 from fabric.utilities.state_keys import PLAIN_DICTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -54,18 +53,11 @@ def tensors_of(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Tensor]:
     wrong = [why for key, value in held.items() if (why := _refused(package, key, value))]
     if held and not wrong:
         return held
-    wrong = wrong or ["no tensor"]
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-    if held is checkpoint:
-        instead = (
-            f'Write fabric.save("{path}", {{"model": model}}), and the rest to a file of its own: '
-            f'fabric.save("rest.pt", {{...}}).'
-        )
-    else:
-        instead = 'Write fabric.save("model.pt", ...), whose format has all of it.'
     raise ConfigurationError(
-        f"{path} can hold the tensors of one model and nothing else, but {place} has {', '.join(wrong[:3])}"
-        f"{more}. {instead}"
+        f"{path} can hold the tensors of one model and nothing else, but {place} has "
+        f'{", ".join(wrong[:3]) or "no tensor"}{more}. Write fabric.save("{path}", {{"model": model}}), and '
+        'the rest to a file of its own, or all of it to a name like "model.pt".'
     )
 
 
@@ -78,21 +70,17 @@ def model_in(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Any]:
     if all([isinstance(value, torch.Tensor) for value in checkpoint.values()]):
         return checkpoint
     # One that has more beside its tensors is refused when it is written, by a better error.
-    models = {name: tree for name, tree in checkpoint.items() if _is_model(tree, any)}
-    if "model" in models:
-        return {"model": models["model"]}
-    models = {name: tree for name, tree in models.items() if _is_model(tree, all)} or models
-    if len(models) != 1:
-        several = f"several models ({', '.join(map(repr, models))})" if models else "no dictionary of tensors"
+    trees = {name: tree for name, tree in checkpoint.items() if type(tree) in PLAIN_DICTS}
+    models = {
+        n: tree for n, tree in trees.items() if any([isinstance(x, torch.Tensor) for x in tree.values()])
+    }
+    chosen = "model" if "model" in models else next(iter(models), None)
+    if chosen is None or (chosen != "model" and len(models) > 1):
         raise ConfigurationError(
-            f"A safetensors file holds the tensors of one model, but {path} has {several}. Write "
+            f"A safetensors file holds the tensors of one model, but {path} has {[*models] or 'none'}. Write "
             f'state = fabric.load("{path}") and fabric.save("NAME.safetensors", {{"model": state[NAME]}}).'
         )
-    return models
-
-
-def _is_model(tree: Any, parts: Callable[[list[bool]], bool]) -> bool:
-    return type(tree) in PLAIN_DICTS and parts([isinstance(leaf, torch.Tensor) for leaf in tree.values()])
+    return {chosen: models[chosen]}
 
 
 def write(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], file: Any) -> None:
@@ -104,7 +92,7 @@ def write(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], file: Any) ->
         file: Open for writing, with bytes. Never read or sought in.
     """
     first: dict[Any, str] = {}
-    names = {name: first.setdefault(_place_of(tensor), name) for name, tensor in tensors.items()}
+    names = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
     tied = {name: kept for name, kept in names.items() if name != kept}
     # The widest first: each starts where its type may.
     order = sorted(first.values(), key=lambda name: -tensors[name].dtype.itemsize)
@@ -118,7 +106,7 @@ def write(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], file: Any) ->
         write_all(file, values(read_stored(tensor)))
 
 
-def read(path: Path, verify: bool, name: PathLike | None = None) -> dict[str, Tensor]:
+def read(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
     """The tensors at `path` (see `found_at`), `Stored`: each is read when it is used, and no more of it.
 
     Of a directory that has a single file and an index the file counts, as for `from_pretrained`.
@@ -135,22 +123,15 @@ def read(path: Path, verify: bool, name: PathLike | None = None) -> dict[str, Te
     if path.is_dir():
         path = path / (SINGLE if (path / SINGLE).is_file() else INDEX)
     if not path.name.endswith(INDICES):
-        return _read_file(path, verify, name or path)
+        return _read_file(path, verify, name)
     try:
-        where = dict(json.loads(path.read_text())["weight_map"])
-        parts = {file: path.parent / file for file in where.values()}
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, f"it cannot be read as an index ({error!r})") from error
-    absent = [part for part in parts.values() if not part.is_file()]
-    if absent:
-        raise _damaged(path.parent, f"{absent[0]} is missing, which {path.name} names")
-    files = {file: _read_file(part, verify, part) for file, part in parts.items()}
-    lost = [key for key, file in where.items() if key not in files[file]]
-    if lost:
-        raise _damaged(
-            parts[where[lost[0]]], f"it lacks {', '.join(lost[:3])}, which {path.name} says it has"
-        )
-    return {key: files[file][key] for key, file in where.items()}
+        where: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        files = {
+            file: _read_file(path.parent / file, verify, path.parent / file) for file in {*where.values()}
+        }
+        return {key: files[file][key] for key, file in where.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, f"its files are not what it says ({error!r})") from error
 
 
 def _read_file(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
@@ -203,15 +184,6 @@ def _header(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], tied: Mappi
     text = json.dumps({"__metadata__": {**free, "format": "pt"}, **entries})
     header = text.encode() + b" " * (-len(text) % LENGTH)
     return len(header).to_bytes(LENGTH, "little") + header
-
-
-def _place_of(tensor: Tensor) -> Any:
-    """What two names of one tensor have in common."""
-    if isinstance(tensor, Stored) or not tensor.numel():
-        return id(tensor)
-    lazy = tensor.is_conj(), tensor.is_neg()
-    place = memory_of(tensor), tensor.storage_offset(), tensor.stride()
-    return place, tensor.shape, tensor.dtype, tensor.device, lazy
 
 
 def _refused(package: Any, key: Any, value: Any) -> str:

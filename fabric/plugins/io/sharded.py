@@ -14,27 +14,26 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from io import BufferedWriter, BytesIO
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.core.torch_internals import memory_of, place_in_file
+from fabric.core.torch_internals import place_in_file
 from fabric.core.tree import map_tree
-from fabric.plugins.io.archives import Archives
+from fabric.plugins.io.archives import place_of, write_archive
 from fabric.plugins.io.beside import MANIFEST, METADATA, sharded_at
 from fabric.plugins.io.digest import LARGE, DigestWriter
 from fabric.plugins.io.directory import check, damaged, write_manifest
 from fabric.plugins.io.formats import is_safetensors
 from fabric.plugins.io.portable import Stored, is_elsewhere
-from fabric.plugins.io.snapshot import Snapshot, bytes_of, room_for
+from fabric.plugins.io.snapshot import Snapshot
 from fabric.plugins.io.torch_io import TorchCheckpointIO, saving
 from fabric.utilities.state_keys import PLAIN_DICTS, like
 
@@ -50,28 +49,15 @@ class Pickled(NamedTuple):
     value: Tensor
 
 
-class Planner(DefaultSavePlanner):
-    """What one rank writes, of a flat dictionary. Rank zero's values count where several ranks have some."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
-
-    def transform_object(self, write_item: Any, object: Any) -> Any:
-        """The object as bytes; a tensor as it is."""
-        plain = object.value if isinstance(object, Pickled) else object
-        return super().transform_object(write_item, plain)
-
-
 @contextmanager
 def _writing(path: Path, digests: dict[str, Any]) -> Iterator[Any]:
     """A new file, of which a digest is taken while it is written; flushed to the disk at the end."""
     with path.open("wb", buffering=0) as file:
-        taken = DigestWriter(file)
-        with BufferedWriter(taken, LARGE) as stream:
-            yield stream
-            stream.flush()
-            os.fsync(file.fileno())
-    digests[path.name] = {"size": taken.size, "crc32": taken.crc}
+        digested = DigestWriter(file)
+        yield digested
+        digested.finish()
+        os.fsync(file.fileno())
+    digests[path.name] = {"size": digested.size, "crc32": digested.crc}
 
 
 class Part:
@@ -87,7 +73,8 @@ class Part:
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.tied: dict[str, str] = {}
         self._first: dict[Any, str] = {}
-        self._planner = Planner()
+        # Rank zero's values count where several ranks have some.
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=True)
         self.tree = self._flatten(tree, ())
 
     @property
@@ -119,22 +106,11 @@ class Part:
             raise UsageError(f"No rank holds the value of {', '.join(lost[:3])}, so that it cannot be saved.")
         self._plans, self._rank = plans, rank
 
-    def copy(self, ranks: int) -> bool:
-        """Take copies, in host memory, of what this rank writes: from now on the values may change.
-
-        Args:
-            ranks: As many of this machine do so.
-
-        Returns:
-            False: there is no room for them.
-        """
+    def copy(self) -> None:
+        """Take copies, in host memory, of what this rank writes: from now on the values may change."""
         values = self._planner.state_dict
-        names = dict.fromkeys([item.index.fqn for item in self._plans[self._rank].items])
-        if not room_for(ranks * sum([_size(values[name]) for name in names])):
-            return False
-        for name in names:
+        for name in dict.fromkeys([item.index.fqn for item in self._plans[self._rank].items]):
             values[name] = _copied(values[name])
-        return True
 
     def write(self, directory: Path) -> tuple[dict[Any, Any], dict[str, Any]]:
         """Write this rank's file; gives what lies where in it, and size and digest of the file."""
@@ -142,14 +118,16 @@ class Part:
         digests: dict[str, Any] = {}
         items = self._plans[self._rank].items
         if items:
-            name, archives = f"__{self._rank}_0.distcp", Archives()
+            name = f"__{self._rank}_0.distcp"
             with saving(), _writing(directory / name, digests) as stream:
                 for item in items:
-                    start, value = stream.tell(), self._planner.resolve_data(item)
-                    if isinstance(value, BytesIO):
-                        stream.write(value.getbuffer())
+                    start = stream.tell()
+                    if item.type is WriteItemType.BYTE_IO:
+                        value = self._planner.state_dict[item.index.fqn]
+                        torch.save(value.value if isinstance(value, Pickled) else value, stream)
                     else:
-                        archives.write(value, stream)
+                        part: Any = self._planner.resolve_data(item)
+                        write_archive(part, stream)
                     places[item.index] = place_in_file(name, start, stream.tell() - start)
         return places, digests
 
@@ -183,7 +161,8 @@ class Part:
         self.paths[name] = path
         if isinstance(node, torch.Tensor):
             node = node if is_elsewhere(node) or _is_plain(node) else Pickled(node)
-            first = self._first.setdefault(_place_of(node) or name, name)
+            alone = isinstance(node, Pickled) or is_elsewhere(node)
+            first = self._first.setdefault(name if alone else place_of(node), name)
             if first != name:
                 self.tied[name] = first
                 return MetadataIndex(name)
@@ -381,26 +360,10 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is torch.Tensor and not (odd or tensor.requires_grad)
 
 
-def _size(value: Any) -> int:
-    plain = value.value if isinstance(value, Pickled) else value
-    return bytes_of(plain.to_local() if isinstance(plain, DTensor) else plain)
-
-
 def _copied(value: Any) -> Any:
     if isinstance(value, Pickled):
         return Pickled(Snapshot(None).of(value.value))
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else deepcopy(value)
-
-
-def _place_of(value: Any) -> Any:
-    """What two names of the same values have in common; None: nothing can."""
-    if isinstance(value, Pickled) or is_elsewhere(value):
-        return None
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if not local.numel():
-        return None
-    layout = getattr(value, "placements", None)
-    return memory_of(value), local.storage_offset(), local.stride(), value.shape, value.dtype, layout
 
 
 def _nested(leaves: list[tuple[Any, Any]]) -> Any:

@@ -2,53 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import warnings
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from fabric.core.tree import flatten
-from fabric.utilities.state_keys import like
-
-
-def bytes_of(value: Any) -> int:
-    """What the values of a tensor take; of a sparse one, as of anything else, this is not known: 0."""
-    known = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return value.numel() * value.dtype.itemsize if known else 0
-
-
-def room_for(size: int) -> bool:
-    """Whether host memory can take `size` bytes more, and keep a tenth of what is free; else a warning."""
-    free = free_memory()
-    if size <= 0.9 * free:
-        return True
-    warnings.warn(
-        f"fabric.save(wait=False) holds the loop until the checkpoint is written: a copy of it takes "
-        f"{size / 1e9:.1f} GB of host memory, of which {free / 1e9:.1f} GB are free.",
-        stacklevel=2,
-    )
-    return False
-
-
-def free_memory(root: Path = Path("/")) -> float:
-    """Bytes of host memory that can be taken, of this machine and in its container (control groups of version
-    2); infinite: unknown.
-    """
-    free, group = [math.inf], root / "sys/fs/cgroup"
-    with suppress(OSError, KeyError):
-        free.append(1024 * _counts(root / "proc/meminfo")["MemAvailable:"])
-    with suppress(OSError, KeyError, ValueError):  # ValueError: there is no limit, "max"
-        kept = _counts(group / "memory.stat")  # pages of files are given back
-        limit, taken = [int((group / name).read_text()) for name in ("memory.max", "memory.current")]
-        free.append(limit - taken + kept["active_file"] + kept["inactive_file"])
-    return min(free)
-
-
-def _counts(file: Path) -> dict[str, int]:
-    return {name: int(count) for name, count, *_ in map(str.split, file.read_text().splitlines())}
+from fabric.core.tree import map_tree
 
 
 class Snapshot:
@@ -65,27 +23,18 @@ class Snapshot:
         self._free = [] if before is None else list(before._copies.values())
         self._devices: set[torch.device] = set()
 
-    def fits(self, tree: Any) -> bool:
-        """Whether there is memory for a copy of `tree`."""
-        size = sum([bytes_of(leaf) for leaf in flatten(tree)[0]])
-        return room_for(size - sum([storage.nbytes() for storage in self._free]))
-
     def of(self, tree: Any) -> Any:
         """A copy of what `state.gather` gives. Called once."""
-        copy = self._copied(tree)
+        copy = map_tree(self._copied, tree)
         self._free.clear()
         for device in self._devices:
             torch.accelerator.current_stream(device).synchronize()
         return copy
 
-    def _copied(self, tree: Any) -> Any:
-        if isinstance(tree, torch.Tensor):
-            return self._tensor(tree)
-        if isinstance(tree, dict):
-            return like(tree, {key: self._copied(value) for key, value in tree.items()})
-        if type(tree) in (list, tuple):
-            return type(tree)([self._copied(value) for value in tree])
-        return bytearray(tree) if type(tree) is bytearray else tree
+    def _copied(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self._tensor(leaf)
+        return bytearray(leaf) if type(leaf) is bytearray else leaf
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         lazy = tensor.is_conj() or tensor.is_neg()  # its values are not those in its memory

@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 import tempfile
+import zipfile
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, UsageError
-from fabric.plugins.io.beside import flush_directory, named, new_beside, put_in_place, remove, sharded_at
+from fabric.plugins.io.beside import named, part_of, put_in_place, remove, sharded_at
 from fabric.plugins.io.checkpoint_io import CheckpointIO
-from fabric.plugins.io.digest import SealedWriter, check
-from fabric.plugins.io.formats import begins, found_at, is_safetensors
+from fabric.plugins.io.digest import DigestWriter, check
+from fabric.plugins.io.formats import found_at, is_safetensors
 from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
 
 if TYPE_CHECKING:
@@ -89,21 +90,18 @@ class TorchCheckpointIO(CheckpointIO):
             DamagedCheckpointError: The file is no checkpoint, or not what was written.
             UsageError: The file holds objects that safe loading refuses.
         """
-        safe = weights_only is not False
-        local = local_path(path)
+        safe, local = weights_only is not False, local_path(path)
         try:
-            if local is None:
-                return self._load_from_url(str(path), map_location, safe)
-            return self._load_from_disk(local, map_location, safe)
-        except pickle.UnpicklingError as error:
-            refused = _refusal(path, str(error)) if safe else None
+            if local is not None:
+                return self._read(local, path, map_location, safe)
+            with tempfile.NamedTemporaryFile() as copy:  # mapped, and so there until it is read
+                _fetch(str(path), copy)
+                return self._read(Path(copy.name), path, map_location, safe)
+        except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not any([sign in str(error) for sign in _DAMAGE]):
+                raise
+            refused = safe and isinstance(error, pickle.UnpicklingError) and _refusal(path, str(error))
             raise UsageError(refused) if refused else DamagedCheckpointError(_damage(path)) from error
-        except (EOFError, KeyError) as error:
-            raise DamagedCheckpointError(_damage(path)) from error
-        except RuntimeError as error:
-            if any([sign in str(error) for sign in _DAMAGE]):
-                raise DamagedCheckpointError(_damage(path)) from error
-            raise
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Delete the file or directory at `path`, if it is there."""
@@ -113,53 +111,40 @@ class TorchCheckpointIO(CheckpointIO):
         elif (filesystem := get_filesystem(path)).exists(str(path)):
             filesystem.rm(str(path), recursive=True)
 
-    def _load_from_disk(self, path: Path, map_location: Any, safe: bool) -> dict[str, Any]:
-        if found_at(path):
+    def _read(self, path: Path, name: PathLike, map_location: Any, safe: bool) -> dict[str, Any]:
+        if found_at(path, name):
             from fabric.plugins.io import safetensors
 
-            return safetensors.read(path, self.verify)
+            return safetensors.read(path, self.verify, name)
         if path.is_dir():
             raise IsADirectoryError(
-                f"{path} is a directory, not a checkpoint file, and not of fabric.save. If an engine "
+                f"{name} is a directory, not a checkpoint file, and not of fabric.save. If an engine "
                 "wrote it (DeepSpeed), load it under its strategy, or make a file of it with its tool."
             )
         if not path.exists():
-            raise FileNotFoundError(f"There is no checkpoint file at {path}.")
+            raise FileNotFoundError(f"There is no checkpoint file at {name}.")
         if self.verify and path.is_file():
             with path.open("rb", buffering=0) as file:
-                check(file, path)
+                check(file, name)
         if is_safetensors(path):  # torch would go by the name
             with path.open("rb") as file:
                 return torch.load(file, map_location, weights_only=safe)  # type: ignore[no-any-return]
-        # Objects that only an unsafe load reads may hold tensors where nobody finds and copies them.
+        # Objects that only an unsafe load reads may hold tensors where nobody finds and copies them. Files in
+        # the old format, which are no archives, cannot be mapped.
         on_host = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cpu"
-        try:
-            loaded: dict[str, Any] = torch.load(path, map_location, weights_only=safe, mmap=safe and on_host)
-            return loaded
-        except RuntimeError as error:
-            if "mmap can only be used" not in str(error):  # a file in the old, unzipped format
-                raise
-            return torch.load(path, map_location=map_location, weights_only=safe)  # type: ignore[no-any-return]
+        mapped = safe and on_host and zipfile.is_zipfile(path)
+        return torch.load(path, map_location, weights_only=safe, mmap=mapped)  # type: ignore[no-any-return]
 
-    def _load_from_url(self, url: str, map_location: Any, safe: bool) -> dict[str, Any]:
-        try:
-            opened = get_filesystem(url).open(url, "rb")
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"There is no checkpoint file at {url}.") from error
-        except IsADirectoryError as error:
-            raise IsADirectoryError(f"{url} is a directory, not a checkpoint file.") from error
-        with opened as file:
-            if begins(file, url):
-                from fabric.plugins.io import safetensors
 
-                with tempfile.NamedTemporaryFile() as copy:  # mapped, and so there until it is read
-                    shutil.copyfileobj(file, copy)
-                    copy.flush()
-                    return safetensors.read(Path(copy.name), self.verify, url)
-            if self.verify:
-                check(file, url)
-                file.seek(0)
-            return torch.load(file, map_location=map_location, weights_only=safe)  # type: ignore[no-any-return]
+def _fetch(url: str, file: Any) -> None:
+    try:
+        with get_filesystem(url).open(url, "rb") as opened:
+            shutil.copyfileobj(opened, file)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"There is no checkpoint file at {url}.") from error
+    except IsADirectoryError as error:
+        raise IsADirectoryError(f"{url} is a directory, not a checkpoint file.") from error
+    file.flush()
 
 
 def _refusal(path: PathLike, text: str) -> str | None:
@@ -180,41 +165,36 @@ def _damage(path: PathLike) -> str:
 
 
 def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
-    sharded = sharded_at(path) is not None
-    if sharded:
+    if path.is_dir():
         from fabric.plugins.io.directory import refuse_foreign
 
+        if sharded_at(path) is None:
+            raise IsADirectoryError(
+                f"{path} is a directory. Give a file name, for example {path / 'checkpoint.pt'}."
+            )
         refuse_foreign(path)
-    elif path.is_dir():
-        raise IsADirectoryError(
-            f"{path} is a directory. Give a file name, for example {path / 'checkpoint.pt'}."
-        )
-    if path.exists() and not (path.is_dir() or path.is_file()):
+    elif path.exists() and not path.is_file():
         with path.open("wb", buffering=0) as file:  # /dev/null, a pipe: nothing that a file may replace
             write(file)
         return
-    with new_beside(path) as part:
+    part = part_of(path, directory=False)
+    try:
         with part.open("r+b", buffering=0) as file:
             write(file)
             os.fsync(file.fileno())
         if path.is_file():
             part.chmod(path.stat().st_mode)
-        if sharded:
-            put_in_place(part, path)
-        else:
-            part.replace(path)
-    flush_directory(path.parent)
+        put_in_place(part, path)
+    except BaseException:
+        remove(part)
+        raise
 
 
 def _write(checkpoint: dict[str, Any], facts: Mapping[str, Any], file: Any) -> None:
-    sealed = SealedWriter(file)
-    try:
-        with saving():
-            torch.save(checkpoint, sealed)
-        sealed.seal(facts)
-    except BaseException:
-        sealed.give_up()  # Python 3.13 tells on stderr what fails in a destructor
-        raise
+    digested: Any = DigestWriter(file)
+    with saving():
+        torch.save(checkpoint, digested)
+    digested.seal(facts)
 
 
 @contextmanager

@@ -303,7 +303,7 @@ def test_what_is_no_optimizers_state_is_told(path, tmp_path):
     net = layers("a")
     optimizer = trained(net)
     fabric().save(path, {"net": net, "adam": optimizer})
-    with pytest.raises(UsageError, match=r"'net', 'adam' where the object to load.*\{'adam': optimizer\}"):
+    with pytest.raises(UsageError, match=r"'net', 'adam' where the object to load.*\{\"name\": optimizer\}"):
         fabric().load_raw(path, optimizer)
     text = r"'a.weight', 'a.bias' where state\['net'\] is an optimizer \(Adam\)"
     with pytest.raises(UsageError, match=text):
@@ -332,5 +332,5 @@ def test_groups_in_another_order_say_so(path):
 
     net = layers("a", "b")
     fabric().save(path, {"net": net, "optimizer": grouped(net, "ab")})
-    with pytest.raises(UsageError, match="These are the same groups in another order"):
+    with pytest.raises(UsageError, match=r"has other groups.* is in group 0, and was in group 1"):
         fabric().load(path, {"net": net, "optimizer": grouped(net, "ba")})

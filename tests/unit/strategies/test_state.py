@@ -304,12 +304,14 @@ def test_a_filter_chooses_entries(fabric, path):
         (
             {"model": "head"},
             TypeError,
-            "filter['model'] must be a function (name, value) -> bool, but is str.",
+            "filter['model'] must be a function (name, value) -> bool, and state['model'] have names, but "
+            "they are str and ",
         ),
         (
             {"step": print},
             TypeError,
-            "filter['step'] filters names, but state['step'] has none: <class 'int'>.",
+            "filter['step'] must be a function (name, value) -> bool, and state['step'] have names, but they "
+            "are builtin_function_or_method and int.",
         ),
         (
             print,

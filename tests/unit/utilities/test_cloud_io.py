@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -6,10 +8,10 @@ from fabric.core.errors import ConfigurationError, MissingExtraError
 from fabric.utilities.cloud_io import (
     append_text,
     get_filesystem,
-    is_local_path,
     is_url,
     join_path,
     list_directory,
+    local_path,
     read_text,
     write_text,
 )
@@ -41,14 +43,14 @@ def test_missing_driver_says_what_to_install():
 def test_an_unknown_kind_of_url_is_named():
     with pytest.raises(ConfigurationError) as caught:
         get_filesystem("s33://container/x")
-    assert "'s33://container/x' is of a kind that fsspec does not know" in str(caught.value)
-    assert "`pip install s3fs`" in str(caught.value)
+    assert "'s33://container/x' cannot be opened: Protocol not known: s33. Write a path" in str(caught.value)
+    assert "`pip install fsspec s3fs`" in str(caught.value)
 
 
 def test_kinds_of_paths(tmp_path):
-    assert is_local_path(tmp_path)
-    assert is_local_path("file:///x")
-    assert not is_local_path("s3://bucket/x")
+    assert local_path(tmp_path) == tmp_path
+    assert local_path("file:///x") == Path("/x")
+    assert local_path("s3://bucket/x") is None
     assert is_url("s3://bucket/x")
     assert not is_url("a/b")
     assert join_path("s3://bucket/", "a", "b") == "s3://bucket/a/b"

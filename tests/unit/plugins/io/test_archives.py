@@ -7,7 +7,7 @@ from io import BytesIO
 import pytest
 import torch
 
-from fabric.plugins.io.archives import Archives, values
+from fabric.plugins.io.archives import values, write_archive
 from fabric.plugins.io.torch_io import saving
 
 DTYPES = [
@@ -17,10 +17,10 @@ DTYPES = [
 
 
 def written(*tensors):
-    archives, stream = Archives(), BytesIO()
+    stream = BytesIO()
     with saving():
         for tensor in tensors:
-            archives.write(tensor, stream)
+            write_archive(tensor, stream)
     return stream.getvalue()
 
 

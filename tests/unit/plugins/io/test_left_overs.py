@@ -113,8 +113,7 @@ def test_a_file_that_was_taken_for_a_killed_ones_before_its_lock_is_made_again(t
     def late(file):
         if not seen:  # another save is between these two
             seen.append(file.name)
-            with beside.new_beside(tmp_path / "a.pt"):
-                pass
+            beside.remove(beside.part_of(tmp_path / "a.pt", directory=False))
         return lock(file)
 
     monkeypatch.setattr(beside, "_lock", late)

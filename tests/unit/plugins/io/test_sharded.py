@@ -66,6 +66,13 @@ def test_values_of_all_kinds_come_back_as_of_a_full_file(fabric, tmp_path):
     assert parts["numpy"]["array"].dtype == full["numpy"]["array"].dtype
 
 
+def test_views_of_one_memory_with_other_values_are_two(fabric, tmp_path):
+    number = torch.tensor([1 + 2j, 3 - 4j])
+    path = saved(fabric, tmp_path / "c", plain=number, lazy=number.conj())
+    assert fabric.load(path)["plain"].tolist() == [1 + 2j, 3 - 4j]
+    assert fabric.load(path)["lazy"].tolist() == [1 - 2j, 3 + 4j]
+
+
 # damage
 
 

@@ -7,8 +7,6 @@ import sys
 import pytest
 
 from fabric import Fabric
-from fabric.plugins.io.beside import present
-from fabric.plugins.io.directory import begin
 
 SCRIPT = """
 import sys, torch
@@ -67,15 +65,3 @@ def test_a_directory_that_a_living_save_writes_stays_and_that_of_a_killed_one_go
             other.kill()
     fabric.save(path, {"step": 2}, format="sharded")
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
-
-
-def test_long_names_that_begin_alike_are_two(tmp_path):
-    fabric = Fabric(accelerator="cpu", devices=1)
-    first, second = (tmp_path / ("n" * 120 + str(seed)) for seed in (1, 2))
-    for step in (1, 2):
-        fabric.save(first, {"step": step}, format="sharded")
-    part = begin(first)  # a save that is killed between its two renames
-    first.rename(part.with_suffix(".old"))
-    assert present(second) == second
-    fabric.save(second, {"step": 3}, format="sharded")
-    assert fabric.load(first) == {"step": 2}
