@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.core.errors import ArgumentTypeError
 from fabric.processes.endings import Ending, describe
 from fabric.processes.garbage import forked
-from fabric.processes.lifeline import die_with_parent
+from fabric.processes.lifeline import die_with_creator, die_with_parent
 from fabric.processes.signals import flush_output
 from fabric.strategies.launchers.failure import exit_reason
 
@@ -50,7 +50,10 @@ class Task:
 def run_rank(task: Task, link: Connection) -> None:
     """Run one rank to its end and send exactly one `Ending`."""
     forked()
-    die_with_parent(os.getppid() if task.parent is None else task.parent)  # a fork server ends with ours
+    if task.parent is None:  # a fork server lives as long as its children
+        die_with_creator()
+    else:
+        die_with_parent(task.parent)
     for number, writer in enumerate(task.streams or (), 1):  # also what is not Python's
         os.dup2(writer, number)
         os.close(writer)
