@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,23 +14,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.messages import say
-from fabric.plugins.environments.local import LAUNCHED, STORE_FD
-from fabric.plugins.environments.stores import listen
 from fabric.processes.system import require_posix
-from fabric.strategies.launchers.place import Place
+from fabric.strategies.launchers.commands import run_commands
+from fabric.strategies.launchers.place import first_place
 from fabric.strategies.launchers.rank_logs import RankLogs
-from fabric.strategies.launchers.supervisor import ENDS, Command, Supervisor
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Mapping, Sequence
-    from types import FrameType
+
+    from fabric.strategies.launchers.place import Place
 
 DEFAULT_PORT = 29400
 """Where rank zero of several machines listens; on one machine the kernel chooses."""
-PASS_ON_GRACE_S = 30.0
-"""Seconds that ranks get to end after one has, badly, and all were sent a signal before."""
-
 LOG_DIR = "FABRIC_LOG_DIR"
 """As --log-dir."""
 
@@ -161,12 +156,17 @@ def _run(options: argparse.Namespace) -> int:
     if options.verbose:
         _print_settings(settings, count, nodes)
     place, listener = _place(settings, count, nodes)
-    fd = None if listener is None else listener.fileno()
-    directory = options.log_dir or os.environ.get(LOG_DIR)
-    logs = RankLogs(Path(directory)) if directory else None
-    commands = _commands(argv, settings, place, fd, unbuffered=logs is not None)
-    supervisor = Supervisor(commands, own_sessions=True, logs=logs, elsewhere=nodes > 1)
-    return _supervise(supervisor, listener)
+    # Only what was given: the script's own arguments decide the rest.
+    variables = {
+        f"FABRIC_{name.upper()}": settings[name].value
+        for name, option in _OPTIONS.items()
+        if not option.variable and settings[name].source == "command line"
+    }
+    logs = None
+    if directory := options.log_dir or os.environ.get(LOG_DIR):
+        logs = RankLogs(Path(directory))
+        variables["PYTHONUNBUFFERED"] = "1"  # a pipe is no terminal: Python would keep lines back
+    return run_commands(argv, place, listener, variables, "cli", logs=logs)
 
 
 def effective_settings(
@@ -266,70 +266,7 @@ def _place(settings: Mapping[str, Setting], count: int, nodes: int) -> tuple[Pla
             f"--num-nodes {nodes} needs --main-address: the name or address of the machine with --node-rank "
             "0, as the others reach it. Write it on every machine."
         )
-    if nodes == 1:  # where the store listens, whatever cluster variables name
-        address = "127.0.0.1"
-    port = port or (DEFAULT_PORT if nodes > 1 else 0)
-    listener = listen("127.0.0.1", port, everywhere=nodes > 1) if node_rank == 0 else None
-    if listener is not None:
-        port = listener.getsockname()[1]
-    return Place(0, count * nodes, count, address, port, node_rank), listener
-
-
-def _commands(
-    argv: list[str], settings: Mapping[str, Setting], first: Place, fd: int | None, unbuffered: bool
-) -> list[Command]:
-    # Only what was given: the script's own arguments decide the rest.
-    given = {
-        f"FABRIC_{name.upper()}": settings[name].value
-        for name, option in _OPTIONS.items()
-        if not option.variable and settings[name].source == "command line"
-    }
-    commands = []
-    for local_rank in range(first.local_world_size):
-        place = first.at(local_rank)
-        env = {**os.environ, **given, **place.variables(os.environ), LAUNCHED: "cli"}
-        # When rank zero dies with the store, torch's C++ warns of it on every other rank, by the page.
-        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        if unbuffered:  # a pipe is no terminal: Python would keep lines back
-            env.setdefault("PYTHONUNBUFFERED", "1")
-        hosts = place.rank == 0 and fd is not None
-        if hosts:
-            env[STORE_FD] = str(fd)
-        commands.append(
-            Command(place.rank, argv, env, (fd,) if hosts and fd is not None else (), stdin=place.rank == 0)
-        )
-    return commands
-
-
-def _supervise(supervisor: Supervisor, listener: socket.socket | None) -> int:
-    def pass_on(number: int, _: FrameType | None) -> None:
-        supervisor.pass_on(number)
-
-    # By the last two schedulers announce an end; the ranks know what they mean.
-    numbers = (*ENDS, signal.SIGUSR1, signal.SIGUSR2)
-    heard = [n for n in numbers if signal.getsignal(n) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, pass_on) for number in heard}
-    try:
-        supervisor.start()
-        if listener is not None:
-            listener.close()  # rank zero has it now: nobody else may take connections
-        return _wait(supervisor)
-    finally:
-        supervisor.stop()
-        supervisor.close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _wait(supervisor: Supervisor) -> int:
-    failure = supervisor.wait(wake=lambda: supervisor.signalled is not None)
-    if supervisor.signalled:  # ranks that save take the time they need; who sent the signal can send another
-        if supervisor.wait() is not None:
-            supervisor.wait_all(PASS_ON_GRACE_S)
-        failure = supervisor.first_failure()
-        supervisor.stop()
-        return 0 if failure is None else 128 + supervisor.signalled
-    return 0 if failure is None else supervisor.conclude(failure)
+    return first_place(count, nodes, node_rank, address, port or (DEFAULT_PORT if nodes > 1 else 0))
 
 
 def _whole(setting: Setting, option: str, least: int) -> int:

@@ -103,8 +103,9 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         )
 
     def launch(self, function: Callable[..., Any] = _do_nothing, *args: Any, **kwargs: Any) -> Any:
-        """Start the other ranks and give them the same work. All later calls of it do nothing but call
-        `function`.
+        """Start the ranks and give them the same work. All later calls of it do nothing but call `function`.
+
+        Where the ranks are scripts, the process that starts them watches them to their end, and exits here.
 
         Args:
             function: Called in every rank as function(fabric, *args, **kwargs). Needed where processes are

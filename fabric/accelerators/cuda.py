@@ -36,9 +36,7 @@ class CUDAAccelerator(TorchAccelerator):
     @classmethod
     def _note(cls) -> str:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is None:
-            return ""
-        return f"(CUDA_VISIBLE_DEVICES={visible!r} limits and renumbers them from 0.)"
+        return "" if visible is None else f" CUDA_VISIBLE_DEVICES={visible!r} renumbers them from 0."
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:

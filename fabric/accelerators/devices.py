@@ -1,4 +1,4 @@
-"""What users write as `devices=`, read and, for a CPU, checked. Pure functions: no hardware is asked."""
+"""What users write as `devices=`, read and checked. Pure functions: no hardware is asked."""
 
 from __future__ import annotations
 
@@ -32,11 +32,38 @@ def parse_cpu_devices(devices: object, auto: int = 1) -> int:
     wanted = read_devices(devices, _CPU_ADVICE)
     if wanted == ALL:
         return auto
-    if not isinstance(wanted, int):
-        raise ConfigurationError(f"devices={devices!r} is a list of indices. {_CPU_ADVICE}")
-    if wanted < 1:
-        raise ConfigurationError(f"devices={devices!r} is less than one process. {_CPU_ADVICE}")
+    if not isinstance(wanted, int) or wanted < 1:
+        raise ConfigurationError(f"devices={devices!r} is no number of processes. {_CPU_ADVICE}")
     return wanted
+
+
+def parse_gpu_devices(devices: object, count: int, kind: str = "CUDA", note: str = "") -> list[int]:
+    """The device indices behind `devices`, in the user's order.
+
+    Args:
+        devices: What the user wrote: "auto", a number, -1 for all, a list of indices, or these as a string.
+        count: How many devices this machine has.
+        kind: What error messages call them.
+        note: A further sentence on them.
+
+    Raises:
+        ArgumentTypeError: A float, a bool, another type, or a list that holds anything but integers.
+        ConfigurationError: No devices, devices that do not exist, one of them twice, or an unreadable string.
+    """
+    there = list(range(count))
+    advice = f"This machine has {count} {kind} devices{': ' * bool(there)}{str(there)[1:-1]}.{note} "
+    if there:
+        advice += f'Write a number of them, a list such as devices={there[:2]}, devices="auto" for all, or '
+    advice += f'{"" if there else "Write "}accelerator="cpu" for none.'
+    wanted = read_devices(devices, advice)
+    if wanted == ALL:
+        wanted = count
+    indices = list(range(wanted)) if isinstance(wanted, int) else wanted or []
+    if not indices or not set(indices) <= set(there) or len(set(indices)) < len(indices):
+        raise ConfigurationError(
+            f"devices={devices!r} cannot be, each process needs one of its own. {advice}"
+        )
+    return indices
 
 
 def check_device_type(device: torch.device, expected: str) -> None:
@@ -53,22 +80,13 @@ def check_device_type(device: torch.device, expected: str) -> None:
 
 
 def read_devices(devices: object, advice: str) -> int | list[int] | None:
-    """None, a count (`ALL` for "auto") or indices: the form of what a person wrote, no value checked yet."""
+    """None, a number (`ALL` for "auto") or indices: the form of what was written, no value checked yet."""
     if isinstance(devices, str):
         return _read_string(devices, advice)
     if devices is None or (isinstance(devices, int) and not isinstance(devices, bool)):
         return devices
-    if not isinstance(devices, list | tuple):
-        raise ArgumentTypeError(
-            f"devices={devices!r} is a {type(devices).__name__}; it must be an int, a str or a list of ints. "
-            f"{advice}"
-        )
-    for index in devices:
-        if isinstance(index, bool) or not isinstance(index, int):
-            raise ArgumentTypeError(
-                f"devices={devices!r} holds {index!r}, a {type(index).__name__}; a list of devices holds "
-                f"ints only. {advice}"
-            )
+    if not isinstance(devices, list | tuple) or any([type(index) is not int for index in devices]):
+        raise ArgumentTypeError(f"devices={devices!r} must be an int, a str or a list of ints. {advice}")
     return list(devices)
 
 
@@ -82,6 +100,6 @@ def _read_string(text: str, advice: str) -> int | list[int]:
     if "," in stripped and all(_NUMBER.fullmatch(part) for part in parts):
         return [int(part) for part in parts]
     raise ConfigurationError(
-        f'devices={text!r} cannot be read. A string is "auto", a count such as "2", "-1" for all, or indices '
-        f'such as "0,1" (one index: "0,"). {advice}'
+        f'devices={text!r} cannot be read. A string is "auto", a number such as "2", "-1" for all, or '
+        f'indices such as "0,1" (one index: "0,"). {advice}'
     )

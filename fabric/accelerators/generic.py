@@ -5,16 +5,12 @@ All questions go to `torch.<device type>` when asked, so importing this touches 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fabric.accelerators.accelerator import Accelerator
-from fabric.accelerators.devices import ALL, check_device_type, read_devices
-from fabric.core.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from fabric.accelerators.devices import check_device_type, parse_gpu_devices
 
 
 class TorchAccelerator(Accelerator):
@@ -56,7 +52,7 @@ class TorchAccelerator(Accelerator):
             ArgumentTypeError: A float, a bool, or a list that holds anything but integers.
             ConfigurationError: No devices, devices that this machine does not have, or one of them twice.
         """
-        return parse_gpu_devices(devices, range(cls.auto_device_count()), cls.name().upper(), cls._note())
+        return parse_gpu_devices(devices, cls.auto_device_count(), cls.name().upper(), cls._note())
 
     @classmethod
     def get_parallel_devices(cls, devices: list[int]) -> list[torch.device]:
@@ -94,78 +90,5 @@ class TorchAccelerator(Accelerator):
 
     @classmethod
     def _note(cls) -> str:
+        """A sentence on why this process may see fewer than there are."""
         return ""
-
-
-def parse_gpu_devices(
-    devices: object, available: Sequence[int], kind: str = "CUDA", note: str = ""
-) -> list[int]:
-    """The device indices behind `devices`, in the user's order.
-
-    Args:
-        devices: What the user wrote: "auto", a count, -1 for all, a list of indices, or these as a string.
-        available: Indices of the devices of this machine.
-        kind: What error messages call the devices.
-        note: A sentence for errors on why fewer devices may be visible than the machine has.
-
-    Raises:
-        ArgumentTypeError: A float, a bool, another type, or a list that holds anything but integers.
-        ConfigurationError: No devices, devices that do not exist, one of them twice, or an unreadable string.
-    """
-    here = _inventory(available, kind) + (f" {note}" if note else "")
-    advice = f"{here} {_gpu_remedy(available)}".strip()
-    wanted = read_devices(devices, advice)
-    if wanted is None or wanted in (0, []):
-        raise ConfigurationError(
-            f"devices={devices!r} asks for no {kind} device at all. To run without one, write "
-            f'accelerator="cpu" (with devices=1 or devices="auto"). {here}'
-        )
-    if wanted == ALL:
-        if not available:
-            raise ConfigurationError(f"devices={devices!r} asks for every {kind} device. {here}")
-        return list(available)
-    if isinstance(wanted, int):
-        if wanted < 0:
-            raise ConfigurationError(
-                f"devices={devices!r} is a negative count; only -1, for all, has a meaning. {advice}"
-            )
-        if wanted > len(available):
-            raise ConfigurationError(f"devices={devices!r} asks for more devices than there are. {advice}")
-        return list(available[:wanted])
-    _check_indices(wanted, devices, available, here, advice)
-    return wanted
-
-
-def _check_indices(
-    indices: list[int], devices: object, available: Sequence[int], here: str, advice: str
-) -> None:
-    missing = sorted({index for index in indices if index not in available})
-    if missing:
-        raise ConfigurationError(
-            f"devices={devices!r} names {_join(missing)}, which this machine does not have. {advice}"
-        )
-    twice = sorted({index for index in indices if indices.count(index) > 1})
-    if twice:
-        raise ConfigurationError(
-            f"devices={devices!r} names {_join(twice)} more than once; each process needs a device of its "
-            f"own. {here} Write devices={list(dict.fromkeys(indices))}."
-        )
-
-
-def _inventory(available: Sequence[int], kind: str) -> str:
-    if not available:
-        return f'This machine has no {kind} device; write accelerator="cpu" or "auto".'
-    plural = "s" if len(available) > 1 else ""
-    return f"This machine has {len(available)} {kind} device{plural}: {_join(available)}."
-
-
-def _gpu_remedy(available: Sequence[int]) -> str:
-    if not available:
-        return ""
-    count = len(available)
-    many = f"a count from 1 to {count}" if count > 1 else "devices=1"
-    return f'Write {many}, a list such as devices={list(available[:2])}, or devices="auto" for all.'
-
-
-def _join(indices: Sequence[int]) -> str:
-    return ", ".join(map(str, indices))

@@ -20,14 +20,11 @@ sys.path[:] = {path!r}
 import json, torch
 tried = []
 for index in range({count}):
-    if tried.count("") == {enough}:
-        break
     try:
         torch.zeros(1, device=torch.device({kind!r}, index))
-    except Exception as error:
-        tried.append(str(error) or type(error).__name__)
-    else:
         tried.append("")
+    except Exception as error:
+        tried.append((str(error) or type(error).__name__).strip().partition("\\n")[0])
 print("tried:" + json.dumps(tried))
 """
 
@@ -35,10 +32,9 @@ print("tried:" + json.dumps(tried))
 def find_usable_devices(num_devices: int = -1, accelerator: str = "auto") -> list[int]:
     """Indices of devices that accept an allocation now, lowest first.
 
-    A device that another process holds in exclusive mode, or that is full, is left out. Unless the devices
-    are initialised here already, a child process tries them (a few seconds): this process then holds no
-    device, so that its own ranks can take them and fork stays possible. Two jobs that ask at the same moment
-    may find the same devices.
+    A device that another process holds in exclusive mode, or that is full, is left out. A child process tries
+    them (a few seconds): this process then holds no device, so that its own ranks can take them and fork
+    stays possible. Two jobs that ask at the same moment may find the same devices.
 
     Args:
         num_devices: How many to find; -1 for all that are usable, possibly none.
@@ -62,65 +58,34 @@ def find_usable_devices(num_devices: int = -1, accelerator: str = "auto") -> lis
 
 def find_usable(verb: str, num_devices: int, kind: str, name: str, tool: str) -> list[int]:
     """What `find_usable_devices` does, of a device type that torch knows as `kind` and people as `name`."""
-    _check_count(num_devices)
-    if num_devices == 0:
-        return []
-    count = int(torch.get_device_module(kind).device_count())
-    if count == 0 or num_devices > count:
-        have = f"{count} of them (0 to {count - 1})" if count else "none"
-        raise ConfigurationError(
-            f"{verb}({num_devices}) needs {name} devices, but this machine has {have}. "
-            + (f"Ask for at most {count}." if count else 'Write accelerator="cpu" and devices=1.')
-        )
-    tried = _try_devices(kind, count, count if num_devices == -1 else num_devices)
-    usable = [index for index, refusal in tried.items() if not refusal]
-    if len(usable) < num_devices:
-        refusals = "; ".join(f"{index}: {refusal}" for index, refusal in tried.items() if refusal)
-        raise UsageError(
-            f"{verb}({num_devices}) found {len(usable)} usable of {count} {name} devices. "
-            f"Another process may fill or hold the others (see {tool}). They answered: {refusals}. "
-            + (f"Write devices={usable}, or free the others." if usable else "Free one, or wait for it.")
-        )
-    return usable
-
-
-def _check_count(num_devices: object) -> None:
     if isinstance(num_devices, bool) or not isinstance(num_devices, int):
         raise ArgumentTypeError(
             f"num_devices={num_devices!r} is a {type(num_devices).__name__}. Write an int: how many devices "
             f"to find, or -1 for all that are usable."
         )
-    if num_devices < -1:
+    if num_devices == 0:
+        return []
+    count = int(torch.get_device_module(kind).device_count())
+    if count == 0 or not -1 <= num_devices <= count:
         raise ConfigurationError(
-            f"num_devices={num_devices} is negative. Write how many devices to find, or -1 for all that are "
-            f"usable."
+            f"{verb}({num_devices}): this machine has {count} {name} devices. Ask for at most so many, or "
+            'for -1: all that are usable. Without any, write accelerator="cpu" and devices=1.'
         )
+    tried = _try_devices(kind, count)
+    usable = [index for index, refusal in enumerate(tried) if not refusal]
+    if len(usable) < num_devices:
+        refusals = "; ".join(f"{index}: {refusal}" for index, refusal in enumerate(tried) if refusal)
+        raise UsageError(
+            f"{verb}({num_devices}) found {len(usable)} usable of {count} {name} devices: {usable}. Another "
+            f"process may fill or hold the others (see {tool}). They answered: {refusals}. Ask for fewer, or "
+            "free the others."
+        )
+    return usable if num_devices == -1 else usable[:num_devices]
 
 
-def _try_devices(kind: str, count: int, enough: int) -> dict[int, str]:
-    """Devices in order, until `enough` are usable: "" for a usable one, else the reason why it is not."""
-    # Those that do not say whether they are in use: a child costs seconds, and is never wrong.
-    if not getattr(torch.get_device_module(kind), "is_initialized", lambda: False)():
-        return _try_in_child(kind, count, enough)
-    # This process may itself hold a device in exclusive mode; a child would be refused there.
-    tried: dict[int, str] = {}
-    for index in range(count):
-        if list(tried.values()).count("") == enough:
-            break
-        tried[index] = _refusal(torch.device(kind, index))
-    return tried
-
-
-def _refusal(device: torch.device) -> str:
-    try:
-        torch.zeros(1, device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError and torch.AcceleratorError are RuntimeErrors
-        return _first_line(str(error))
-    return ""
-
-
-def _try_in_child(kind: str, count: int, enough: int) -> dict[int, str]:
-    script = _PROBE.format(path=sys.path, kind=kind, count=count, enough=enough)
+def _try_devices(kind: str, count: int) -> list[str]:
+    """Of each device "" where it is usable, else the reason why it is not."""
+    script = _PROBE.format(path=sys.path, kind=kind, count=count)
     command = [sys.executable, "-c", script]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT, check=True)
@@ -132,8 +97,4 @@ def _try_in_child(kind: str, count: int, enough: int) -> dict[int, str]:
     # Other lines may surround the answer: packages print while torch is imported, or at exit.
     answer = next(line for line in done.stdout.splitlines() if line.startswith("tried:"))
     refusals: list[str] = json.loads(answer.removeprefix("tried:"))
-    return {index: refusal and _first_line(refusal) for index, refusal in enumerate(refusals)}
-
-
-def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or ["refused without a message"])[0]
+    return refusals

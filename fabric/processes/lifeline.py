@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 
 PARENT_PID = "FABRIC_PARENT_PID"
 """Set in ranks that a supervisor started: the process to die with."""
-LIFELINE_FD = "FABRIC_LIFELINE_FD"
-"""Set in ranks that a supervisor started: a pipe that ends when the process to die with does."""
 REPORT_FD = "FABRIC_REPORT_FD"
 """Set in ranks that a supervisor started: a pipe for the `Ending` of a rank that an exception ends."""
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_S = 0.3
+_LOOK_S = 0.5
 _tied = False
 
 
@@ -44,20 +43,18 @@ def tie_to_parent() -> None:
         return
     if os.getppid() == int(parent):
         _tied = True
-        pipe = os.environ.get(LIFELINE_FD, "")
-        if pipe.isdigit():
-            os.set_inheritable(int(pipe), False)
-            _die_after(lambda: os.read(int(pipe), 1))  # nothing is ever written: the other end has closed
-        else:
-            die_with_parent(int(parent))
+        die_with_parent(int(parent))
         _report_exceptions(os.environ.get(REPORT_FD, ""))
     elif not _alive(int(parent)):
         os._exit(1)  # the parent died while this process was still importing
 
 
 def die_with_parent(parent: int) -> None:
-    """Have Linux kill this process as soon as the *thread* of process `parent` that started it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """Have this process killed as soon as process `parent` ends, or its thread that started this one."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        _die_after(lambda: _until_orphaned(parent))
     if os.getppid() != parent:
         os._exit(1)
 
@@ -110,6 +107,11 @@ def _report_exceptions(descriptor: str) -> None:
     except OSError:
         return
     sys.excepthook = report
+
+
+def _until_orphaned(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
 
 
 def _alive(pid: int) -> bool:

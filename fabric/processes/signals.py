@@ -1,55 +1,16 @@
-"""Signals heard in a thread, and ends by a signal. Imports no torch."""
+"""Ends by a signal. Imports no torch."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-import signal
 import sys
-import threading
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TOGETHER_S = 0.5
 """Signals of a kind within so many seconds are one: a scheduler tells all processes, and a launcher passes it
 on."""
-
-
-class Listener:
-    """Hears signals in a thread of its own, also while the main thread is deep in native code.
-
-    Only of signals that have a handler in Python. Made in another thread than the main one, it hears nothing.
-
-    Args:
-        act: Called in that thread with the number of each signal.
-    """
-
-    def __init__(self, act: Callable[[int], None]) -> None:
-        self._act = act
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        self._next = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=self._forget)
-        threading.Thread(target=self._listen, daemon=True, name="fabric-signals").start()
-
-    def _listen(self) -> None:
-        while numbers := os.read(self._reader, 64):
-            if self._next != -1:
-                with contextlib.suppress(OSError):
-                    os.write(self._next, numbers)
-            for number in numbers:
-                self._act(number)
-
-    def _forget(self) -> None:
-        # A child's signals would be heard here as the parent's.
-        with contextlib.suppress(ValueError):
-            signal.set_wakeup_fd(-1)
 
 
 def die_by(number: int) -> None:

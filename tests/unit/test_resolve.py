@@ -325,7 +325,7 @@ def test_torchrun_says_how_many(monkeypatch):
     assert (len(made.devices), made.num_nodes, type(made.strategy)) == (2, 3, DDPStrategy)
     with pytest.raises(ConfigurationError) as caught:
         resolve(Request(accelerator="cpu", devices=4), machine)
-    assert "devices=4 x num_nodes=1 asks for 4 processes, but torchrun started WORLD_SIZE=6" in str(
+    assert "devices=4 x num_nodes=1 asks for 4 processes, 4 on each machine, but torchrun started 6" in str(
         caught.value
     )
     assert 'devices="auto"' in str(caught.value)

@@ -28,12 +28,7 @@ class HorovodEnvironment(StartedEnvironment):
         "node_rank": ("HOROVOD_CROSS_RANK",),
         "nodes": ("HOROVOD_CROSS_SIZE",),
     }
-
-    @staticmethod
-    def sign() -> tuple[bool, str]:
-        """Whether horovodrun started this process."""
-        rank = os.environ.get("HOROVOD_RANK")
-        return rank is not None, f"horovodrun started this process (HOROVOD_RANK={rank})" if rank else ""
+    marks = ("HOROVOD_RANK",)
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """See the base. All ranks must call this."""

@@ -5,28 +5,16 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.plugins.environments.detect import ENVIRONMENT_REGISTRY
-    from fabric.plugins.environments.kubeflow import KubeflowEnvironment
-    from fabric.plugins.environments.local import LightningEnvironment, LocalEnvironment
-    from fabric.plugins.environments.lsf import LSFEnvironment
-    from fabric.plugins.environments.mpi import MPIEnvironment
-    from fabric.plugins.environments.process_group import ProcessGroupEnvironment
-    from fabric.plugins.environments.slurm import SLURMEnvironment
-    from fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-
-__all__ = [
-    "ENVIRONMENT_REGISTRY",
-    "ClusterEnvironment",
-    "KubeflowEnvironment",
-    "LSFEnvironment",
-    "LightningEnvironment",
-    "LocalEnvironment",
-    "MPIEnvironment",
-    "ProcessGroupEnvironment",
-    "SLURMEnvironment",
-    "TorchElasticEnvironment",
-]
+    from fabric.plugins.environments.cluster_environment import ClusterEnvironment as ClusterEnvironment
+    from fabric.plugins.environments.detect import ENVIRONMENT_REGISTRY as ENVIRONMENT_REGISTRY
+    from fabric.plugins.environments.kubeflow import KubeflowEnvironment as KubeflowEnvironment
+    from fabric.plugins.environments.local import LightningEnvironment as LightningEnvironment
+    from fabric.plugins.environments.local import LocalEnvironment as LocalEnvironment
+    from fabric.plugins.environments.lsf import LSFEnvironment as LSFEnvironment
+    from fabric.plugins.environments.mpi import MPIEnvironment as MPIEnvironment
+    from fabric.plugins.environments.process_group import ProcessGroupEnvironment as ProcessGroupEnvironment
+    from fabric.plugins.environments.slurm import SLURMEnvironment as SLURMEnvironment
+    from fabric.plugins.environments.torchelastic import TorchElasticEnvironment as TorchElasticEnvironment
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

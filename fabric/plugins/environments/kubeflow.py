@@ -13,15 +13,12 @@ class KubeflowEnvironment(StartedEnvironment):
 
     launcher = "the PyTorchJob"
     variables = {"rank": ("RANK",), "size": ("WORLD_SIZE",), "node_rank": ("RANK",)}
+    marks = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KUBERNETES_PORT")
 
-    @staticmethod
-    def sign() -> tuple[bool, str]:
+    @classmethod
+    def sign(cls) -> tuple[bool, str]:
         """Whether Kubeflow's operator started this pod; a launcher inside it would set LOCAL_RANK."""
-        environ = os.environ
-        wanted = {"KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"}
-        if not wanted <= set(environ) or "LOCAL_RANK" in environ:
-            return False, ""
-        return True, f"Kubeflow started this pod (KUBERNETES_PORT, RANK={environ['RANK']})"
+        return (False, "") if "LOCAL_RANK" in os.environ else super().sign()
 
     def local_rank(self) -> int:
         """0: a pod has one process."""
@@ -46,12 +43,6 @@ class KubeflowEnvironment(StartedEnvironment):
                 'nprocPerNode: "1".'
             )
         super().validate_settings(num_devices, num_nodes)
-
-    def _main_host(self) -> str:
-        raise self._no_address("MASTER_ADDR, which the operator sets, is not there")
-
-    def _counts(self) -> str:
-        return f"{self.world_size()} pods (WORLD_SIZE={self.world_size()})"
 
     def _remedy(self, num_devices: int, num_nodes: int) -> str:
         if num_devices > 1:

@@ -23,13 +23,7 @@ class LSFEnvironment(StartedEnvironment):
         "local_rank": ("JSM_NAMESPACE_LOCAL_RANK",),
         "local_size": ("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # or what its MPI says
     }
-
-    @staticmethod
-    def sign() -> tuple[bool, str]:
-        """Whether LSF's jsrun started this process. Its MPI variables are set as well."""
-        if not {"LSB_JOBID", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"} <= set(os.environ):
-            return False, ""
-        return True, f"jsrun started this process (JSM_NAMESPACE_RANK={os.environ['JSM_NAMESPACE_RANK']})"
+    marks = ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "LSB_JOBID")
 
     def node_rank(self) -> int:
         """Index of this machine among those of the job; where it is not listed, from the ranks."""
@@ -51,11 +45,6 @@ class LSFEnvironment(StartedEnvironment):
 
     def _derived_port(self) -> int:
         return port_of(self._whole("LSB_JOBID"), self._whole("LSB_JOBINDEX", default=0))
-
-    def _counts(self) -> str:
-        return (
-            f"JSM_NAMESPACE_SIZE={self.world_size()}, {self.local_world_size() or 'unknown'} on this machine"
-        )
 
     def _remedy(self, num_devices: int, num_nodes: int) -> str:
         return f"start it with `jsrun --nrs {num_nodes} --tasks_per_rs {num_devices}`"

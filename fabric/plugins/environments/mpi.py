@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.plugins.environments.started import FIRST_PORT, PORTS, StartedEnvironment, first_set
+from fabric.plugins.environments.started import StartedEnvironment, first_set, port_of
 
 # What is the same for all ranks of one mpirun and another for the next.
 _JOB_VARIABLES = (
@@ -47,14 +47,11 @@ class MPIEnvironment(StartedEnvironment):
 
     launcher = "mpirun"
 
-    @staticmethod
-    def sign() -> tuple[bool, str]:
+    @classmethod
+    def sign(cls) -> tuple[bool, str]:
         """Whether mpirun or mpiexec started this process, be it inside a job of SLURM or LSF."""
         name = _flavour().get("rank")
-        return (
-            name is not None,
-            f"an MPI launcher started this process ({name}={os.environ[name]})" if name else "",
-        )
+        return name is not None, f"mpirun started this process ({name}={os.environ[name]})" if name else ""
 
     def world_size(self) -> int:
         """The launcher's size variable."""
@@ -112,7 +109,7 @@ class MPIEnvironment(StartedEnvironment):
 
     def _derived_port(self) -> int:
         name = first_set(*_JOB_VARIABLES)
-        return FIRST_PORT + zlib.crc32(os.environ[name].encode() if name else b"") % PORTS
+        return port_of(zlib.crc32(os.environ[name].encode() if name else b""))
 
     def _remedy(self, num_devices: int, num_nodes: int) -> str:
         return f"start it with `mpirun -np {num_devices * num_nodes}`, {num_devices} on each machine"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +18,6 @@ from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from datetime import timedelta
 
     from torch.distributed import Store
@@ -29,9 +27,6 @@ _SCONTROL_S = 60.0
 _NODE_LIST = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _SHELLS = {"bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh"}
 _TERMINALS = {"screen", "tmux"}
-_INTERACTIVE_NAMES = (
-    _SHELLS | _TERMINALS | {"interactive"}
-)  # srun names a job after its command, salloc "interactive"
 _FIRST_SPECIAL_STEP = 0xFFFFFFFA  # from here on: the steps of the batch script, of salloc's shell, ...
 
 
@@ -66,21 +61,19 @@ class SLURMEnvironment(StartedEnvironment):
         self.auto_requeue = auto_requeue
         self.requeue_signal = requeue_signal
 
-    @staticmethod
-    def sign() -> tuple[bool, str]:
+    @classmethod
+    def sign(cls) -> tuple[bool, str]:
         """Whether srun started this process as one of its tasks: a shell inside SLURM is not that."""
         environ = os.environ
         job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
         if not job:
             return False, ""
-        step = environ.get("SLURM_STEP_ID", "")
+        step, task = environ.get("SLURM_STEP_ID", ""), environ.get("SLURM_TASK_PID", "")
         if "SLURM_PROCID" not in environ or not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP:
             return False, f"SLURM job {job} is here, but srun did not start this process"
-        task = environ.get("SLURM_TASK_PID", "")
-        marks = _interactive_marks(environ)
-        # Marks are inherited by an srun inside the shell, and a job may be named "bash": the task decides.
-        if marks and task != str(os.getpid()) and _is_shell(task):
-            return False, f"a shell in SLURM step {job}.{step} started this process ({marks})"
+        # An srun inside the shell inherits its variables: the task decides.
+        if "SLURM_PTY_PORT" in environ and task != str(os.getpid()) and _is_shell(task):
+            return False, f"a shell in SLURM step {job}.{step} started this process (SLURM_PTY_PORT)"
         return True, f"srun started this process (SLURM_PROCID={environ['SLURM_PROCID']}, step {job}.{step})"
 
     @staticmethod
@@ -148,12 +141,13 @@ class SLURMEnvironment(StartedEnvironment):
         nothing with auto_requeue=False, nor for a job that was cancelled (scancel) or is preempted.
 
         Raises:
-            LaunchError: This is no job of SLURM, there is no scontrol, or it refused (only batch jobs can be
-                requeued).
+            ConfigurationError: This is no job of SLURM.
+            LaunchError: There is no scontrol, or it refused (only batch jobs can be requeued).
         """
         if not self.auto_requeue or rank_zero_only.rank != 0:
             return False
-        job = _job_to_requeue()
+        array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+        job = f"{array}_{task}" if array and task else str(self._whole("SLURM_JOB_ID"))
         state = _scontrol("show", "job", "-o", job)
         # A job that SLURM is ending already was cancelled (scontrol would revive it), or SLURM itself
         # preempts and requeues it; only after the time limit is it ours to continue.
@@ -187,35 +181,18 @@ class SLURMEnvironment(StartedEnvironment):
         )
 
 
-def _job_to_requeue() -> str:
-    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-    job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
-    if not job:
-        raise LaunchError(
-            "requeue() found no SLURM_JOB_ID: this is no job of SLURM. Call it in a batch job, or write "
-            "SLURMEnvironment(auto_requeue=False)."
-        )
-    return job
-
-
 def _scontrol(*arguments: str) -> str:
-    program = shutil.which("scontrol")
-    if program is None:
-        raise LaunchError(
-            f"requeue() needs the program scontrol, which is not on this machine's PATH. Requeue the job by "
-            f"hand: scontrol requeue {arguments[-1]}."
-        )
     try:
         done = subprocess.run(
-            [program, *arguments], capture_output=True, text=True, timeout=_SCONTROL_S, check=False
+            ["scontrol", *arguments], capture_output=True, text=True, timeout=_SCONTROL_S, check=True
         )
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(f"scontrol {' '.join(arguments)} did not end within {_SCONTROL_S:g} s.") from error
-    if done.returncode:
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
         raise LaunchError(
-            f"scontrol {' '.join(arguments)} failed: {(done.stderr or done.stdout).strip()} Only jobs of "
-            "sbatch can be requeued, and only where the cluster allows it (sbatch --requeue)."
-        )
+            f"`scontrol {' '.join(arguments)}` failed: {str(said).strip()} Only jobs of sbatch can be "
+            "requeued, where the cluster allows it (sbatch --requeue). Requeue this one by hand, or write "
+            "SLURMEnvironment(auto_requeue=False)."
+        ) from error
     return done.stdout
 
 
@@ -242,14 +219,6 @@ def check_allocation(num_devices: int, num_nodes: int) -> None:
             f"run on this machine alone. {how}, or ask sbatch for less.",
             category=PossibleUserWarning,
         )
-
-
-def _interactive_marks(environ: Mapping[str, str]) -> str:
-    names = ("SLURM_PTY_PORT", "SLURM_JOB_NAME")
-    given = {name: environ[name] for name in names if name in environ}
-    if given.get("SLURM_JOB_NAME", "bash") not in _INTERACTIVE_NAMES:
-        del given["SLURM_JOB_NAME"]
-    return ", ".join(f"{name}={value}" for name, value in given.items())
 
 
 def _is_shell(task: str) -> bool:

@@ -26,6 +26,8 @@ class StartedEnvironment(ClusterEnvironment):
     """The variables that tell "rank", "size", "local_rank", "local_size", "node_rank" and "nodes"; of
     each the first that is set counts.
     """
+    marks: ClassVar[tuple[str, ...]] = ()
+    """Variables that are all set where it started this process."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -50,10 +52,12 @@ class StartedEnvironment(ClusterEnvironment):
         """
         return self._whole("MASTER_PORT") if os.environ.get("MASTER_PORT") else self._derived_port()
 
-    @staticmethod
-    def sign() -> tuple[bool, str]:
+    @classmethod
+    def sign(cls) -> tuple[bool, str]:
         """Whether it started this process, and why, for people; where it did not, what looked like it."""
-        raise NotImplementedError
+        if not all([name in os.environ for name in cls.marks]):
+            return False, ""
+        return True, f"{cls.launcher} started this process ({cls.marks[0]}={os.environ[cls.marks[0]]})"
 
     @classmethod
     def detect(cls) -> bool:
@@ -162,8 +166,7 @@ class StartedEnvironment(ClusterEnvironment):
     def _counts(self) -> str:
         """The variables that say what was started, with their values."""
         known = [names for what in ("size", "nodes", "local_size") if (names := self._names(what))]
-        set_ = [first_set(*names) or names[0] for names in known]
-        told = [f"{name}={os.environ.get(name, '(not set)')}" for name in set_]
+        told = [f"{name}={os.environ[name]}" for names in known if (name := first_set(*names))]
         return ", ".join(told) or f"{self.world_size()} ranks"
 
     def _remedy(self, num_devices: int, num_nodes: int) -> str:

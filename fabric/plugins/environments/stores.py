@@ -37,24 +37,7 @@ def part_of_store(
     listen_fd: int | None = None,
     remedy: str = "",
 ) -> Store:
-    """A part of the store at this address in which nobody has written; see `open_store`."""
-    from torch.distributed import PrefixStore
-
-    store, openings = open_store(address, port, host, timeout, listen_fd, remedy)
-    store.set_timeout(timeout)
-    # Ranks open stores in the same order: equal numbers meet, stale keys of earlier groups do not.
-    return PrefixStore(f"fabric{next(openings)}", store)
-
-
-def open_store(
-    address: str,
-    port: int,
-    host: bool,
-    timeout: timedelta,
-    listen_fd: int | None = None,
-    remedy: str = "",
-) -> tuple[Store, itertools.count[int]]:
-    """The TCPStore at this address, and how often parts of it were taken; opened by the first call.
+    """A part of the TCPStore at this address in which nobody has written; the first call opens the store.
 
     Args:
         address: Of the host.
@@ -67,37 +50,43 @@ def open_store(
     Raises:
         LaunchError: The port is taken (host), or nobody answers there within `timeout` (client).
     """
-    from torch.distributed import DistError, TCPStore
+    from torch.distributed import PrefixStore
 
     key = os.getpid(), address, port
-    if key in _listening:  # the store takes the descriptor over: the port is ours before anyone hears of it
-        host, listen_fd = True, _listening.pop(key).detach()
     if key not in _stores:
-        try:
-            store = TCPStore(
-                address,
-                port,
-                is_master=host,
-                timeout=timeout,
-                wait_for_workers=False,
-                master_listen_fd=listen_fd,
-            )
-        except DistError as error:
-            if host and "EADDRINUSE" in str(error):
-                raise _port_taken(address, port, remedy) from error
-            who = (
-                "could not listen on"
-                if host
-                else f"found no rank zero within {timeout.total_seconds():g} s at"
-            )
-            raise LaunchError(
-                f"This process {who} {address}:{port} (MASTER_ADDR and MASTER_PORT, or the scheduler, said "
-                f"so): {error} Check that rank zero was started, that the name resolves here, and that no "
-                "firewall is between; a slow start gets more time with "
-                "startup_timeout=timedelta(minutes=...)."
-            ) from error
-        _stores[key] = store, itertools.count()
-    return _stores[key]
+        if key in _listening:  # the store takes it over: the port is ours before anyone hears of it
+            host, listen_fd = True, _listening.pop(key).detach()
+        _stores[key] = _open(address, port, host, timeout, listen_fd, remedy), itertools.count()
+    store, openings = _stores[key]
+    store.set_timeout(timeout)
+    # Ranks open stores in the same order: equal numbers meet, stale keys of earlier groups do not.
+    return PrefixStore(f"fabric{next(openings)}", store)
+
+
+def _open(
+    address: str, port: int, host: bool, timeout: timedelta, listen_fd: int | None, remedy: str
+) -> Store:
+    from torch.distributed import DistError, TCPStore
+
+    try:
+        return TCPStore(
+            address,
+            port,
+            is_master=host,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+        )
+    except DistError as error:
+        if host and "EADDRINUSE" in str(error):
+            raise _port_taken(address, port, remedy) from error
+        who = "could not listen on" if host else f"found no rank zero within {timeout.total_seconds():g} s at"
+        raise LaunchError(
+            f"This process {who} {address}:{port} (MASTER_ADDR and MASTER_PORT, or the scheduler, said "
+            f"so): {error} Check that rank zero was started, that the name resolves here, and that no "
+            "firewall is between; a slow start gets more time with "
+            "startup_timeout=timedelta(minutes=...)."
+        ) from error
 
 
 def take_port(address: str, port: int, everywhere: bool) -> int:
@@ -106,21 +95,6 @@ def take_port(address: str, port: int, everywhere: bool) -> int:
     port = int(listener.getsockname()[1])
     _listening[os.getpid(), address, port] = listener
     return port
-
-
-def close_store(address: str, port: int) -> None:
-    """Give up a port that this process listens on, and its store."""
-    key = os.getpid(), address, port
-    _stores.pop(key, None)
-    if key in _listening:
-        _listening.pop(key).close()
-
-
-def close_inherited() -> None:
-    """In a forked child: the ports that its parent listens on are not its own."""
-    for pid, address, port in list(_listening):
-        if pid != os.getpid():
-            _listening.pop((pid, address, port)).close()
 
 
 def listen(address: str, port: int, everywhere: bool = False) -> socket.socket:

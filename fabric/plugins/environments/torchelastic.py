@@ -7,7 +7,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING
 
-from fabric.core.errors import ConfigurationError, LaunchError
+from fabric.core.errors import LaunchError
 from fabric.plugins.environments.rendezvous import ARRIVED, absent
 from fabric.plugins.environments.started import StartedEnvironment
 
@@ -30,13 +30,9 @@ class TorchElasticEnvironment(StartedEnvironment):
         "local_rank": ("LOCAL_RANK",),
         "local_size": ("LOCAL_WORLD_SIZE",),
         "node_rank": ("GROUP_RANK",),
+        "nodes": ("GROUP_WORLD_SIZE",),
     }
-
-    @staticmethod
-    def sign() -> tuple[bool, str]:
-        """Whether torchrun started this process, be it inside sbatch, srun or a pod."""
-        here = "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
-        return here, "torchrun started this process (TORCHELASTIC_RUN_ID)" if here else ""
+    marks = ("TORCHELASTIC_RUN_ID", "RANK")
 
     @property
     def main_address(self) -> str:
@@ -49,31 +45,7 @@ class TorchElasticEnvironment(StartedEnvironment):
 
     def num_nodes(self) -> int | None:
         """GROUP_WORLD_SIZE."""
-        return self._whole("GROUP_WORLD_SIZE", default=0) or None
-
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare what torchrun started with what the script asks for.
-
-        Raises:
-            ConfigurationError: The numbers of processes differ.
-        """
-        asked, started = num_devices * num_nodes, self.world_size()
-        here, machines = self.local_world_size() or num_devices, self.num_nodes() or num_nodes
-        wrong = f"devices={num_devices} x num_nodes={num_nodes} asks for"
-        if asked != started:
-            nodes = f" --nnodes {num_nodes}" if num_nodes > 1 else ""
-            raise ConfigurationError(
-                f"{wrong} {asked} processes, but torchrun started WORLD_SIZE={started}. Write "
-                f'devices="auto" and num_nodes={self.num_nodes() or 1} in the script, or start torchrun '
-                f"with{nodes} --nproc-per-node {num_devices}."
-            )
-        if (num_devices, num_nodes) != (here, machines):
-            raise ConfigurationError(
-                f"{wrong} {num_devices} processes on each machine, but torchrun started "
-                f'LOCAL_WORLD_SIZE={here} on each of GROUP_WORLD_SIZE={machines}. Write devices="auto" and '
-                f"num_nodes={machines} in the script, or start torchrun with --nnodes {num_nodes} "
-                f"--nproc-per-node {num_devices}."
-            )
+        return self._told("nodes", default=0) or None
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """The agent's own store, in a part that is new for this attempt: no second port, restarts stay apart.
@@ -96,11 +68,8 @@ class TorchElasticEnvironment(StartedEnvironment):
         store.set_timeout(timeout)
         return fresh_part(store, rank, world_size, timeout)
 
-    def _unreadable(self, name: str, text: str) -> str:
-        return (
-            f"torchrun should have set {name} to a number, but it is {text or None!r}. Start the script with "
-            "torchrun, or unset TORCHELASTIC_RUN_ID to leave torchrun's environment."
-        )
+    def _remedy(self, num_devices: int, num_nodes: int) -> str:
+        return f"start torchrun with --nnodes {num_nodes} --nproc-per-node {num_devices}"
 
 
 def fresh_part(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
@@ -39,9 +39,8 @@ class Task:
     call: bytes | tuple[Any, ...]
     variables: dict[str, str] | None
     """The parent's environment, where the process does not inherit it (forkserver)."""
-    parent: int
-    direct: bool
-    """Whether the parent is the process that made this one (not so under forkserver)."""
+    parent: int | None
+    """The launching process, where it makes this one itself (forkserver does not)."""
     start_method: str | None
     """The parent's own choice for its children; None: the system's. Loaders here make their workers so."""
     streams: tuple[int, int] | None = None
@@ -51,10 +50,10 @@ class Task:
 def run_rank(task: Task, link: Connection) -> None:
     """Run one rank to its end and send exactly one `Ending`."""
     forked()
-    if task.direct and sys.platform == "linux":
-        die_with_parent(task.parent)
-    else:
+    if task.parent is None:  # a fork server lives as long as its children
         die_with_creator()
+    else:
+        die_with_parent(task.parent)
     for number, writer in enumerate(task.streams or (), 1):  # also what is not Python's
         os.dup2(writer, number)
         os.close(writer)
@@ -63,7 +62,7 @@ def run_rank(task: Task, link: Connection) -> None:
     usual = multiprocessing.get_all_start_methods()[0]
     multiprocessing.set_start_method(task.start_method or usual, force=True)  # not that of this launch
     _set_variables(task)
-    owner, fork = os.getpid(), not (task.direct and isinstance(task.call, bytes))
+    owner, fork = os.getpid(), task.parent is None or not isinstance(task.call, bytes)
     if fork:
         atexit._clear()  # what the parent is to do at its end
     try:
@@ -92,10 +91,7 @@ def run_rank(task: Task, link: Connection) -> None:
 
 
 def _call(task: Task) -> bytes | None:
-    environment, function, args, kwargs = (
-        pickle.loads(task.call) if isinstance(task.call, bytes) else task.call
-    )
-    environment.become(**asdict(task.place))
+    function, args, kwargs = pickle.loads(task.call) if isinstance(task.call, bytes) else task.call
     result = function(*args, **kwargs)
     if task.place.local_rank != 0:
         return None
@@ -114,7 +110,7 @@ def _set_variables(task: Task) -> None:
     if task.variables is not None:
         os.environ.clear()
         os.environ.update(task.variables)
-    os.environ.update(task.place.variables(os.environ))
+    os.environ.update(task.place.variables(os.environ, "function"))
 
 
 def _ending_of(error: BaseException) -> Ending:

@@ -15,7 +15,6 @@ import signal
 import sys
 import warnings
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,16 +28,19 @@ from fabric.processes.system import require_posix
 from fabric.strategies.launchers.child import Task, run_rank
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.openmp import rest_openmp
-from fabric.strategies.launchers.place import Place
+from fabric.strategies.launchers.place import Place, place_here
 from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.supervisor import Supervisor
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
     from multiprocessing.connection import Connection
     from multiprocessing.context import BaseContext
     from multiprocessing.process import BaseProcess
     from types import TracebackType
+
+    from torch.distributed import Store
 
     from fabric.plugins.environments.local import LocalEnvironment
 
@@ -92,13 +94,10 @@ class MultiprocessLauncher(Launcher):
         require_posix()
         self._refuse_nested_start()
         call = self._pack(function, args, kwargs)
-        first = Place.first(self.environment, self.num_processes, self.num_nodes)
-        try:
-            return self._run(first, call)
-        finally:
-            self.environment.teardown()  # the next launch gets a store of its own
+        first, listener = place_here(self.environment, self.num_processes, self.num_nodes)
+        return self._run(first, listener, call)
 
-    def _run(self, first: Place, call: bytes | tuple[Any, ...]) -> Any:
+    def _run(self, first: Place, listener: socket.socket | None, call: bytes | tuple[Any, ...]) -> Any:
         if self.start_method == "fork":
             _prepare_fork(first.threads())
         context, elsewhere = self._context(), self.num_nodes > 1
@@ -113,9 +112,8 @@ class MultiprocessLauncher(Launcher):
         failure = None
         try:
             supervisor.start()
-            if first.node_rank == 0:
-                # Now: a rank forked while the store's thread takes a lock would find it taken for ever.
-                self.environment.host_store(timedelta(minutes=5))
+            # Now: a rank forked while the store's thread takes a lock would find it taken for ever.
+            store = None if listener is None else _host(first, listener)
             failure = supervisor.wait(wake=lambda: len(supervisor.endings) == len(ranks))
             failure = failure or supervisor.wait_noting(
                 "rank {} has returned; waiting for the end of its process"
@@ -124,6 +122,7 @@ class MultiprocessLauncher(Launcher):
                 ending = supervisor.endings.get(failure.rank)
                 trace = "" if ending is None else ending.trace
                 raise _launch_error(supervisor.summary(failure), trace, failure.code)
+            del store  # the next launch gets one of its own
             result = supervisor.endings[first.rank].result
             return None if result is None else pickle.loads(result)
         finally:
@@ -152,7 +151,7 @@ class MultiprocessLauncher(Launcher):
     def _pack(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bytes | tuple[Any, ...]:
-        call = (self.environment, function, args, kwargs)
+        call = (function, args, kwargs)
         if self.start_method == "fork":
             return call
         for part in (function, *args, *kwargs.values()):
@@ -181,12 +180,13 @@ class _Rank:
     def rank(self) -> int:
         return self.place.rank
 
-    def start(self, link: Connection, supervisor: Supervisor) -> BaseProcess:
+    def start(self, link: Connection, logs: RankLogs | None) -> BaseProcess:
         direct = self.context.get_start_method() != "forkserver"
         usual = multiprocessing.get_start_method(allow_none=True)
         variables = None if direct else dict(os.environ)
-        streams = None if supervisor.logs is None else supervisor.logs.streams(self.rank)
-        task = Task(self.place, self.call, variables, os.getpid(), direct, usual, streams)
+        streams = None if logs is None else logs.streams(self.rank)
+        parent = os.getpid() if direct else None
+        task = Task(self.place, self.call, variables, parent, usual, streams)
         process = self.context.Process(target=run_rank, args=(task, link))  # type: ignore[attr-defined]
         with warnings.catch_warnings(), forking():
             # Python 3.12 warns of any fork beside threads; what those threads hold here is taken care of.
@@ -196,6 +196,14 @@ class _Rank:
         for descriptor in streams or ():
             os.close(descriptor)
         return process  # type: ignore[no-any-return]
+
+
+def _host(place: Place, listener: socket.socket) -> Store:
+    """The store of all ranks, which lives as long as what is returned."""
+    from torch.distributed import TCPStore
+
+    where = place.main_address, place.main_port
+    return TCPStore(*where, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _prepare_fork(threads: int) -> None:
@@ -266,7 +274,7 @@ def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         except Exception as error:  # pickle's own, and what a user's __getstate__ or __reduce__ raises
             notes = getattr(error, "__notes__", ())  # from Python 3.14 on: the way to what it refuses
             return f"{name} ({'; '.join([f'{type(error).__name__}: {error}', *notes])})"
-    return "the environment plugin"
+    return "the call"
 
 
 def _name(value: Any) -> str:

@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
+from fabric.plugins.environments.local import LAUNCHED
+from fabric.plugins.environments.stores import listen
 from fabric.processes.cores import usable_cores
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Mapping
 
     from fabric.plugins.environments.local import LocalEnvironment
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of one rank, and where rank zero listens: the arguments of `LocalEnvironment.become`."""
+    """The place of one rank, and where the store of the job is."""
 
     local_rank: int
     world_size: int
@@ -31,28 +34,11 @@ class Place:
         """Global rank: machines one after the other."""
         return self.node_rank * self.local_world_size + self.local_rank
 
-    @classmethod
-    def first(cls, environment: LocalEnvironment, processes: int, num_nodes: int) -> Place:
-        """The place of this machine's first rank; on the first machine the port of the store is taken.
-
-        Raises:
-            LaunchError: MASTER_ADDR or MASTER_PORT is missing where several machines meet, or it is taken.
-        """
-        if num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
-            raise LaunchError(
-                f"num_nodes={num_nodes} needs MASTER_ADDR and MASTER_PORT (of the first machine) and "
-                "NODE_RANK in the environment of each machine. Set them, or use `fabric run --num-nodes "
-                f"{num_nodes} --node-rank N --main-address HOST`, or torchrun."
-            )
-        node_rank = environment.node_rank()
-        port = environment.main_port if node_rank else environment.take_port(num_nodes)
-        return cls(0, processes * num_nodes, processes, environment.main_address, port, node_rank)
-
     def at(self, local_rank: int) -> Place:
         """The same machine's place of another rank."""
         return replace(self, local_rank=local_rank)
 
-    def variables(self, inherited: Mapping[str, str]) -> dict[str, str]:
+    def variables(self, inherited: Mapping[str, str], launched: str) -> dict[str, str]:
         """What to set in the rank's environment, on top of what it inherits.
 
         The number of OpenMP threads is a fair share of the cores, unless the user has chosen one.
@@ -60,6 +46,7 @@ class Place:
         share = {} if inherited.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(self.threads())}
         return {
             **share,
+            LAUNCHED: launched,
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
             "NODE_RANK": str(self.node_rank),
@@ -72,3 +59,40 @@ class Place:
     def threads(self) -> int:
         """Cores per rank of this machine, at least 1."""
         return max(1, usable_cores() // self.local_world_size)
+
+
+def first_place(
+    processes: int, num_nodes: int, node_rank: int, address: str, port: int
+) -> tuple[Place, socket.socket | None]:
+    """The place of this machine's first rank; on the first machine also a socket that listens for the store.
+
+    On one machine that is where the store is, whatever cluster variables name.
+
+    Raises:
+        LaunchError: The port is taken.
+        ConfigurationError: It is no port number.
+    """
+    address = address if num_nodes > 1 else "127.0.0.1"
+    listener = None if node_rank else listen(address, port, everywhere=num_nodes > 1)
+    if listener is not None:
+        port = int(listener.getsockname()[1])
+    return Place(0, processes * num_nodes, processes, address, port, node_rank), listener
+
+
+def place_here(
+    environment: LocalEnvironment, processes: int, num_nodes: int
+) -> tuple[Place, socket.socket | None]:
+    """The same, by the variables of this process.
+
+    Raises:
+        LaunchError: MASTER_ADDR or MASTER_PORT is missing where several machines meet, or it is taken.
+    """
+    if num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+        raise LaunchError(
+            f"num_nodes={num_nodes} needs MASTER_ADDR and MASTER_PORT (of the first machine) and "
+            "NODE_RANK in the environment of each machine. Set them, or use `fabric run --num-nodes "
+            f"{num_nodes} --node-rank N --main-address HOST`, or torchrun."
+        )
+    return first_place(
+        processes, num_nodes, environment.node_rank(), environment.main_address, environment.main_port
+    )

@@ -8,15 +8,12 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
 from typing import TYPE_CHECKING, Protocol
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
-from fabric.processes.lifeline import LIFELINE_FD, PARENT_PID, REPORT_FD, die_with_parent
 from fabric.processes.signals import TOGETHER_S
 
 if TYPE_CHECKING:
@@ -51,8 +48,8 @@ class Start(Protocol):
     def rank(self) -> int:
         """Its global rank."""
 
-    def start(self, link: Connection, supervisor: Supervisor) -> Process:
-        """Start its process, which may say an `Ending` to the link."""
+    def start(self, link: Connection, logs: RankLogs | None) -> Process:
+        """Start its process, which may say an `Ending` to the link, and prints to the logs, if any."""
 
 
 class Supervisor:
@@ -60,9 +57,6 @@ class Supervisor:
 
     Args:
         starts: What to start.
-        own_sessions: Ranks get their own session, so that the terminal's Ctrl-C reaches only the supervisor,
-            and are tied to this process before their first instruction; for a process without other threads.
-            Otherwise they stay in the process group and tie themselves when they join the job.
         logs: Takes what the ranks print; None: it goes where this process prints.
         elsewhere: Whether the job has ranks on other machines.
         functions: Whether each rank says its ending, also a good one, and leaves its traceback to the caller.
@@ -71,13 +65,11 @@ class Supervisor:
     def __init__(
         self,
         starts: Sequence[Start],
-        own_sessions: bool = False,
         logs: RankLogs | None = None,
         elsewhere: bool = False,
         functions: bool = False,
     ) -> None:
         self.starts = starts
-        self.own_sessions = own_sessions
         self.elsewhere = elsewhere
         self.logs = logs
         self.processes: dict[int, Process] = {}
@@ -88,11 +80,7 @@ class Supervisor:
         self._signalled_at = float("-inf")
         self._functions = functions
         self._links: dict[int, Connection] = {}
-        # The kernel would take the end of a mere thread of ours for the end of this process.
-        by_kernel = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
-        self.lifeline = None if by_kernel or functions else os.pipe()
         self._told: set[int] = set()
-        self._lock = threading.Lock()
         self._failures: dict[int, Failure] = {}
 
     def start(self) -> None:
@@ -105,7 +93,7 @@ class Supervisor:
             for one in self.starts:
                 self._links[one.rank], writer = Pipe(duplex=False)
                 with writer:  # ours; the rank's own end closes with the rank
-                    self.processes[one.rank] = one.start(writer, self)
+                    self.processes[one.rank] = one.start(writer, self.logs)
         except OSError as error:
             self.stop()
             raise LaunchError(f"Rank {one.rank} could not be started: {error}.") from error
@@ -142,43 +130,30 @@ class Supervisor:
             failure = self.wait()
         return failure
 
-    def first_failure(self, *mine: Failure) -> Failure | None:
-        """The cause among the failures so far; looks a moment longer where only consequences are in sight.
-
-        Args:
-            mine: A failure of the calling process, where it is a rank.
-        """
-
-        def seen() -> list[Failure]:
-            return [*self._failures.values(), *mine]
-
+    def first_failure(self) -> Failure | None:
+        """The cause among the failures so far; looks a moment longer where only consequences are in sight."""
         self._look()
-        if not seen():
+        if not self._failures:
             return None
         from fabric.strategies.launchers.failure import root_cause
 
-        seconds = SETTLE_ELSEWHERE_S if self.elsewhere else SETTLE_S
-        self._until(lambda: self.stopping or not root_cause(seen()).is_consequence, seconds)
-        return root_cause(seen(), self.finished())
+        seconds, failures = SETTLE_ELSEWHERE_S if self.elsewhere else SETTLE_S, self._failures
+        self._until(lambda: self.stopping or not root_cause(failures.values()).is_consequence, seconds)
+        return root_cause(failures.values(), self.finished())
 
     def finished(self) -> list[int]:
         """The ranks that have ended well, or have said so."""
         ended = [rank for rank, process in self.processes.items() if _code(process) == 0]
         return sorted({*ended, *self.endings} - self._failures.keys())
 
-    def summary(self, cause: Failure, also: Iterable[int] = ()) -> str:
-        """Tell all others to end; the last line of the job.
-
-        Args:
-            cause: A failure.
-            also: Ranks that stop because of it and are not ours.
-        """
+    def summary(self, cause: Failure) -> str:
+        """Tell all others than the one that failed to end; the last line of the job."""
         self.tell(spare=cause.rank)
-        return cause.summary({*also, *self._told}, self._failures.values(), self.elsewhere)
+        return cause.summary(self._told, self._failures.values(), self.elsewhere)
 
-    def conclude(self, cause: Failure, also: Iterable[int] = ()) -> int:
+    def conclude(self, cause: Failure) -> int:
         """Stop all ranks and print the cause, last; gives the exit code of the job."""
-        line = self.summary(cause, also)
+        line = self.summary(cause)
         self.stop(spare=cause.rank)
         if self.logs is not None:
             self.logs.close()  # what the ranks have printed comes before
@@ -234,31 +209,27 @@ class Supervisor:
         for link in self._links.values():
             link.close()
         self._links.clear()
-        for descriptor in self.lifeline or ():
-            os.close(descriptor)
-        self.lifeline = None
 
     def _look(self) -> None:
         """Take note of what has ended since."""
-        with self._lock:
-            if self.stopping:
-                return
-            # First who has ended: what they said before then is in the pipes.
-            now, codes = time.monotonic(), {rank: _code(process) for rank, process in self.processes.items()}
-            for rank, link in list(self._links.items()):
-                if link.poll():
-                    self._hear(rank, link)
-            for rank, code in codes.items():
-                silent = self._functions and code == 0 and rank not in self.endings
-                if (code or silent) and rank not in self._failures:
-                    from fabric.strategies.launchers.failure import from_returncode
+        if self.stopping:
+            return
+        # First who has ended: what they said before then is in the pipes.
+        now, codes = time.monotonic(), {rank: _code(process) for rank, process in self.processes.items()}
+        for rank, link in list(self._links.items()):
+            if link.poll():
+                self._hear(rank, link)
+        for rank, code in codes.items():
+            silent = self._functions and code == 0 and rank not in self.endings
+            if (code or silent) and rank not in self._failures:
+                from fabric.strategies.launchers.failure import from_returncode
 
-                    self._failures[rank] = from_returncode(rank, code or 0, now)
+                self._failures[rank] = from_returncode(rank, code or 0, now)
 
     def _hear(self, rank: int, link: Connection) -> None:
         """Take what a rank says at its end, or the end of its link."""
-        del self._links[rank]  # not closed: another thread may wait for it
-        with contextlib.suppress(EOFError, OSError):
+        del self._links[rank]
+        with link, contextlib.suppress(EOFError, OSError):
             said = pickle.loads(link.recv_bytes())
             from fabric.processes.endings import Ending
 
@@ -281,50 +252,10 @@ class Supervisor:
 
     def _sleep(self, seconds: float, running: list[int]) -> None:
         """Block until a rank says something that will be noted, or so long; may return early."""
-        known = {} if self.stopping else self._links.copy()
+        known = {} if self.stopping else self._links
         links = [known[rank] for rank in running if rank in known]
         # The end of a process closes its link; who has said its end, or is not heard, may end at any moment.
         wait(links, seconds if len(links) == len(running) else min(seconds, _POLL_S))
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One rank to start: its command line, its whole environment, the descriptors it inherits."""
-
-    rank: int
-    argv: list[str]
-    env: dict[str, str]
-    pass_fds: tuple[int, ...] = ()
-    cwd: str | None = None
-    stdin: bool = False
-    """Whether this rank reads our standard input."""
-
-    def start(self, link: Connection, supervisor: Supervisor) -> subprocess.Popen[bytes]:
-        """Start it as `supervisor` wants it."""
-        parent, lifeline, logs = os.getpid(), supervisor.lifeline, supervisor.logs
-        env = {**self.env, PARENT_PID: str(parent), REPORT_FD: str(link.fileno())}
-        pass_fds = [*self.pass_fds, link.fileno()]
-        if lifeline is not None:
-            env[LIFELINE_FD] = str(lifeline[0])
-            pass_fds.append(lifeline[0])
-        early = supervisor.own_sessions and lifeline is None
-        streams = (None, None) if logs is None else logs.streams(self.rank)
-        try:
-            return subprocess.Popen(
-                self.argv,
-                env=env,
-                cwd=self.cwd,
-                stdin=None if self.stdin else subprocess.DEVNULL,
-                stdout=streams[0],
-                stderr=streams[1],
-                pass_fds=pass_fds,
-                start_new_session=supervisor.own_sessions,
-                preexec_fn=(lambda: die_with_parent(parent)) if early else None,  # noqa: PLW1509  one thread
-            )
-        finally:
-            for descriptor in streams:
-                if descriptor is not None:
-                    os.close(descriptor)
 
 
 def _code(process: Process) -> int | None:

@@ -144,7 +144,7 @@ def test_cuda_without_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert not CUDAAccelerator.is_available()
     assert CUDAAccelerator.auto_device_count() == 0
-    with pytest.raises(ConfigurationError, match="This machine has no CUDA device"):
+    with pytest.raises(ConfigurationError, match="This machine has 0 CUDA devices"):
         CUDAAccelerator.parse_devices("auto")
 
 
@@ -152,7 +152,7 @@ def test_cuda_without_a_device(monkeypatch):
 def test_cuda_says_when_a_variable_hides_devices(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     with pytest.raises(
-        ConfigurationError, match=r"names 2, 3, .*CUDA_VISIBLE_DEVICES='2,3' limits and renumbers"
+        ConfigurationError, match=r"devices: 0, 1\. CUDA_VISIBLE_DEVICES='2,3' renumbers them from 0\. Write"
     ):
         CUDAAccelerator.parse_devices([2, 3])
 
@@ -198,7 +198,7 @@ def test_mps_is_one_device(monkeypatch):
     assert MPSAccelerator.parse_devices("auto") == MPSAccelerator.parse_devices(1) == [0]
     assert MPSAccelerator.get_parallel_devices([0]) == [torch.device("mps", 0)]
     MPSAccelerator().setup_device(torch.device("mps", 0))
-    with pytest.raises(ConfigurationError, match="This machine has 1 MPS device: 0"):
+    with pytest.raises(ConfigurationError, match="This machine has 1 MPS devices: 0"):
         MPSAccelerator.parse_devices(2)
 
 

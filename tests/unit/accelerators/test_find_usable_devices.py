@@ -4,82 +4,8 @@ import sys
 import pytest
 import torch
 
-from fabric.accelerators import find_usable_cuda_devices, usable
+from fabric.accelerators import find_usable_cuda_devices
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-
-
-@pytest.fixture
-def four_gpus(monkeypatch):
-    """Four devices in a process that has CUDA initialised; 1 and 3 are held by somebody else."""
-    zeros = torch.zeros
-
-    def allocate(*shape, device):
-        if device.index in (1, 3):
-            raise torch.AcceleratorError("CUDA error: all CUDA-capable devices are busy or unavailable")
-        return zeros(*shape)
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch, "zeros", allocate)
-
-
-@pytest.mark.usefixtures("four_gpus")
-@pytest.mark.parametrize(("asked", "found"), [(-1, [0, 2]), (1, [0]), (2, [0, 2]), (0, [])])
-def test_occupied_devices_are_skipped(asked, found):
-    assert find_usable_cuda_devices(asked) == found
-
-
-@pytest.mark.usefixtures("four_gpus")
-def test_the_default_is_all_that_are_usable():
-    assert find_usable_cuda_devices() == [0, 2]
-
-
-@pytest.mark.usefixtures("four_gpus")
-def test_fewer_usable_than_asked():
-    with pytest.raises(
-        UsageError,
-        match=r"found 2 usable of 4 CUDA devices\..* 1: CUDA error: all .* 3: CUDA.*Write devices=\[0, 2\]",
-    ):
-        find_usable_cuda_devices(3)
-    with pytest.raises(RuntimeError, match="see nvidia-smi"):
-        find_usable_cuda_devices(4)
-
-
-@pytest.mark.usefixtures("four_gpus")
-def test_all_occupied(monkeypatch):
-    monkeypatch.setattr(usable, "_refusal", lambda device: "busy")
-    assert find_usable_cuda_devices(-1) == []
-    with pytest.raises(UsageError, match=r"found 0 usable of 4.*0: busy; 1: busy.*wait for it"):
-        find_usable_cuda_devices(1)
-
-
-@pytest.mark.usefixtures("four_gpus")
-def test_more_than_the_machine_has():
-    with pytest.raises(
-        ConfigurationError, match=r"this machine has 4 of them \(0 to 3\)\. Ask for at most 4"
-    ):
-        find_usable_cuda_devices(5)
-
-
-@pytest.mark.parametrize("asked", [-1, 1, 2])
-def test_a_machine_without_gpus(monkeypatch, asked):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigurationError, match=r'this machine has none\. Write accelerator="cpu"'):
-        find_usable_cuda_devices(asked)
-
-
-def test_zero_asks_nothing_of_the_machine(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert find_usable_cuda_devices(0) == []
-
-
-def test_negative_counts_and_wrong_types():
-    with pytest.raises(ConfigurationError, match="num_devices=-2 is negative"):
-        find_usable_cuda_devices(-2)
-    for wrong in (1.0, True, "2", None, [0]):
-        with pytest.raises(ArgumentTypeError, match="Write an int"):
-            find_usable_cuda_devices(wrong)
-
 
 FAKE_TORCH = """
 print("a banner of some package")
@@ -91,23 +17,69 @@ def zeros(size, device):
 """
 
 
-@pytest.mark.parametrize(("asked", "found"), [(-1, [1, 3]), (1, [1])])
-def test_a_child_process_tries_the_devices(monkeypatch, tmp_path, asked, found):
-    # The child imports from this process's path, so a stand-in for torch is enough to see its logic run.
-    (tmp_path / "torch.py").write_text(FAKE_TORCH.format(busy=(0, 2)))
+@pytest.fixture
+def four_gpus(monkeypatch, tmp_path):
+    """Four devices, of which somebody else holds some."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+    def held(busy):
+        # The child imports from this process's path, so a stand-in for torch is enough to see its logic run.
+        (tmp_path / "torch.py").write_text(FAKE_TORCH.format(busy=busy))
+
+    held((0, 2))
+    return held
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(("asked", "found"), [(-1, [1, 3]), (1, [1]), (2, [1, 3]), (0, [])])
+def test_occupied_devices_are_skipped(asked, found):
     assert find_usable_cuda_devices(asked) == found
-    with pytest.raises(UsageError, match="answered: 0: busy; 2: busy"):
-        find_usable_cuda_devices(4)
+
+
+def test_fewer_usable_than_asked(four_gpus):
+    with pytest.raises(
+        UsageError,
+        match=r"found 2 usable of 4 CUDA devices: \[1, 3\]\..*answered: 0: busy; 2: busy\. Ask for",
+    ):
+        find_usable_cuda_devices(3)
+    four_gpus((0, 1, 2, 3))
+    assert find_usable_cuda_devices() == []
+    with pytest.raises(RuntimeError, match=r"found 0 usable of 4.*see nvidia-smi"):
+        find_usable_cuda_devices(1)
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("asked", [5, -2])
+def test_more_than_the_machine_has(asked):
+    with pytest.raises(
+        ConfigurationError, match=rf"\({asked}\): this machine has 4 CUDA devices\. Ask for at"
+    ):
+        find_usable_cuda_devices(asked)
+
+
+@pytest.mark.parametrize("asked", [-1, 1, 2])
+def test_a_machine_without_gpus(monkeypatch, asked):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigurationError, match=r'this machine has 0 CUDA.*write accelerator="cpu"'):
+        find_usable_cuda_devices(asked)
+
+
+def test_zero_asks_nothing_of_the_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert find_usable_cuda_devices(0) == []
+
+
+def test_wrong_types():
+    for wrong in (1.0, True, "2", None, [0]):
+        with pytest.raises(ArgumentTypeError, match="Write an int"):
+            find_usable_cuda_devices(wrong)
 
 
 def test_a_child_process_that_fails_is_reported(monkeypatch, tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('broken driver library')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     with pytest.raises(UsageError, match="broken driver library"):
         find_usable_cuda_devices(1)
 

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,14 +24,14 @@ from fabric.plugins.environments import LocalEnvironment
 from fabric.plugins.environments.rendezvous import rendezvous
 from fabric.processes import system
 from fabric.processes.endings import describe, is_consequence
-from fabric.strategies.launchers import script
+from fabric.strategies.launchers.commands import Command
 from fabric.strategies.launchers.failure import Failure, from_returncode, root_cause
 from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
 from fabric.strategies.launchers.openmp import rest_openmp
 from fabric.strategies.launchers.place import Place
 from fabric.strategies.launchers.rank_logs import RankLogs
 from fabric.strategies.launchers.script import ScriptLauncher, original_command
-from fabric.strategies.launchers.supervisor import Command, Supervisor
+from fabric.strategies.launchers.supervisor import Supervisor
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:682"
 
@@ -226,13 +225,11 @@ def test_openmp_rests_without_losing_its_settings():
 
 def test_one_process_starts_nothing():
     assert ScriptLauncher(LocalEnvironment(), 1).launch(work) == 1
-    assert script._job is None
 
 
 def test_a_launched_rank_starts_nothing(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert ScriptLauncher(LocalEnvironment(), 4).launch(work) == 1
-    assert script._job is None
 
 
 @pytest.mark.parametrize(
@@ -274,7 +271,7 @@ def test_no_command_to_run_again(monkeypatch, argv, prompt):
     monkeypatch.setattr(sys, "argv", argv)
     if prompt:
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(LaunchError, match=r"no command that the other ranks could run.*ddp_notebook"):
+    with pytest.raises(LaunchError, match=r"no command that the ranks could run.*ddp_notebook"):
         original_command()
 
 
@@ -305,9 +302,10 @@ def test_a_system_without_signals_is_told(monkeypatch, start):
 def test_variables_of_a_rank(monkeypatch):
     monkeypatch.setattr("fabric.strategies.launchers.place.usable_cores", lambda: 5)
     place = Place(1, 4, 2, "127.0.0.1", 99, node_rank=1)
-    variables = place.variables({})
+    variables = place.variables({}, "cli")
     assert variables == {
         "OMP_NUM_THREADS": "2",
+        "FABRIC_LAUNCHED": "cli",
         "RANK": "3",
         "LOCAL_RANK": "1",
         "NODE_RANK": "1",
@@ -316,7 +314,7 @@ def test_variables_of_a_rank(monkeypatch):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "99",
     }
-    assert "OMP_NUM_THREADS" not in place.variables({"OMP_NUM_THREADS": "7"})
+    assert "OMP_NUM_THREADS" not in place.variables({"OMP_NUM_THREADS": "7"}, "cli")
 
 
 # the supervisor
@@ -369,33 +367,6 @@ def test_a_log_directory_that_cannot_be(tmp_path):
         ConfigurationError, match=r"--log-dir .*file/logs cannot be written to: .*Write a directory"
     ):
         RankLogs(tmp_path / "file" / "logs")
-
-
-def test_ranks_started_from_a_thread_die_with_the_process(tmp_path):
-    """The kernel would take the end of the thread for the end of the process; a pipe does not."""
-    rank = "import sys; from fabric.processes.lifeline import tie_to_parent; tie_to_parent(); print('tied'); "
-    script = tmp_path / "job.py"
-    script.write_text(
-        "import os, sys, threading\n"
-        "from fabric.strategies.launchers.supervisor import Command, Supervisor\n"
-        f"rank = {rank!r} + 'sys.stdout.flush(); import time; time.sleep(600)'\n"
-        "supervisor = []\n"
-        "def begin():\n"
-        "    supervisor.append(Supervisor([Command(0, [sys.executable, '-c', rank], dict(os.environ))]))\n"
-        "    supervisor[0].start()\n"
-        "thread = threading.Thread(target=begin); thread.start(); thread.join()\n"
-        "print(supervisor[0].processes[0].pid, flush=True)\n"
-        "sys.stdin.readline()\n"
-        "print('alive' if supervisor[0].running() else 'dead', flush=True)\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    job = subprocess.Popen(
-        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    said = sorted([job.stdout.readline().strip(), job.stdout.readline().strip()])
-    assert said[1] == "tied"
-    out, _ = job.communicate("go on\n", timeout=60)  # returns only when the rank has closed its stdout, too
-    assert out == "alive\n"
 
 
 def test_a_forked_child_of_a_rank_does_not_report_as_the_rank():

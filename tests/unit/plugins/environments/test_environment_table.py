@@ -112,7 +112,7 @@ ROWS: dict[str, tuple[dict[str, str], type, Place, Any]] = {
     "srun --pty bash --norc": (PTY, LocalEnvironment, HERE, ("bash", "--norc")),
     "srun --pty tmux new": (PTY, LocalEnvironment, HERE, TMUX),
     "srun --pty bash, task out of sight": (PTY | env("SLURM_TASK_PID=0"), LocalEnvironment, HERE, None),
-    "srun bash": (SRUN | FIRST | BASH, LocalEnvironment, HERE, SHELL),
+    "srun bash": (SRUN | FIRST | BASH, SLURMEnvironment, TASK._replace(rank=0, local_rank=0), SHELL),
     "srun --mpi=pmi2 --pty bash": (
         *(PTY | env("PMI_RANK=0 PMI_SIZE=1 PMIX_RANK=0"), LocalEnvironment, HERE, SHELL),
     ),
@@ -259,7 +259,7 @@ ERRORS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     ),
     "jsrun: devices": (
         *(JSRUN, {"devices": 3}),
-        "but jsrun started 4 (JSM_NAMESPACE_SIZE=4, 2 on this machine)",
+        "but jsrun started 4 (JSM_NAMESPACE_SIZE=4, JSM_NAMESPACE_LOCAL_SIZE=2)",
     ),
     "pod: devices": (POD, {"devices": 2}, 'set nprocPerNode: "2", the replicas (master and workers) to 1'),
     "pod: nodes": (
@@ -270,7 +270,11 @@ ERRORS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         *({**POD, "PET_NPROC_PER_NODE": "4"}, {}),
         "The PyTorchJob has nprocPerNode 4 (PET_NPROC_PER_NODE), so WORLD_SIZE=3 counts 4 processes in each",
     ),
-    "torchrun: devices": (TORCHRUN, {"devices": 4}, "but torchrun started WORLD_SIZE=2"),
+    "torchrun: devices": (
+        TORCHRUN,
+        {"devices": 4},
+        "but torchrun started 2 (WORLD_SIZE=2, GROUP_WORLD_SIZE=1, LOCAL_WORLD_SIZE=2). Write",
+    ),
     "forced: slurm without SLURM": (
         *({"FABRIC_ENVIRONMENT": "slurm"}, {}),
         "SLURMEnvironment needs SLURM_NODEID, which srun sets, but it is not set. Start the script with srun",

@@ -1,17 +1,16 @@
 """LocalEnvironment: what it reads, what it hosts, what it refuses."""
 
-import copy
-import os
-import pickle
 import socket
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments import LightningEnvironment, LocalEnvironment
 from fabric.plugins.environments.rendezvous import await_ranks
+from fabric.strategies.launchers.place import place_here
 
 SECOND = timedelta(seconds=1)
 LAUNCHED = {
@@ -66,16 +65,6 @@ def test_stale_ranks_in_the_environment_of_an_unlaunched_process_mean_nothing(mo
     assert place(LocalEnvironment())[:4] == (0, 0, 0, 1)
 
 
-def test_become_takes_a_place_and_touches_no_variable():
-    before = dict(os.environ)
-    environment = LocalEnvironment()
-    environment.become(1, 4, 2, "127.0.0.1", 99, node_rank=1)
-    assert place(environment) == (3, 1, 1, 4, 2, 2)
-    assert environment.creates_processes_externally
-    assert environment.main_port == 99
-    assert dict(os.environ) == before
-
-
 def test_set_world_size_and_rank():
     environment = LocalEnvironment()
     environment.set_world_size(3)
@@ -83,15 +72,13 @@ def test_set_world_size_and_rank():
     assert (environment.world_size(), environment.global_rank()) == (3, 2)
 
 
-def test_hosts_a_store_on_a_port_of_the_kernel_on_the_loopback_only():
-    environment, other = LocalEnvironment(), LocalEnvironment()
-    port = environment.host_store(SECOND)
-    assert port == environment.host_store(SECOND) == environment.main_port
-    assert port != other.host_store(SECOND)
-    addresses = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()}
-    assert f"0100007F:{port:04X}" in addresses
-    environment.teardown()
-    other.teardown()
+def test_one_machine_listens_on_a_port_of_the_kernel_on_the_loopback_only():
+    first, other = place_here(LocalEnvironment(), 2, 1), place_here(LocalEnvironment(), 2, 1)
+    with first[1], other[1]:
+        port = first[0].main_port
+        assert port != other[0].main_port
+        addresses = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()}
+        assert f"0100007F:{port:04X}" in addresses
 
 
 def test_an_explicit_port_is_honoured_and_named_when_taken(monkeypatch):
@@ -99,46 +86,27 @@ def test_an_explicit_port_is_honoured_and_named_when_taken(monkeypatch):
         port = taken.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(LaunchError, match=f"127.0.0.1:{port}: another process .* holds the port"):
-            LocalEnvironment().host_store(SECOND)
-    environment = LocalEnvironment()
-    assert environment.host_store(SECOND) == port
-    environment.teardown()
+            place_here(LocalEnvironment(), 2, 1)
+    place, listener = place_here(LocalEnvironment(), 2, 1)
+    listener.close()
+    assert place.main_port == port
 
 
 @pytest.mark.parametrize("value", ["abc", "1.5"])
 def test_a_variable_that_is_no_number(monkeypatch, value):
     monkeypatch.setenv("MASTER_PORT", value)
     with pytest.raises(ConfigurationError, match=r"MASTER_PORT=.* must be a whole number"):
-        LocalEnvironment().host_store(SECOND)
+        place_here(LocalEnvironment(), 2, 1)
 
 
 def test_a_port_out_of_range(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "70000")
     with pytest.raises(ConfigurationError, match=r"port 70000 is not in 0\.\.65535"):
-        LocalEnvironment().host_store(SECOND)
+        place_here(LocalEnvironment(), 2, 1)
 
 
-def test_pickles_without_its_store_and_the_copy_becomes_a_client():
-    host = LocalEnvironment()
-    port = host.host_store(SECOND)
-    client = pickle.loads(pickle.dumps(host))
-    client.become(1, 2, 2, "127.0.0.1", port)
-    theirs = client.make_store(1, 2, SECOND)
-    theirs.set("key", "value")
-    assert theirs.get("key") == b"value"
-    host.teardown()
-
-
-def test_a_copy_does_not_close_the_store_of_the_original():
-    host = LocalEnvironment()
-    store = host.make_store(0, 1, SECOND)
-    copied = copy.deepcopy(host)
-    copied.teardown()
-    store.set("key", "value")
-    assert host.host_store(SECOND) == host.main_port
-    assert copied.host_store(SECOND) != host.main_port
-    host.teardown()
-    copied.teardown()
+def test_one_process_meets_nobody_and_takes_no_port():
+    assert isinstance(LocalEnvironment().make_store(0, 1, SECOND), HashStore)
 
 
 def test_a_handed_over_socket_becomes_the_store_and_later_groups_share_it(monkeypatch):
@@ -160,20 +128,17 @@ def test_a_handed_over_socket_becomes_the_store_and_later_groups_share_it(monkey
 
 
 def test_nobody_at_the_address(monkeypatch):
-    environment = LocalEnvironment()
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    environment.become(1, 2, 2, "127.0.0.1", port)
+    monkeypatch.setenv("MASTER_PORT", str(port))
     with pytest.raises(LaunchError, match=f"found no rank zero within 1 s at 127.0.0.1:{port}"):
-        environment.make_store(1, 2, SECOND)
+        LocalEnvironment().make_store(1, 2, SECOND)
 
 
 def test_missing_ranks_are_named():
-    environment = LocalEnvironment()
-    store = environment.make_store(0, 3, SECOND)
+    store = LocalEnvironment().make_store(0, 3, SECOND)
     with pytest.raises(LaunchError, match=r"1 of 3 ranks arrived within 1 s; missing: ranks 1, 2\."):
         await_ranks(store, 0, 3, SECOND)
-    environment.teardown()
 
 
 def test_settings_that_contradict_the_launcher(monkeypatch):

@@ -204,14 +204,14 @@ def test_a_cancelled_job_stays_cancelled(scontrol, state, requeued):
 def test_what_prevents_a_requeue(monkeypatch, scontrol, tmp_path):
     scontrol(requeue="echo Requested operation is presently disabled >&2; exit 1")
     with pytest.raises(
-        LaunchError, match="requeue 42 failed: Requested operation is presently disabled Only jobs"
+        LaunchError, match="requeue 42` failed: Requested operation is presently disabled Only jobs"
     ):
         SLURMEnvironment().requeue()
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    with pytest.raises(LaunchError, match=r"needs the program scontrol.* by hand: scontrol requeue 42"):
+    with pytest.raises(LaunchError, match=r"42` failed: .*'scontrol'.* Requeue this one by hand"):
         SLURMEnvironment().requeue()
     monkeypatch.delenv("SLURM_JOB_ID")
-    with pytest.raises(LaunchError, match="found no SLURM_JOB_ID"):
+    with pytest.raises(ConfigurationError, match="SLURMEnvironment needs SLURM_JOB_ID"):
         SLURMEnvironment().requeue()
 
 
