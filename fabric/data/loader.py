@@ -251,7 +251,12 @@ class _FabricDataLoader(Loader):
     def __getattr__(self, name: str) -> Any:
         if name in ("_dataloader", "_given"):  # while copying or unpickling
             raise AttributeError(name)
-        return getattr(self._given if name in _OF_THE_USER else self._dataloader, name)
+        found = getattr(self._given if name in _OF_THE_USER else self._dataloader, name)
+        if name not in ("sampler", "batch_sampler") or found is None:
+            return found
+        from fabric.data.streams import Shown
+
+        return Shown(getattr(self._given, name), found, self.set_epoch)
 
 
 def _timed(pairs: Iterator[Any], begin: float, loader: Any) -> Iterator[Any]:

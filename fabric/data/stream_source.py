@@ -11,7 +11,7 @@ from fabric.core.torch_internals import drop_workers
 from fabric.data.heads import ONE_STREAM, shares_itself
 from fabric.data.rules import check_padding
 from fabric.data.sources import Drawing, check_same
-from fabric.data.streams import checksum
+from fabric.data.streams import digest
 from fabric.data.together import table
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
@@ -178,7 +178,7 @@ class StreamSource(Drawing):
         if self.dataset.rule.batch is None and self.uneven is not None:
             return None
         first = self.start["streams"].get(0, {"samples": 0})
-        return {"position": first["samples"], "order": self._head and checksum(self._head.samples)}
+        return {"position": first["samples"], "order": self._head and digest(self._head.samples)}
 
     def done(self, note: Any) -> int:
         """See the base."""
