@@ -58,17 +58,18 @@ def shares_itself(name: str, held: list[tuple[int, Head]]) -> bool:
     if all([head.samples == heads[0].samples for head in heads]):
         return False
     parts = dict(reversed(held))
-    if any([head.samples != parts[share].samples for share, head in held]):
-        why = "ranks that must see the same data (of one pipeline, sequence or model) read different samples"
-    elif any(_overlap(list(parts.values()))):
-        why = "they hold some of the same samples, at other places"
-    elif any([_alike(columns) for columns in zip(*[head.columns for head in parts.values()], strict=False)]):
-        why = "parts of their samples are the same in the same order, and others are not"
-    else:
+    shares = list(parts.values())
+    if (
+        all([head.samples == parts[share].samples for share, head in held])
+        and not any(_overlap(shares))
+        and not any([_alike(columns) for columns in zip(*[head.columns for head in shares], strict=False)])
+    ):
         return True
     raise ConfigurationError(
-        f"The ranks' streams of {name} are neither one stream nor shares of their own: {why}. They begin with"
-        f"\n{table([head.shown for head in heads])}\n{ONE_STREAM} Else say what it is: "
+        f"The ranks' streams of {name} are neither one stream nor shares of their own: some of their "
+        "samples, or parts of them, are the same, or ranks that must see the same data (of one pipeline, "
+        "sequence or model) do not. They begin with\n"
+        f"{table([head.shown for head in heads])}\n{ONE_STREAM} Else say what it is: "
         "setup_dataloaders(loader, shard_iterable=False) where each rank's samples are its own share, "
         "shard_iterable=True where all read the same samples in the same order, with noise of their own."
     )

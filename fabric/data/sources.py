@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from fabric.core.errors import UsageError
 from fabric.data.order import epoch_of, tell
 from fabric.data.randomness import OwnGenerators
+from fabric.data.rules import Share
+from fabric.utilities.data import sized_len
 from fabric.utilities.seed import derive_seed, host_states
 
 if TYPE_CHECKING:
@@ -34,14 +36,10 @@ class Source:
     """
 
     kind = "loader"
-    counts = False
-    """Whether the length is that of each iteration, in any case."""
     settled = True
     """Whether it is known who shares the samples out."""
     per_rank = True
     """Whether ranks have positions of their own, so that a checkpoint needs those of all."""
-    replays = False
-    """Whether going on means reading again what has been read."""
     ahead = False
     """Whether batches may be fetched before the loop asks for them: a note says which it has received."""
 
@@ -77,6 +75,10 @@ class Source:
     def length(self) -> int:
         """How many batches this rank gets in an epoch."""
         return len(self.loader)
+
+    def left(self) -> int | None:
+        """How many there are from the position on; None: what has a length need not keep to it."""
+        return None
 
     def become(self, kind: str) -> bool:
         """Whether the loader can be one of this kind, and is from now on."""
@@ -179,8 +181,6 @@ class IndexSource(Drawing):
         own: The generator for workers' seeds that Fabric gave the copy.
     """
 
-    counts = True
-
     def __init__(
         self,
         loader: Any,
@@ -233,7 +233,8 @@ class IndexSource(Drawing):
         items, rule = self._items(), self.stream.rule
         if not self.dealt or (rule.batch is None and rule.uneven == "exact"):
             return None
-        if items is not None and min(rule.counts(items)) < 2 + rule.count(self.stream.start):
+        last = rule._replace(share=Share(rule.share.world - 1, rule.share.world))
+        if items is not None and last.count(items) < 2 + rule.count(self.stream.start):
             return None
         shown = _stored(self.loader.dataset)
         return {"position": self.stream.start, "length": items, "order": self.stream.check, "data": shown}
@@ -252,15 +253,16 @@ class IndexSource(Drawing):
         """See the base."""
         return len(self.stream)
 
+    def left(self) -> int | None:
+        """See the base."""
+        return None if self._items() is None else self.length() - self.done(None)
+
     def done(self, note: Any) -> int:
         """See the base."""
         return self.stream.rule.count(self.stream.start if note is None else note)
 
     def _items(self) -> int | None:
-        try:
-            return len(self.stream.order)
-        except TypeError:
-            return None
+        return sized_len(self.stream.order)
 
 
 def samplers_of(loader: Any) -> list[Any]:

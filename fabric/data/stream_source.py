@@ -80,8 +80,11 @@ class StreamSource(Drawing):
         if saved:
             self.dataset.salts = (self.seed, self.dataset.salts[1])
             drop_workers(self.loader)  # workers that live on would not hear of it
-        entries = saved["streams"].values() if saved else ()
-        self.replays = any([not each["ended"] and each["dataset"] is None for each in entries])
+            if any([not each["ended"] and each["dataset"] is None for each in saved["streams"].values()]):
+                rank_zero_warn(
+                    f"{type(self.dataset.dataset).__name__} is read again from the epoch's beginning up to "
+                    "the saved position. Give it state_dict() and load_state_dict() to go on at once."
+                )
         self._head = None
         self.dataset.begin(epoch, saved)
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.errors import UsageError
 from fabric.core.tree import flatten
+from fabric.utilities.data import sized_len
 from fabric.utilities.dtypes import as_bytes
 from fabric.utilities.seed import derive_seed
 
@@ -65,14 +66,7 @@ class IndexStream:
         Raises:
             ConfigurationError: The items cannot be dealt out evenly.
         """
-        if self.rule.uneven != "error":
-            return
-        try:
-            rest = self.rule.left_over(len(self.order))
-        except TypeError:  # no length
-            return
-        if rest:
-            raise ConfigurationError(self.rule.message(rest))
+        self.rule.check_even(sized_len(self.order) or 0)
 
     def __iter__(self) -> Iterator[Any]:
         # No generator function: epoch and start are those of this moment, and errors come now.
