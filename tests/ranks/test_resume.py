@@ -283,7 +283,7 @@ def test_positions_that_do_not_fit_are_refused(ranks, tmp_path):
         "ArgumentTypeError",
         "load_state_dict of a loader needs what state_dict() gave, but got {'samples': 3}.",
     )
-    assert "but got a int" in number[1]
+    assert "but got 3." in number[1]
     assert "was saved in data of length 8, but they have 9 now" in length[1]
     assert "loader.set_epoch(1)" in length[1]
     assert "was saved on 4 ranks, and there are 2" in worlds[1]
