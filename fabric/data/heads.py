@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import reprlib
-from hashlib import sha256  # the quickest one here: processors have it
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import torch
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.tree import flatten
+from fabric.data.streams import digest
 from fabric.data.together import table
-from fabric.utilities.dtypes import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,10 +37,11 @@ class Head(NamedTuple):
     @classmethod
     def of(cls, samples: list[Any]) -> Head:
         """The head of a stream that begins with these."""
-        rows = [[_digest(leaf) for leaf in flatten(sample)[0]] for sample in samples[:_COMPARED]]
-        columns = [list(column) for column in zip(*[row[:_COLUMNS] for row in rows], strict=False)]
+        compared = samples[:_COMPARED]
+        rows = [[digest(leaf) for leaf in flatten(sample)[0][:_COLUMNS]] for sample in compared]
+        columns = [list(column) for column in zip(*rows, strict=False)]
         shown = " ".join(reprlib.repr(samples[0]).split()) if samples else "nothing"
-        return cls([_digest("".join(row)) for row in rows], columns, f"{shown:.70}")
+        return cls([digest(sample) for sample in compared], columns, f"{shown:.70}")
 
 
 def shares_itself(name: str, held: list[tuple[int, Head]]) -> bool:
@@ -61,17 +58,18 @@ def shares_itself(name: str, held: list[tuple[int, Head]]) -> bool:
     if all([head.samples == heads[0].samples for head in heads]):
         return False
     parts = dict(reversed(held))
-    if any([head.samples != parts[share].samples for share, head in held]):
-        why = "ranks that must see the same data (of one pipeline, sequence or model) read different samples"
-    elif any(_overlap(list(parts.values()))):
-        why = "they hold some of the same samples, at other places"
-    elif any([_alike(columns) for columns in zip(*[head.columns for head in parts.values()], strict=False)]):
-        why = "parts of their samples are the same in the same order, and others are not"
-    else:
+    shares = list(parts.values())
+    if (
+        all([head.samples == parts[share].samples for share, head in held])
+        and not any(_overlap(shares))
+        and not any([_alike(columns) for columns in zip(*[head.columns for head in shares], strict=False)])
+    ):
         return True
     raise ConfigurationError(
-        f"The ranks' streams of {name} are neither one stream nor shares of their own: {why}. They begin with"
-        f"\n{table([head.shown for head in heads])}\n{ONE_STREAM} Else say what it is: "
+        f"The ranks' streams of {name} are neither one stream nor shares of their own: some of their "
+        "samples, or parts of them, are the same, or ranks that must see the same data (of one pipeline, "
+        "sequence or model) do not. They begin with\n"
+        f"{table([head.shown for head in heads])}\n{ONE_STREAM} Else say what it is: "
         "setup_dataloaders(loader, shard_iterable=False) where each rank's samples are its own share, "
         "shard_iterable=True where all read the same samples in the same order, with noise of their own."
     )
@@ -89,21 +87,3 @@ def _overlap(heads: list[Head]) -> Iterator[bool]:
 def _alike(columns: tuple[list[str], ...]) -> bool:
     """Whether all streams have the same values at one place, and not one value only."""
     return len(set(columns[0])) > 1 and all([column == columns[0] for column in columns])
-
-
-def _digest(value: Any) -> str:
-    """The same in every process that has an equal value."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
-        digest = sha256(repr((value.dtype, value.shape)).encode())
-        # Pickle would write all that it is a view of.
-        plain: Any = as_bytes(value.cpu()).numpy()
-        digest.update(plain)
-        return digest.hexdigest()[:16]
-    if isinstance(value, set | frozenset):
-        text = repr(sorted([_digest(each) for each in value])).encode()
-    else:
-        try:
-            text = pickle.dumps(value)
-        except Exception:  # whatever a class of the user's raises; such values tell nothing
-            text = type(value).__qualname__.encode()
-    return sha256(text).hexdigest()[:16]

@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from fabric.core.torch_internals import pin_memory, without_worker_info
 from fabric.data.heads import Head
-from fabric.data.randomness import PrivateRandomness
+from fabric.data.randomness import PrivateRandomness, seed_draws
 from fabric.data.rules import Share
-from fabric.data.workers import Dataset, seed_draws
+from fabric.data.workers import Dataset
 from fabric.utilities.seed import derive_seed
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class Batched(Dataset, IterableDataset[Batch]):
         entry = saved["streams"].get(number) if saved else None
         if entry and entry["ended"]:
             return
-        draw, private, first, start = self._opened(epoch, entry, worker, workers)
+        draw, private, first, start = self._opened(epoch, entry, worker)
         block: list[Any] = []
         if self.asks and not self.own:
             block = draw(self.rule.size)
@@ -157,14 +157,13 @@ class Batched(Dataset, IterableDataset[Batch]):
                 seed = derive_seed(*self.salts, epoch, dealt.end, number) if workers else None
                 yield Batch(items, seed, (number, note, dealt.short))
 
-    def _opened(self, epoch: int, entry: dict[str, Any] | None, worker: int, workers: int) -> Any:
+    def _opened(self, epoch: int, entry: dict[str, Any] | None, worker: int) -> Any:
         """(function that draws, its randomness, the first items, position) of this process's stream."""
         start = entry["samples"] if entry else 0
         jumps = entry is not None and entry["dataset"] is not None
         private = PrivateRandomness(
             derive_seed(*self.salts, epoch, worker) if self.apart else derive_seed(self.salts[0], epoch),
             entry["random"] if entry and jumps else None,
-            restores=workers == 0,
         )
         # Dealt out, a dataset that splits itself by worker gives all it has.
         as_read = nullcontext if self.own else without_worker_info

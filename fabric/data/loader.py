@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ArgumentTypeError, UsageError
-from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 else:
     Loader = object
 
-VERSION = 1
+VERSION = 2
 """Of the state's form."""
 _OF_THE_USER = ("dataset", "collate_fn", "worker_init_fn", "generator")
 """Attributes in place of which the copy that is iterated has others."""
@@ -133,7 +132,7 @@ class _FabricDataLoader(Loader):
         version, kind, epoch = [state.pop(key, None) for key in ("version", "kind", "epoch")]
         if version != VERSION or not isinstance(epoch, int):
             raise ArgumentTypeError(
-                f"load_state_dict of a loader needs what its state_dict() gave, but got {_shown(state_dict)}."
+                f"load_state_dict of a loader needs what state_dict() gave, but got {state_dict!r:.200}."
             )
         if kind != self._source.kind and not self._source.become(kind):
             raise UsageError(
@@ -151,16 +150,11 @@ class _FabricDataLoader(Loader):
                     f"the data out (the defaults of setup_dataloaders), or use {len(ranks)} ranks."
                 )
             state = ranks[rank]
-        missing = self._source.fresh().keys() - state.keys()
-        if missing:
-            raise UsageError(
-                f"The loader's position lacks {', '.join(sorted(missing))}: was it changed by hand?"
-            )
         self._epoch, self._saved, self._pass = epoch, state, None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """The batches of one epoch. The first iteration is epoch 0, the next one 1, also after a break."""
-        loader, source = self._dataloader, self._source
+        source = self._source
         epoch = source.epoch(self._epoch)
         if epoch != self._epoch:
             self.set_epoch(epoch)
@@ -173,12 +167,8 @@ class _FabricDataLoader(Loader):
         if self._peers is not None and not source.settled and source.settle(batches, self._peers):
             batches = self._started()
         pairs: Iterator[Any] = source.pairs(batches)
-        if source.replays:
-            pairs = _timed(pairs, begin, loader)
         if self._peers is not None and source.per_rank and self._stops_together():
-            from fabric.data.in_step import in_step
-
-            pairs = in_step(pairs, self._left(), self._peers.exchange, self._together == "error")
+            pairs = self._peers.in_step(pairs, source.left(), self._together == "error")
         # On the host nothing walks the batch.
         if self._device is not None and self._device.type != "cpu":
             pairs = self._ahead(pairs, self._device) if self._looks_ahead else self._moved(pairs)
@@ -239,40 +229,21 @@ class _FabricDataLoader(Loader):
     def _stops_together(self) -> bool:
         return self._together in ("drop", "error") or (self._together == "train" and torch.is_grad_enabled())
 
-    def _left(self) -> int | None:
-        try:  # what else has a length need not keep to it: a dataset's own share is often less
-            return self._source.length() - (self._source.done(None) or 0) if self._source.counts else None
-        except (TypeError, NotImplementedError):
-            return None
-
     def __len__(self) -> int:
         return self._source.length()
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_dataloader", "_given"):  # while copying or unpickling
             raise AttributeError(name)
-        return getattr(self._given if name in _OF_THE_USER else self._dataloader, name)
+        found = getattr(self._given if name in _OF_THE_USER else self._dataloader, name)
+        if name not in ("sampler", "batch_sampler") or found is None:
+            return found
+        from fabric.data.streams import Shown
 
-
-def _timed(pairs: Iterator[Any], begin: float, loader: Any) -> Iterator[Any]:
-    """`pairs`, with a word about how long the first took."""
-    first = next(pairs, None)
-    dataset = type(getattr(loader.dataset, "dataset", loader.dataset)).__name__
-    rank_zero_warn(
-        f"{dataset} was read again from the epoch's beginning up to the saved position, which took "
-        f"{time.perf_counter() - begin:.1f} s. Give it state_dict() and load_state_dict() to go on at once."
-    )
-    if first is not None:
-        yield first
-        yield from pairs
+        return Shown(getattr(self._given, name), found, self.set_epoch)
 
 
 def _is_plain(move: Any) -> bool:
     """Whether batches are moved by the function of this package, by itself or as a method of a strategy."""
     function = getattr(move, "__func__", move)
     return str(getattr(function, "__module__", "")).startswith("fabric.")
-
-
-def _shown(value: Any) -> str:
-    keys = f" with keys {', '.join(map(repr, list(value)[:6]))}" if isinstance(value, dict) else ""
-    return f"a {type(value).__name__}{keys}"

@@ -5,27 +5,16 @@ Used by the data loader. Never copies ahead what could be written over while the
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from contextlib import contextmanager, nullcontext
-from datetime import date, timedelta
 from functools import cache
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from typing_extensions import Self
-
-_CONTAINERS = (OrderedDict, defaultdict, dict, list, tuple)
-_PLAIN = (
-    *(type(None), int, float, complex, str, bytes, date, timedelta, PurePath),
-    *(torch.device, torch.dtype, torch.Size),
-)
-_MANY = 10_000  # objects in one batch; also ends the walk of objects that refer to each other
 
 
 class Prefetch:
@@ -33,10 +22,8 @@ class Prefetch:
 
     When batch k is given, the copy of batch k + 1 has been issued on a side stream; batch k + 2 has not been
     fetched. So each batch waits until its successor is fetched, and what fetching or copying the successor
-    raises is raised when the successor is asked for. These are copied on the current stream, when asked for:
-    the first batch, which nothing could overlap; a batch that is not in host memory, or whose tensors cannot
-    all be found (see `find_tensors`). From the first one on whose copy hides tensors, and on devices without
-    side streams, each batch is also fetched when asked for.
+    raises is raised when the successor is asked for. The first batch, which nothing could overlap, is copied
+    on the current stream; on devices without side streams all are, when asked for.
 
     Args:
         batches: Gives pairs (batch, note). The note comes back, untouched, with its batch.
@@ -59,8 +46,8 @@ class Prefetch:
         self._move = move
         self._side = side
         self._looks_ahead = side is not None or _has_streams(device)
-        # The next batch, its note and its tensors if it was copied ahead (else None); or what it raised.
-        self._next: tuple[Any, Any, list[Tensor] | None] | Exception | None = None
+        self._given: Any = None
+        self._next: tuple[Any, Any] | Exception | None = None  # a batch that was copied ahead, or its error
 
     def __iter__(self) -> Self:
         return self
@@ -73,14 +60,17 @@ class Prefetch:
                 raise taken
             finally:
                 del taken  # it refers to this frame
-        batch, note, tensors = (*next(self._batches), None) if taken is None else taken
-        if tensors is not None and self._side is not None:
-            self._side.hand_over(tensors)
-        else:
+        if taken is None or self._side is None:
+            batch, note = next(self._batches)
             batch = self._move(batch, self._device)
-            self._looks_ahead = self._looks_ahead and find_tensors(batch) is not None
+        else:
+            batch, note = taken
+            self._side.hand_over()
         if self._looks_ahead:
             self._look_ahead()
+            # Held until the side stream has waited for its reads: other code may share that stream of torch's
+            # pool, and its memory with it.
+            self._given = batch
         return batch, note
 
     def close(self) -> None:
@@ -96,85 +86,44 @@ class Prefetch:
             if pair is None:
                 self._batches = iter(())
                 return
-            batch, note = pair
-            tensors = find_tensors(batch)
-            if tensors and all([tensor.device.type == "cpu" for tensor in tensors]):
-                # Only now: what the first move made on the device, the side stream waits for.
-                self._side = self._side or SideStream(self._device)
-                with self._side.ahead(), _normal_tensors():
-                    moved = self._move(batch, self._device)
-                tensors = find_tensors(moved)
-                batch = batch if tensors is None else moved
-            else:
-                tensors = None
-            self._next = batch, note, tensors
+            self._side = self._side or SideStream(self._device)
+            with self._side.ahead(), _normal_tensors():
+                self._next = self._move(pair[0], self._device), pair[1]
         except Exception as error:
             self._next = error
 
 
 class SideStream:
-    """A stream beside the current one. All of one device share it, and with it its cached memory.
-
-    Waits, when made, for what the current stream has been given so far.
-    """
+    """A stream beside the current one. All of one device share it, and with it its cached memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
         index = self._module.current_device() if device.index is None else device.index
         self._stream = _stream_of(torch.device(device.type, index))
+        self._reader = self._current()
+        """The stream that was given the last batch."""
         self._copied: Any = None
-        self._stream.wait_stream(self._module.current_stream(self._stream.device))
+
+    def _current(self) -> Any:
+        return self._module.current_stream(self._stream.device)
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """A context whose work goes to the side stream, and does not wait for the current one."""
+        """A context whose work goes to the side stream, beside what the current stream is given after it.
+
+        It waits for what was given before: a copy may get the memory of a batch that the host has let go of
+        and the device still reads.
+        """
+        self._stream.wait_stream(self._reader)
+        self._reader = self._current()
+        self._stream.wait_stream(self._reader)
         with self._module.stream(self._stream):
             yield
             self._copied = self._stream.record_event()
 
-    def hand_over(self, tensors: list[Tensor]) -> None:
-        """Let the current stream use `tensors`: it waits for the last work of `ahead`, the host does not."""
-        current = self._module.current_stream(self._stream.device)
-        current.wait_event(self._copied)
-        for tensor in tensors:
-            if tensor.device == self._stream.device:
-                # Freed, its memory goes back to the side stream, where the next copy would not wait for
-                # what the current stream still reads.
-                tensor.record_stream(current)
-
-
-def find_tensors(batch: Any) -> list[Tensor] | None:
-    """Every tensor that `batch` holds; None where it holds anything that may hide one.
-
-    Looked into are dict, list, tuple, and objects of classes that are written in Python without slots. Only
-    dense tensors without gradient count as found.
-    """
-    found: list[Tensor] = []
-    todo = [batch]
-    for data in todo:  # grows on the way
-        kind: Any = type(data)
-        if kind is Tensor:
-            if data.layout is not torch.strided or data.is_nested or data.is_quantized or data.requires_grad:
-                return None
-            found.append(data)
-        elif not isinstance(data, _PLAIN) and kind.__module__ != "numpy":
-            if not _is_open(kind) or len(todo) > _MANY:
-                return None
-            todo.extend(getattr(data, "__dict__", {}).values())
-            if isinstance(data, _CONTAINERS):
-                todo.extend(data.values() if isinstance(data, dict) else data)
-    return found
-
-
-@cache
-def _is_open(kind: Any) -> bool:
-    """Whether all that an instance holds is its items and its `__dict__`."""
-    base = next((base for base in _CONTAINERS if issubclass(kind, base)), object)
-    # Slots, and what classes of extensions hold in C, take room that an empty subclass has not.
-    twin: Any = type("twin", (base,), {}) if kind.__dictoffset__ else base
-    return all(
-        [getattr(kind, size) == getattr(twin, size) for size in ("__basicsize__", "__weakrefoffset__")]
-    )
+    def hand_over(self) -> None:
+        """Let the current stream go on after the last work of `ahead`; the host does not wait."""
+        self._current().wait_event(self._copied)
 
 
 def _has_streams(device: torch.device) -> bool:

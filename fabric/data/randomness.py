@@ -10,6 +10,14 @@ import torch
 from fabric.utilities.seed import host_states, loaded_numpy, set_rng_states
 
 
+def seed_draws(seed: int) -> None:
+    """Seed this process's streams for one order or batch; quicker than `seed_streams`, for the host only."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed ^ 1)
+    if (numpy := loaded_numpy()) is not None:
+        numpy.random.seed((seed ^ 2) % 2**32)
+
+
 class OwnGenerators:
     """The generator objects of a loader and of its samplers: torch's, python's and numpy's.
 
@@ -55,24 +63,17 @@ def _ways(value: Any) -> Any:
         return None
     if isinstance(value, numpy.random.Generator):
         bits = value.bit_generator
-        return lambda: _plain(bits.state), lambda state: setattr(bits, "state", _arrays(state, numpy))
+        return lambda: _plain(bits.state), lambda state: setattr(bits, "state", state)
     if isinstance(value, numpy.random.RandomState):
-        return lambda: _plain(value.get_state(legacy=False)), lambda s: value.set_state(_arrays(s, numpy))
+        return lambda: _plain(value.get_state(legacy=False)), value.set_state
     return None
 
 
 def _plain(state: Any) -> Any:
+    """Lists in place of arrays, which numpy takes as well."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}
-    return {"array": state.tolist(), "dtype": str(state.dtype)} if hasattr(state, "dtype") else state
-
-
-def _arrays(state: Any, numpy: Any) -> Any:
-    if not isinstance(state, dict):
-        return state
-    if state.keys() == {"array", "dtype"}:
-        return numpy.array(state["array"], dtype=state["dtype"])
-    return {key: _arrays(value, numpy) for key, value in state.items()}
+    return state.tolist() if hasattr(state, "dtype") else state
 
 
 class PrivateRandomness:
@@ -81,13 +82,10 @@ class PrivateRandomness:
     Args:
         seed: Of the private state.
         states: The private state, as `states()` gave it, instead.
-        restores: Whether the state outside is put back; False where nobody goes on with it (in workers, which
-            are seeded for every batch).
     """
 
-    def __init__(self, seed: int, states: dict[str, Any] | None = None, restores: bool = True) -> None:
+    def __init__(self, seed: int, states: dict[str, Any] | None = None) -> None:
         self._seed = seed
-        self._restores = restores
         self._mine = states
         self._theirs: dict[str, Any] = {}
 
@@ -99,16 +97,12 @@ class PrivateRandomness:
         return self._mine or {}
 
     def __enter__(self) -> None:
-        self._theirs = host_states() if self._restores else {}
-        if self._mine is not None:
+        self._theirs = host_states()
+        if self._mine is None:
+            seed_draws(self._seed)
+        else:
             set_rng_states(self._mine)
-            return
-        random.seed(self._seed)
-        torch.default_generator.manual_seed(self._seed)
-        if (numpy := loaded_numpy()) is not None:
-            numpy.random.seed(self._seed % 2**32)
 
     def __exit__(self, *exc: object) -> None:
         self._mine = host_states()
-        if self._theirs:
-            set_rng_states(self._theirs)
+        set_rng_states(self._theirs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.registry import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,16 +115,25 @@ class Rule(NamedTuple):
         rest = len(block) % world
         if rest == 0 or self.uneven == "exact":
             return block
-        if self.uneven == "error":  # only now known: the sampler has no length, or a wrong one
-            raise ConfigurationError(self.message(rest))
+        self.check_even(rest)  # only now known where the sampler has no length, or a wrong one
         if self.uneven == "drop":
             return block[:-rest]
         source = first or block
         return block + (source * (world // len(source) + 1))[: world - rest]
 
-    def left_over(self, items: int) -> int:
-        """How many of `items` do not divide by ranks."""
-        return 0 if self.drop_last else items % self.share.world
+    def check_even(self, items: int) -> None:
+        """Raise under "error" if so many items do not divide by ranks.
+
+        Raises:
+            ConfigurationError: They do not.
+        """
+        rest = items % self.share.world
+        if rest and self.uneven == "error" and not self.drop_last:
+            raise ConfigurationError(
+                f'uneven="error": the data do not divide by {self.share.world} ranks, {rest} are left over. '
+                'Write setup_dataloaders(loader, uneven="exact") to see each once, "pad" to repeat some, '
+                '"drop" to leave them out.'
+            )
 
     def count(self, items: int) -> int:
         """This rank's number of batches of so many items."""
@@ -137,19 +145,6 @@ class Rule(NamedTuple):
             return full + 1
         alone = self.uneven == "exact" and rank < tail and (full == 0 or self.batch is None)
         return full + (tail >= world or alone)
-
-    def counts(self, items: int) -> list[int]:
-        """All ranks' numbers of batches."""
-        world = self.share.world
-        return [self._replace(share=Share(rank, world)).count(items) for rank in range(world)]
-
-    def message(self, rest: int) -> str:
-        """The error text for items that are left over."""
-        return (
-            f'uneven="error": the data do not divide by {self.share.world} ranks, {rest} are left over. '
-            'Write setup_dataloaders(loader, uneven="exact") to see each once, "pad" to repeat some, "drop" '
-            "to leave them out."
-        )
 
 
 def check_padding(uneven: str | None, name: str) -> None:
@@ -172,7 +167,4 @@ def check_uneven(uneven: str | None) -> None:
         ConfigurationError: It is not.
     """
     if uneven is not None and uneven not in UNEVEN:
-        raise ConfigurationError(
-            f"uneven={uneven!r} is not one of "
-            f"{', '.join(map(repr, UNEVEN))}.{did_you_mean(str(uneven), UNEVEN)}"
-        )
+        raise ConfigurationError(f"uneven={uneven!r} is not one of {', '.join(map(repr, UNEVEN))}.")

@@ -10,10 +10,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.torch_internals import drop_workers, loader_iterator
-from fabric.data.order import SeededOrder, UserOrder, seed_worker_generator
+from fabric.data.order import Order
 from fabric.data.rules import Rule, Share, check_padding, check_uneven
 from fabric.data.sources import IndexSource, Source, samplers_of
-from fabric.data.streams import IndexStream, Sampler
+from fabric.data.streams import IndexStream
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
@@ -61,10 +61,9 @@ def shard_loader(
         return own_loader(loader, share.rank, seed, uneven)
     if share.world > 1:
         _refuse_running(loader)
-    copied, own = _copied(loader, share.rank, seed)
-    stream = _stream(loader, share, seed, uneven, own)
+    stream = _stream(loader, share, seed, uneven)
     stream.check_even()
-    return _index_source(loader, copied, stream, (seed, share.rank, own))
+    return _index_source(loader, stream, seed, share.rank)
 
 
 def own_loader(loader: DataLoader[Any], rank: int, seed: int, uneven: str | None = None) -> Source:
@@ -81,12 +80,11 @@ def own_loader(loader: DataLoader[Any], rank: int, seed: int, uneven: str | None
     loader = _of_torch(loader)
     if isinstance(loader.dataset, IterableDataset) and not _is_opaque(loader):
         return _stream_loader(loader, Share(rank, 1), seed, uneven, own=True)
-    copied, own = _copied(loader, rank, seed)
     if isinstance(loader.dataset, IterableDataset):
-        return Source(copied)
+        return Source(_copied(loader, rank, seed)[0])
     items = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    stream = IndexStream(UserOrder(items), Rule(Share(0, 1), None, False, "exact"))
-    return _index_source(loader, copied, stream, (seed, rank, own))
+    stream = IndexStream(Order(items, None), Rule(Share(0, 1), None, False, "exact"))
+    return _index_source(loader, stream, seed, rank)
 
 
 def _of_torch(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -120,22 +118,14 @@ def _copied(loader: DataLoader[Any], rank: int, seed: int) -> tuple[DataLoader[A
     # torch draws on the default device, and a generator of another device would be refused.
     if loader.generator is not None or torch.get_default_device().type != "cpu":
         return copied, None
-    own = fields["generator"] = torch.Generator()
-    seed_worker_generator(own, seed, 0)
+    own = fields["generator"] = torch.Generator().manual_seed(seed)
     return copied, own
 
 
-def _index_source(
-    loader: DataLoader[Any],
-    copied: DataLoader[Any],
-    stream: IndexStream,
-    draws: tuple[int, int, torch.Generator | None],
-) -> Source:
-    source = IndexSource(copied, stream, *draws)  # before the samplers go: it looks for generators in them
-    if loader.batch_sampler is None:
-        copied.__dict__["sampler"] = stream
-    else:  # torch does not look at the other one then
-        copied.__dict__.update(batch_sampler=stream, sampler=Sampler(loader.sampler, stream.set_epoch))
+def _index_source(loader: DataLoader[Any], stream: IndexStream, seed: int, rank: int) -> Source:
+    copied, own = _copied(loader, rank, seed)
+    source = IndexSource(copied, stream, seed, rank, own)  # before the samplers go: generators are in them
+    copied.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = stream
     if type(loader).__iter__ is not DataLoader.__iter__:  # what it yields need not be one for one
         return Source(copied)
     if loader.num_workers:
@@ -167,17 +157,14 @@ def _stream_loader(
     return StreamSource(copied, dataset, seed, generator, uneven)
 
 
-def _stream(
-    loader: DataLoader[Any], share: Share, seed: int, uneven: str | None, workers: torch.Generator | None
-) -> IndexStream:
+def _stream(loader: DataLoader[Any], share: Share, seed: int, uneven: str | None) -> IndexStream:
     batches = loader.batch_sampler
     if type(batches) is BatchSampler:
-        order = SeededOrder(batches.sampler, seed, batches.batch_size * share.world, workers)
+        order = Order(batches.sampler, seed, batches.batch_size * share.world)
         policy = uneven or ("exact" if order.is_sequential else "pad")
         return IndexStream(order, Rule(share, batches.batch_size, batches.drop_last, policy))
     items = loader.sampler if batches is None else batches
-    order = SeededOrder(items, seed, share.world, workers)
-    return IndexStream(order, Rule(share, None, False, uneven or "pad"))
+    return IndexStream(Order(items, seed, share.world), Rule(share, None, False, uneven or "pad"))
 
 
 def _is_opaque(loader: DataLoader[Any]) -> bool:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import UsageError
-from fabric.data.order import SeededOrder, epoch_of, tell
+from fabric.data.order import epoch_of, tell
 from fabric.data.randomness import OwnGenerators
-from fabric.utilities.seed import collect_rng_states
+from fabric.data.rules import Share
+from fabric.utilities.data import sized_len
+from fabric.utilities.seed import derive_seed, host_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from fabric.data.together import Peers
 
 _NOTHING = object()
+_WORKERS = 1  # salt: the workers' streams are not the order's
 
 
 class Source:
@@ -33,14 +36,10 @@ class Source:
     """
 
     kind = "loader"
-    counts = False
-    """Whether the length is that of each iteration, in any case."""
     settled = True
     """Whether it is known who shares the samples out."""
     per_rank = True
     """Whether ranks have positions of their own, so that a checkpoint needs those of all."""
-    replays = False
-    """Whether going on means reading again what has been read."""
     ahead = False
     """Whether batches may be fetched before the loop asks for them: a note says which it has received."""
 
@@ -76,6 +75,10 @@ class Source:
     def length(self) -> int:
         """How many batches this rank gets in an epoch."""
         return len(self.loader)
+
+    def left(self) -> int | None:
+        """How many there are from the position on; None: what has a length need not keep to it."""
+        return None
 
     def become(self, kind: str) -> bool:
         """Whether the loader can be one of this kind, and is from now on."""
@@ -117,13 +120,20 @@ class Source:
 
 
 class Drawing(Source):
-    """A source whose order may come from random generators of the user's own."""
+    """A source whose order may come from random generators of the user's own.
+
+    Args:
+        loader: The copy that is iterated.
+        seed: The base of the order, and of what workers draw.
+        own: The generator for workers' seeds that Fabric gave the copy; None: it is the user's.
+    """
 
     ahead = True
 
     def __init__(self, loader: Any, seed: int, own: torch.Generator | None) -> None:
         super().__init__(loader)
         self.seed = seed
+        self.own = own
         self.generators = OwnGenerators([loader, *samplers_of(loader)], own)
         self.start: dict[str, Any] = {}
         """The position at which this iteration began."""
@@ -138,6 +148,8 @@ class Drawing(Source):
             check_same("random generators of its own", len(saved["generators"]), len(self.generators))
             self.generators.set_states(saved["generators"])
             self.seed = saved["seed"]
+        if self.own is not None:
+            self.own.manual_seed(derive_seed(self.seed, epoch, _WORKERS))
         self.start = saved or self.fresh()
 
     def moved(self, note: Any) -> dict[str, Any]:
@@ -169,8 +181,6 @@ class IndexSource(Drawing):
         own: The generator for workers' seeds that Fabric gave the copy.
     """
 
-    counts = True
-
     def __init__(
         self,
         loader: Any,
@@ -182,16 +192,12 @@ class IndexSource(Drawing):
         self.stream = stream
         super().__init__(loader, seed, own)
         self.rank = rank
-        self.dealt = isinstance(stream.order, SeededOrder)
+        self.dealt = stream.order.seed is not None
         self.per_rank = not self.dealt
         self.kind = "batches" if not self.dealt else "samples" if stream.rule.batch else "whole batches"
 
     def _listeners(self) -> list[Any]:
-        return [self.stream.order, self.loader.dataset]
-
-    def _epochs(self) -> list[int | None]:
-        asked, self.stream.asked = self.stream.asked, None
-        return [asked, epoch_of(self.stream.order.sampler), epoch_of(self.loader.dataset)]
+        return [self.stream.order.sampler, self.loader.dataset]
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
         """See the base.
@@ -210,14 +216,13 @@ class IndexSource(Drawing):
         self.start = {**self.start, "length": self._items()}
         stream.start = self.start["samples"]
         stream.expected = self.start["check"] if stream.start else None
-        if isinstance(order, SeededOrder):
+        order.epoch = epoch
+        if self.dealt:
             order.seed = self.seed
         else:
-            order.begin_with = saved["random"] if saved else None
+            order.states = saved["random"] if saved else None
         if self.loader.num_workers:
-            from fabric.data.workers import JobMaker
-
-            stream.item = JobMaker(self.seed, epoch, self.rank, *self.generators.seeds())
+            stream.salts = (self.seed, epoch, self.rank, *self.generators.seeds())
 
     def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """Batches with the positions after them; no Python frame of ours per batch."""
@@ -228,7 +233,8 @@ class IndexSource(Drawing):
         items, rule = self._items(), self.stream.rule
         if not self.dealt or (rule.batch is None and rule.uneven == "exact"):
             return None
-        if items is not None and min(rule.counts(items)) < 2 + rule.count(self.stream.start):
+        last = rule._replace(share=Share(rule.share.world - 1, rule.share.world))
+        if items is not None and last.count(items) < 2 + rule.count(self.stream.start):
             return None
         shown = _stored(self.loader.dataset)
         return {"position": self.stream.start, "length": items, "order": self.stream.check, "data": shown}
@@ -241,21 +247,22 @@ class IndexSource(Drawing):
         """See the base."""
         parts = {"samples": 0, "length": self._items(), "check": None}
         state = {**parts, "seed": self.seed, "generators": self.generators.states()}
-        return state if self.dealt else {**state, "random": collect_rng_states()}
+        return state if self.dealt else {**state, "random": host_states()}
 
     def length(self) -> int:
         """See the base."""
         return len(self.stream)
+
+    def left(self) -> int | None:
+        """See the base."""
+        return None if self._items() is None else self.length() - self.done(None)
 
     def done(self, note: Any) -> int:
         """See the base."""
         return self.stream.rule.count(self.stream.start if note is None else note)
 
     def _items(self) -> int | None:
-        try:
-            return len(self.stream.order)
-        except TypeError:
-            return None
+        return sized_len(self.stream.order)
 
 
 def samplers_of(loader: Any) -> list[Any]:

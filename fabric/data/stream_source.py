@@ -11,7 +11,7 @@ from fabric.core.torch_internals import drop_workers
 from fabric.data.heads import ONE_STREAM, shares_itself
 from fabric.data.rules import check_padding
 from fabric.data.sources import Drawing, check_same
-from fabric.data.streams import checksum
+from fabric.data.streams import digest
 from fabric.data.together import table
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
@@ -80,8 +80,11 @@ class StreamSource(Drawing):
         if saved:
             self.dataset.salts = (self.seed, self.dataset.salts[1])
             drop_workers(self.loader)  # workers that live on would not hear of it
-        entries = saved["streams"].values() if saved else ()
-        self.replays = any([not each["ended"] and each["dataset"] is None for each in entries])
+            if any([not each["ended"] and each["dataset"] is None for each in saved["streams"].values()]):
+                rank_zero_warn(
+                    f"{type(self.dataset.dataset).__name__} is read again from the epoch's beginning up to "
+                    "the saved position. Give it state_dict() and load_state_dict() to go on at once."
+                )
         self._head = None
         self.dataset.begin(epoch, saved)
 
@@ -178,7 +181,7 @@ class StreamSource(Drawing):
         if self.dataset.rule.batch is None and self.uneven is not None:
             return None
         first = self.start["streams"].get(0, {"samples": 0})
-        return {"position": first["samples"], "order": self._head and checksum(self._head.samples)}
+        return {"position": first["samples"], "order": self._head and digest(self._head.samples)}
 
     def done(self, note: Any) -> int:
         """See the base."""

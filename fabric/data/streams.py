@@ -1,37 +1,109 @@
-"""Streams of indices, and of batches of them, that take a sampler's place in a loader.
+"""`IndexStream`: indices, and batches of them, that take a sampler's place in a loader; digests of items.
 
-They know samplers, not loaders: which part of the order is this rank's, where it begins, how far it went.
+It knows samplers, not loaders: which part of the order is this rank's, where it begins, how far it went.
 """
 
 from __future__ import annotations
 
-import zlib
+import pickle
 from collections import deque
+from hashlib import sha256  # the quickest one here: processors have it
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabric.core.errors import ConfigurationError, UsageError
+import torch
+
+from fabric.core.errors import UsageError
+from fabric.core.tree import flatten
+from fabric.utilities.data import sized_len
+from fabric.utilities.dtypes import as_bytes
+from fabric.utilities.seed import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fabric.data.order import SeededOrder, UserOrder
+    from fabric.data.order import Order
     from fabric.data.rules import Rule
 
 
 _CHECKED = 32
 """Items at an epoch's beginning by which an order is known again."""
-_OF_BATCHES = {"batch_size": "batch", "drop_last": "drop_last", "sampler": ""}
-"""What torch's BatchSampler has, and where a rule has it."""
 
 
-def checksum(items: list[Any]) -> list[int] | None:
-    """(count, checksum) of indices, or of batches of them; None for values that have no text of their own."""
-    try:
-        plain = [_plain(item) for item in items]
-    except TypeError:
-        return None
-    return [len(plain), zlib.crc32(repr(plain).encode())]
+class Job(NamedTuple):
+    """What a worker is to fetch, and the seed of what it draws meanwhile."""
+
+    seed: int
+    index: Any
+
+
+class IndexStream:
+    """This rank's batches of indices, or its items where they are whole batches (`rule.batch` None).
+
+    Args:
+        order: The items of one epoch.
+        rule: How they are dealt out.
+    """
+
+    def __init__(self, order: Order, rule: Rule) -> None:
+        self.order = order
+        self.rule = rule
+        self.salts: tuple[int, ...] | None = None
+        """Of the seeds of jobs, which workers get in place of batches; None: there are none."""
+        self.start = 0
+        """The position at which the next iteration begins."""
+        self.expected: list[Any] | None = None
+        """The check that the next iteration must have, since it goes on in one that had it."""
+        self.check: list[Any] | None = None
+        """(count, digest) of the epoch's first items; None where they are not drawn."""
+        self.ends: deque[int] = deque()
+        """Positions after each batch that the last iteration has given out; whoever receives them takes them.
+        """
+
+    def check_even(self) -> None:
+        """Under uneven="error", raise before the first item, where the length is known.
+
+        Raises:
+            ConfigurationError: The items cannot be dealt out evenly.
+        """
+        self.rule.check_even(sized_len(self.order) or 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        # No generator function: epoch and start are those of this moment, and errors come now.
+        self.check_even()
+        self.ends, self.check = deque(), None
+        keep = max(self.rule.share.world, self.expected[0] if self.expected else 0)
+        stream = self.order.stream(self.start, keep)
+        return self._noted(stream, self.start, min(self.start, keep), self.ends)
+
+    def _noted(self, stream: Iterator[Any], start: int, kept: int, ends: deque[int]) -> Iterator[Any]:
+        # Drawn from only when asked: torch draws from a generator of the user's own before its sampler does.
+        whole, salts = self.rule.batch is None, self.salts
+        first = list(islice(stream, kept))
+        if self.expected is not None:
+            self._compare(first[: self.expected[0]], self.expected)
+            self.check = self.expected
+        elif not start:
+            head = list(islice(stream, self.rule.size))
+            self.check = _check(head[:_CHECKED])
+            stream = chain(head, stream)
+        draw = lambda n: list(islice(stream, n))  # noqa: E731
+        for items, end, *_ in self.rule.deal(draw, start, first[: self.rule.share.world]):
+            mine = items[0] if whole else items
+            ends.append(end)
+            yield mine if salts is None else Job(derive_seed(*salts, end), mine)
+
+    def _compare(self, first: list[Any], expected: list[Any]) -> None:
+        if _check(first) != expected:
+            raise UsageError(
+                f"{type(self.order.sampler).__name__} gives another order than when the position was saved: "
+                f"the epoch begins with {first[:4]} now. Let it draw from a generator (torch's, python's or "
+                "numpy's) that is an attribute of it, or from the global ones; or begin an epoch with "
+                "loader.set_epoch()."
+            )
+
+    def __len__(self) -> int:
+        return self.rule.count(len(self.order))
 
 
 class Forwarding:
@@ -57,140 +129,59 @@ class Forwarding:
             setattr(self.users(), name, value)
 
 
-class Sampler(Forwarding):
-    """A user's sampler as a loader shows it: what it lacks, `set_epoch`, chooses the loader's next epoch."""
+class Shown(Forwarding):
+    """A user's (batch) sampler as a loader shows it: `set_epoch` chooses the loader's next epoch.
 
-    _OWN = frozenset({"_sampler"})
+    Args:
+        sampler: The user's.
+        stream: What the loader draws from in its place.
+        set_epoch: The loader's.
+    """
 
-    def __init__(self, sampler: Any, set_epoch: Callable[[int], None]) -> None:
+    _OWN = frozenset({"_sampler", "_stream", "set_epoch"})
+
+    def __init__(self, sampler: Any, stream: Any, set_epoch: Callable[[int], None]) -> None:
         self._sampler = sampler
-        self.__dict__["set_epoch"] = set_epoch
+        self._stream = stream
+        self.set_epoch = set_epoch
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # isinstance() is for the user's
         return type(self._sampler)
+
+    @property
+    def sampler(self) -> Any:
+        """The one inside a batch sampler, likewise."""
+        return Shown(self._sampler.sampler, self._sampler.sampler, self.set_epoch)
 
     def users(self) -> Any:
         """The user's sampler."""
         return self._sampler
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._sampler)
+        return iter(self._stream)
 
     def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __reduce__(self) -> Any:
-        return Sampler, (self._sampler, self.set_epoch)
+        return len(self._stream)
 
 
-def _plain(item: Any) -> Any:
-    if hasattr(item, "tolist"):  # tensors, and what numpy has
-        item = item.tolist()
-    if isinstance(item, list | tuple):
-        return [_plain(each) for each in item]
-    if not isinstance(item, int | float | str):
-        raise TypeError(type(item))
-    return item
+def _check(items: list[Any]) -> list[Any]:
+    return [len(items), digest(items)]
 
 
-class IndexStream(Forwarding):
-    """This rank's batches of indices, or its items where they are whole batches (`rule.batch` None).
+def digest(tree: Any) -> str:
+    """A text that is the same in every process that has equal values."""
+    return sha256(b",".join([_bytes(leaf) for leaf in flatten(tree)[0]])).hexdigest()[:16]
 
-    Stands in for the user's (batch) sampler.
 
-    Args:
-        order: The items of one epoch.
-        rule: How they are dealt out.
-    """
-
-    _OWN = frozenset({"order", "rule", "item", "start", "ends", "expected", "check", "asked"})
-
-    def __init__(self, order: SeededOrder | UserOrder, rule: Rule) -> None:
-        self.order = order
-        self.rule = rule
-        self.item: Callable[[Any, int], Any] | None = None
-        """Makes of a batch, and the position after it, what the loader's workers get."""
-        self.asked: int | None = None
-        """The epoch that the user has asked for since the last iteration."""
-        self.start = 0
-        """The position at which the next iteration begins."""
-        self.expected: list[int] | None = None
-        """The check that the next iteration must have, since it goes on in one that had it."""
-        self.check: list[int] | None = None
-        """(count, checksum) of the epoch's first items; None where they are no plain values, or not drawn."""
-        self.ends: deque[int] = deque()
-        """Positions after each batch that the last iteration has given out; whoever receives them takes them.
-        """
-
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next iteration; told to the user's sampler too."""
-        self.asked = epoch
-        self.order.set_epoch(epoch)
-
-    def check_even(self) -> None:
-        """Under uneven="error", raise before the first item, where the length is known.
-
-        Raises:
-            ConfigurationError: The items cannot be dealt out evenly.
-        """
-        if self.rule.uneven != "error":
-            return
-        try:
-            rest = self.rule.left_over(len(self.order))
-        except TypeError:  # no length
-            return
-        if rest:
-            raise ConfigurationError(self.rule.message(rest))
-
-    def __iter__(self) -> Iterator[Any]:
-        # No generator function: epoch and start are those of this moment, and errors come now.
-        self.check_even()
-        self.ends, self.check = deque(), None
-        keep = max(self.rule.share.world, self.expected[0] if self.expected else 0)
-        stream = self.order.stream(self.start, keep)
-        return self._noted(stream, self.start, min(self.start, keep), self.ends)
-
-    def _noted(self, stream: Iterator[Any], start: int, kept: int, ends: deque[int]) -> Iterator[Any]:
-        # Drawn from only when asked: torch draws from a generator of the user's own before its sampler does.
-        whole, item = self.rule.batch is None, self.item
-        first = list(islice(stream, kept))
-        if self.expected is not None:
-            self._compare(first[: self.expected[0]], self.expected)
-            self.check = self.expected
-        elif not start:
-            head = list(islice(stream, self.rule.size))
-            self.check = checksum(head[:_CHECKED])
-            stream = chain(head, stream)
-        draw = lambda n: list(islice(stream, n))  # noqa: E731
-        for items, end, *_ in self.rule.deal(draw, start, first[: self.rule.share.world]):
-            mine = items[0] if whole else items
-            ends.append(end)
-            yield mine if item is None else item(mine, end)
-
-    def _compare(self, first: list[Any], expected: list[int]) -> None:
-        if checksum(first) != expected:
-            raise UsageError(
-                f"{type(self.order.sampler).__name__} gives another order than when the position was saved: "
-                f"the epoch begins with {first[:4]} now. Let it draw from a generator (torch's, python's or "
-                "numpy's) that is an attribute of it, or from the global ones; or begin an epoch with "
-                "loader.set_epoch()."
-            )
-
-    def __len__(self) -> int:
-        return self.rule.count(len(self.order))
-
-    def users(self) -> Any:
-        """The user's (batch) sampler."""
-        return self.order.sampler
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _OF_BATCHES and self.rule.batch is not None:  # in place of torch's BatchSampler
-            field = _OF_BATCHES[name]
-            return getattr(self.rule, field) if field else Sampler(self.order.sampler, self.set_epoch)
-        return super().__getattr__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if _OF_BATCHES.get(name) and self.rule.batch is not None:
-            name, value = "rule", self.rule._replace(**{_OF_BATCHES[name]: value})
-        super().__setattr__(name, value)
+def _bytes(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
+        # Pickle would write all that it is a view of.
+        plain: Any = as_bytes(value.cpu()).numpy()
+        return repr((value.dtype, value.shape)).encode() + bytes(plain)
+    if isinstance(value, set | frozenset):
+        return repr(sorted([digest(each) for each in value])).encode()
+    try:
+        return pickle.dumps(value)
+    except Exception:  # whatever a class of the user's raises; such values tell nothing
+        return type(value).__qualname__.encode()

@@ -5,37 +5,18 @@ So a run that goes on in the middle of an epoch draws in its workers what it wou
 
 from __future__ import annotations
 
-import random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import get_worker_info
 
 from fabric.core.errors import ConfigurationError
-from fabric.data.streams import Forwarding
+from fabric.data.randomness import seed_draws
+from fabric.data.streams import Forwarding, Job
 from fabric.processes.garbage import forked
-from fabric.utilities.seed import derive_seed, loaded_numpy, pl_worker_init_function
+from fabric.utilities.seed import pl_worker_init_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-class Job(NamedTuple):
-    """What a worker is to fetch, and the seed of what it draws meanwhile."""
-
-    seed: int
-    index: Any
-
-
-class JobMaker:
-    """Makes the jobs of one epoch of one rank."""
-
-    def __init__(self, *salts: int) -> None:
-        self.salts = salts
-
-    def __call__(self, index: Any, end: int) -> Job:
-        """The job for a batch of indices that ends at position `end`."""
-        return Job(derive_seed(*self.salts, end), index)
 
 
 class Dataset(Forwarding):
@@ -113,14 +94,6 @@ def _check_whole(dataset: Any, before: dict[str, Any]) -> None:
                 "Leave that out of worker_init_fn, or pass shard_iterable=False and let the dataset take "
                 "the part of its rank and worker."
             )
-
-
-def seed_draws(seed: int) -> None:
-    """Seed this process's streams for one batch; quicker than `seed_streams`, for the host only."""
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed ^ 1)
-    if (numpy := loaded_numpy()) is not None:
-        numpy.random.seed((seed ^ 2) % 2**32)
 
 
 def _begun(job: Any) -> Any:

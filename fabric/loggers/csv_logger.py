@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.loggers.logger import DirectoryLogger, rank_zero_experiment, scalar
+from fabric.loggers.logger import DirectoryLogger, as_dict
 from fabric.utilities.cloud_io import append_text, is_url, join_path, read_text, write_text
 from fabric.utilities.rank_zero import rank_zero_only
 
@@ -51,40 +51,23 @@ class CSVLogger(DirectoryLogger):
         if flush_logs_every_n_steps < 1:
             raise ConfigurationError(f"flush_logs_every_n_steps={flush_logs_every_n_steps} is below 1.")
         self._flush_every = flush_logs_every_n_steps
-        self._experiment: _Rows | None = None
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> _Rows:
-        """The writer of the file; on ranks above zero, an object that does nothing."""
-        if self._experiment is None:
-            self._experiment = _Rows(join_path(self.log_dir, "metrics.csv"))
-            # A loop that forgets `finalize` keeps its last rows: they are written when the logger goes.
-            weakref.finalize(self, self._experiment.save_in_process, os.getpid())
-        return self._experiment
+    def _begin(self) -> _Rows:
+        rows = _Rows(join_path(self.log_dir, "metrics.csv"))
+        # A loop that forgets `finalize` keeps its last rows: they are written when the logger goes.
+        weakref.finalize(self, rows.save_in_process, os.getpid())
+        return rows
 
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Add a row.
-
-        Args:
-            metrics: Numbers, or tensors of one element, by name.
-            step: Value of the `step` column; None counts the calls, from 0 in a process that has not loaded
-                this logger's state.
-
-        Raises:
-            ConfigurationError: A tensor has more than one element.
-        """
-        row = {self._prefixed(name): scalar(name, value) for name, value in metrics.items()}
-        self.experiment.log_metrics(row, self._at(step))
+    def _write(self, row: dict[str, Any], step: int) -> None:
+        self.experiment.log_metrics(row, step)
         if len(self.experiment.metrics) >= self._flush_every:
             self.save()
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Write `hparams.json` beside the table; values that JSON does not know are written as text."""
-        plain = dict(params) if isinstance(params, dict) else vars(params)
-        write_text(join_path(self.log_dir, "hparams.json"), json.dumps(plain, indent=2, default=str) + "\n")
+        text = json.dumps(as_dict(params), indent=2, default=str)
+        write_text(join_path(self.log_dir, "hparams.json"), text + "\n")
 
     @rank_zero_only
     def save(self) -> None:
@@ -92,23 +75,13 @@ class CSVLogger(DirectoryLogger):
         if self._experiment is not None:
             self._experiment.save()
 
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """Write the rows that are still in memory."""
-        self.save()
-
 
 class _Rows:
     """Rows on their way to one file. `metrics` are those not yet written."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        self.metrics_file_path = path
         self.metrics: list[dict[str, Any]] = []
-
-    @property
-    def metrics_file_path(self) -> str:
-        """The file."""
-        return self.path
 
     def log_metrics(self, metrics: dict[str, Any], step: int) -> None:
         """Add a row."""
@@ -118,14 +91,15 @@ class _Rows:
         """Append the rows; where they bring new columns, write the file anew with its old rows."""
         if not self.metrics:
             return
-        old = read_text(self.path) if is_url(self.path) else _first_line(self.path)
+        path = self.metrics_file_path
+        old = read_text(path) if is_url(path) else _first_line(path)
         columns = next(csv.reader(io.StringIO(old)), []) if old else []
         grown = list(dict.fromkeys([*columns, *(name for row in self.metrics for name in row)]))
         if columns == grown:
-            append_text(self.path, _table(grown, self.metrics))
+            append_text(path, _table(grown, self.metrics))
         else:
-            before = list(csv.DictReader(io.StringIO(read_text(self.path) or "", newline="")))
-            write_text(self.path, _table(grown, [*before, *self.metrics], header=True))
+            before = list(csv.DictReader(io.StringIO(read_text(path) or "", newline="")))
+            write_text(path, _table(grown, [*before, *self.metrics], header=True))
         self.metrics = []
 
     def save_in_process(self, pid: int) -> None:

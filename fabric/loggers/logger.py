@@ -6,10 +6,11 @@ import functools
 import os
 from abc import ABC, abstractmethod
 from argparse import Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.utilities.cloud_io import join_path, list_directory
+from fabric.utilities.cloud_io import is_url, join_path, list_directory
 from fabric.utilities.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
@@ -121,17 +122,55 @@ def rank_zero_experiment(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Writing(Logger):
-    """A logger of the run `version`, with a `prefix`, and a writer in `_experiment`, which it opens when
-    first asked for it.
+    """A logger of the run `version`, with a `prefix`, and a writer in `_experiment`, which is opened when
+    somebody first asks for it. Subclasses say how that is done, and what is written.
     """
 
     LOGGER_JOIN_CHAR = "-"
+    _charts = ""
+    """Who takes numbers only; "": any value goes."""
     _count = 0
 
     def __init__(self, version: Any, prefix: str) -> None:
         self._version = version
         self._prefix = prefix
         self._experiment: Any = None
+
+    @abstractmethod
+    def _begin(self) -> Any:
+        """The writer: of a new run, or of one that goes on."""
+
+    @abstractmethod
+    def _write(self, row: dict[str, Any], step: int) -> None:
+        """Record numbers by their whole names."""
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The writer, the package's own object; on ranks above zero, one that does nothing."""
+        if self._experiment is None:
+            self._experiment = self._begin()
+        return self._experiment
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Record metrics.
+
+        Args:
+            metrics: Numbers, or tensors of one element, by name. TensorBoard: also dicts of these, which make
+                one chart of several lines. W&B: also its own objects (images, tables).
+            step: Position on the x axis; None counts the calls, from 0 in a process that has not loaded this
+                logger's state.
+
+        Raises:
+            ConfigurationError: A tensor has more than one element, or the value is of another kind.
+        """
+        row = {self._prefixed(name): self._plain(name, value) for name, value in metrics.items()}
+        self._write(row, self._count if step is None else step)
+        self._count += 1
+
+    def _plain(self, name: str, value: Any) -> Any:
+        return scalar(name, value, self._charts)
 
     def __getstate__(self) -> dict[str, Any]:
         # Writers own rows, threads and open files: a copy opens its own, of the same run.
@@ -147,18 +186,12 @@ class _Writing(Logger):
         if self._version is None:
             self._version = state["version"]
 
-    def _at(self, step: int | None) -> int:
-        """Where metrics go on the x axis: `step`, or as many calls as there were."""
-        at = self._count if step is None else step
-        self._count += 1
-        return at
-
     def _prefixed(self, name: str) -> str:
         return f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name
 
 
 class RunLogger(_Writing):
-    """A logger whose runs a service keeps by their ids; subclasses say how one begins.
+    """A logger whose runs a service keeps by their ids; subclasses say how one begins and ends.
 
     Args:
         version: The id of a run, which goes on; None: a new one.
@@ -166,16 +199,8 @@ class RunLogger(_Writing):
     """
 
     @abstractmethod
-    def _begin(self) -> Any:
-        """The run, begun or gone on with; sets `_version`."""
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """The service's own object; on ranks above zero, one that does nothing."""
-        if self._experiment is None:
-            self._experiment = self._begin()
-        return self._experiment
+    def _end(self, succeeded: bool) -> None:
+        """End the run that has begun."""
 
     @property
     def version(self) -> str | None:
@@ -183,9 +208,16 @@ class RunLogger(_Writing):
         version: str | None = self._version
         return version
 
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """End the run, as failed unless `status` is "success"; logging again goes on with it."""
+        if self._experiment is not None:
+            self._end(status == "success")
+            self._experiment = None
+
 
 class DirectoryLogger(_Writing):
-    """A logger whose files lie in `root_dir/name/version_N`; subclasses keep their writer in `_experiment`.
+    """A logger whose files lie in `root_dir/name/version_N`.
 
     Args:
         root_dir: Directory of all experiments.
@@ -193,6 +225,8 @@ class DirectoryLogger(_Writing):
         version: An int N for `version_N`, or a directory name. None: one more than the highest there is.
         prefix: Put before every metric's name.
     """
+
+    _sub_dir: str | None = None
 
     def __init__(self, root_dir: PathLike, name: str | None, version: int | str | None, prefix: str) -> None:
         super().__init__(version, prefix)
@@ -208,58 +242,57 @@ class DirectoryLogger(_Writing):
     def version(self) -> int | str:
         """Which run this is; chosen when first asked for."""
         if self._version is None:
-            self._version = _next_version(join_path(self._root_dir, *filter(None, [self._name])))
+            self._version = _next_version(self._directory())
         version: int | str = self._version
         return version
 
     @property
     def root_dir(self) -> str:
-        """Directory of all experiments."""
+        """Directory of all experiments, as it was given; `log_dir` has `~` and variables expanded."""
         return self._root_dir
 
     @property
     def log_dir(self) -> str:
         """Directory of this run."""
         version = self.version if isinstance(self.version, str) else f"version_{self.version}"
-        return join_path(self._root_dir, *filter(None, [self._name, version]))
+        return self._directory(version, self._sub_dir)
+
+    def _directory(self, *below: str | None) -> str:
+        parts = [os.path.expandvars(part) for part in (self._root_dir, self._name, *below) if part]
+        return join_path(*[part if is_url(part) else str(Path(part).expanduser()) for part in parts])
 
 
-def scalar(name: str, value: Any) -> Any:
-    """A metric's value as a plain number; what has no `item` method stays as it is.
+def scalar(name: str, value: Any, charts: str = "") -> Any:
+    """A metric's value as a plain number; what has no `item` method stays as it is, unless a service `charts`
+    numbers only.
 
     Raises:
-        ConfigurationError: A tensor or array has more or less than one element.
+        ConfigurationError: A tensor or array has more or less than one element; or the value is no number.
     """
-    if not callable(getattr(value, "item", None)):
-        return value
     try:
-        return value.item()
+        found = value.item() if callable(getattr(value, "item", None)) else value
     except (RuntimeError, ValueError) as error:
         raise ConfigurationError(
             f"The metric {name!r} has shape {tuple(value.shape)} and is no scalar. Log value.mean(), or one "
             "name per element."
         ) from error
-
-
-def number(name: str, value: Any, service: str) -> Any:
-    """As `scalar`, for a `service` that takes numbers only.
-
-    Raises:
-        ConfigurationError: The value is no number.
-    """
-    found = scalar(name, value)
-    if not hasattr(found, "__float__"):
+    if charts and not hasattr(found, "__float__"):
         raise ConfigurationError(
-            f"The metric {name!r} is a {type(value).__name__}, which {service} cannot chart. "
+            f"The metric {name!r} is a {type(value).__name__}, which {charts} cannot chart. "
             f"Log a number, or call logger.experiment's own methods."
         )
     return found
 
 
+def as_dict(params: dict[str, Any] | Namespace) -> dict[str, Any]:
+    """Settings as a dictionary of their own."""
+    return dict(vars(params) if isinstance(params, Namespace) else params)
+
+
 def flat(params: dict[str, Any] | Namespace, prefix: str = "") -> dict[str, bool | int | float | str]:
     """Settings by names like `optimizer/lr`; other values than numbers and strings as their text."""
     found: dict[str, bool | int | float | str] = {}
-    for key, value in (vars(params) if isinstance(params, Namespace) else params).items():
+    for key, value in as_dict(params).items():
         if isinstance(value, dict | Namespace) and value:
             found.update(flat(value, f"{prefix}{key}/"))
             continue

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric.loggers.logger import RunLogger, flat, number
+from fabric.loggers.logger import RunLogger, flat
 from fabric.utilities.extras import require
 from fabric.utilities.rank_zero import rank_zero_only
 
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
     from fabric.core.types import PathLike
-
-_PARAMS = 100
-"""That MLflow takes at once."""
 
 
 class MLFlowLogger(RunLogger):
@@ -37,6 +33,8 @@ class MLFlowLogger(RunLogger):
     Raises:
         MissingExtraError: mlflow is not installed; or what it needs for SQLite.
     """
+
+    _charts = "MLflow"
 
     def __init__(
         self,
@@ -82,35 +80,19 @@ class MLFlowLogger(RunLogger):
             client.update_run(self._version, status="RUNNING")
         return client
 
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Record metrics.
-
-        Args:
-            metrics: Numbers, or tensors of one element, by name.
-            step: Position on the x axis; None counts the calls, from 0 in a process that has not loaded this
-                logger's state.
-
-        Raises:
-            ConfigurationError: A value is of another kind.
-        """
+    def _write(self, row: dict[str, Any], step: int) -> None:
         from mlflow.entities import Metric
 
         client, now = self.experiment, int(time.time() * 1000)
-        values = {self._prefixed(name): number(name, value, "MLflow") for name, value in metrics.items()}
-        at = self._at(step)
-        row = [Metric(name, float(value), now, at) for name, value in values.items()]
-        client.log_batch(self._version, metrics=row)
+        metrics = [Metric(name, float(value), now, step) for name, value in row.items()]
+        client.log_batch(self._version, metrics=metrics)
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Record settings, under names like `optimizer/lr`; MLflow takes no other value for a name later."""
-        from mlflow.entities import Param
-
         client = self.experiment
-        found = iter([Param(name, str(value)) for name, value in flat(params).items()])
-        while part := list(islice(found, _PARAMS)):
-            client.log_batch(self._version, params=part)
+        for name, value in flat(params).items():
+            client.log_param(self._version, name, value)
 
     @rank_zero_only
     def log_artifact(self, path: PathLike, name: str | None = None) -> None:
@@ -120,9 +102,5 @@ class MLFlowLogger(RunLogger):
             self._version, os.fspath(path), name
         )
 
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """End the run, as failed unless `status` is "success"; logging again goes on with it."""
-        if self._experiment is not None:
-            self._experiment.set_terminated(self._version, "FINISHED" if status == "success" else "FAILED")
-            self._experiment = None
+    def _end(self, succeeded: bool) -> None:
+        self._experiment.set_terminated(self._version, "FINISHED" if succeeded else "FAILED")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric.loggers.logger import DirectoryLogger, flat, number, rank_zero_experiment, scalar
-from fabric.utilities.cloud_io import is_url, join_path
+from fabric.loggers.logger import DirectoryLogger, flat, scalar
 from fabric.utilities.extras import require
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
@@ -38,6 +36,8 @@ class TensorBoardLogger(DirectoryLogger):
         MissingExtraError: tensorboard is not installed.
     """
 
+    _charts = "TensorBoard"
+
     def __init__(
         self,
         root_dir: PathLike,
@@ -49,61 +49,30 @@ class TensorBoardLogger(DirectoryLogger):
         **kwargs: Any,
     ) -> None:
         require("TensorBoardLogger", "tensorboard", "tensorboard")
-        super().__init__(_expanded(root_dir), name, version, prefix)
-        self._given_root = os.fspath(root_dir)
+        super().__init__(root_dir, name, version, prefix)
         self._default_hp_metric = default_hp_metric
         self._sub_dir = None if sub_dir is None else os.fspath(sub_dir)
         self._kwargs = kwargs
-        self._experiment: SummaryWriter | None = None
-
-    @property
-    def root_dir(self) -> str:
-        """Directory of all experiments, as it was given; `log_dir` has `~` and variables expanded."""
-        return self._given_root
 
     @property
     def sub_dir(self) -> str | None:
         """Directory within the run, as it was given."""
         return self._sub_dir
 
-    @property
-    def log_dir(self) -> str:
-        """Directory of the event files."""
-        run = super().log_dir
-        return join_path(run, _expanded(self._sub_dir)) if self._sub_dir else run
+    def _begin(self) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> SummaryWriter:
-        """The `SummaryWriter`; on ranks above zero, an object that does nothing."""
-        if self._experiment is None:
-            from torch.utils.tensorboard import SummaryWriter
+        return SummaryWriter(log_dir=self.log_dir, **self._kwargs)
 
-            self._experiment = SummaryWriter(log_dir=self.log_dir, **self._kwargs)
-        return self._experiment
+    def _plain(self, name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: scalar(f"{name}.{key}", line, self._charts) for key, line in value.items()}
+        return super()._plain(name, value)
 
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Record metrics; a dict as value makes one chart of several lines.
-
-        Args:
-            metrics: Numbers, tensors of one element, or dicts of these, by name.
-            step: Position on the x axis; None counts the calls, from 0 in a process that has not loaded this
-                logger's state.
-
-        Raises:
-            ConfigurationError: A value is of another kind.
-        """
-        self._add(metrics, self._at(step))
-
-    def _add(self, metrics: dict[str, Any], step: int) -> None:
-        for name, value in metrics.items():
-            full_name = self._prefixed(name)
-            if isinstance(value, dict):
-                lines = {key: scalar(f"{name}.{key}", line) for key, line in value.items()}
-                self.experiment.add_scalars(full_name, lines, step)
-                continue
-            self.experiment.add_scalar(full_name, number(name, value, "TensorBoard"), step)
+    def _write(self, row: dict[str, Any], step: int) -> None:
+        for name, value in row.items():
+            add = self.experiment.add_scalars if isinstance(value, dict) else self.experiment.add_scalar
+            add(name, value, step)
 
     @rank_zero_only
     def log_hyperparams(
@@ -126,8 +95,8 @@ class TensorBoardLogger(DirectoryLogger):
             metrics = {"hp_metric": metrics}
         if not metrics:
             return
-        self._add(metrics, 0 if step is None else step)
-        named = {self._prefixed(name): scalar(name, value) for name, value in metrics.items()}
+        named = {self._prefixed(name): self._plain(name, value) for name, value in metrics.items()}
+        self._write(named, 0 if step is None else step)
         from torch.utils.tensorboard.summary import hparams
 
         for summary in hparams(flat(params), named):
@@ -155,10 +124,4 @@ class TensorBoardLogger(DirectoryLogger):
     def finalize(self, status: str) -> None:
         """Write what is still in memory and close the files; logging again opens new ones."""
         if self._experiment is not None:
-            self._experiment.flush()
             self._experiment.close()
-
-
-def _expanded(path: PathLike) -> str:
-    text = os.path.expandvars(os.fspath(path))
-    return text if is_url(text) else str(Path(text).expanduser())

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric.loggers.logger import RunLogger, scalar
+from fabric.loggers.logger import RunLogger, as_dict
 from fabric.utilities.extras import require
 from fabric.utilities.rank_zero import rank_zero_only
 
@@ -72,26 +72,13 @@ class WandbLogger(RunLogger):
         run.define_metric("*", step_metric="step")
         return run
 
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Record metrics.
-
-        Args:
-            metrics: Numbers, tensors of one element, or W&B's own objects (images, tables) by name.
-            step: Position on the x axis, named "step"; None counts the calls, from 0 in a process that has
-                not loaded this logger's state.
-
-        Raises:
-            ConfigurationError: A tensor has more than one element.
-        """
-        row = {self._prefixed(name): scalar(name, value) for name, value in metrics.items()}
-        self.experiment.log({**row, "step": self._at(step)})
+    def _write(self, row: dict[str, Any], step: int) -> None:
+        self.experiment.log({**row, "step": step})
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Record settings in the run's config; later values replace earlier ones."""
-        plain = dict(params) if isinstance(params, dict) else vars(params)
-        self.experiment.config.update(plain, allow_val_change=True)
+        self.experiment.config.update(as_dict(params), allow_val_change=True)
 
     @rank_zero_only
     def log_artifact(self, path: PathLike, name: str | None = None) -> None:
@@ -103,9 +90,5 @@ class WandbLogger(RunLogger):
         (artifact.add_dir if Path(path).is_dir() else artifact.add_file)(os.fspath(path))
         self.experiment.log_artifact(artifact)
 
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """End the run, as failed unless `status` is "success"; logging again goes on with it."""
-        if self._experiment is not None:
-            self._experiment.finish(exit_code=0 if status == "success" else 1)
-            self._experiment = None
+    def _end(self, succeeded: bool) -> None:
+        self._experiment.finish(exit_code=0 if succeeded else 1)

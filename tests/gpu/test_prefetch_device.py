@@ -29,7 +29,7 @@ class Own:
 
 
 class Hider:
-    """A batch whose tensor cannot be found."""
+    """A batch whose tensor nobody finds."""
 
     def __init__(self, x):
         self.get = lambda: x
@@ -96,21 +96,19 @@ def test_values_are_right_while_memory_is_used_again(kind, pinned, step, copy):
 
 
 @ASYNCHRONOUS
-def test_memory_that_the_step_still_reads_is_given_to_no_copy():
+def test_memory_that_the_step_still_reads_is_written_by_no_copy():
     prefetch = Prefetch(pinned_pairs(6), DEVICE, move_data_to_device)
     next(prefetch)
     MODULE.synchronize()
     keep_busy(10 * LONG)
     begun = MODULE.Event()
     begun.record()
-    pointers, reads = [], []
+    reads = []
     for batch, _ in prefetch:
         reads.append(batch.mean())
-        pointers.append(batch.data_ptr())
         del batch
     assert not begun.query(), "the host was too slow for this test"
     # The host has freed each, and the device has read none.
-    assert len(set(pointers)) == 5
     assert torch.stack(reads).tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
@@ -201,18 +199,6 @@ def test_a_packed_sequence_is_copied_ahead_and_keeps_its_sizes_on_the_host():
         assert batch.batch_sizes.tolist() == [2, 2, 1, 1, 1]
         assert batch.data.unique().tolist() == [float(note)]
     assert len(set(streams)) == 2
-
-
-def test_batches_that_hide_tensors_are_moved_on_the_current_stream_only():
-    streams = []
-
-    def move(batch, device):
-        streams.append(MODULE.current_stream(DEVICE))
-        return move_data_to_device(batch, device)
-
-    got = list(Prefetch(((Hider(full(i, True)), i) for i in range(4)), DEVICE, move))
-    assert set(streams) == {MODULE.current_stream(DEVICE)}
-    assert [float(batch.get()[0]) for batch, _ in got] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_batches_that_are_on_the_device_stay_as_they_are():

@@ -145,9 +145,9 @@ def test_batches_are_copied_ahead_on_a_side_stream(monkeypatch):
     handed = []
     hand_over = SideStream.hand_over
 
-    def noted(side, tensors):
+    def noted(side):
         handed.append(side._stream)
-        hand_over(side, tensors)
+        hand_over(side)
 
     monkeypatch.setattr(SideStream, "hand_over", noted)
     fabric = Fabric(accelerator="sim", devices=1)

@@ -116,7 +116,7 @@ def rest(make, urls, workers, keywords, folder):
             warnings.simplefilter("always")
             got = read(second)
     assert len(got) >= 4
-    return got == expected, [w for w in map(str, caught) if "was read again" in w]
+    return got == expected, [w for w in map(str, caught) if "is read again" in w]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

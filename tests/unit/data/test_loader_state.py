@@ -135,7 +135,7 @@ def test_a_loaded_position_is_given_back_until_it_is_used(fabric):
     assert [len(list(again)) for _ in range(2)] == [4, 5]
 
 
-@pytest.mark.filterwarnings("ignore:Numbers was read again")  # whether it had ended it did not say
+@pytest.mark.filterwarnings("ignore:Numbers is read again")  # whether it had ended it did not say
 def test_a_finished_epoch_that_is_resumed_has_no_batches_left(fabric):
     for data in (10, Numbers(10)):
         loader = ready(fabric, data)
@@ -146,7 +146,7 @@ def test_a_finished_epoch_that_is_resumed_has_no_batches_left(fabric):
         assert [len(list(again)) for _ in range(2)] == [0, 5]
 
 
-def test_reading_again_is_said_with_its_time(fabric):
+def test_reading_again_is_said(fabric):
     loader = ready(fabric, Numbers(10))
     batches = iter(loader)
     next(batches), next(batches)
@@ -154,11 +154,10 @@ def test_reading_again_is_said_with_its_time(fabric):
     again.load_state_dict(loader.state_dict())
     with pytest.warns(UserWarning, match="read again") as caught:
         assert list(again) == [[4, 5], [6, 7], [8, 9]]
-    (text,) = [str(warning.message) for warning in caught]
-    assert text.startswith(
-        "Numbers was read again from the epoch's beginning up to the saved position, which took 0."
-    )
-    assert text.endswith(" s. Give it state_dict() and load_state_dict() to go on at once.")
+    assert [str(warning.message) for warning in caught] == [
+        "Numbers is read again from the epoch's beginning up to the saved position. Give it state_dict() and "
+        "load_state_dict() to go on at once."
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -295,7 +294,7 @@ def test_a_loader_that_keeps_its_own_position(fabric):
 
 
 @pytest.mark.parametrize("data", [range(11), Numbers(11)], ids=["indices", "stream"])
-@pytest.mark.filterwarnings("ignore:Numbers was read again")
+@pytest.mark.filterwarnings("ignore:Numbers is read again")
 def test_batches_of_the_epoch_are_counted_also_after_a_resume(fabric, data):
     loader = ready(fabric, data)
     assert loader.batches_done == 0
@@ -329,11 +328,6 @@ def test_a_batch_sampler_may_use_one_list_for_all(fabric):
 
     loader = fabric.setup_dataloaders(DataLoader(range(8), batch_sampler=Reusing(), collate_fn=own_collate))
     assert list(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-def test_a_state_that_lacks_something(fabric):
-    with pytest.raises(UsageError, match="position lacks check, generators, length, samples, seed"):
-        ready(fabric).load_state_dict({"version": 1, "kind": "samples", "epoch": 0})
 
 
 def test_positions_in_batches_and_in_samples_are_told_apart(fabric):

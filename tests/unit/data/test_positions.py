@@ -210,7 +210,7 @@ def run(loader, stops=(), remake=None):
 def test_an_interrupted_run_equals_an_uninterrupted_one(kind, n, batch, place, stops):
     rank, world = place
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* was read again from the epoch's beginning")
+        warnings.filterwarnings("ignore", message=".* is read again from the epoch's beginning")
         warnings.filterwarnings("ignore", message="Not all ranks get a batch in every round")
         random.seed(0)
         torch.manual_seed(0)
@@ -234,7 +234,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(kind, n, batch, place, s
 def test_an_interrupted_run_with_workers_equals_an_uninterrupted_one(kind, n, batch, place, workers, stops):
     rank, world = place
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* was read again from the epoch's beginning")
+        warnings.filterwarnings("ignore", message=".* is read again from the epoch's beginning")
         warnings.filterwarnings("ignore", message="Not all ranks get a batch in every round")
         whole = run(make(kind, n, batch, rank, world, workers))
         again = run(
@@ -267,7 +267,7 @@ def global_batches(kind, n, size, world, state, count):
 def test_global_batches_stay_when_the_number_of_ranks_changes(kind, rounds, worlds):
     n, size = 4 * rounds, 4
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* was read again from the epoch's beginning")
+        warnings.filterwarnings("ignore", message=".* is read again from the epoch's beginning")
         random.seed(0)
         torch.manual_seed(0)
         whole, _ = global_batches(kind, n, size, 1, None, None)

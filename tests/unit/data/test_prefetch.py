@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 
-import numpy
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
 
 from fabric.data import prefetch as prefetch_module
-from fabric.data.prefetch import Prefetch, find_tensors
+from fabric.data.prefetch import Prefetch
 from fabric.utilities.apply_func import move_data_to_device
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
-Pair = namedtuple("Pair", "x y")
+X = torch.ones(2)
 
 
 class Recorder:
@@ -38,8 +34,8 @@ class Recorder:
         finally:
             self.inside = False
 
-    def hand_over(self, tensors):
-        self.log.append(("hand over", [int(tensor) for tensor in tensors]))
+    def hand_over(self):
+        self.log.append("hand over")
 
     def source(self, batches):
         for index, batch in enumerate(batches):
@@ -50,21 +46,11 @@ class Recorder:
     def move(self, batch, device):
         moved = move_data_to_device(batch, device)
         moved = moved.clone() if isinstance(moved, torch.Tensor) else moved
-        self.log.append(("ahead" if self.inside else "now", int(find_tensors(batch)[0])))
+        self.log.append(("ahead" if self.inside else "now", int(getattr(batch, "x", batch))))
         return moved
 
     def prefetch(self, batches):
         return Prefetch(self.source(batches), CPU, self.move, side=self)
-
-
-@dataclass
-class Record:
-    x: torch.Tensor
-
-
-@dataclass(slots=True)
-class Slotted:
-    x: torch.Tensor
 
 
 class Holder:
@@ -88,22 +74,6 @@ class Hider:
         return Hider(self.get().to(device))
 
 
-class Odd(list):
-    pass
-
-
-class SlottedDict(dict):
-    __slots__ = ("mask",)
-
-
-class SlottedHolder(Holder):
-    __slots__ = ("mask",)
-
-
-class SlottedAndOpen:
-    __slots__ = ("__dict__", "mask")
-
-
 def tensors(n):
     return [torch.tensor(i) for i in range(n)]
 
@@ -117,9 +87,9 @@ def test_the_next_copy_is_issued_when_a_batch_is_given_and_nothing_beyond_it_is_
     assert recorder.log == []
     expected = [
         [("fetch", 0), ("now", 0), ("fetch", 1), ("ahead", 1)],
-        [("hand over", [1]), ("fetch", 2), ("ahead", 2)],
-        [("hand over", [2]), ("fetch", 3), ("ahead", 3)],
-        [("hand over", [3]), ("fetch", "end")],
+        ["hand over", ("fetch", 2), ("ahead", 2)],
+        ["hand over", ("fetch", 3), ("ahead", 3)],
+        ["hand over", ("fetch", "end")],
     ]
     for index, want in enumerate(expected):
         batch, note = next(prefetch)
@@ -151,9 +121,8 @@ def test_the_batch_is_what_move_gave():
     assert [batch.device for batch in moved] == [META] * 3
     recorder = Recorder()
     ahead = Prefetch(iter([({"x": torch.ones(3)}, 0)] * 3), META, move_data_to_device, side=recorder)
-    recorder.hand_over = lambda tensors: recorder.log.append([tensor.device for tensor in tensors])
     assert [batch["x"].device for batch, _ in ahead] == [META] * 3
-    assert recorder.log == [[META], [META]]
+    assert recorder.log == ["hand over", "hand over"]
 
 
 # the end, errors
@@ -232,7 +201,7 @@ def test_a_source_that_goes_on_after_an_error_goes_on():
     assert [note for _, note in islice(prefetch, 3)] == [2, 3, 4]
     assert recorder.log == [
         *[("now", 0), ("now", 2), ("ahead", 3)],
-        *[("hand over", [3]), ("ahead", 4), ("hand over", [4]), ("ahead", 5)],
+        *["hand over", ("ahead", 4), "hand over", ("ahead", 5)],
     ]
 
 
@@ -319,8 +288,7 @@ def test_the_source_is_let_go_at_once(good):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "mps"])
-def test_without_a_side_stream_nothing_is_walked_or_fetched_ahead(device, monkeypatch):
-    monkeypatch.setattr(prefetch_module, "find_tensors", pytest.fail)
+def test_without_a_side_stream_nothing_is_fetched_ahead(device, monkeypatch):
     monkeypatch.setattr(prefetch_module, "SideStream", pytest.fail)
     recorder = Recorder()
     asked = []
@@ -341,10 +309,10 @@ def test_making_one_touches_neither_source_nor_device(monkeypatch):
     assert recorder.log == []
 
 
-def test_batches_without_tensors_in_host_memory_are_not_copied_ahead():
+def test_batches_of_any_kind_are_copied_ahead():
     recorder = Recorder()
     device = torch.empty(1, device=META)
-    batches = [torch.tensor(0), "text", torch.tensor(2), {"there": device, "here": torch.tensor(3)}, []]
+    batches = [torch.tensor(0), "text", Hider(X), {"there": device, "here": torch.tensor(3)}, []]
     seen = []
 
     def move(batch, device):
@@ -353,57 +321,74 @@ def test_batches_without_tensors_in_host_memory_are_not_copied_ahead():
 
     got = Prefetch(recorder.source(batches), CPU, move, side=recorder)
     assert all(batch is given for (batch, _), given in zip(got, batches, strict=True))
-    assert seen == [False, False, True, False, False]
+    assert seen == [False, True, True, True, True]
 
 
-# what hides tensors
+class Streams:
+    """A device module whose streams write down who waits for whom; `current` is the current one."""
+
+    current: Streams
+
+    def __init__(self, name, log):
+        self.name, self.log, self.device = name, log, CPU
+
+    def current_device(self):
+        return 0
+
+    def current_stream(self, device):
+        return self.current
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def stream(self, stream):
+        return nullcontext()
+
+    def record_event(self):
+        return f"copy on {self.name}"
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
 
 
-def test_from_the_first_batch_that_hides_tensors_on_all_are_fetched_and_moved_when_asked_for():
-    recorder = Recorder()
-    batches = [torch.tensor(0), torch.tensor(1), Hider(torch.tensor(2)), torch.tensor(3), torch.tensor(4)]
-    inside = []
-
-    def move(batch, device):
-        inside.append(recorder.inside)
-        return move_data_to_device(batch, device)
-
-    prefetch = Prefetch(recorder.source(batches), CPU, move, side=recorder)
-    next(prefetch), next(prefetch)
-    assert recorder.log == [("fetch", 0), ("fetch", 1), ("hand over", [1]), ("fetch", 2)]
-    assert inside == [False, True]  # the hider waits on the host
-    for index in (2, 3, 4):
-        batch, note = next(prefetch)
-        assert note == f"note {index}"
-        assert recorder.log[-1] == ("fetch", index)
-    assert int(batch) == 4
-    assert inside == [False, True, False, False, False]
+def test_a_copy_waits_for_the_stream_that_reads_the_last_batch_and_for_the_current_one(monkeypatch):
+    log = []
+    module, side, other = (Streams(name, log) for name in ("main", "side", "other"))
+    module.current = module
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(prefetch_module, "_stream_of", lambda device: side)
+    prefetch = Prefetch(((x, None) for x in tensors(4)), torch.device("cuda"), lambda batch, device: batch)
+    for stream, waits in (
+        (module, ["side waits for main"] * 2),
+        (other, ["other waits for copy on side", "side waits for main", "side waits for other"]),
+        (other, ["other waits for copy on side", *["side waits for other"] * 2]),
+    ):
+        module.current = stream
+        next(prefetch)
+        assert log == waits
+        log.clear()
 
 
-def test_a_copy_that_turns_out_to_hide_tensors_is_made_again_on_the_current_stream():
-    recorder = Recorder()
-    made = []
+def test_the_memory_of_a_batch_is_kept_until_its_reads_are_waited_for():
+    kept = []
 
-    def move(batch, device):
-        made.append((int(batch), recorder.inside))
-        return batch.to(device) if int(batch) < 2 else Hider(batch)
+    class Kept(Recorder):
+        def ahead(self):
+            kept.append([ref() is not None for ref in given])
+            return super().ahead()
 
-    prefetch = Prefetch(recorder.source(tensors(4)), CPU, move, side=recorder)
-    got = [batch for batch, _ in prefetch]
-    assert [int(batch) for batch in got[:2]] == [0, 1]
-    assert [int(batch.get()) for batch in got[2:]] == [2, 3]
-    assert made == [(0, False), (1, True), (2, True), (2, False), (3, False)]
-    assert ("hand over", [2]) not in recorder.log
+    given, recorder = [], Kept()
+    for batch, _ in Prefetch(recorder.source(tensors(4)), CPU, recorder.move, side=recorder):
+        given.append(weakref.ref(batch))
+        del batch
+    assert kept == [[], [True], [False, True]]
 
 
-def test_a_batch_that_moves_itself_is_copied_ahead_if_its_tensors_are_found():
+def test_a_batch_that_moves_itself_is_copied_ahead():
     recorder = Recorder()
     got = [batch for batch, _ in recorder.prefetch([Holder(x) for x in tensors(3)])]
     assert [int(batch.x) for batch in got] == [0, 1, 2]
-    assert [entry for entry in recorder.log if entry[0] == "hand over"] == [
-        ("hand over", [1]),
-        ("hand over", [2]),
-    ]
+    assert recorder.log.count("hand over") == 2
 
 
 def test_a_batch_asked_for_in_inference_mode_leaves_the_next_one_trainable():
@@ -414,60 +399,3 @@ def test_a_batch_asked_for_in_inference_mode_leaves_the_next_one_trainable():
         assert torch.is_inference_mode_enabled()
     batch, _ = next(prefetch)
     assert not batch.is_inference()
-
-
-X = torch.ones(2)
-FOUND = {
-    "tensor": (X, 1),
-    "nested": ({"a": X, "b": [X, (X, 1, "text", None)]}, 3),
-    "namedtuple": (Pair(X, 0.5), 1),
-    "ordered": (OrderedDict(a=X), 1),
-    "default": (defaultdict(list, a=[X]), 1),
-    "user dict": (UserDict(a=X, b=[X]), 2),
-    "dataclass": (Record(X), 1),
-    "object": (Holder([X, {"y": X}]), 2),
-    "list with attribute": (Odd([X]), 1),
-    "packed": (pack_sequence([X, X]), 2),
-    "numpy": ([numpy.ones(2), numpy.float32(1), X], 1),
-    "nothing": ({}, 0),
-}
-HIDDEN = {
-    "closure": Hider(X),
-    "slots": Slotted(X),
-    "slots of a dict": SlottedDict(a=X),
-    "slots beside others": SlottedHolder(X),
-    "slots beside a dict": SlottedAndOpen(),
-    "set": {X},
-    "deque": deque([X]),
-    "parameter": torch.nn.Parameter(X),
-    "gradient": X.clone().requires_grad_(),
-    "sparse": X.to_sparse(),
-    "generator": (x for x in [X]),
-    "extension": torch.Generator(),
-    "inside": [X, {"a": Holder({X})}],
-}
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_tensors_are_found(name):
-    batch, count = FOUND[name]
-    found = find_tensors(batch)
-    assert len(found) == count
-    assert all(type(tensor) is torch.Tensor for tensor in found)
-
-
-def test_tensors_in_attributes_of_containers_are_found():
-    odd = Odd([X])
-    odd.mask = torch.zeros(1)
-    assert {id(tensor) for tensor in find_tensors(odd)} == {id(X), id(odd.mask)}
-
-
-@pytest.mark.parametrize("name", HIDDEN)
-def test_what_may_hide_tensors_is_known(name):
-    assert find_tensors(HIDDEN[name]) is None
-
-
-def test_objects_that_refer_to_each_other_end_the_search():
-    here, there = Holder(X), Holder(X)
-    here.other, there.other = there, here
-    assert find_tensors(here) is None

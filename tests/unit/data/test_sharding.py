@@ -191,8 +191,11 @@ def test_attributes_are_in_reach_through_the_loader_and_its_sampler():
     ready = shard(loader)
     assert ready.note == "mine"
     assert ready.batch_sampler.size == 2
+    assert len(ready.batch_sampler) == 1, "of this rank"
+    assert isinstance(ready.batch_sampler, Bucketed)
     ready.batch_sampler.size = 1
     assert sampler.size == 1
+    assert len(ready.batch_sampler) == 2
     weights = WeightedRandomSampler([1.0] * 4, 4)
     shown = shard(DataLoader(Indices(4), sampler=weights, batch_size=2)).sampler
     assert isinstance(shown, WeightedRandomSampler)

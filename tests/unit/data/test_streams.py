@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from fabric.core.errors import ConfigurationError
-from fabric.data.order import SeededOrder
+from fabric.data.order import Order
 from fabric.data.rules import UNEVEN, Rule, Share
 from fabric.data.streams import IndexStream
 
@@ -26,9 +26,9 @@ def batches(n, world, size, uneven, drop_last=False, shuffle=False, epoch=0, see
     result = []
     for rank in range(world):
         sampler = RandomSampler(range(n)) if shuffle and n else SequentialSampler(range(n))
-        order = SeededOrder(sampler, seed, size * world)
+        order = Order(sampler, seed, size * world)
         stream = IndexStream(order, Rule(Share(rank, world), size, drop_last, uneven))
-        stream.set_epoch(epoch)
+        stream.order.epoch = epoch
         mine = list(stream)
         assert len(stream) == len(mine), f"len() is wrong on rank {rank}"
         result.append(mine)
@@ -40,7 +40,7 @@ def items(n, world, uneven):
     result = []
     for rank in range(world):
         stream = IndexStream(
-            SeededOrder([f"item{i}" for i in range(n)], 0, 2), Rule(Share(rank, world), None, False, uneven)
+            Order([f"item{i}" for i in range(n)], 0, 2), Rule(Share(rank, world), None, False, uneven)
         )
         mine = list(stream)
         assert len(stream) == len(mine)
@@ -96,7 +96,7 @@ def test_drop_last_keeps_full_global_batches_only(n, world, size, uneven, shuffl
 @settings(deadline=None, max_examples=100)
 @given(n=LENGTHS, world=WORLDS, size=SIZES)
 def test_error_raises_before_the_first_batch_or_deals_evenly(n, world, size):
-    stream = IndexStream(SeededOrder(range(n), 0, size), Rule(Share(0, world), size, False, "error"))
+    stream = IndexStream(Order(range(n), 0, size), Rule(Share(0, world), size, False, "error"))
     if n % world:
         with pytest.raises(ConfigurationError, match=f"do not divide by {world} ranks, {n % world} are left"):
             iter(stream)
@@ -105,7 +105,7 @@ def test_error_raises_before_the_first_batch_or_deals_evenly(n, world, size):
 
 
 def test_error_text_names_the_ways_out():
-    stream = IndexStream(SeededOrder(range(5), 0, 4), Rule(Share(0, 2), 2, False, "error"))
+    stream = IndexStream(Order(range(5), 0, 4), Rule(Share(0, 2), 2, False, "error"))
     with pytest.raises(ConfigurationError) as caught:
         stream.check_even()
     assert str(caught.value) == (
@@ -119,7 +119,7 @@ def test_error_raises_at_the_end_where_no_length_is_known():
         def __iter__(self):
             return iter(range(9))
 
-    stream = iter(IndexStream(SeededOrder(Unsized(), 0, 4), Rule(Share(0, 2), 2, False, "error")))
+    stream = iter(IndexStream(Order(Unsized(), 0, 4), Rule(Share(0, 2), 2, False, "error")))
     assert [next(stream), next(stream)] == [[0, 2], [4, 6]]
     with pytest.raises(ConfigurationError, match="1 are left over"):
         next(stream)
@@ -196,13 +196,13 @@ def test_an_endless_sampler_is_dealt_out_lazily():
                 i += 1
 
     for rank in (0, 1):
-        stream = IndexStream(SeededOrder(Endless(), 0, 4), Rule(Share(rank, 2), 2, False, "exact"))
+        stream = IndexStream(Order(Endless(), 0, 4), Rule(Share(rank, 2), 2, False, "exact"))
         assert list(islice(stream, 3)) == [[rank, rank + 2], [rank + 4, rank + 6], [rank + 8, rank + 10]]
         with pytest.raises(TypeError, match="has no len"):
             len(stream)
 
 
-# what stands in for the user's sampler
+# copies
 
 
 class Bucketed:
@@ -230,40 +230,14 @@ class Bucketed:
 
 def bucketed(rank=0, world=2):
     return IndexStream(
-        SeededOrder(Bucketed([5, 1, 4, 2, 3, 9, 8], 2), 0, world),
+        Order(Bucketed([5, 1, 4, 2, 3, 9, 8], 2), 0, world),
         Rule(Share(rank, world), None, False, "pad"),
     )
 
 
-def test_attributes_and_methods_of_the_users_sampler_are_in_reach():
-    stream = bucketed()
-    assert stream.size == 2
-    assert stream.longest() == 9
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = stream.nothing
-
-
-def test_attributes_are_set_on_the_users_sampler():
-    stream = bucketed()
-    stream.lengths = [1, 2]
-    assert stream.order.sampler.lengths == [1, 2]
-    assert len(stream) == 1
-    plain = IndexStream(SeededOrder(range(8), 0, 2), Rule(Share(0, 2), 2, False, "exact"))
-    plain.batch_size = 4
-    assert list(plain) == [[0, 2, 4, 6]]
-    assert (plain.batch_size, plain.drop_last, list(plain.sampler)) == (4, False, [*range(8)])
-
-
-def test_a_batch_sampler_and_the_sampler_in_it_are_told_the_epoch():
-    outer, inner = Bucketed([1], 1), Bucketed([2], 1)
-    outer.sampler = inner
-    IndexStream(SeededOrder(outer, 0, 2), Rule(Share(0, 2), None, False, "pad")).set_epoch(3)
-    assert outer.epochs == inner.epochs == [3]
-
-
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_streams_copy_and_pickle(duplicate):
-    order = SeededOrder(RandomSampler(range(10)), 7, 4, torch.Generator())
+    order = Order(RandomSampler(range(10)), 7, 4)
     for stream in (bucketed(), IndexStream(order, Rule(Share(1, 2), 2, False, "pad"))):
         twin = duplicate(stream)
         assert type(twin) is type(stream)
@@ -271,25 +245,14 @@ def test_streams_copy_and_pickle(duplicate):
         assert len(twin) == len(stream)
 
 
-def test_the_users_pickling_hooks_are_not_taken_for_the_streams_own():
-    class Hooked(Bucketed):
-        def __getstate__(self):
-            return {"lengths": [], "size": 1, "epochs": []}
-
-    stream = IndexStream(SeededOrder(Hooked([1, 2], 1), 0, 2), Rule(Share(0, 2), None, False, "pad"))
-    assert copy.copy(stream).rule.uneven == "pad"
-    stream.order.sampler.__getnewargs__ = pytest.fail
-    assert not hasattr(stream, "__getnewargs__"), "pickle would call the sampler's"
-
-
 def test_an_iteration_keeps_the_epoch_in_which_it_began():
-    order = SeededOrder(RandomSampler(range(20)), 0, 2)
+    order = Order(RandomSampler(range(20)), 0, 2)
     stream = IndexStream(order, Rule(Share(0, 1), 2, False, "pad"))
-    stream.set_epoch(0)
+    stream.order.epoch = 0
     alone = list(stream)
-    stream.set_epoch(0)
+    stream.order.epoch = 0
     first = iter(stream)
-    stream.set_epoch(1)
+    stream.order.epoch = 1
     second = iter(stream)
     assert next(first) == alone[0], "asked for late, the first pass took the second one's order"
     assert [alone[0], *first] == alone
