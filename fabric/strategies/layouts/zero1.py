@@ -257,7 +257,7 @@ class JointStep:
 def _any_failed(channel: Channel, call: Any, error: Exception | None) -> bool:
     """Whether the step failed on any rank; the guard's frame says so where it carries data."""
     mark = torch.ones(1, dtype=torch.uint8)
-    meeting = channel.meet(call, None if error is None else [mark])
+    meeting = channel.meet(call, [] if error is None else [mark])
     if meeting is not None:
         return any(meeting.sizes())
     flag = channel.wire.ready(mark * (error is not None))
