@@ -124,12 +124,15 @@ class CollectiveVerbs(RankFacts):
         if async_op and (sync_grads or uneven != "error"):
             text = "all_gather(async_op=True) takes neither sync_grads=True nor uneven=."
             self._strategy.refuse("all_gather", ConfigurationError(text), group)
-        strategy = self._strategy
-        if async_op:
-            return strategy.all_gather(data, group, async_op=True)
         if uneven == "error":
-            return strategy.all_gather(data, group, sync_grads)
-        return strategy.all_gather(data, group, sync_grads, uneven=uneven)
+            more = {"async_op": True} if async_op else {}  # strategies of others do not know it
+            return self._strategy.all_gather(data, group, sync_grads, **more)
+        if uneven not in ("list", "cat"):
+            text = f"all_gather(uneven={uneven!r}): write 'error', 'list' or 'cat'."
+            self._strategy.refuse("all_gather", ConfigurationError(text), group)
+        from fabric.plugins.collectives.grads import all_gather_uneven
+
+        return all_gather_uneven(data, uneven, self._strategy.channel(group), sync_grads)
 
     @together
     def all_reduce(
@@ -162,12 +165,13 @@ class CollectiveVerbs(RankFacts):
             if async_op:
                 text = "all_reduce takes async_op=True or sync_grads=True, not both."
                 self._strategy.refuse("all_reduce", ConfigurationError(text), group)
-            return self._strategy.all_reduce(data, group, reduce_op, sync_grads=True)
+            from fabric.plugins.collectives.grads import all_reduce_with_grads
+
+            return all_reduce_with_grads(data, reduce_op, self._strategy.channel(group))
         if not inplace:
             data = _copy_tensors(data)
-        if async_op:
-            return self._strategy.all_reduce(data, group, reduce_op, async_op=True)
-        return self._strategy.all_reduce(data, group, reduce_op)
+        more = {"async_op": True} if async_op else {}  # strategies of others do not know it
+        return self._strategy.all_reduce(data, group, reduce_op, **more)
 
     @together
     def reduce_scatter(
@@ -186,7 +190,11 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: A first dimension does not divide by the number of ranks; unknown `reduce_op`.
             ArgumentTypeError: As for `all_reduce`.
         """
-        return self._strategy.reduce_scatter(data, reduce_op, group, sync_grads=sync_grads)
+        from fabric.plugins.collectives.grads import reduce_scatter_with_grads
+        from fabric.plugins.collectives.route import reduce_scatter_tree
+
+        scatter = reduce_scatter_with_grads if sync_grads else reduce_scatter_tree
+        return scatter(data, reduce_op, self._strategy.channel(group))
 
     @together
     def all_to_all(self, data: Any, group: Any | None = None, *, sync_grads: bool = False) -> Any:
@@ -202,7 +210,11 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: A first dimension that does not divide by the number of ranks.
             ArgumentTypeError: A leaf that is neither tensor nor number.
         """
-        return self._strategy.all_to_all(data, group, sync_grads=sync_grads)
+        from fabric.plugins.collectives.grads import all_to_all_with_grads
+        from fabric.plugins.collectives.route import all_to_all_tree
+
+        exchange = all_to_all_with_grads if sync_grads else all_to_all_tree
+        return exchange(data, self._strategy.channel(group))
 
     @together
     def gather(self, data: Any, dst: int = 0, group: Any | None = None) -> Any:
@@ -215,7 +227,9 @@ class CollectiveVerbs(RankFacts):
             CollectiveMismatch: Structures, shapes or dtypes differ; on all ranks.
         """
         self._check_rank("gather", "dst", dst, group)
-        return self._strategy.gather(data, dst, group)
+        from fabric.plugins.collectives.gather import gather_tree
+
+        return gather_tree(data, self._strategy.channel(group), dst, verb=f"gather(dst={dst})")
 
     @together
     def scatter(self, data: Any, src: int = 0, group: Any | None = None) -> Any:
@@ -229,7 +243,9 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: `src` is no rank; a first dimension does not divide by the number of ranks.
         """
         self._check_rank("scatter", "src", src, group)
-        return self._strategy.scatter(data, src, group)
+        from fabric.plugins.collectives.route import scatter_tree
+
+        return scatter_tree(data, src, self._strategy.channel(group))
 
     @together
     def all_gather_object(self, obj: Any, group: Any | None = None) -> list[Any]:
@@ -265,7 +281,9 @@ class CollectiveVerbs(RankFacts):
         Raises:
             CollectiveMismatch: They do not; the message is a table of what each holds. Raised on all ranks.
         """
-        return self._strategy.agree(value)
+        from fabric.plugins.collectives.agreement import agreed
+
+        return agreed(value, self._strategy.channel())
 
     @together
     def compute_metrics(self, metrics: Any) -> Any:
@@ -285,7 +303,9 @@ class CollectiveVerbs(RankFacts):
             CollectiveMismatch: Ranks hold different metrics, or states of different shapes; on all ranks.
             UsageError: A metric is synchronised already, or a MetricCollection guessed wrong compute groups.
         """
-        return self._strategy.compute_metrics(metrics)
+        from fabric.metrics.sync import compute_metrics
+
+        return compute_metrics(metrics, *self._strategy.parts())
 
     def log(
         self,
@@ -335,8 +355,10 @@ class CollectiveVerbs(RankFacts):
         computed = {name: value for name, value in metrics.items() if is_metric(value)}
         if sync_dist:
             self._require_launch("log_dict(sync_dist=True)")
+            from fabric.plugins.collectives.scalars import reduce_scalars
+
             plain = {name: value for name, value in metrics.items() if name not in computed}
-            metrics = {**metrics, **self._strategy.reduce_scalars(plain, reduce_fx)}
+            metrics = {**metrics, **reduce_scalars(plain, reduce_fx, *self._strategy.parts())}
         if computed:
             metrics = {**metrics, **self.compute_metrics(dict(sorted(computed.items())))}
         from fabric.utilities.apply_func import convert_tensors_to_scalars

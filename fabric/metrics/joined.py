@@ -59,10 +59,10 @@ class Told(NamedTuple):
     """How often each metric was updated."""
     leaders: list[int]
     """For each metric of each collection, whose states it shares by torchmetrics' guess; -1: no guess."""
-    held: list[int | None]
-    """For each state its place in `items`; None: it was never updated."""
-    items: list[Any]
-    """A tensor, `Elsewhere`, `Entries`, or a list of objects; once for the states of a compute group."""
+    held: list[Any]
+    """For each state a tensor, `Elsewhere`, or a list; the same one for all of a compute group. None: it was
+    never updated.
+    """
 
 
 class Elsewhere(NamedTuple):
@@ -71,12 +71,6 @@ class Elsewhere(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_cpu: bool
-
-
-class Entries(NamedTuple):
-    """A list of tensors: neighbours of one shape, dtype and device are stacked."""
-
-    stacks: list[Tensor]
 
 
 class Part(NamedTuple):
@@ -110,9 +104,8 @@ def gathered(part: Part, told: list[Told], device: torch.device) -> Any:
 
 
 def _entries(value: Any, device: torch.device) -> list[Any]:
-    if isinstance(value, Entries):
-        return [entry for stack in value.stacks for entry in stack.to(device).unbind(0)]
-    return [value.to(device)] if isinstance(value, torch.Tensor) else value
+    entries = [value] if isinstance(value, torch.Tensor) else value
+    return [entry.to(device) if isinstance(entry, torch.Tensor) else entry for entry in entries]
 
 
 def _mean(tensors: list[Tensor], counts: list[int]) -> Tensor:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import reduce
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +28,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.core.tree import flatten, iter_paths, unflatten
 from fabric.metrics import joined
-from fabric.metrics.joined import Elsewhere, Entries, Found, Member, Part, State, Told
+from fabric.metrics.joined import Elsewhere, Found, Member, Part, State, Told
 from fabric.plugins.collectives.frames import PACK_LIMIT, call_of, draw, fold, join
 from fabric.plugins.collectives.objects import Dumped, gather_dumped
 
@@ -110,30 +109,23 @@ def _told(found: Found, world: int) -> Told:
     Raises:
         ArgumentTypeError: A state holds what cannot be pickled.
     """
-    told = Told([], [leader for group in found.groups for leader in _leaders(group)], [], [])
-    known: dict[Any, int] = {}
-    large: list[int] = []
+    told = Told([], [leader for group in found.groups for leader in _leaders(group)], [])
+    made: dict[int, Any] = {}
+    large: dict[int, Elsewhere] = {}
     size = 0
     for member in found.members:
         count = updates_of(member.metric)
         told.updates.append(count)
         for state in member.states:
-            if not count:
-                told.held.append(None)
-                continue
             value = _value(state)
-            key = state.rule, id(value)
-            if key not in known:
-                known[key] = len(told.items)
-                if state.rule in _FOLDS and isinstance(value, torch.Tensor):
-                    large.append(known[key])
-                    size += value.nbytes
-                told.items.append(_sent(state, value))
-            told.held.append(known[key])
+            if count and id(value) not in made:
+                sent = made[id(value)] = _sent(state, value)
+                if state.rule in _FOLDS and isinstance(sent, torch.Tensor):
+                    large[id(sent)] = Elsewhere(tuple(sent.shape), sent.dtype, sent.is_cpu)
+                    size += sent.nbytes
+            told.held.append(made[id(value)] if count else None)
     if world * size > PACK_LIMIT:
-        for place in large:
-            value = told.items[place]
-            told.items[place] = Elsewhere(tuple(value.shape), value.dtype, value.is_cpu)
+        told.held[:] = [large.get(id(sent), sent) for sent in told.held]
     return told
 
 
@@ -142,34 +134,29 @@ def _sent(state: State, value: Any) -> Any:
         return torch.tensor(value)
     if isinstance(value, torch.Tensor):
         return value.detach()
-    entries = list(value)
-    if all([isinstance(entry, torch.Tensor) for entry in entries]):
-        runs = groupby([e.detach() for e in entries], key=lambda e: (e.shape, e.dtype, e.device))
-        return Entries([torch.stack(list(run)) for _, run in runs])
-    Dumped(entries, _VERB, f"state {state.name!r} of {type(state.metric).__name__}")  # raises by name
+    entries = [entry.detach() if isinstance(entry, torch.Tensor) else entry for entry in value]
+    if not all([isinstance(entry, torch.Tensor) for entry in entries]):
+        Dumped(entries, _VERB, f"state {state.name!r} of {type(state.metric).__name__}")  # raises by name
     return entries
 
 
 def _parts_of(found: Found, told: list[Told]) -> list[Part]:
     parts: dict[Any, Part] = {}
-    at = 0
-    for place, member in enumerate(found.members):
-        for state in member.states:
-            places = [one.held[at] for one in told]
-            at += 1
-            key = (state.rule, id(state.call), *places)
-            if key in parts:
-                parts[key].states.append(state)
-                continue
-            held = {r: told[r].items[where] for r, where in enumerate(places) if where is not None}
-            if held:
-                parts[key] = Part(place, member, [state], held)
+    states = [(place, one, state) for place, one in enumerate(found.members) for state in one.states]
+    for at, (place, member, state) in enumerate(states):
+        column = [one.held[at] for one in told]
+        held = {rank: value for rank, value in enumerate(column) if value is not None}
+        key = (state.rule, id(state.call), *map(id, column))
+        if key in parts:
+            parts[key].states.append(state)
+        elif held:
+            parts[key] = Part(place, member, [state], held)
     return list(parts.values())
 
 
 def _once_a_row(found: Found, told: list[Told], size: int) -> list[Told]:
     """What ranks in rows hold, each metric only where it counts: with the last of a row to update it."""
-    counted = [Told([], one.leaders, [], one.items) for one in told]
+    counted = [Told([], one.leaders, []) for one in told]
     at = 0
     for place, member in enumerate(found.members):
         end = at + len(member.states)

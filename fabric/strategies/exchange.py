@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from fabric.core.errors import ConfigurationError, FabricError, UsageError
-from fabric.core.registry import did_you_mean
+from fabric.core.errors import FabricError, UsageError
 from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import (
     Channel,
@@ -25,12 +24,8 @@ from fabric.plugins.collectives.channel import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from fabric.core.topology import Topology
     from fabric.plugins.collectives.collective import Collective
-
-UNEVEN = ("error", "list", "cat")
 
 
 class Exchange:
@@ -101,7 +96,7 @@ class Exchange:
         """The channel of a group; asked once for all ranks."""
         return Channel(self.group_collective(group), self.wire)
 
-    def _parts(self) -> tuple[Channel, int]:
+    def parts(self) -> tuple[Channel, int]:
         """The ranks that hold the data, and how many of them, one after the other, see the same part."""
         everybody = self.channel()
         if self._seen is None or self._seen[0] is not everybody:
@@ -125,26 +120,14 @@ class Exchange:
         of it.
         """
         self.channel(group).refuse(verb, error)
-        raise error
 
     def all_reduce(
-        self,
-        tensor: Any,
-        group: Any | None = None,
-        reduce_op: Any = "mean",
-        *,
-        sync_grads: bool = False,
-        async_op: bool = False,
+        self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean", *, async_op: bool = False
     ) -> Any:
-        """The tree `tensor` reduced over ranks, in place (with `sync_grads`: a new one), and returned. All
-        ranks of `group` must call this.
+        """The tree `tensor` reduced over ranks, in place, and returned. All ranks of `group` must call this.
 
         `reduce_op` and `async_op`: see `Fabric.all_reduce`.
         """
-        if sync_grads:
-            from fabric.plugins.collectives.grads import all_reduce_with_grads
-
-            return all_reduce_with_grads(tensor, reduce_op, self.channel(group))
         channel = self.channel(group)
         if channel.world_size == 1:
             return _reduce_alone(tensor, reduce_op, channel, async_op=async_op)
@@ -153,78 +136,22 @@ class Exchange:
         return reduce_tree(tensor, reduce_op, channel, async_op=async_op)
 
     def all_gather(
-        self,
-        tensor: Any,
-        group: Any | None = None,
-        sync_grads: bool = False,
-        *,
-        uneven: str = "error",
-        async_op: bool = False,
+        self, tensor: Any, group: Any | None = None, sync_grads: bool = False, *, async_op: bool = False
     ) -> Any:
-        """The tree `tensor` with leaves of shape (world_size, *shape), or as `uneven` says. All ranks of
-        `group` must call this.
+        """The tree `tensor` with leaves of shape (world_size, *shape). All ranks of `group` must call this.
 
         `sync_grads` and `async_op`: see `Fabric.all_gather`.
-
-        Raises:
-            ConfigurationError: Unknown `uneven`.
         """
-        if not sync_grads and uneven == "error":
-            channel = self.channel(group)
-            if channel.world_size == 1:
-                return _gather_alone(tensor, channel, async_op=async_op)
-            from fabric.plugins.collectives.gather import gather_tree
+        channel = self.channel(group)
+        if sync_grads:
+            from fabric.plugins.collectives.grads import all_gather_with_grads
 
-            return gather_tree(tensor, channel, async_op=async_op)
-        from fabric.plugins.collectives.grads import all_gather_uneven, all_gather_with_grads
-
-        if uneven == "error":
-            return all_gather_with_grads(tensor, self.channel(group))
-        if uneven not in UNEVEN:
-            error = f"all_gather(uneven={uneven!r}): write 'error', 'list' or 'cat'."
-            self.refuse("all_gather", ConfigurationError(error + did_you_mean(uneven, UNEVEN)), group)
-        return all_gather_uneven(tensor, uneven, self.channel(group), sync_grads)
-
-    def reduce_scatter(
-        self, tensor: Any, reduce_op: Any = "mean", group: Any | None = None, *, sync_grads: bool = False
-    ) -> Any:
-        """This rank's part (along dim 0) of the tree `tensor`, reduced by `reduce_op`: (n / world_size, ...)
-        of (n, ...). All ranks of `group` must call this.
-
-        `sync_grads`: see `Fabric.reduce_scatter`.
-        """
-        from fabric.plugins.collectives.grads import reduce_scatter_with_grads
-        from fabric.plugins.collectives.route import reduce_scatter_tree
-
-        scatter = reduce_scatter_with_grads if sync_grads else reduce_scatter_tree
-        return scatter(tensor, reduce_op, self.channel(group))
-
-    def all_to_all(self, tensor: Any, group: Any | None = None, *, sync_grads: bool = False) -> Any:
-        """The tree of whose leaves part r (along dim 0) came from rank r's `tensor`. All ranks of `group`
-        must call this.
-
-        `sync_grads`: see `Fabric.all_to_all`.
-        """
-        from fabric.plugins.collectives.grads import all_to_all_with_grads
-        from fabric.plugins.collectives.route import all_to_all_tree
-
-        return (all_to_all_with_grads if sync_grads else all_to_all_tree)(tensor, self.channel(group))
-
-    def gather(self, tensor: Any, dst: int = 0, group: Any | None = None) -> Any:
-        """The tree `tensor` with leaves of shape (world_size, *shape) on rank `dst`; None on the others. All
-        ranks of `group` must call this.
-        """
+            return all_gather_with_grads(tensor, channel)
+        if channel.world_size == 1:
+            return _gather_alone(tensor, channel, async_op=async_op)
         from fabric.plugins.collectives.gather import gather_tree
 
-        return gather_tree(tensor, self.channel(group), dst, verb=f"gather(dst={dst})")
-
-    def scatter(self, tensor: Any, src: int = 0, group: Any | None = None) -> Any:
-        """This rank's part (along dim 0) of rank `src`'s tree `tensor`: (n / world_size, ...) of (n, ...).
-        All ranks of `group` must call this.
-        """
-        from fabric.plugins.collectives.route import scatter_tree
-
-        return scatter_tree(tensor, src, self.channel(group))
+        return gather_tree(tensor, channel, async_op=async_op)
 
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:
         """Rank `src`'s `obj` on every rank. All ranks of `group` must call this."""
@@ -244,47 +171,6 @@ class Exchange:
         from fabric.plugins.collectives.objects import gather_objects
 
         return gather_objects(obj, self.channel(group), label)
-
-    def agree(self, value: Any) -> Any:
-        """The value that all ranks hold. All ranks must call this.
-
-        Raises:
-            CollectiveMismatch: They hold different ones; the message shows which.
-        """
-        from fabric.plugins.collectives.agreement import agreed
-
-        return agreed(value, self.channel())
-
-    def compute_metrics(self, metrics: Any) -> Any:
-        """The values of torchmetrics' `metrics` over the data of all ranks, each part of the data once. All
-        ranks must call this.
-        """
-        from fabric.metrics.sync import compute_metrics
-
-        return compute_metrics(metrics, *self._parts())
-
-    def reduce_scalars(self, values: Mapping[str, Any], reduce_op: Any = "mean") -> dict[str, Any]:
-        """Numbers and one-element tensors reduced over ranks by `reduce_op`, all in one tensor of float64 on
-        the host. All ranks must call this.
-
-        Each part of the data counts once: see `reduce_rows` for ranks that see the same.
-
-        Raises:
-            ConfigurationError: A tensor of several elements.
-            ArgumentTypeError: A value that is neither real number nor tensor; or that no rank of a row has.
-        """
-        from fabric.plugins.collectives.scalars import flat_scalars, reduce_rows
-
-        channel, size = self._parts()
-        names, label = sorted(values, key=str), f"log_dict({reduce_op})"  # in whatever order a rank has them
-        with channel.refusing("log_dict"):
-            flat, there = flat_scalars([(name, values[name]) for name in names], absent=size > 1)
-        if not names:
-            channel.announce(label, "nothing")
-            return {}
-        reduced = reduce_rows(names, flat, there, reduce_op, size, channel, label)
-        by_name = dict(zip(names, reduced, strict=True))
-        return {name: by_name[name] for name in values}
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks are here. All ranks must call this; `name` must be the same on all."""

@@ -32,13 +32,12 @@ class Turn:
         self._firsts = range(0, here.world_size, here.local_world_size) if local else range(1)
         strategy.meet(self._verb)
         self._through = None  # else `failure` is where the others wait
-        job, self._guard = strategy.collective.job, strategy.collective.guard
-        if job is not None and self._guard is not None:
+        self._guard = strategy.collective.guard
+        if self._guard is not None:
             from fabric.plugins.collectives.control import Arrival
 
-            self._through = Arrival(
-                job, "first", self._firsts, "it is in the block, and gave no sign of life", patient=True
-            )
+            why = "it is in the block, and gave no sign of life"
+            self._through = Arrival(self._guard.waits, "first", self._firsts, why, patient=True)
 
     @contextmanager
     def lead(self) -> Iterator[None]:
@@ -61,7 +60,7 @@ class Turn:
             from fabric.plugins.collectives.frames import call_of
 
             what = f"waiting until rank {', '.join(map(str, self._firsts))} leaves the block"
-            self._guard.wait_for(self._through, call_of(self._verb, what))
+            self._guard.wait(self._through, call_of(self._verb, what))
 
     def failure(self, error: BaseException | None) -> BaseException | None:
         """The error of the rank that went first, of this machine or else of another; None: all went well.
@@ -72,17 +71,11 @@ class Turn:
             error: On a first rank: its own outcome. Ignored elsewhere.
         """
         here = self._strategy.topology
-        mine = here.rank - here.local_rank if self._local else 0
-        # Every rank takes part in every machine's news: a broadcast is a call of all ranks.
-        news = {source: self._told_by(source, error) for source in self._firsts}
+        told = self._strategy.all_gather_object(_portable(error, here.rank), label=self._verb)
         if self._through is not None and here.rank == 0:  # all ranks are past it now
             self._through.forget()
-        failures = [news[mine], *news.values()]
+        failures = [told[here.rank - here.local_rank if self._local else 0], *told]
         return next((failure for failure in failures if failure is not None), None)
-
-    def _told_by(self, source: int, error: BaseException | None) -> BaseException | None:
-        told: BaseException | None = self._strategy.broadcast(_portable(error, source), source)
-        return told
 
 
 def _portable(error: BaseException | None, rank: int) -> BaseException | None:

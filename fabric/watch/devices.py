@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from fabric.plugins.collectives.waits import Here
-
 
 class DeviceWatch:
     """Sees whether a device comes to the end of what it has been given.
@@ -29,7 +27,7 @@ class DeviceWatch:
         self._event: Any = None
         self._of: float | None = None
 
-    def look(self, stays: float | None) -> Here | None:
+    def look(self, stays: float | None) -> tuple[str, float] | None:
         """The wait for the device, if it has not gone on, as far as is known.
 
         Args:
@@ -42,4 +40,4 @@ class DeviceWatch:
             self._of, self._event = stays, torch.Event(self.device)
             self._event.record(torch.accelerator.current_stream(self.device))
             return None
-        return None if self._event.query() else Here(f"work of {self.device}", stays)
+        return None if self._event.query() else (f"work of {self.device}", stays)

@@ -9,7 +9,8 @@ import json
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from torch.profiler import profile, record_function, schedule
@@ -48,16 +49,6 @@ class Profile:
         self.step: Callable[[], None] = _nothing if profiler is None else profiler.step
 
 
-class Times(NamedTuple):
-    """What one rank has recorded: steps, and microseconds of them by phase."""
-
-    steps: int
-    whole: float
-    phases: dict[str, float]
-    busy: float
-    """Of the steps, without what was spent in communication."""
-
-
 @contextmanager
 def profiled(
     fabric: Any, folder: PathLike, ranks: list[int] | None, window: dict[str, int], settings: dict[str, Any]
@@ -71,7 +62,7 @@ def profiled(
         strategy.refuse("profile", ConfigurationError(f"fabric.profile: {text}"))
     strategy.meet("profile", f"{window}, ranks {ranks}")
     file = Path(folder) / f"rank_{fabric.global_rank}.json"
-    found: list[Times] = []
+    found: dict[str, float] = {}
     if fabric.global_rank in chosen:
         file.parent.mkdir(parents=True, exist_ok=True)
         plan = schedule(**window, repeat=1)
@@ -83,7 +74,7 @@ def profiled(
     else:
         yield Profile(None)
     told = strategy.all_gather_object(found, label="profile")
-    rows = {rank: times[0] for rank, times in enumerate(told) if times}
+    rows = {rank: times for rank, times in enumerate(told) if times}
     if not rows:
         rank_zero_warn(
             "fabric.profile has recorded nothing: it skips wait + warmup = "
@@ -94,14 +85,12 @@ def profiled(
         print(table(rows, file.parent), flush=True)
 
 
-def _written(file: Path, found: list[Times]) -> Callable[[profile], None]:
+def _written(file: Path, found: dict[str, float]) -> Callable[[profile], None]:
     """What torch calls at the end of the window: writes the trace and adds up its phases."""
 
     def write(inner: profile) -> None:
         inner.export_chrome_trace(str(file))
-        times = times_of(json.loads(file.read_text())["traceEvents"])
-        if times is not None:
-            found.append(times)
+        found.update(times_of(json.loads(file.read_text())["traceEvents"]))
 
     return write
 
@@ -115,17 +104,11 @@ def marked(fabric: Any) -> Iterator[None]:
             (_FabricOptimizer, "step", "step"),
             (fabric, "backward", "backward"),
         ):
-            _put(undo, owner, name, _recorded(getattr(owner, name), f"fabric.{label}"))
-        _put(undo, _FabricDataLoader, "__iter__", _drawn(_FabricDataLoader.__iter__))
+            marker = _recorded(getattr(owner, name), f"fabric.{label}")
+            undo.enter_context(mock.patch.object(owner, name, marker))
+        drawn = _drawn(_FabricDataLoader.__iter__)
+        undo.enter_context(mock.patch.object(_FabricDataLoader, "__iter__", drawn))
         yield
-
-
-def _put(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
-    if name in vars(owner):
-        undo.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        undo.callback(delattr, owner, name)
-    setattr(owner, name, value)
 
 
 def _recorded(call: Callable[..., Any], label: str) -> Callable[..., Any]:
@@ -153,19 +136,24 @@ def _drawn(begin: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     return drawn
 
 
-def times_of(events: list[dict[str, Any]]) -> Times | None:
-    """Add up the rows of a trace; where rows of one phase overlap, time counts once. None: no steps."""
+def times_of(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Milliseconds per step of each phase of a trace, and how many steps there are; empty: none.
+
+    Where rows of one phase overlap, time counts once.
+    """
     rows = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"]
     steps = [(begin, end) for name, begin, end in rows if name.startswith(_STEP)]
     if not steps:
-        return None
+        return {}
     spans = {
         phase: [(begin, end) for name, begin, end in rows if name.startswith(prefixes)]
         for phase, prefixes in PHASES.items()
     }
-    whole = _covered(steps)
-    apart = _covered([*steps, *spans["communication"]]) - _covered(spans["communication"])
-    return Times(len(steps), whole, {phase: _covered(each) for phase, each in spans.items()}, apart)
+    times = {phase: _covered(each) for phase, each in spans.items()}
+    times["whole step"] = _covered(steps)
+    waiting = spans["communication"]
+    times["but for communication"] = _covered([*steps, *waiting]) - _covered(waiting)
+    return {"steps": len(steps), **{name: time / len(steps) / 1000 for name, time in times.items()}}
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
@@ -176,23 +164,19 @@ def _covered(spans: list[tuple[float, float]]) -> float:
     return total
 
 
-def table(rows: dict[int, Times], folder: Path) -> str:
+def table(rows: dict[int, dict[str, float]], folder: Path) -> str:
     """Milliseconds per step of each phase, over ranks, and which rank was the slowest in it."""
-    kinds: list[tuple[str, Callable[[Times], float]]] = [
-        *[(phase, lambda times, phase=phase: times.phases[phase]) for phase in PHASES],
-        ("whole step", lambda times: times.whole),
-        ("but for communication", lambda times: times.busy),
-    ]
+    first = next(iter(rows.values()))
     lines = [
-        f"{folder}/rank_*.json: {rows[min(rows)].steps} steps of {len(rows)} ranks, milliseconds per step"
+        f"{folder}/rank_*.json: {first['steps']} steps of {len(rows)} ranks, milliseconds per step",
+        f"{'':22}{'mean':>9}{'slowest':>9}  rank",
     ]
-    lines.append(f"{'':22}{'mean':>9}{'slowest':>9}  rank")
-    for name, value in kinds:
-        each = {rank: value(times) / times.steps / 1000 for rank, times in rows.items()}
+    slowest = 0
+    for name in [name for name in first if name != "steps"]:
+        each = {rank: times[name] for rank, times in rows.items()}
         slowest = max(each, key=lambda rank: each[rank])
         lines.append(f"{name:22}{sum(each.values()) / len(each):9.2f}{each[slowest]:9.2f}  {slowest}")
-    lines.append(f"The others wait for rank {slowest}." if len(rows) > 1 else "")
-    return "\n".join(filter(None, lines))
+    return "\n".join([*lines, f"The others wait for rank {slowest}."] if len(rows) > 1 else lines)
 
 
 def _nothing() -> None:

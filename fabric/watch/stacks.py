@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fabric.core.source import is_users
-from fabric.plugins.collectives.waits import Here
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -57,7 +56,7 @@ class StillWatch:
         self.stays: float | None = None
         """Since when the thread has been at one place, busy or not, in whatever code; None: it has ended."""
 
-    def look(self) -> Here | None:
+    def look(self) -> tuple[str, float] | None:
         """Where the thread stands still, and since which look; None: it moves, or is in the user's code."""
         frame = sys._current_frames().get(self._thread)
         spot = None if frame is None else (id(frame), frame.f_lasti)
@@ -72,7 +71,7 @@ class StillWatch:
         if place != self._place or not idle:
             self._place, self._since = place, now
         self._looked, self._used = now, used
-        return Here(what, self._since) if self._since < now else None
+        return (what, self._since) if self._since < now else None
 
 
 def _waiting_in(frame: FrameType) -> str | None:

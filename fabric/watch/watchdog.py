@@ -1,24 +1,22 @@
 """`Watchdog`: a thread of each rank that says where all ranks are, once one of them has waited too long.
 
 It looks at what the main thread left behind (a call of all ranks that it waits in) and where it stands still,
-and asks the others through the store. Every rank answers from its own thread, so also one that is busy or
-stuck in Python; one that does not answer has ended, or cannot run Python. Nothing is written while nothing
-waits, and the main thread does nothing for it.
+and tells it to the others through the store, at each look. Every rank does so from its own thread, so also
+one that is busy or stuck in Python; one of which nothing new is heard has ended, or cannot run Python. The
+main thread does nothing for it.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import re
-import socket
 import sys
 import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +26,7 @@ from fabric.core.messages import say
 from fabric.plugins.collectives.control import reason_of, waits_of_world
 from fabric.plugins.collectives.frames import Said
 from fabric.plugins.collectives.job_store import StoreSilent
-from fabric.plugins.collectives.waits import Here, Whereabouts
+from fabric.plugins.collectives.waits import LEFT, SILENT, Wait, as_table
 from fabric.watch.stacks import StillWatch, user_line
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ VARIABLE = "FABRIC_HANG_REPORT_AFTER"
 _PERIOD = 1.0
 """Seconds between two looks; more in large jobs, for the store's sake."""
 _ANSWER = 1.5
-"""Seconds that ranks have to answer; they look twice, and more, in that time."""
+"""Seconds, or three looks, in which each rank should have told where it is."""
 _AGAIN = 5.0
 """The next table of one hang comes after so many times the seconds of the last."""
 
@@ -59,30 +57,6 @@ _STILL_S = 2.0
 
 _END_S = 30.0
 """Seconds in which ranks that raise should have ended, and with them what a thread waits for."""
-
-
-_LEFT, _SILENT = "has left", "no answer"
-
-
-class _Stands(NamedTuple):
-    """Since when the thread stands still in torch's collectives, as far as the watchdog's own looks tell."""
-
-    since: float | None = None
-    stamp: int = 0
-    """Of the post that says so; 0: not posted."""
-    heard: float = 0.0
-    """When a verdict was heard that it will never end."""
-
-
-class Seen(NamedTuple):
-    """Where a rank is, as it tells the others."""
-
-    rank: int
-    host: str
-    what: str
-    """The call it waits in; "" outside of any."""
-    seconds: float | None
-    where: str
 
 
 def report_after() -> float | None:
@@ -130,13 +104,10 @@ class Watchdog:
     """
 
     def __init__(self, waits: Waits, after: float, device: torch.device) -> None:
-        self._store = waits.store.clone("fabric/watch")
-        self._board = self._store.part(waits.store.prefix)
-        self._lock = threading.Lock()  # the main thread asks, too, when a call has failed
+        self._store = waits.store.clone()
         self._waits = waits
-        self._rank, self._world = waits.rank, waits.world_size
         self._after = self._next = after
-        self._period = max(min(_PERIOD, after / 4), self._world / 2048)
+        self._period = max(min(_PERIOD, after / 4), waits.world_size / 2048)
         self._thread = threading.get_ident()
         self._still = StillWatch(self._thread)
         self._device: DeviceWatch | None = None
@@ -144,8 +115,8 @@ class Watchdog:
             from fabric.watch.devices import DeviceWatch
 
             self._device = DeviceWatch(device, after / 2)
-        self._answered, self._heard = 0, 0.0
-        self._stands = _Stands()
+        self._tables = 0  # that ranks have printed
+        self._heard: float | None = None  # when a verdict came that the thread will never go on
         self._over = threading.Event()
         waits.explain = self.whereabouts
         atexit.register(self.stop)
@@ -167,15 +138,22 @@ class Watchdog:
 
             end = f"raised {describe(error)}"
         with suppress(Exception):  # the store may have gone before
-            self._waits.leave(json.dumps([socket.gethostname(), end]))
+            self._waits.tell(self._waits.stand(Said(self._waits.rank, LEFT, "", end), None))
 
-    def whereabouts(self) -> Whereabouts:
-        """Ask all ranks where they are. May be called by any thread of any rank."""
-        try:
-            rows = self._asked()
-        except Exception:
-            return Whereabouts([], "")  # the store went with the rank that kept it
-        return Whereabouts([row.rank for row in rows if row.what in (_LEFT, _SILENT)], as_table(rows))
+    def whereabouts(self) -> dict[int, Wait]:
+        """Where each rank is from now on, as its own watchdog tells it. May be called by any thread."""
+        waits, end = self._waits, time.monotonic() + max(_ANSWER, 3 * self._period)
+        ranks = {*range(waits.world_size)} - {waits.rank}
+        before = found = waits.read(self._store)
+        while ranks and time.monotonic() < end:
+            time.sleep(max(self._period / 2, waits.world_size / 1024))
+            found = waits.read(self._store)
+            ranks = {r for r in ranks if found.get(r) == before.get(r) and not _has_left(found.get(r))}
+        found[waits.rank] = self._stands()._replace(told=time.monotonic())
+        for rank in ranks:
+            text = "it has died, cannot be reached, or something keeps Python from running there"
+            found[rank] = Wait(rank, "", SILENT, "", text, None, {})
+        return dict(sorted(found.items()))
 
     def explain(self, error: Exception, doing: str) -> None:
         """Raise what lies behind an error of the process group, if it is one.
@@ -192,13 +170,13 @@ class Watchdog:
         if self._waits.broken is not None:
             raise CollectiveMismatch(self._waits.broken) from error
         try:
-            more = f"Where the ranks are:\n{as_table(self._asked())}"
+            more = f"Where the ranks are:\n{as_table(self.whereabouts().values())}"
         except StoreSilent as silent:
             more = f"This rank {silent}."
         except Exception:  # the store went with the rank that kept it
             return
         raise RankError(
-            f"{doing} failed on rank {self._rank}, since another rank ended or did not come "
+            f"{doing} failed on rank {self._waits.rank}, since another rank ended or did not come "
             f"({reason_of(error)}). {more}"
         ) from error
 
@@ -208,52 +186,52 @@ class Watchdog:
                 self._look()
             except Exception as error:
                 if not isinstance(error, dist.DistError | OSError):  # else the store has gone, with the job
-                    say(f"the watchdog of rank {self._rank} ends, it failed: {error!r}")
+                    say(f"the watchdog of rank {self._waits.rank} ends, it failed: {error!r}")
                 atexit.unregister(self.stop)
                 return
 
     def _look(self) -> None:
-        silent, still = None, self._still.look()
+        wait, said, silent = self._stands(), self._tables, None
         try:
-            reported = self._answer()
-            self._share(still)
+            self._waits.tell(wait, self._store)
+            if wait.pending:
+                self._waits.judge(self._store)
+            said = self._store.add("tables", 0)
         except StoreSilent as error:
-            reported, silent = False, error
-        wait = self._wait(still)
-        seconds = None if wait is None else time.monotonic() - wait.since
-        if seconds is None:
+            silent = error
+        self._end_if_hopeless(wait)
+        if wait.since is None:
             self._next = self._after
-        elif reported:  # another rank has said it
-            self._next = max(self._next, seconds * _AGAIN)
-        elif seconds >= self._next:
-            self._next = seconds * _AGAIN
-            self._report(self._here(), silent)
+        else:
+            seconds = time.monotonic() - wait.since
+            if said > self._tables:  # another rank has said it
+                self._next = max(self._next, seconds * _AGAIN)
+            elif seconds >= self._next:
+                self._next = seconds * _AGAIN
+                self._report(wait, seconds, silent)
+        self._tables = max(said, self._tables)
 
-    def _share(self, still: Here | None) -> None:
-        """Let ranks that wait in a call know if this one stands still in torch's collectives."""
-        still = still if self._waits.here is None else None
-        stands, since = self._stands, None if still is None else still.since
-        if since != stands.since or still is None:
-            if stands.stamp:
-                self._waits.withdraw(stands.stamp, self._board)
-            self._stands = _Stands(since)
-            return
-        if stands.stamp:
-            self._waits.judge(self._board)
-            self._end()
-        elif time.monotonic() - still.since >= _STILL_S:
-            begun = self._waits.begun(self._thread)
-            if begun.pending:
-                row = Said(self._rank, still.verb, "", user_line(self._thread))
-                self._stands = stands._replace(stamp=self._waits.post_still(self._board, row, begun))
+    def _stands(self) -> Wait:
+        """Where the thread is. Called at each look: quick."""
+        still = self._still.look()
+        stuck = None if self._device is None else self._device.look(self._still.stays)
+        if self._waits.here is not None:
+            return self._waits.here
+        what, since = still or stuck or ("", None)
+        wait = self._waits.stand(Said(self._waits.rank, what, "", user_line(self._thread)), since)
+        if still is None or time.monotonic() - still[1] < _STILL_S:
+            return wait
+        begun = self._waits.begun(self._thread)
+        return wait._replace(begun=begun.last, pending=begun.pending) if begun.pending else wait
 
-    def _end(self) -> None:
+    def _end_if_hopeless(self, wait: Wait) -> None:
         """End this process if by a verdict its thread stands still for ever, and nobody's end does it."""
         verdict, now = self._waits.broken, time.monotonic()
-        if verdict is None:
+        if verdict is None or not wait.pending:
+            self._heard = None
             return
-        self._stands = stands = self._stands._replace(heard=self._stands.heard or now)
-        if now - stands.heard < _END_S and self._waits.can_raise:
+        self._heard = self._heard or now
+        if now - self._heard < _END_S and self._waits.can_raise:
             return
         error = CollectiveMismatch(verdict)
         try:
@@ -263,74 +241,17 @@ class Watchdog:
         finally:  # whatever hooks and streams do: the others wait for the end
             os._exit(1)
 
-    def _report(self, seen: Seen, silent: StoreSilent | None) -> None:
-        waited = f"rank {self._rank} has waited {seen.seconds or 0:.0f} s in {seen.what}"
+    def _report(self, wait: Wait, seconds: float, silent: StoreSilent | None) -> None:
+        me = str(wait.rank)
+        waited = f"rank {me} has waited {seconds:.0f} s in {wait.verb}"
         if silent is not None:
-            say(
-                f"{waited} at {seen.where} ({VARIABLE}={self._after:g}), and cannot ask the others: {silent}."
-            )
-            return
-        round_, me = self._store.add("asked", 0), str(self._rank)
-        if round_ > self._answered or self._store.compare_set(f"by/{round_}", "", me) != me.encode():
-            return  # another rank has just asked
-        text = as_table(self._asked())
-        say(f"{waited} ({VARIABLE}={self._after:g}). Where the ranks are:\n{text}")
-
-    def _asked(self) -> list[Seen]:
-        fresh = time.monotonic() - self._heard < _ANSWER and self._answered > 0
-        # When one rank ends all others ask at once: they share the first one's question.
-        round_ = self._answered if fresh else self._store.add("asked", 1)
-        self._answer()
-        ranks, pause = range(self._world), max(0.02, self._world / 2048)
-        deadline = time.monotonic() + max(_ANSWER, 3 * self._period)
-        while time.monotonic() < deadline and self._store.add(f"count/{round_}", 0) < self._world:
-            time.sleep(pause)
-        told = self._store.get_all([f"at/{round_}/{rank}" for rank in ranks])
-        rows = []
-        for rank in ranks:
-            key, left = f"at/{round_}/{rank}", f"left/{rank}"
-            if key in told:
-                rows.append(Seen(*json.loads(told[key])))
-            elif self._board.check([left]):
-                host, end = json.loads(self._board.get(left))
-                rows.append(Seen(rank, host, _LEFT, None, end))
-            else:
-                text = "it has died, cannot be reached, or something keeps Python from running there"
-                rows.append(Seen(rank, "", _SILENT, None, text))
-        return rows
-
-    def _answer(self) -> bool:
-        with self._lock:
-            asked, before = int(self._store.add("asked", 0)), self._answered
-            if asked > before:
-                self._heard = time.monotonic()
-            for round_ in range(before + 1, asked + 1):
-                self._store.set(f"at/{round_}/{self._rank}", json.dumps(self._here()))
-                self._store.add(f"count/{round_}", 1)
-            self._answered = asked
-        return asked > before
-
-    def _wait(self, still: Here | None) -> Here | None:
-        """What this rank waits in; None: nothing that is known. Called at each look: quick."""
-        stuck = None if self._device is None else self._device.look(self._still.stays)
-        return self._waits.here or still or stuck
-
-    def _here(self) -> Seen:
-        wait, host = self._wait(self._still.look()), socket.gethostname()
-        where = "" if wait is None else wait.where
-        where = where or user_line(self._thread)
-        if wait is None:
-            return Seen(self._rank, host, "", None, where)
-        return Seen(self._rank, host, wait.verb, time.monotonic() - wait.since, where)
+            where = f"at {wait.where} ({VARIABLE}={self._after:g})"
+            say(f"{waited} {where}, and cannot ask the others: {silent}.")
+        elif self._store.compare_set(f"table/{self._tables}", "", me) == me.encode():  # else another does
+            self._tables = self._store.add("tables", 1)
+            text = as_table(self.whereabouts().values())
+            say(f"{waited} ({VARIABLE}={self._after:g}). Where the ranks are:\n{text}")
 
 
-def as_table(rows: list[Seen]) -> str:
-    """A line per rank."""
-    from fabric.plugins.collectives.mismatch import aligned
-
-    cells = [("rank", "host", "in", "for", "at")]
-    for row in rows:
-        seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
-        what = row.what or "no call of all ranks"
-        cells.append((str(row.rank), row.host, what, seconds, row.where))
-    return aligned(cells)
+def _has_left(wait: Wait | None) -> bool:
+    return wait is not None and wait.verb == LEFT

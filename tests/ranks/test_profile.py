@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, UsageError
 from fabric.data.loader import _FabricDataLoader
-from fabric.watch.profile import Times, table, times_of
+from fabric.watch.profile import table, times_of
 from fabric.wrappers import _FabricModule, _FabricOptimizer
 
 OWN = ["fabric.data", "fabric.forward", "fabric.backward", "fabric.step"]
@@ -245,23 +245,23 @@ def test_time_counts_once_and_waiting_is_not_being_busy():
         row("nccl:all_gather", 190, 250),
         row("aten::add", 0, 1000),
     ]
-    phases = {"data": 10.0, "forward": 20.0, "backward": 0.0, "communication": 100.0, "step": 0.0}
-    assert times_of(events) == Times(2, 200.0, phases, 150.0)
-    assert times_of(events[3:]) is None
+    phases = {"data": 0.005, "forward": 0.01, "backward": 0.0, "communication": 0.05, "step": 0.0}
+    assert times_of(events) == {"steps": 2, **phases, "whole step": 0.1, "but for communication": 0.075}
+    assert times_of(events[3:]) == {}
 
 
 def test_the_table():
     def times(forward, communication, busy):
         phases = {
-            "data": 1000.0,
+            "data": 0.5,
             "forward": forward,
             "backward": 0.0,
             "communication": communication,
             "step": 0.0,
         }
-        return Times(2, 8000.0, phases, busy)
+        return {"steps": 2, **phases, "whole step": 4.0, "but for communication": busy}
 
-    text = table({0: times(2000.0, 5000.0, 3000.0), 3: times(6000.0, 1000.0, 7000.0)}, Path("t"))
+    text = table({0: times(1.0, 2.5, 1.5), 3: times(3.0, 0.5, 3.5)}, Path("t"))
     assert text.splitlines() == [
         "t/rank_*.json: 2 steps of 2 ranks, milliseconds per step",
         "                           mean  slowest  rank",

@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError, RankError
-from fabric.plugins.collectives.waits import Here
+from fabric.plugins.collectives.frames import Said
+from fabric.plugins.collectives.waits import Wait, as_table
 from fabric.watch import watchdog
 from fabric.watch.stacks import user_line
-from fabric.watch.watchdog import Seen, as_table, report_after
+from fabric.watch.watchdog import report_after
 
 HERE = Path(__file__).name
 
@@ -190,7 +191,7 @@ def all_wait_at_once():
     with watched("60") as (fabric, listener):
         dog, waits = fabric.strategy._watchdog, fabric.strategy._watchdog._waits
         fabric.barrier()
-        waits.here = Here("barrier('x') #1", time.monotonic() - 100, "train.py:3")
+        waits.here = waits.stand(Said(0, "barrier('x') #1", "", "train.py:3"), time.monotonic() - 100)
         listener.wait()
         for _ in range(3):  # each needs a look of every rank's watchdog
             dog.whereabouts()
@@ -212,7 +213,7 @@ def gone_rank():
             listener.store.set("table", "left")
             return ""
         listener.wait()
-        return fabric.strategy._watchdog.whereabouts().table
+        return as_table(fabric.strategy._watchdog.whereabouts().values())
 
 
 def test_a_rank_that_has_left_is_told_from_one_that_does_not_answer(ranks):
@@ -292,8 +293,8 @@ def test_lines_of_threads():
 
 def test_the_table():
     rows = [
-        Seen(0, "one", "barrier() #3", 61.2, "train.py:4"),
-        Seen(12, "two", "", None, "train.py:9 in load"),
+        Wait(0, "one", "barrier() #3", "", "train.py:4", 3.0, {}, told=64.2),
+        Wait(12, "two", "", "", "train.py:9 in load", None, {}, told=8.0),
     ]
     assert as_table(rows) == (
         "  rank  host  in                    for   at\n"

@@ -29,14 +29,13 @@ def agreed(value: Any, channel: Channel) -> Any:
     held = gather_objects(value, channel, "agree")
     if all([same(held[0], other) for other in held[1:]]):
         return value
-    rows = [
-        f"  rank {rank}: {_show(each)}" for rank, each in zip(_ranks(channel, len(held)), held, strict=True)
-    ]
+    guard = channel.guard
+    ranks = guard.members if guard is not None else range(len(held))
+    rows = [f"  rank {rank}: {_show(each)}" for rank, each in zip(ranks, held, strict=True)]
     raise CollectiveMismatch(
-        "fabric.agree: ranks hold different values.\n"
-        + "\n".join(rows)
-        + "\nDecide on one rank and send the value with "
-        "fabric.broadcast, or combine the values with fabric.all_reduce, fabric.any or fabric.all."
+        "\n".join(["fabric.agree: ranks hold different values.", *rows])
+        + "\nDecide on one rank and send the value with fabric.broadcast, or combine the values with "
+        "fabric.all_reduce, fabric.any or fabric.all."
     )
 
 
@@ -77,11 +76,6 @@ def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
     if plain and one.itemsize > 1:
         return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
     return torch.equal(one.view(torch.uint8) if plain else one, other.view(torch.uint8) if plain else other)
-
-
-def _ranks(channel: Channel, count: int) -> list[int]:
-    guard = channel.collective.guard
-    return guard.members if guard is not None else list(range(count))
 
 
 def _show(value: Any) -> str:

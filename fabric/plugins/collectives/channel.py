@@ -10,22 +10,28 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
+from fabric.core.errors import (
+    ArgumentTypeError,
+    CollectiveMismatch,
+    ConfigurationError,
+    FabricError,
+    UsageError,
+)
 from fabric.core.registry import did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
     from fabric.plugins.collectives.collective import Collective
-    from fabric.plugins.collectives.control import Guard, Meeting
-    from fabric.plugins.collectives.frames import Call
+    from fabric.plugins.collectives.control import Guard
+    from fabric.plugins.collectives.frames import Call, Meeting
 
 
 _OPS = {
@@ -116,42 +122,56 @@ class Channel:
             )
         return size
 
-    def meet(self, call: Call, payload: list[Tensor] | None = None) -> Meeting | None:
-        """Wait until all ranks make this call, and give each their `payload` (flat bytes on the host) if it
-        fits.
+    def meet(self, call: Call, payload: Sequence[Tensor] = ()) -> Meeting | None:
+        """Wait until all ranks make this call, and give each their `payload` (contiguous tensors on the host)
+        if it fits.
 
-        None where nothing was exchanged: a world of one, or FABRIC_GUARD=off.
+        None where no data were exchanged: a world of one, or FABRIC_GUARD=light or off.
 
         Raises:
             CollectiveMismatch: Ranks make different calls; raised on all of them.
             RankError: A rank went away, or did not come in time.
         """
         guard = self.guard
-        return None if guard is None else guard.meet(call, payload)
+        if guard is None:
+            return None
+        if guard.waits.broken is not None:
+            raise CollectiveMismatch(guard.waits.broken)
+        star = guard.star or guard.open(call)
+        if star is None:
+            return None
+        counts, name = guard.waits.counts, guard.name
+        own = guard.frame.message(counts[name] + 1, call, payload)
+        counts[name] += 1  # last: nothing can fail between it and the frame
+        turn = star.start(own)
+        try:
+            done = turn.is_done()
+        except ConnectionError:  # `wait` meets it again
+            done = False
+        if not done:
+            guard.wait(turn, call, 0.0)
+        if not guard.frame.is_alike(turn.rows, turn.size):
+            guard.disagree(star, call)
+        return guard.frame.meeting(turn.rows, turn.size)
 
     def ride(
         self, call: Call, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
     ) -> tuple[list[Tensor] | None, Any]:
-        """As `meet`, with bytes that may ride: (world_size, bytes) of all ranks for each of `flats`.
+        """As `meet`, with tensors that may ride: (world_size, numel) of all ranks for each of `flats`.
 
         None if they must be sent by themselves, with what `room()` gave: memory, asked for before the call
         where that is known by then. A rank without it must not leave the others in the message after it.
         """
-        from fabric.plugins.collectives.frames import ROOM, all_on_host
+        from fabric.plugins.collectives.frames import ROOM, all_on_host, packed_size
 
         if self.world_size == 1 and may:
-            return [flat[None].clone() for flat in flats], None
-        fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= ROOM
+            return [flat.view(1, -1).clone() for flat in flats], None
+        fits = may and all_on_host(flats) and packed_size(flats) <= ROOM
         made = None if fits else room()
-        guard = self.guard
-        meeting = None if guard is None else guard.meet(call, flats if fits else None)
+        meeting = self.meet(call, flats if fits else ())
         if not fits or meeting is None:
             return None, room() if fits else made
-        tables, start = [], 0
-        for flat in flats:
-            tables.append(meeting.column(start, flat.numel()))
-            start += flat.numel()
-        return tables, None
+        return meeting.columns(flats), None
 
     def announce(self, verb: str, what: str = "") -> None:
         """Wait until all ranks make a call without data: this verb, with the same description `what`."""
@@ -173,9 +193,8 @@ class Channel:
             yield
         except FabricError as error:
             self.refuse(verb, error)
-            raise
 
-    def refuse(self, verb: str, error: FabricError) -> None:
+    def refuse(self, verb: str, error: FabricError) -> NoReturn:
         """Tell the ranks that wait in `verb` that this one does not accept its arguments; then raise `error`.
 
         Raises:
@@ -187,6 +206,7 @@ class Channel:
             # Alike is the kind of mistake; its text may name values, of which every rank has its own.
             kind = f"{REFUSED}{type(error).__name__}"
             self.meet(call_of(verb, kind)._replace(what=f"{kind}: {error}"))
+        raise error
 
 
 def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tensor]:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from fabric.plugins.collectives.control import Guard
-    from fabric.plugins.collectives.waits import Waits
 
 
 CollectibleGroup: TypeAlias = Any
@@ -49,11 +48,6 @@ class Collective(ABC):
     def place_of(self, rank: int) -> int:
         """The place of a global `rank` within the group, from 0."""
         return rank
-
-    @property
-    def job(self) -> Waits | None:
-        """What the ranks of the job share beside collectives; None: nothing."""
-        return None
 
     @property
     def guard(self) -> Guard | None:

@@ -8,27 +8,25 @@ that never meet (waits.py) raise the same error, too, and from then on at every 
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from contextlib import nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
 from fabric.core.torch_internals import default_store, group_timeout
-from fabric.plugins.collectives.frames import FRAME_BYTES, HEADER, KEY_BYTES, ROOM, Said
+from fabric.plugins.collectives.frames import Frame, Said
 from fabric.plugins.collectives.job_store import StoreSilent
-from fabric.plugins.collectives.star import Listener, Star, Turn, connect
-from fabric.plugins.collectives.waits import PATIENCE, Here, Waits, Whereabouts
+from fabric.plugins.collectives.star import PATIENCE, Listener, Star, Turn, connect
+from fabric.plugins.collectives.waits import LEFT, SILENT, Wait, Waits, as_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
+    from collections.abc import Mapping, Sequence
 
     from fabric.plugins.collectives.frames import Call
 
@@ -58,27 +56,6 @@ def waits_of_world() -> Waits:
         store = default_store()
         _waits[world] = Waits(store, dist.get_rank(), dist.get_world_size(), timeout_of(world))
     return _waits[world]
-
-
-class Meeting(NamedTuple):
-    """What the frames of all ranks brought."""
-
-    rows: Tensor
-    """(world_size, bytes): every rank's frame, shorter ones filled up."""
-
-    def sizes(self) -> list[int]:
-        """Bytes of data that each rank announced, for calls in which they may differ."""
-        head = self.rows[:, KEY_BYTES : KEY_BYTES + 8].contiguous().view(torch.int64)
-        sizes: list[int] = head.flatten().tolist()
-        return sizes
-
-    def column(self, start: int, size: int) -> Tensor:
-        """(world_size, size): the bytes that each rank sent, from byte `start` of its data on. A copy."""
-        return self.rows.narrow(1, HEADER.size + start, size).clone(memory_format=torch.contiguous_format)
-
-    def data(self, place: int, size: int) -> Tensor:
-        """The first `size` bytes of the member at `place`. A copy."""
-        return self.rows[place, HEADER.size : HEADER.size + size].clone()
 
 
 class Arrival:
@@ -139,86 +116,51 @@ class Arrival:
 
 
 class Guard:
-    """Meets the other ranks of one process group before each collective. Made by `guard_of`."""
+    """What the ranks of one process group need to meet before each collective (`Channel.meet`), and what is
+    done where they do not come, or come to different calls. Made by `guard_of`.
+    """
 
     def __init__(self, group: Any, mode: str) -> None:
         self.name: str = group.group_name
         self.members: list[int] = dist.get_process_group_ranks(group)
         self.mode = mode
         self._group = weakref.ref(group)
-        self._waits = waits_of_world()
-        self._counts = self._waits.counts
+        self.waits = waits_of_world()
+        self.waits.counts.setdefault(self.name, 0)
         self.timeout = timeout_of(group)
-        self._star: Star | None = None
-        self.whole = mode == "full" and len(self.members) <= FULL_UP_TO
-        """Whether data ride in the frames."""
-        with torch.inference_mode(False):  # it must serve outside of an evaluation, too
-            self._sent = bytearray(FRAME_BYTES)
-            self._room = torch.frombuffer(self._sent, dtype=torch.uint8)[HEADER.size :]
+        self.star: Star | None = None
+        self.frame = Frame(len(self.members), mode == "full" and len(self.members) <= FULL_UP_TO)
 
     @property
     def count(self) -> int:
         """How many calls of the group this rank has come to."""
-        return self._counts.get(self.name, 0)
+        return self.waits.counts[self.name]
 
-    def meet(self, call: Call, payload: list[Tensor] | None = None) -> Meeting | None:
-        """Wait until all ranks make this call; see `Channel.meet`."""
-        if self._waits.broken is not None:
-            raise CollectiveMismatch(self._waits.broken)
-        star = self._star or self._open(call)
-        if star is None:
-            return None
-        size, end = sum([data.numel() for data in payload or ()]), KEY_BYTES
-        if self.whole:
-            end = HEADER.size
-            if payload and size <= ROOM:
-                torch.cat(payload, out=self._room.narrow(0, 0, size))
-                end += size
-        counts, name = self._counts, self.name
-        count = counts[name] = counts.get(name, 0) + 1  # last: nothing can fail between it and the frame
-        HEADER.pack_into(self._sent, 0, count, call.digest, size)
-        turn = self._exchange(star, bytes(self._sent[:end]), call)
-        # One comparison for each rank: the rest is looked at only where they differ.
-        key, rows = self._sent[:KEY_BYTES], turn.rows
-        for at in range(0, len(rows), turn.size):
-            if rows[at : at + KEY_BYTES] != key:
-                self._disagree(star, call)
-        if not self.whole:
-            return None
-        table = torch.frombuffer(rows, dtype=torch.uint8).view(-1, turn.size)
-        return Meeting(table.expand(len(self.members), turn.size))
-
-    def _exchange(self, star: Star, own: bytes, call: Call) -> Turn:
-        """What all ranks have sent."""
-        turn = star.start(own)
-        self._finish(turn, call)
-        return turn
-
-    def _disagree(self, star: Star, call: Call) -> NoReturn:
-        """All ranks see that the keys differ: say what each was about to do, and raise on all."""
+    def disagree(self, star: Star, call: Call) -> NoReturn:
+        """All ranks see that their calls differ: say what each was about to do, and raise on all."""
         from fabric.plugins.collectives import mismatch
 
-        own = bytes(mismatch.to_text(self._row(call)))
-        turn = self._exchange(star, own, call)
+        turn = star.start(mismatch.to_text(self._row(call)))
+        self.wait(turn, call)
         starts = range(0, len(turn.rows), turn.size)
         rows = [bytes(turn.rows[at : at + turn.size]).rstrip(b"\0") for at in starts]
         rows = rows if len(rows) > 1 else rows * len(self.members)
         said = [mismatch.from_text(rank, row) for rank, row in zip(self.members, rows, strict=True)]
         raise CollectiveMismatch(mismatch.mismatch_text(said))
 
-    def _open(self, call: Call) -> Star | None:
+    def open(self, call: Call) -> Star | None:
         """The connections, made by the first call of the group, when all its ranks are there; None: off."""
-        waits, place = self._waits, self.members.index(self._waits.rank)
+        waits, place = self.waits, self.members.index(self.waits.rank)
         why = "it was the first call of the group"
         arrival = Arrival(waits, f"open {self.name}", self.members, why)
         with nullcontext() if place else Listener(len(self.members) - 1) as listener:
             way = [waits.store.address, *listener.told] if listener else []
             arrival.tell(waits.rank, " ".join([self.mode, *way]))
             try:
-                self.wait_for(arrival, call)
+                self.wait(arrival, call)
             except KeyboardInterrupt:  # the call may be made again
                 arrival.take_back(waits.rank)
-                self._counts[arrival.name] -= 1
+                waits.counts[arrival.name] -= 1
                 raise
             told = [text.split(" ") for text in arrival.told()]
             self._check_modes([mode for mode, *_ in told])
@@ -231,11 +173,11 @@ class Guard:
                 lines = listener.accept() if listener else connect(place, host, *way)
             except OSError as error:
                 raise RankError(self._unreached(f"{host}:{way[0]}", error)) from error
-        self._star = Star(lines, self.members, place)
-        return self._star
+        self.star = Star(lines, self.members, place)
+        return self.star
 
     def _unreached(self, at: str, error: OSError) -> str:
-        first, rank = self.members[0], self._waits.rank
+        first, rank = self.members[0], self.waits.rank
         who = "the others" if rank == first else f"rank {rank}"
         return (
             f"Ranks of a group exchange what they are about to do through its first one, and {who} did not "
@@ -253,110 +195,100 @@ class Guard:
                 f"{', '.join(each)}."
             )
 
-    def wait_for(self, arrival: Arrival, call: Call) -> None:
-        """Wait until its members have come.
+    def wait(self, point: Arrival | Turn, call: Call, patience: float = PATIENCE) -> None:
+        """Wait for the others; after a while, look where they are.
 
         Raises:
             CollectiveMismatch: They wait for this rank, elsewhere.
             RankError: One of them went away, or did not come in time.
         """
-        self._counts[arrival.name] = arrival.turn
-        self._finish(arrival, call)
-
-    def _finish(self, point: Arrival | Turn, call: Call) -> None:
-        """Wait for the others; after a while, look where they are."""
+        if isinstance(point, Arrival):
+            self.waits.counts[point.name] = point.turn
         try:
-            if not point.is_done(PATIENCE):
+            if not point.is_done(patience):
                 self._wait_long(point, call)
         except CollectiveMismatch:
             raise
         except (RuntimeError, ConnectionError) as error:
-            if isinstance(point, Turn) and self._star is not None:
-                self._star.close(str(error))
+            if isinstance(point, Turn) and self.star is not None:
+                self.star.close(str(error))
             with suppress(RuntimeError):  # the store's host may be who has ended
-                self._waits.hear()
-            if self._waits.broken is not None:
-                raise CollectiveMismatch(self._waits.broken) from error
-            if self._waits.here is None:
-                self._waits.here = Here(self._row(call).verb, time.monotonic(), user_place())
+                self.waits.hear()
+            if self.waits.broken is not None:
+                raise CollectiveMismatch(self.waits.broken) from error
             raise RankError(self._failure(call, error, point)) from error
         finally:
-            self._waits.here = None
+            if self.waits.here is not None:
+                self.waits.here = None
+                with suppress(RuntimeError):
+                    self.waits.tell(self.waits.stand(Said(self.waits.rank, "", "", ""), None))
 
     def _wait_long(self, point: Arrival | Turn, call: Call) -> None:
-        waits, heard = self._waits, time.monotonic()
+        waits, heard = self.waits, time.monotonic()
         longest = max(1.0, waits.world_size / 64)  # between two looks, for the store's sake
         seconds = 0.2 * longest
+        waits.here = self._here(point, call, heard - PATIENCE)
+        while not point.is_done(seconds):
+            with suppress(StoreSilent):  # what the ranks wait for may come, all the same
+                waits.tell(waits.here)
+                waits.judge()
+            if waits.broken is not None:
+                raise CollectiveMismatch(waits.broken)
+            heard = self._heard(point, heard)
+            seconds = min(1.5 * seconds, longest)
+
+    def _here(self, point: Arrival | Turn, call: Call, since: float) -> Wait:
         name = point.name if isinstance(point, Arrival) else self.name
-        row, stamp = self._row(call), None
-        waits.here = Here(row.verb, heard - PATIENCE, row.where)
-        try:
-            while not point.is_done(seconds):
-                with suppress(StoreSilent):  # what the ranks wait for may come, all the same
-                    stamp = stamp or waits.post(name, self._counts[name], [*self.members], row)
-                    waits.judge()
-                if waits.broken is not None:
-                    raise CollectiveMismatch(waits.broken)
-                heard = self._heard(point, heard)
-                seconds = min(1.5 * seconds, longest)
-        finally:
-            if stamp is not None:
-                with suppress(StoreSilent):
-                    waits.withdraw(stamp)
+        begun = self.waits.begun(threading.get_ident()).last
+        where = {"group": name, "turn": self.waits.counts[name], "members": self.members, "begun": begun}
+        return self.waits.stand(self._row(call), since, **where)
 
     def _heard(self, point: Arrival | Turn, heard: float) -> float:
         """When the missing ones gave a sign of life, if they must; raises RuntimeError: too long ago."""
         limit, now = self.timeout.total_seconds() - PATIENCE, time.monotonic()
         if isinstance(point, Arrival):
             with suppress(StoreSilent):
-                missing = point.missing()
-                if self._waits.have_left(missing):
+                missing, explain = point.missing(), self.waits.explain
+                if any([one.verb == LEFT for one in self.waits.read(ranks=missing).values()]):
                     limit = 0.0
-                elif point.patient and now - heard > limit / 2 and self._waits.explain:
-                    found = self._waits.explain()
-                    if found.table and not missing & {*found.gone}:
+                elif point.patient and now - heard > limit / 2 and explain:
+                    found = explain()
+                    if not any([found[rank].verb in (LEFT, SILENT) for rank in missing]):
                         return time.monotonic()
         if now - heard > limit:
             raise RuntimeError(point.why)
         return heard
 
     def _row(self, call: Call) -> Said:
-        return Said(self._waits.rank, f"{call.verb} #{max(self.count, 1)}", call.what, user_place())
+        return Said(self.waits.rank, f"{call.verb} #{max(self.count, 1)}", call.what, user_place())
 
     def _failure(self, call: Call, error: Exception, point: Arrival | Turn) -> str:
         """The error for ranks that ended or did not come: who is missing, and where the others wait."""
-        self._waits.store.settle()
-        reason, explain = reason_of(error), self._waits.explain
-        text = f"{call.verb} at {user_place()} failed on rank {self._waits.rank}: "
-        gone, found = explain() if explain else Whereabouts([], "")
-        lost = self._star.lost if self._star is not None and isinstance(point, Turn) else None
-        ended = [str(rank) for rank in self.members if rank in gone or rank == lost]
+        waits, reason = self.waits, reason_of(error)
+        waits.store.settle()
+        waits.here = waits.here or self._here(point, call, time.monotonic())
+        lost = self.star.lost if self.star is not None and isinstance(point, Turn) else None
+        rows: Mapping[int, Wait] = {}
+        away = set[int]()
         try:
-            missing, rows = self._missing(point) if not ended else ([], [])
+            rows = waits.explain() if waits.explain else waits.read()
+            came = {rank for rank, one in rows.items() if one.counts.get(self.name, 0) >= self.count}
+            away = point.missing() if isinstance(point, Arrival) else {*self.members} - came
         except StoreSilent as silent:
-            missing, rows, reason = [], [], f"{reason}; {silent}"
+            reason = f"{reason}; {silent}"
         except Exception:  # the store went with the rank that kept it
-            missing, rows = [], []
+            pass
+        gone = {rank for rank, one in rows.items() if one.verb in (LEFT, SILENT)}
+        ended = [str(rank) for rank in self.members if rank in gone or rank == lost]
+        missing = [str(rank) for rank in sorted(away - {waits.rank})]
+        text = f"{call.verb} at {user_place()} failed on rank {waits.rank}: "
         if ended:
             text += f"rank {', '.join(ended)} ended, or does not answer ({reason})."
         else:
             who = f"rank {', '.join(missing)}" if missing else "a rank of the group"
             text += f"{who} ended, or did not come within {self.timeout.total_seconds():.0f} s ({reason})."
-        if found:
-            return f"{text}\nWhere the ranks are:\n{found}"
-        if not rows:
-            return text
-        from fabric.plugins.collectives.mismatch import table
-
-        return f"{text}\nWaiting at that time:\n{table(rows)}"
-
-    def _missing(self, point: Arrival | Turn) -> tuple[list[str], list[Said]]:
-        """Who has not come to this call, and the rows of the others that wait."""
-        waits = self._waits.read()
-        came = {wait.rank for wait in waits.values() if wait.counts.get(self.name, 0) >= self.count}
-        away = point.missing() if isinstance(point, Arrival) else {*self.members} - came
-        missing = [str(rank) for rank in sorted(away - {self._waits.rank})]
-        return missing, [wait.row() for wait in waits.values() if wait.rank != self._waits.rank]
+        shown = [one for one in rows.values() if one.verb or waits.explain]
+        return f"{text}\nWhere the ranks are:\n{as_table(shown)}" if shown else text
 
 
 def reason_of(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """What travels: the frame that every rank sends before a collective, so that a mismatch becomes an error, and
 tensors side by side in flat memory.
 
-Pure: how a call and its data look on the wire. `control.py` sends frames; the verbs send the rest.
+Pure: how a call and its data look on the wire. `Channel.meet` sends frames; the verbs send the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.torch_internals import flatten_tensors
-from fabric.utilities.dtypes import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -57,6 +56,68 @@ class Call(NamedTuple):
     """Structure, shapes and dtypes of the data, for people."""
     digest: bytes
     """16 bytes that stand for both."""
+
+
+class Frame:
+    """What a rank of a group sends before each call.
+
+    Args:
+        ranks: How many the group has.
+        whole: Whether data ride in it.
+    """
+
+    def __init__(self, ranks: int, whole: bool) -> None:
+        self.whole, self._ranks = whole, ranks
+        with torch.inference_mode(False):  # it must serve outside of an evaluation, too
+            self._sent = bytearray(FRAME_BYTES)
+            self._room = torch.frombuffer(self._sent, dtype=torch.uint8)[HEADER.size :]
+
+    def message(self, count: int, call: Call, payload: Sequence[Tensor]) -> bytes:
+        """The frame of the group's call number `count`, with tensors on the host that ride if they fit."""
+        size, end = packed_size(payload) if payload else 0, KEY_BYTES
+        if self.whole:
+            end = HEADER.size
+            if payload and size <= ROOM:
+                columns = unpack(self._room[None, :size], payload)
+                for column, tensor in zip(columns, payload, strict=True):
+                    column.copy_(tensor.view(1, -1))
+                end += size
+        HEADER.pack_into(self._sent, 0, count, call.digest, size)
+        return bytes(self._sent[:end])
+
+    def is_alike(self, rows: bytearray, size: int) -> bool:
+        """Whether all ranks made the call that this one told last, by their messages of `size` bytes each."""
+        # One comparison for each rank: the rest is looked at only where they differ.
+        key = self._sent[:KEY_BYTES]
+        return all([rows[at : at + KEY_BYTES] == key for at in range(0, len(rows), size)])
+
+    def meeting(self, rows: bytearray, size: int) -> Meeting | None:
+        """What came, of `size` bytes for each rank, or once for all if it is the same."""
+        if not self.whole:
+            return None
+        return Meeting(torch.frombuffer(rows, dtype=torch.uint8).view(-1, size).expand(self._ranks, size))
+
+
+class Meeting(NamedTuple):
+    """What the ranks of a group have exchanged."""
+
+    rows: Tensor
+    """(world_size, bytes): each rank's frame, as far as it is filled."""
+
+    def sizes(self) -> list[int]:
+        """Bytes of data that each rank announced, for calls in which they may differ."""
+        head = self.rows[:, KEY_BYTES : KEY_BYTES + 8].contiguous().view(torch.int64)
+        sizes: list[int] = head.flatten().tolist()
+        return sizes
+
+    def columns(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """(world_size, numel) of all ranks for each of the tensors that rode. Copies."""
+        data = self.rows.narrow(1, HEADER.size, packed_size(like))
+        return unpack(data.clone(memory_format=torch.contiguous_format), like)
+
+    def data(self, place: int, size: int) -> Tensor:
+        """The first `size` bytes of the member at `place`. A copy."""
+        return self.rows[place, HEADER.size : HEADER.size + size].clone()
 
 
 class Said(NamedTuple):
@@ -159,20 +220,21 @@ def join(tensors: list[Tensor]) -> Tensor:
 
     Without gaps: backends write into a view with gaps as if it had none, without a word.
     """
-    return tensors[0].contiguous().view(-1) if len(tensors) == 1 else flatten_tensors(tensors)
+    if len(tensors) > 1:
+        return flatten_tensors(tensors)  # type: ignore[no-any-return]
+    flat: Tensor = tensors[0].contiguous().view(-1)
+    return flat.view(()).view(1) if flat.numel() == 1 else flat  # one counts as contiguous with any stride
 
 
 def pack(tensors: list[Tensor], parts: int = 1) -> Tensor:
     """(parts, bytes): each tensor split along dim 0; those of one device, of one dtype side by side."""
+    plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
+    if len(plain) == 1:
+        return join(plain).view(torch.uint8).view(parts, -1)
     rows = []
-    for places in _by_dtype(tensors).values():
-        group = [tensors[i].detach() for i in places]
-        if parts == 1:
-            flat = join(group)
-        else:
-            cut = [t.resolve_conj().resolve_neg().reshape(parts, t.numel() // parts) for t in group]
-            flat = torch.cat(cut, dim=1) if len(cut) > 1 else cut[0]
-        rows.append(as_bytes(flat).view(parts, -1))
+    for places in _by_dtype(plain).values():
+        cut = [plain[i].reshape(parts, -1) for i in places]
+        rows.append(torch.cat(cut, dim=1).view(torch.uint8))
     if len(rows) < 2:
         return rows[0] if rows else torch.empty(parts, 0, dtype=torch.uint8)
     return torch.cat([torch.nn.functional.pad(row, (0, -row.shape[1] % _ALIGN)) for row in rows], dim=1)

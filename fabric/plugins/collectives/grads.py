@@ -18,7 +18,7 @@ from fabric.plugins.collectives.frames import call_of, draw, fold
 from fabric.plugins.collectives.gather import gather_tree
 from fabric.plugins.collectives.objects import Dumped, gather_dumped
 from fabric.plugins.collectives.reduce import reduce_tree, wire_dtype
-from fabric.plugins.collectives.route import all_to_all_tree, own_part, reduce_scatter_tree
+from fabric.plugins.collectives.route import all_to_all_tree, reduce_scatter_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,22 +85,12 @@ def all_reduce_with_grads(data: Any, op: Any, channel: Channel, *, verb: str = "
     with channel.refusing(verb):
         op = torch_op("sum" if op is None else op)
         name, tensors = op_name(op), reducible(leaves, op, channel.wire.device, verb)
-        if name not in (*_ALONG_RANKS, "sum", "mean"):
+        if name not in _ALONG_RANKS:
             raise ConfigurationError(f"{verb}({name}, sync_grads=True): {name} has no gradient.")
     label = f"{verb}({name}, sync_grads=True)"
-    if name in _ALONG_RANKS:  # as one process would compute it from everybody's data, ties included
-        gathered = flatten(all_gather_with_grads(unflatten(tensors, spec), channel, verb=label))[0]
-        return unflatten([_along_ranks(table, op) for table in gathered], spec, data)
-
-    def reduce(parts: list[Tensor]) -> list[Tensor]:
-        copies = unflatten([part.clone() for part in parts], spec)
-        return flatten(reduce_tree(copies, op, channel, label=label))[0]
-
-    def back(grads: list[Tensor]) -> list[Tensor]:
-        reduced: list[Tensor] = reduce_tree(grads, op, channel, label=f"backward of {verb}")
-        return reduced
-
-    return unflatten(across(reduce, back, tensors), spec, data)
+    # As one process would compute it from everybody's data, ties included.
+    tables = flatten(all_gather_with_grads(unflatten(tensors, spec), channel, verb=label))[0]
+    return unflatten([_along_ranks(table, op) for table in tables], spec, data)
 
 
 def reduce_scatter_with_grads(data: Any, op: Any, channel: Channel) -> Any:
@@ -109,7 +99,9 @@ def reduce_scatter_with_grads(data: Any, op: Any, channel: Channel) -> Any:
     with channel.refusing("reduce_scatter"):
         check_parts([list(t.shape) for t in tensors], channel.world_size, "reduce_scatter")
     reduced = all_reduce_with_grads(unflatten(tensors, spec), op, channel, verb="reduce_scatter")
-    return unflatten([own_part(t, channel) for t in flatten(reduced)[0]], spec, data)
+    me = channel.collective.rank_in_group
+    own = [t.tensor_split(channel.world_size)[me].clone() for t in flatten(reduced)[0]]
+    return unflatten(own, spec, data)
 
 
 def all_to_all_with_grads(data: Any, channel: Channel) -> Any:
@@ -157,6 +149,8 @@ def all_gather_uneven(data: Any, how: str, channel: Channel, sync_grads: bool) -
 
 
 _ALONG_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda table: table.sum(0),
+    "mean": lambda table: table.mean(0),
     "min": lambda table: table.amin(0),
     "max": lambda table: table.amax(0),
     "product": lambda table: table.prod(0),
@@ -165,7 +159,7 @@ _ALONG_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def _along_ranks(table: Tensor, op: Any) -> Tensor:
     """The reduction of (world_size, ...) data along ranks, in their dtype."""
-    if table.is_floating_point():
+    if table.is_floating_point() or table.is_complex():
         return _ALONG_RANKS[op_name(op)](table)
     return fold(table.to(wire_dtype(table.dtype, op), copy=True), op).to(table.dtype)
 

@@ -31,13 +31,17 @@ class Handle:
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
         self.verb, self.place = verb, user_place()
-        self._key = _keep(self)
+        for key, (line, other) in _unwaited.items():
+            if other is not None and other.done():
+                _unwaited[key] = line, None
+        self._key = next(_numbers)
+        _unwaited[self._key] = f"{verb} at {self.place}", self
 
     def wait(self) -> Any:
         """The data, the same object on each call. Needs no other rank to call it."""
         if self._finish is not None:
             self._result, self._finish, self._works = self._finish(), None, []
-            _waited(self._key)
+            _unwaited.pop(self._key, None)
         return self._result
 
     def done(self) -> bool:
@@ -49,28 +53,9 @@ class Handle:
         return f"<{self.verb} from {self.place}, {state}>"
 
 
-_unwaited: dict[int, str] = {}
-"""By number: verb and place."""
-_moving: dict[int, Handle] = {}
-"""Holds the memory of messages on their way, whoever drops the handle."""
+_unwaited: dict[int, tuple[str, Handle | None]] = {}
+"""Verb and place; and the handle while its messages are on their way, whose memory it holds."""
 _numbers = itertools.count()
-
-
-def _keep(handle: Handle) -> int:
-    if not _unwaited:
-        atexit.register(report_unwaited)
-    for done in [key for key, other in _moving.items() if other.done()]:
-        del _moving[done]
-    key = next(_numbers)
-    _unwaited[key], _moving[key] = f"{handle.verb} at {handle.place}", handle
-    return key
-
-
-def _waited(key: int) -> None:
-    _unwaited.pop(key, None)
-    _moving.pop(key, None)
-    if not _unwaited:
-        atexit.unregister(report_unwaited)
 
 
 def report_unwaited() -> list[str]:
@@ -78,13 +63,13 @@ def report_unwaited() -> list[str]:
     exit.
     """
     counts: Counter[str] = Counter()
-    for key, line in list(_unwaited.items()):
+    for key, (line, handle) in list(_unwaited.items()):
         try:
-            if key in _moving:
-                _moving[key].wait()
+            if handle is not None:
+                handle.wait()
         except RuntimeError as error:
             line = f"{line} (failed: {error})"
-        _waited(key)
+        _unwaited.pop(key, None)
         counts[line] += 1
     lines = [line if count == 1 else f"{line} ({count} times)" for line, count in counts.items()]
     if lines:
@@ -92,3 +77,6 @@ def report_unwaited() -> list[str]:
 
         say(f"nobody waited for the result of {'; '.join(lines)}. Keep the handle and call .wait().")
     return lines
+
+
+atexit.register(report_unwaited)

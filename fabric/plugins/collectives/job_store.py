@@ -7,6 +7,7 @@ import select
 import socket
 import struct
 import weakref
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from threading import Thread
@@ -45,23 +46,18 @@ class JobStore:
     """
 
     def __init__(self, prefix: str, store: Any, host: _Host | None = None) -> None:
-        self._host, self._base, self.prefix = host or _Host(store), store, prefix
-        self._stuck: Thread | None = None  # in a call without an answer; it holds the connection
-        self.raw = dist.PrefixStore(prefix, store)
-        """torch's own object."""
+        self._host, self._base, self._prefix = host or _Host(store), store, prefix
+        self._stuck: Future[Any] | None = None  # of a call without an answer, which holds the connection
+        self._raw = dist.PrefixStore(prefix, store)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _CALLS:
             raise AttributeError(name)
         return partial(self._call, name)
 
-    def clone(self, prefix: str | None = None) -> JobStore:
-        """This part, or another, through a connection of its own: for another thread."""
-        return JobStore(prefix or self.prefix, self._base.clone(), self._host)
-
-    def part(self, prefix: str) -> JobStore:
-        """Another part, through this connection: for the same thread."""
-        return JobStore(prefix, self._base, self._host)
+    def clone(self) -> JobStore:
+        """This part, through a connection of its own: for another thread."""
+        return JobStore(self._prefix, self._base.clone(), self._host)
 
     @property
     def address(self) -> str:
@@ -88,34 +84,29 @@ class JobStore:
         if self._host.has_gone():
             raise RuntimeError("lost rank zero's store: the process that hosted it has ended")
         if not self._host.at:  # a file, or this process's memory
-            return getattr(self.raw, name)(*arguments)
-        outcome: list[tuple[Any, BaseException | None]] = []
+            return getattr(self._raw, name)(*arguments)
+        answer: Future[Any] = Future()
 
         def make() -> None:
             try:
-                outcome.append((getattr(self.raw, name)(*arguments), None))
+                answer.set_result(getattr(self._raw, name)(*arguments))
             except BaseException as error:
-                outcome.append((None, error))
+                answer.set_exception(error)
 
-        if self._stuck is None or not self._stuck.is_alive():
+        if self._stuck is None or self._stuck.done():
+            self._stuck = answer
             # A thread for each call: they are rare, and one that is stuck leaves nothing to tidy up.
-            thread = Thread(target=make, daemon=True, name="fabric-store")
             try:
-                thread.start()
+                Thread(target=make, daemon=True, name="fabric-store").start()
             except RuntimeError:  # at the interpreter's end
                 make()
-            else:
-                thread.join(_ANSWER_S)
-            self._stuck = None if outcome else thread
-        if not outcome:
+            wait([answer], _ANSWER_S)
+        if not answer.done():
             raise StoreSilent(
                 f"lost rank zero's store{self._host.at}: no answer for {_ANSWER_S:g} s, its process or "
                 "machine stands still or is gone, or the network to it is cut"
             )
-        result, error = outcome[0]
-        if error is not None:
-            raise error
-        return result
+        return answer.result()
 
 
 class _Host:

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fabric.plugins.collectives.channel import Channel
-    from fabric.plugins.collectives.control import Meeting
-    from fabric.plugins.collectives.frames import Call
+    from fabric.plugins.collectives.frames import Call, Meeting
 
 _TAIL = struct.Struct("<qqq")
 """Of a message: where the labels of its tensors begin, where their bytes do, and whether these are there."""

@@ -16,7 +16,6 @@ from fabric.core.torch_internals import foreach_copy_
 from fabric.core.tree import LEAF, flatten, unflatten
 from fabric.plugins.collectives.channel import WIDER, check_writable, op_name, reducible, torch_op
 from fabric.plugins.collectives.frames import FOLDS, all_on_host, buckets, fold, join, tree_call
-from fabric.utilities.dtypes import as_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,14 +62,13 @@ def reduce_tree(
     works: list[Any] = []
     with _writable(tensors):
         parcels = [_Parcel([tensors[i] for i in bucket], op, channel) for bucket in buckets(tensors)]
-        flats = [as_bytes(parcel.sent) for parcel in parcels]
-        may = foldable(op) and all_on_host(tensors)
-        tables, _ = channel.ride(tree_call(label, spec, tensors), flats, lambda: _part(parcels), may)
+        sent, may = [parcel.sent for parcel in parcels], foldable(op) and all_on_host(tensors)
+        tables, _ = channel.ride(tree_call(label, spec, tensors), sent, lambda: _part(parcels), may)
         if tables is None:
             works = [channel.collective.start_all_reduce(parcel.sent, op) for parcel in parcels]
         else:
             for parcel, table in zip(parcels, tables, strict=True):
-                parcel.deliver(fold(table.view(parcel.sent.dtype), op))
+                parcel.deliver(fold(table, op))
 
     def finish() -> Any:
         for work, parcel in zip(works, parcels if works else [], strict=True):
@@ -94,7 +92,7 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
     if (
         name is None
         or guard is None
-        or not guard.whole
+        or not guard.frame.whole
         or (dtype is not torch.float32 and dtype is not torch.float64)
         or tensor.layout is not torch.strided
         or tensor.is_nested
@@ -106,11 +104,10 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
     ):
         return False
     with torch.no_grad():
-        flat = tensor.view(-1)
-        meeting = guard.meet(tree_call(name[0], LEAF, [tensor]), [as_bytes(flat)])
+        meeting = channel.meet(tree_call(name[0], LEAF, [tensor]), [tensor])
         if meeting is None:  # the first call of the group, which turned the guard off
             return False
-        flat.copy_(fold(meeting.column(0, flat.nbytes).view(dtype), name[1]))
+        tensor.view(-1).copy_(fold(meeting.columns([tensor])[0], name[1]))
     return True
 
 

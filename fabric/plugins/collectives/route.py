@@ -12,7 +12,6 @@ from fabric.plugins.collectives.channel import check_parts, op_name, reducible, 
 from fabric.plugins.collectives.frames import buckets, fold, pack, tree_call, unpack
 from fabric.plugins.collectives.objects import Refusal, label_of, receive, told_by
 from fabric.plugins.collectives.reduce import foldable, wire_dtype
-from fabric.utilities.dtypes import as_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,22 +45,17 @@ def reduce_scatter_tree(data: Any, op: Any, channel: Channel, *, label: str | No
     groups = buckets(wide)
     sent = [pack([wide[i] for i in group], world).view(wide[group[0]].dtype) for group in groups]
     call = tree_call(label or f"reduce_scatter({op_name(op)})", spec, tensors)
-    tables, _ = channel.ride(call, [as_bytes(m) for m in sent], may=foldable(op))
+    tables, _ = channel.ride(call, sent, may=foldable(op))
     results = [t.new_empty(t.shape[0] // world, *t.shape[1:]) for t in tensors]
     for place, (group, matrix) in enumerate(zip(groups, sent, strict=True)):
         if tables is None:
             row = _reduce_row(channel.wire.ready(matrix), op, channel)
         else:
-            row = fold(tables[place].view(matrix.dtype).view(world, world, -1)[:, me], op)
+            row = fold(tables[place].view(world, world, -1)[:, me], op)
         values = row.to(matrix.device).split([results[i].numel() for i in group])
         for i, value in zip(group, values, strict=True):
             results[i].view(-1).copy_(value)
     return unflatten(results, spec, data)
-
-
-def own_part(tensor: Tensor, channel: Channel) -> Tensor:
-    """This rank's part along dim 0, in memory of its own; gradients flow through."""
-    return tensor.tensor_split(channel.world_size)[channel.collective.rank_in_group].clone()
 
 
 def all_to_all_tree(data: Any, channel: Channel, *, verb: str = "all_to_all") -> Any:
@@ -85,7 +79,7 @@ def all_to_all_tree(data: Any, channel: Channel, *, verb: str = "all_to_all") ->
         check_parts([list(t.shape) for t in tensors], world, "all_to_all")
     groups = buckets(tensors, mixed=True)
     sent = [pack([tensors[i] for i in group], world) for group in groups]
-    tables, _ = channel.ride(tree_call(verb, spec, tensors), [m.view(-1) for m in sent])
+    tables, _ = channel.ride(tree_call(verb, spec, tensors), sent)
     results = [torch.empty_like(t) if not t.numel() else t for t in tensors]
     for place, (group, matrix) in enumerate(zip(groups, sent, strict=True)):
         if tables is None:

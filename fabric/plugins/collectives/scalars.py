@@ -1,7 +1,4 @@
-"""Named numbers reduced over ranks, for logs: all in one message, in float64 on the host.
-
-Called by `Exchange.reduce_scalars`.
-"""
+"""Named numbers reduced over ranks, for logs: all in one message, in float64 on the host."""
 
 from __future__ import annotations
 
@@ -16,6 +13,8 @@ from fabric.plugins.collectives.frames import fold
 from fabric.plugins.collectives.gather import gather_tree
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
     from fabric.plugins.collectives.channel import Channel
@@ -24,52 +23,31 @@ _EXTREMES = {dist.ReduceOp.MIN: float("inf"), dist.ReduceOp.MAX: -float("inf")}
 """With what stands in for a value that is not there."""
 
 
-def flat_scalars(values: list[tuple[str, Any]], absent: bool) -> tuple[Tensor, list[bool]]:
-    """The values as one tensor, and which of them are there.
-
-    Args:
-        values: By name: numbers and one-element tensors.
-        absent: Whether None is taken, as not there.
-
-    Raises:
-        ConfigurationError: A tensor of several elements.
-        ArgumentTypeError: A value that is neither real number nor tensor.
-    """
-    there = [value is not None or not absent for _, value in values]
-    tensors = [_scalar(name, value, here) for (name, value), here in zip(values, there, strict=True)]
-    if not tensors:
-        return torch.empty(0, dtype=torch.float64), there
-    away = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
-    wide = torch.float32 if away.type == "mps" else torch.float64
-    # One copy from a device, and alike on a rank that holds a number where another holds a tensor.
-    flat = torch.stack([t.detach().to(away, wide).reshape(()) for t in tensors])
-    return flat.to("cpu", torch.float64), there
-
-
-def reduce_rows(
-    names: list[str], flat: Tensor, there: list[bool], op: Any, size: int, channel: Channel, label: str
-) -> Tensor:
+def reduce_scalars(values: Mapping[str, Any], op: Any, channel: Channel, size: int) -> dict[str, Tensor]:
     """Every rank's values reduced, those of ranks that see the same data once. All ranks must call this.
 
     Of such a row counts the value of the last rank that has one: the last stage of a pipeline, where others
     have None. Minimum and maximum are those of all ranks.
 
     Args:
-        names: Of the values.
-        flat: This rank's values.
-        there: Which of them it has.
+        values: Numbers and one-element tensors by name; None, where a row has several ranks.
         op: As for `reduce_tree`.
-        size: Ranks of a row; 1: each rank sees data of its own.
         channel: All ranks.
-        label: What the call is to the user.
+        size: Ranks of a row; 1: each rank sees data of its own.
 
     Raises:
-        ArgumentTypeError: No rank of a row has a value; on all ranks.
-        ConfigurationError: Unknown `op`.
+        ArgumentTypeError: A value that is neither real number nor tensor; or no rank of a row has one.
+        ConfigurationError: Unknown `op`; a tensor of several elements.
     """
+    label, names = f"log_dict({op})", sorted(values, key=str)  # in whatever order a rank has them
     with channel.refusing("log_dict"):
         op = torch_op("sum" if op is None else op)
-    sent = torch.stack([flat, torch.tensor(there, dtype=torch.float64)])
+        numbers = [_number(name, values[name], absent=size > 1) for name in names]
+    if not names:
+        channel.announce(label, "nothing")
+        return {}
+    there = [value is not None for value in numbers]
+    sent = torch.tensor([[value or 0.0 for value in numbers], there], dtype=torch.float64, device="cpu")
     table = gather_tree({", ".join(map(str, names)): sent}, channel, verb=label)
     held = next(iter(table.values())).unflatten(0, (-1, size))  # (rows, ranks of a row, 2, names)
     found, has = held[:, :, 0], held[:, :, 1].bool()
@@ -80,16 +58,19 @@ def reduce_rows(
                 "where one of them has computed it."
             )
     if op in _EXTREMES:
-        return fold(found.where(has, found.new_tensor(_EXTREMES[op])).flatten(0, 1), op)
-    last = (has * torch.arange(1, size + 1)[:, None]).argmax(1, keepdim=True)
-    return fold(found.gather(1, last).squeeze(1), op)
+        reduced = fold(found.where(has, found.new_tensor(_EXTREMES[op])).flatten(0, 1), op)
+    else:
+        last = (has * torch.arange(1, size + 1, device="cpu")[:, None]).argmax(1, keepdim=True)
+        reduced = fold(found.gather(1, last).squeeze(1), op)
+    by_name = dict(zip(names, reduced, strict=True))
+    return {name: by_name[name] for name in values}
 
 
-def _scalar(name: str, value: Any, there: bool) -> Tensor:
+def _number(name: str, value: Any, absent: bool) -> float | None:
+    if value is None and absent:
+        return None
     if isinstance(value, bool | int | float):
-        return torch.tensor(float(value), dtype=torch.float64)  # torch's default dtype would round it
-    if not there:
-        return torch.zeros((), dtype=torch.float64)
+        return float(value)  # torch's default dtype would round it
     (tensor,) = to_tensors([value], torch.device("cpu"), "log_dict")
     if tensor.is_complex():
         raise ArgumentTypeError(f"log_dict takes real numbers, but {name!r} is complex. Log its abs().")
@@ -98,4 +79,4 @@ def _scalar(name: str, value: Any, there: bool) -> Tensor:
             f"log_dict(sync_dist=True) takes numbers and one-element tensors, but {name!r} has shape "
             f"{list(tensor.shape)}. Reduce it first: value.mean()"
         )
-    return tensor
+    return float(tensor.item())

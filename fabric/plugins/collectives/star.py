@@ -31,6 +31,8 @@ that come back: -1 - place in its stead, and nothing, if the rank of that place 
 """
 _HELLO = struct.Struct("<32sq")
 _UNSENT_S = 0.001
+PATIENCE = 1.0
+"""Seconds that a call waits before its rank looks where the others are."""
 _WHY = "not all ranks are here"
 
 _stars: weakref.WeakSet[Star] = weakref.WeakSet()
@@ -47,7 +49,7 @@ class Turn:
         self.rows = bytearray()
         """Of all ranks, shorter ones filled up with zeros; one that stands for all if they are equal."""
 
-    def is_done(self, seconds: float) -> bool:
+    def is_done(self, seconds: float = PATIENCE) -> bool:
         """Wait for the others up to `seconds`; raises ConnectionError: one of them has gone."""
         return self._star.advance(self, seconds)
 

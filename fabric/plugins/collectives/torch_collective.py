@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.plugins.collectives.channel import torch_op
 from fabric.plugins.collectives.collective import Collective
-from fabric.plugins.collectives.control import guard_of, waits_of_world
+from fabric.plugins.collectives.control import guard_of
 from fabric.plugins.collectives.frames import for_bools
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from fabric.plugins.collectives.control import Guard
-    from fabric.plugins.collectives.waits import Waits
 
 
 class _Reduction:
@@ -131,11 +130,6 @@ class TorchCollective(Collective):
                 f"Rank {rank} is not in the group of ranks {', '.join(map(str, members))}."
             )
         return members.index(rank)
-
-    @property
-    def job(self) -> Waits | None:
-        """The store of torch's default group, and what is known of its ranks; None: one rank."""
-        return waits_of_world() if dist.get_world_size() > 1 else None
 
     @property
     def guard(self) -> Guard | None:

@@ -2,20 +2,25 @@
 them.
 
 Within one group frames meet and a mismatch shows. Rank 0 in a call of the group (0, 1) and rank 1 in a call
-of the world never meet: each waits for the other. A rank that has waited a while posts where it stands. Who
+of the world never meet: each waits for the other. A rank that has waited a while tells where it stands. Who
 waits on a circle can never go on, and stays there; so whoever sees the circle first writes a verdict, which
 all ranks that wait raise, now and at each later call. Costs nothing until a call has waited for `PATIENCE`.
 
 A rank that stands still in torch's own collectives (a backward, the forward of a sharded model) makes no call
-of ours; its watchdog posts for it which of them it has begun and waits for. If a rank that has not begun one
+of ours; its watchdog tells for it which of them it has begun and waits for. If a rank that has not begun one
 of these waits in a call that the first has not come to, they came in different orders, and neither goes on.
 Nor do ranks whose collectives of one number are of different kinds. That is judged if nobody is on the way.
+
+What is told may be a moment old by the time that it is read. That makes no wrong circle: who is on one cannot
+have left it before the others.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.torch_internals import flight_record, group_names
@@ -23,32 +28,38 @@ from fabric.plugins.collectives.frames import Said
 from fabric.plugins.collectives.job_store import JobStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import timedelta
 
-PATIENCE = 1.0
-"""Seconds that a call waits before its rank looks where the others are."""
+LEFT, SILENT = "has left", "no answer"
+"""In place of what a rank waits in."""
 
 
 class Wait(NamedTuple):
-    """Where a rank stands, as it tells the others: in a call of a guard, or in torch's own collectives."""
+    """Where a rank stands, as it tells the others: in a call of a guard, in torch's own collectives, or
+    elsewhere.
+    """
 
     rank: int
-    stamp: int
-    """Counts this rank's posts, so that two looks at the same text mean one wait."""
-    group: str
-    turn: int
-    """It waits in this call of the group, counted from 1; 0: in collectives of torch."""
-    members: list[int]
-    counts: dict[str, int]
-    """How many calls of each group it has come to."""
+    host: str
     verb: str
+    """What it waits in; "": in no call of all ranks."""
     what: str
     where: str
-    begun: dict[str, int]
-    """How many of torch's collectives it has begun in each group."""
-    pending: dict[str, list[tuple[int, str]]]
+    since: float | None
+    """Of its `time.monotonic()`; None: it does not wait."""
+    counts: Mapping[str, int]
+    """How many calls of each group it has come to."""
+    group: str = ""
+    turn: int = 0
+    """It waits in this call of the group, counted from 1; 0: in none."""
+    members: Sequence[int] = ()
+    begun: Mapping[str, int] = {}
+    """How many of torch's collectives it has begun in each group, where it waits."""
+    pending: Mapping[str, Sequence[tuple[int, str]]] = {}
     """Number and kind of torch's collectives that it may wait for; none in a call of a guard."""
+    told: float = 0.0
+    """When, by its own clock; the last field."""
 
     def needs(self, other: Wait) -> bool:
         """Whether this wait cannot end before `other` has."""
@@ -62,11 +73,9 @@ class Wait(NamedTuple):
         return False
 
     def row(self) -> Said:
-        """Its line in the table."""
-        if not self.turn:
-            return Said(self.rank, self.verb, self.what, self.where)
-        ranks = f"ranks {', '.join(map(str, self.members))}"
-        return Said(self.rank, f"{self.verb} of {ranks}", self.what, self.where)
+        """Its line in the table of a mismatch."""
+        of = f" of ranks {', '.join(map(str, self.members))}" if self.turn else ""
+        return Said(self.rank, self.verb + of, self.what, self.where)
 
 
 class Begun(NamedTuple):
@@ -76,25 +85,6 @@ class Begun(NamedTuple):
     """The last one that this process has begun, of each group that it is in; 0: none."""
     pending: dict[str, list[tuple[int, str]]]
     """Number and kind ("gloo:all_reduce") of those that the thread has begun and that are not done."""
-
-
-class Here(NamedTuple):
-    """What this process waits in."""
-
-    verb: str
-    since: float
-    """Of `time.monotonic()`."""
-    where: str = ""
-    """The user's line, where the call has left it."""
-
-
-class Whereabouts(NamedTuple):
-    """Where all ranks are."""
-
-    gone: list[int]
-    """Those that have ended, or do not answer."""
-    table: str
-    """A line for each rank; "" if they cannot be asked."""
 
 
 def stuck(waits: Mapping[int, Wait]) -> set[int]:
@@ -125,88 +115,68 @@ class Waits:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.counts: dict[str, int] = {}
         """How many calls of each group this rank has come to."""
-        self.here: Here | None = None
+        self.here: Wait | None = None
         """The call of all ranks that this rank waits in, once it has waited for `PATIENCE`."""
-        self.explain: Callable[[], Whereabouts] | None = None
+        self.explain: Callable[[], Mapping[int, Wait]] | None = None
         """Asks all ranks where they are; a watchdog's."""
         self.broken: str | None = None
         """The error of all ranks, once some wait for each other: no call of the job can be right any more."""
         self.can_raise = False
         """Whether a rank of those waits in a call of a guard, which raises."""
-        self._stamp = 0
-        self._lock = threading.Lock()  # the watchdog posts, too
+        self._told: Wait | None = None
         self._recorded = latest()
-        self._judged = 0  # how many posts of all ranks there were when this rank looked last
+        self._judged = 0  # how many waits of all ranks had begun when this rank looked last
         self.store.set(f"at/{rank}", "")
 
-    def post(self, group: str, turn: int, members: list[int], row: Said) -> int:
-        """Tell the others in which call this rank waits; gives the stamp of this wait."""
-        begun = self.begun(threading.get_ident()).last
-        return self._post(self.store, (group, turn, members, dict(self.counts), *row[1:], begun, {}))
+    def stand(self, said: Said, since: float | None, **more: Any) -> Wait:
+        """Where this rank stands."""
+        counts = dict(self.counts)
+        return Wait(self.rank, socket.gethostname(), said.verb, said.what, said.where, since, counts, **more)
 
     def begun(self, thread: int) -> Begun:
         """Which of torch's collectives this rank has begun since the job's group was made."""
         return collectives_of(thread, self._recorded)
 
-    def post_still(self, store: JobStore, row: Said, begun: Begun) -> int:
-        """The same for a rank whose thread stands still in torch's collectives; for its watchdog.
+    def tell(self, wait: Wait, store: JobStore | None = None) -> None:
+        """Tell the others where this rank stands.
 
         Args:
+            wait: There.
             store: This part of the job's store, for another thread.
-            row: Where it stands.
-            begun: What it has begun.
         """
-        return self._post(store, ("", 0, [], dict(self.counts), *row[1:], *begun))
+        store, fresh = store or self.store, wait != self._told
+        store.set(f"at/{self.rank}", json.dumps(wait._replace(told=time.monotonic())))
+        if fresh and (wait.turn or wait.pending):
+            store.add("begun", 1)
+        self._told = wait
 
-    def _post(self, store: JobStore, rest: tuple[Any, ...]) -> int:
-        with self._lock:
-            self._stamp += 1
-            store.set(f"at/{self.rank}", json.dumps((self.rank, self._stamp, *rest)))
-            store.add("posts", 1)
-            return self._stamp
-
-    def withdraw(self, stamp: int, store: JobStore | None = None) -> None:
-        """Tell the others that this rank has gone on, unless it waits again by now."""
-        with self._lock:
-            if stamp == self._stamp:
-                (store or self.store).set(f"at/{self.rank}", "")
-
-    def leave(self, text: str = "") -> None:
-        """Tell the others that this rank will make no call any more, and in `text` more of it."""
-        self.store.set(f"left/{self.rank}", text)
-        self.store.add("left", 1)
-
-    def have_left(self, ranks: Iterable[int]) -> bool:
-        """Whether any of these ranks has left."""
-        return bool(self.store.add("left", 0)) and any([self.store.check([f"left/{rank}"]) for rank in ranks])
+    def read(self, store: JobStore | None = None, ranks: Iterable[int] | None = None) -> dict[int, Wait]:
+        """Where each rank stands that has told it, or each of `ranks`."""
+        keys = [f"at/{rank}" for rank in (range(self.world_size) if ranks is None else ranks)]
+        texts = (store or self.store).get_all(keys).values()
+        return {wait.rank: wait for wait in [Wait(*json.loads(text)) for text in texts if text]}
 
     def judge(self, store: JobStore | None = None) -> None:
         """Say so if this rank can never go on, unless another rank has just said it: see `broken`."""
         store = store or self.store
         if self.hear(store):
             return
-        posts = store.add("posts", 0)
-        if posts == self._judged:  # who was not stuck then is not stuck now
+        begun = store.add("begun", 0)
+        if begun == self._judged:  # who was not stuck then is not stuck now
             return
-        waits = self.read(store)
+        waits = {rank: wait for rank, wait in self.read(store).items() if wait.turn or wait.pending}
         held = stuck({rank: wait for rank, wait in waits.items() if wait.turn})
         if self.rank not in held:
             held = stuck(waits)  # nobody can be helped out of torch's collectives: only if all stand still
             if len(held) < self.world_size:
-                self._judged = posts
+                self._judged = begun
                 return
         again = self.read(store)  # who stood still between the two looks stood still at one time
-        if any([again.get(rank) != waits[rank] for rank in held]):
+        if any([again[rank][:-1] != waits[rank][:-1] for rank in held]):
             return
         text = json.dumps([waits[rank] for rank in sorted(held)])
         store.compare_set("verdict", "", text)
         self.hear(store)
-
-    def read(self, store: JobStore | None = None) -> dict[int, Wait]:
-        """Where each waiting rank stands."""
-        texts = (store or self.store).get_all([f"at/{rank}" for rank in range(self.world_size)]).values()
-        waits = [Wait(*json.loads(text)) for text in texts if text]
-        return {wait.rank: wait for wait in waits}
 
     def hear(self, store: JobStore | None = None) -> bool:
         """Whether ranks wait for each other and can never go on, as one of them has written: `broken`."""
@@ -222,6 +192,17 @@ class Waits:
                 "call of this job can be right."
             )
         return self.broken is not None
+
+
+def as_table(waits: Iterable[Wait]) -> str:
+    """A line for each rank: where it is."""
+    from fabric.plugins.collectives.mismatch import aligned
+
+    cells = [("rank", "host", "in", "for", "at")]
+    for one in waits:
+        seconds = "" if one.since is None else f"{one.told - one.since:.0f} s"
+        cells.append((str(one.rank), one.host, one.verb or "no call of all ranks", seconds, one.where))
+    return aligned(cells)
 
 
 def latest() -> int:

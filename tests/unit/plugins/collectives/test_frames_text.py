@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +22,7 @@ from fabric.core.tree import flatten
 from fabric.plugins.collectives.frames import REFUSED, call_of, describe, draw, tree_call
 from fabric.plugins.collectives.job_store import JobStore
 from fabric.plugins.collectives.mismatch import TEXT_BYTES, Said, from_text, mismatch_text, table, to_text
-from fabric.plugins.collectives.waits import Begun, Wait, Waits, stuck
+from fabric.plugins.collectives.waits import Wait, Waits, stuck
 
 Pair = namedtuple("Pair", ["left", "right"])
 PACKAGE = Path(fabric.__file__).parent
@@ -230,15 +229,14 @@ def test_a_user_who_is_called_by_the_package_has_the_place():
 
 def wait(rank, group, turn, members, **counts):
     """A rank that has come to call `turn` of its group, and to `counts` calls of others."""
-    return Wait(
-        rank, 1, group, turn, list(members), {**counts, group: turn}, "barrier() #1", "", "train.py:1", {}, {}
-    )
+    said = "barrier() #1", "", "train.py:1"
+    return Wait(rank, "", *said, 0.0, {**counts, group: turn}, group, turn, list(members))
 
 
 def in_torch(rank, begun, *pending):
     """A rank that stands still in torch's collectives, of which it has begun so many and waits for some."""
     named = {"0": [(number, kind) for number, kind in pending]}
-    return Wait(rank, 1, "", 0, [], {}, "backward", "", "train.py:2", {"0": begun}, named)
+    return Wait(rank, "", "backward", "", "train.py:2", 0.0, {}, begun={"0": begun}, pending=named)
 
 
 def circle_of(*waits):
@@ -360,15 +358,24 @@ def test_all_others_come_to_an_end_in_any_order(waits, random_):
 # Verdicts through a store
 
 
+def waiting(waits, group, members, where="train.py:7"):
+    """What a rank tells that waits in the first call of a group."""
+    waits.counts[group] = 1
+    said = Said(waits.rank, "barrier() #1", "", where)
+    return waits.stand(said, 0.0, group=group, turn=1, members=members)
+
+
+def elsewhere(waits):
+    return waits.stand(Said(waits.rank, "", "", ""), None)
+
+
 def test_a_verdict_is_the_same_for_all():
     store = dist.HashStore()
     zero, one, two = ranks = [Waits(store, rank, 3, timedelta(minutes=1)) for rank in range(3)]
-    row = Said(0, "barrier() #1", "", "train.py:7")
-    zero.counts["a"], one.counts["b"] = 1, 1
-    zero.post("a", 1, [0, 1], row)
+    zero.tell(waiting(zero, "a", [0, 1]))
     zero.judge()
     assert zero.broken is None, "rank 1 may be on its way"
-    one.post("b", 1, [0, 1], row._replace(where="train.py:9"))
+    one.tell(waiting(one, "b", [0, 1], "train.py:9"))
     two.judge()
     assert not two.hear(), "who is not stuck does not judge"
     one.judge()
@@ -378,54 +385,53 @@ def test_a_verdict_is_the_same_for_all():
     for line in ("  0     barrier() #1 of ranks 0, 1        train.py:7", "train.py:9"):
         assert line in zero.broken
     assert set(zero.read()) == {0, 1}
+    assert set(zero.read(ranks=[1, 2])) == {1}
 
 
 def test_who_has_gone_on_is_not_judged():
     store = dist.HashStore()
     zero, one = [Waits(store, rank, 2, timedelta(minutes=1)) for rank in range(2)]
-    row = Said(0, "barrier() #1", "", "train.py:7")
-    zero.counts["a"], one.counts["b"] = 1, 1
-    first = zero.post("a", 1, [0, 1], row)
-    zero.withdraw(first)
-    one.post("b", 1, [0, 1], row)
+    zero.tell(waiting(zero, "a", [0, 1]))
+    zero.tell(elsewhere(zero))
+    one.tell(waiting(one, "b", [0, 1]))
     one.judge()
-    assert set(one.read()) == {1}
     assert not one.hear()
 
 
 def test_who_stands_still_in_torch_is_judged_only_if_nobody_is_on_the_way():
     store = dist.HashStore()
-    ranks = [Waits(store, rank, 3, timedelta(minutes=1)) for rank in range(3)]
-    row = Said(0, "save #1", "", "train.py:7")
-    begun = Begun({"0": 5}, {"0": [(5, REDUCE)]})
-    board = ranks[1].store.clone()
-    for waits in ranks[:2]:
-        waits.counts["a"] = 1
-    ranks[1].post_still(board, row._replace(verb="backward"), begun)
-    first = ranks[0].store.part("fabric/waits")
-    ranks[0].store.set("at/0", json.dumps((0, 1, "a", 2, [0, 1, 2], {"a": 2}, *row[1:], {"0": 4}, {})))
+    zero, one, two = ranks = [Waits(store, rank, 3, timedelta(minutes=1)) for rank in range(3)]
+    board = one.store.clone()
+
+    def backward(waits):
+        said = Said(waits.rank, "backward", "", "train.py:7")
+        return waits.stand(said, 0.0, begun={"0": 5}, pending={"0": [(5, REDUCE)]})
+
+    one.tell(backward(one), board)
+    zero.counts["a"] = one.counts["a"] = 1
+    zero.tell(waiting(zero, "b", [0, 1, 2])._replace(begun={"0": 4}))
     for waits in ranks:
         waits.judge()
-    assert not ranks[0].hear(), "rank 2 may compute"
-    last = ranks[2].post_still(first, row._replace(verb="backward"), begun)
-    ranks[2].withdraw(last - 1)
-    ranks[1].judge(board)
+    assert not zero.hear(), "rank 2 may compute"
+    two.tell(backward(two))
+    one.judge(board)
     assert all([waits.hear() for waits in ranks])
-    assert ranks[0].can_raise
-    assert ranks[0].broken.endswith("No further call of this job can be right.")
+    assert zero.can_raise
+    assert zero.broken.endswith("No further call of this job can be right.")
 
 
 @pytest.mark.parametrize("world", [4, 64])
-def test_a_look_at_others_asks_the_store_twice_as_long_as_nobody_has_come_or_gone(monkeypatch, world):
+def test_a_look_at_others_asks_the_store_twice_as_long_as_nobody_has_come(monkeypatch, world):
     store = dist.HashStore()
     ranks = [Waits(store, rank, world, timedelta(minutes=1)) for rank in range(world)]
-    row = Said(0, "barrier() #1", "", "train.py:7")
     for waits in ranks[1:]:
-        waits.counts["a"] = 1
-        waits.post("a", 1, list(range(world)), row)
+        waits.tell(waiting(waits, "a", list(range(world))))
     waits.judge()
     asked = []
     call = JobStore._call
     monkeypatch.setattr(JobStore, "_call", lambda self, *args: (asked.append(args[0]), call(self, *args))[1])
+    ranks[1].tell(elsewhere(ranks[1]))
+    assert asked == ["set"]
+    asked.clear()
     waits.judge()
     assert asked == ["check", "add"]
