@@ -163,8 +163,6 @@ class ParallelStrategy(Strategy):
         if self.context_parallel is not None:
             self.context_parallel.size_of(len(plan.devices) * plan.num_nodes)
         super().bind(plan)
-        self.parallel_devices = plan.devices
-        self.cluster_environment = plan.environment
         self._num_nodes = plan.num_nodes
         self._launcher = self._make_launcher(plan.environment)
         self._take_place()
