@@ -89,7 +89,6 @@ class DataParallelStrategy(ParallelStrategy):
                 'one process with num_nodes=1, or write strategy="ddp" (a process for each device) or '
                 '"ddp2" (one for each machine).'
             )
-        self.layout.devices = plan.devices
         super().bind(plan)
 
     def group_collective(self, group: Any | None) -> Collective:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
-    from fabric.strategies.strategy import Plan
 
 
 class ModelParallelStrategy(ParallelStrategy):
@@ -78,12 +77,3 @@ class ModelParallelStrategy(ParallelStrategy):
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self.state_dict_type = "sharded" if save_distributed_checkpoint else "full"
         self._set_processes(process_group_backend, timeout, startup_timeout, start_method)
-
-    def bind(self, plan: Plan) -> None:
-        """Complete the composition; called once, by `Fabric`.
-
-        Raises:
-            ConfigurationError: Sizes that do not multiply to the number of ranks.
-        """
-        self.layout.sizes(len(plan.devices), plan.num_nodes)
-        super().bind(plan)

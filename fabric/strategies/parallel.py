@@ -159,7 +159,11 @@ class ParallelStrategy(Strategy):
         return self._launcher
 
     def bind(self, plan: Plan) -> None:
-        """Complete the composition; called once, by `Fabric`."""
+        """Complete the composition; called once, by `Fabric`.
+
+        Raises:
+            ConfigurationError: Sizes that do not fit the number of ranks.
+        """
         if self.context_parallel is not None:
             self.context_parallel.size_of(len(plan.devices) * plan.num_nodes)
         super().bind(plan)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
-    from fabric.strategies.strategy import Plan
 
 
 class PipelineStrategy(ParallelStrategy):
@@ -104,15 +103,6 @@ class PipelineStrategy(ParallelStrategy):
         """Whether the output comes from this rank."""
         stage, count = self.layout.stage
         return stage == count - 1
-
-    def bind(self, plan: Plan) -> None:
-        """Complete the composition; called once, by `Fabric`.
-
-        Raises:
-            ConfigurationError: Ranks that cannot be divided into pipelines.
-        """
-        self.layout.stages_of(len(plan.devices) * plan.num_nodes)
-        super().bind(plan)
 
 
 def _check_number(name: str, value: Any) -> None:

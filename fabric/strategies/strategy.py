@@ -168,7 +168,7 @@ class Strategy(Checkpoints):
         place.
 
         Raises:
-            ConfigurationError: This strategy belongs to another `Fabric`.
+            ConfigurationError: This strategy belongs to another `Fabric`; sizes that do not fit the ranks.
         """
         if self._bound:
             raise ConfigurationError(
@@ -180,6 +180,7 @@ class Strategy(Checkpoints):
         self.precision = plan.precision
         if plan.checkpoint_io is not None:
             self._checkpoint_io = plan.checkpoint_io
+        self.layout.bind(plan.devices, plan.num_nodes)
         self.parallel_devices, self.cluster_environment = plan.devices, plan.environment
         self.topology = Topology(device=plan.devices[0])
         self.wire = Exchange.make_wire(self)  # a group's backend is asked when the group stands
