@@ -51,7 +51,6 @@ class DataParallelStrategy(ParallelStrategy):
         ConfigurationError: When `Fabric` is made: several machines, or several processes that were started.
     """
 
-    start_method = ""  # there is nothing to start
     layout: SplitBatch
 
     def __init__(
@@ -62,6 +61,7 @@ class DataParallelStrategy(ParallelStrategy):
         precision: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, None, checkpoint_io, precision)
+        self.start_method = ""  # there is nothing to start
         self.layout = SplitBatch()
 
     @property

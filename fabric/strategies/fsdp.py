@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.layouts.context.part import ContextParallel
+    from fabric.strategies.parallel import StartMethod
 
 
 class FSDPStrategy(ParallelStrategy):
@@ -90,13 +91,14 @@ class FSDPStrategy(ParallelStrategy):
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         *,
         checkpoint_io: CheckpointIO | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         startup_timeout: timedelta = timedelta(minutes=10),
         find_unused_parameters: bool = False,
         context_parallel: ContextParallel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        self._set_processes(process_group_backend, timeout, startup_timeout, start_method, context_parallel)
         own = {
             "cpu_offload": cpu_offload,
             "mixed_precision": mixed_precision,
@@ -112,7 +114,6 @@ class FSDPStrategy(ParallelStrategy):
         self.layout: FullyShard = FullyShard(settings)
         self.state_dict_type = state_dict_type
         self._sharding = getattr(sharding_strategy, "name", sharding_strategy)
-        self._set_processes(process_group_backend, timeout, startup_timeout, start_method, context_parallel)
 
     @property
     def traits(self) -> Traits:

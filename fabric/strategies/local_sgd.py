@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.optim import Optimizer
+    from typing_extensions import Unpack
 
     from fabric.core.types import PathLike
+    from fabric.strategies.parallel import Processes
     from fabric.strategies.pending import PendingSave
 
 
@@ -44,11 +46,9 @@ class LocalSGDStrategy(ParallelStrategy):
         outer_optimizer: Makes an optimizer of a list of parameters, for example `lambda parameters:
             torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)`; it needs 4 bytes a parameter
             more than its own states. None: ranks go on from the mean.
-        start_method: As in `DDPStrategy`.
         process_group_backend: As in `DDPStrategy`.
         timeout: As in `DDPStrategy`.
-        startup_timeout: As in `DDPStrategy`.
-        kwargs: As in `ParallelStrategy`.
+        kwargs: Others of `ParallelStrategy`.
 
     Raises:
         ConfigurationError: `sync_every` is less than 1.
@@ -62,13 +62,11 @@ class LocalSGDStrategy(ParallelStrategy):
         sync_every: int = 16,
         outer_optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
         *,
-        start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
-        startup_timeout: timedelta = ParallelStrategy.startup_timeout,
-        **kwargs: Any,
+        **kwargs: Unpack[Processes],
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, **kwargs)
         if not isinstance(sync_every, int) or isinstance(sync_every, bool):
             raise ArgumentTypeError(
                 f"sync_every={sync_every!r} must be a number of steps, for example sync_every=16."
@@ -81,7 +79,6 @@ class LocalSGDStrategy(ParallelStrategy):
                 "since its parameters are copies. Write outer_optimizer=lambda parameters: "
                 "torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)."
             )
-        self._set_processes(process_group_backend, timeout, startup_timeout, start_method)
         self.layout = LocalSteps(sync_every, outer_optimizer)
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:

@@ -12,12 +12,9 @@ from fabric.strategies.layouts.pipeline.stage import CHECKPOINT
 from fabric.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
-    import torch
+    from typing_extensions import Unpack
 
-    from fabric.accelerators.accelerator import Accelerator
-    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.plugins.io.checkpoint_io import CheckpointIO
-    from fabric.plugins.precision.precision import Precision
+    from fabric.strategies.parallel import Processes
 
 
 class PipelineStrategy(ParallelStrategy):
@@ -44,13 +41,7 @@ class PipelineStrategy(ParallelStrategy):
             further rows, which see different data and average their gradients.
         process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
         timeout: How long a rank waits for the other ranks.
-        accelerator: As in `Strategy`.
-        parallel_devices: As in `ParallelStrategy`.
-        cluster_environment: As in `ParallelStrategy`.
-        checkpoint_io: As in `Strategy`.
-        precision: As in `Strategy`.
-        start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
-        startup_timeout: How long ranks wait for each other at the start.
+        kwargs: Others of `ParallelStrategy`.
 
     Raises:
         ConfigurationError: A value that is not known, a balance with a number below 1, ranks that cannot be
@@ -69,15 +60,9 @@ class PipelineStrategy(ParallelStrategy):
         num_stages: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(seconds=1800),
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        startup_timeout: timedelta = timedelta(minutes=10),
+        **kwargs: Unpack[Processes],
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, **kwargs)
         _check_number("num_stages", num_stages)
         _check_number("num_microbatches", num_microbatches)
         if checkpoint not in CHECKPOINT:
@@ -86,7 +71,6 @@ class PipelineStrategy(ParallelStrategy):
             )
         sizes = checked_balance(balance, num_stages)
         self.layout: Pipeline = Pipeline(sizes, num_stages, num_microbatches, checkpoint)
-        self._set_processes(process_group_backend, timeout, startup_timeout, start_method)
 
     @property
     def balance(self) -> list[int] | None:
