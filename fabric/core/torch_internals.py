@@ -53,6 +53,7 @@ without it the scheduler warns when it is stepped.
 """
 
 MODULE_TABLES = (
+    "_modules",
     "_parameters",
     "_buffers",
     "_non_persistent_buffers_set",
@@ -61,7 +62,7 @@ MODULE_TABLES = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""What an `nn.Module` holds beside its children: a wrapper that shares these is its module to torch."""
+"""What an `nn.Module` holds: a wrapper that shares these is its module to torch."""
 
 CALL_TABLES = (
     "_forward_hooks",
