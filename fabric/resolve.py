@@ -286,8 +286,10 @@ def decided(named: Strategy, world_size: int, environment: ClusterEnvironment, m
 def choose_precision(value: Any, plugin: Precision | None, strategy: Strategy, device_type: str) -> Precision:
     """The precision that was passed, once, or the one that the name means on this device."""
     places = {f"precision={value!r}": value, **_places(plugin, strategy, "precision")}
-    given = only("precision", places)[1]
-    precision = given if isinstance(given, Precision) else make_precision(given or 32, device_type)
+    source, given = only("precision", places)
+    precision = (
+        given if isinstance(given, Precision) else make_precision(given if source else 32, device_type)
+    )
     precision = precision.for_device(device_type)
     _check_precision(precision, strategy)
     return precision
