@@ -251,11 +251,6 @@ def count_elsewhere(devices: Any, environment: ClusterEnvironment) -> int:
     return devices
 
 
-def count_processes(devices: list[torch.device], traits: Traits) -> int:
-    """How many processes this machine runs: one for each device, unless one holds them all."""
-    return 1 if not traits.needs_launch or traits.one_process_per_node else len(devices)
-
-
 def check_started(
     environment: ClusterEnvironment, strategy: Strategy, devices: list[torch.device], nodes: int
 ) -> None:
@@ -268,7 +263,7 @@ def check_started(
             'write strategy="ddp" for a process per device.'
         )
     if strategy.traits.needs_launch:
-        environment.validate_settings(count_processes(devices, strategy.traits), nodes)
+        environment.validate_settings(strategy.traits.processes(len(devices)), nodes)
 
 
 def decided(named: Strategy, world_size: int, environment: ClusterEnvironment, machine: Machine) -> Strategy:
@@ -342,7 +337,7 @@ def check_interactive(
 ) -> None:
     """Raise if processes would have to be started by running a notebook again."""
     started = environment.creates_processes_externally or environment.elsewhere
-    started = started or count_processes(devices, strategy.traits) == 1
+    started = started or strategy.traits.processes(len(devices)) == 1
     if machine.interactive and getattr(strategy, "start_method", None) == "popen" and not started:
         raise ConfigurationError(
             "This is a notebook or a prompt: there is no script that "

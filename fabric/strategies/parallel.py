@@ -126,7 +126,7 @@ class ParallelStrategy(Strategy):
     @property
     def num_processes(self) -> int:
         """How many processes there are on this machine."""
-        return 1 if self.traits.one_process_per_node else len(self.parallel_devices or [])
+        return self.traits.processes(len(self.parallel_devices or []))
 
     @property
     def process_group_backend(self) -> str:

@@ -271,7 +271,6 @@ BEFORE_LAUNCH = {
     "all_reduce()": lambda f: f.all_reduce(1.0),
     "rank_zero_first()": lambda f: f.rank_zero_first().__enter__(),
     "setup()": lambda f: f.setup(linear()),
-    "setup_module()": lambda f: f.setup_module(linear()),
     "setup_optimizers()": lambda f: f.setup_optimizers(torch.optim.SGD(linear().parameters())),
     "setup_dataloaders()": lambda f: f.setup_dataloaders(DataLoader([1, 2])),
     "init_module()": lambda f: f.init_module(),
@@ -390,7 +389,7 @@ def anothers_parameters(fabric):
 
 SETUP = {
     twice_a_model: (ConfigurationError, ["this Linear is set up already", "once"]),
-    twice_a_model_alone: (ConfigurationError, ["fabric.setup_module", "this Linear is set up already"]),
+    twice_a_model_alone: (ConfigurationError, ["fabric.setup:", "this Linear is set up already"]),
     twice_an_optimizer: (ConfigurationError, ["this SGD is set up already"]),
     twice_a_loader: (ConfigurationError, ["loader is set up already"]),
     the_same_optimizer: (ConfigurationError, ["same optimizer was passed twice"]),

@@ -19,7 +19,7 @@ from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from fabric.plugins.environments.local import LocalEnvironment
 from fabric.plugins.io import TorchCheckpointIO
 from fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from fabric.resolve import Machine, Request, count_processes, resolve
+from fabric.resolve import Machine, Request, resolve
 from fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, SingleDeviceStrategy, Strategy
 from fabric.strategies.layouts.layout import Whole
 
@@ -277,7 +277,7 @@ def test_a_strategy_that_splits_batches_over_devices_gets_all_of_them():
 
 def test_a_machine_has_one_process_or_one_for_each_device():
     traits = [STRATEGY_REGISTRY.get(name).traits for name in ("dp", "ddp2", "ddp")]
-    assert [count_processes([CPU] * 3, each) for each in traits] == [1, 1, 3]
+    assert [each.processes(3) for each in traits] == [1, 1, 3]
 
 
 def test_a_strategy_of_machines_with_several_processes_on_one():

@@ -59,8 +59,8 @@ def test_a_missing_package(make, module, text):
         ),
         (
             lambda: Fabric(accelerator="cpu", devices=1, precision="nf4"),
-            "precision='nf4' is not known. Known: 16-mixed, 16-true, 32-true, 64-true, bf16-mixed, bf16-true, "
-            "float8, transformer-engine, transformer-engine-float16.",
+            "precision='nf4' is not known. Known: 16-mixed, 16-true, 32-true, 64-true, bf16-mixed, "
+            "bf16-true, float8, transformer-engine, transformer-engine-float16.",
         ),
     ],
 )
