@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.accelerators.select import ACCELERATOR_REGISTRY, first_device, select_accelerator, select_devices
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.precision import find_policy
+from fabric.core.traits import Traits
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from fabric.plugins.environments.detect import find_environment
 from fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -77,20 +78,30 @@ def resolve(request: Request, machine: Machine) -> Plan:
         ArgumentTypeError: An argument of the wrong kind.
     """
     request = lower_names(merge_flags(request, machine.flags))
-    precision_plugin, environment_plugin, io_plugin = sort_plugins(request.plugins)
+    plugins = sort_plugins(request.plugins)
     named = name_strategy(request.strategy)
-    environment = choose_environment(environment_plugin, named, machine)
+    environment = choose_environment(plugins[ClusterEnvironment], named, machine)
     accelerator = choose_accelerator(request.accelerator, named, environment.elsewhere)
-    nodes = choose_nodes(request, environment, named)
+    nodes = choose_nodes(request, environment, named.traits)
     devices = choose_devices(request, accelerator, environment, named)
-    processes = count_processes(devices, named)
-    check_started(environment, named, processes, nodes)
-    strategy = named or auto_strategy(len(devices) * nodes, environment, machine)
+    check_started(environment, named, devices, nodes)
+    strategy = decided(named, len(devices) * nodes, environment, machine)
     check_accelerator(strategy, accelerator, devices[0].type, request)
     check_size(strategy, devices, nodes, request)
-    check_interactive(strategy, environment, machine, processes, request)
-    precision = choose_precision(request.precision, precision_plugin, strategy, devices[0].type)
-    return Plan(strategy, accelerator, devices, nodes, precision, environment, choose_io(io_plugin, strategy))
+    check_interactive(strategy, environment, machine, devices, request)
+    precision = choose_precision(request.precision, plugins[Precision], strategy, devices[0].type)
+    io = only("checkpoint IO", _places(plugins[CheckpointIO], strategy, "checkpoint_io"))[1]
+    return Plan(strategy, accelerator, devices, nodes, precision, environment, io)
+
+
+def only(what: str, sources: dict[str, Any]) -> tuple[str, Any]:
+    """Where the one value that is not None comes from, and the value; ("", None) where all are None."""
+    given = [(name, value) for name, value in sources.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigurationError(
+            f"The {what} is given twice: by {given[0][0]} and by {given[1][0]}. Keep one of the two."
+        )
+    return given[0] if given else ("", None)
 
 
 def merge_flags(request: Request, flags: dict[str, str]) -> Request:
@@ -123,10 +134,8 @@ def lower_names(request: Request) -> Request:
     return replace(request, **lowered)
 
 
-def sort_plugins(
-    plugins: Any,
-) -> tuple[Precision | None, ClusterEnvironment | None, CheckpointIO | None]:
-    """Precision, environment and checkpoint IO from `plugins=`, each at most once."""
+def sort_plugins(plugins: Any) -> dict[type, Any]:
+    """Precision, environment and checkpoint IO from `plugins=`, each at most once, by their base."""
     found: dict[type, Any] = dict.fromkeys((Precision, ClusterEnvironment, CheckpointIO))
     listed = [] if plugins is None else plugins if isinstance(plugins, list | tuple) else [plugins]
     for plugin in listed:
@@ -138,11 +147,17 @@ def sort_plugins(
         if found[kind] is not None:
             raise ConfigurationError(f"plugins= has two of {kind.__name__}: keep one of them.")
         found[kind] = plugin
-    return found[Precision], found[ClusterEnvironment], found[CheckpointIO]
+    return found
 
 
-def name_strategy(choice: Any) -> Strategy | None:
-    """The strategy that was passed or that the name means; None for "auto", which needs the devices."""
+class Undecided(Strategy):
+    """strategy="auto", until it is known how many devices there are."""
+
+    traits = Traits(needs_launch=True)
+
+
+def name_strategy(choice: Any) -> Strategy:
+    """The strategy that was passed or that the name means."""
     if isinstance(choice, Strategy):
         return choice
     if not isinstance(choice, str):
@@ -150,8 +165,8 @@ def name_strategy(choice: Any) -> Strategy | None:
             f"strategy={choice!r} must be a name or a Strategy object, but is a {type(choice).__name__}. "
             f'Write strategy="ddp", or an object such as DDPStrategy().'
         )
-    made = None if choice == "auto" else STRATEGY_REGISTRY.get(choice)
-    if made is not None and not isinstance(made, Strategy):
+    made = Undecided() if choice == "auto" else STRATEGY_REGISTRY.get(choice)
+    if not isinstance(made, Strategy):
         raise ArgumentTypeError(
             f"strategy={choice!r} is registered, but its factory made {made!r}. Register a Strategy "
             "subclass, or a function that returns an object of one."
@@ -160,71 +175,70 @@ def name_strategy(choice: Any) -> Strategy | None:
 
 
 def choose_environment(
-    plugin: ClusterEnvironment | None, strategy: Strategy | None, machine: Machine
+    plugin: ClusterEnvironment | None, strategy: Strategy, machine: Machine
 ) -> ClusterEnvironment:
     """The environment that was passed, once, or the detected one; logs which and why."""
-    of_strategy = getattr(strategy, "cluster_environment", None)
-    source = f"{type(strategy).__name__}(cluster_environment=...)"
-    if plugin is not None and of_strategy is not None:
-        raise _twice("cluster environment", "plugins=", source)
-    given, source = (of_strategy, source) if plugin is None else (plugin, f"plugins={type(plugin).__name__}")
+    source, given = only("cluster environment", _places(plugin, strategy, "cluster_environment"))
     if given is None:
-        given, source = machine.environment, machine.reason
+        source, given = machine.reason, machine.environment
     elif machine.forced and not isinstance(given, type(machine.environment)):
-        raise _twice("cluster environment", source, f"FABRIC_ENVIRONMENT={machine.forced}")
+        only("cluster environment", {source: given, f"FABRIC_ENVIRONMENT={machine.forced}": machine})
     _log.debug("The cluster environment is %s: %s.", type(given).__name__, source)
-    return given
+    return given  # type: ignore[no-any-return]
 
 
-def choose_accelerator(choice: Any, strategy: Strategy | None, elsewhere: bool = False) -> Accelerator:
+def choose_accelerator(choice: Any, strategy: Strategy, elsewhere: bool) -> Accelerator:
     """The accelerator that was passed, once, or that the name means here; "auto" heeds the strategy."""
-    if strategy is None or elsewhere:
-        return select_accelerator(choice, False) if elsewhere else select_accelerator(choice)
-    of_strategy, automatic = strategy.given[0], isinstance(choice, str) and choice == "auto"
-    if of_strategy is not None:
-        if not automatic:
-            raise _twice(
-                "accelerator", f"accelerator={choice!r}", f"{type(strategy).__name__}(accelerator=...)"
-            )
-        return select_accelerator(of_strategy)
-    own = _own_device(strategy)
-    chosen = select_accelerator(own.type if automatic and own is not None else choice)
-    allowed = strategy.traits.accelerators
-    fallback = automatic and "cpu" in allowed and chosen.name() not in allowed
-    return select_accelerator("cpu") if fallback else chosen
+    automatic = isinstance(choice, str) and choice == "auto"
+    places = _places(None, strategy, "accelerator")
+    given = only("accelerator", {f"accelerator={choice!r}": None if automatic else choice, **places})[1]
+    if given is not None:
+        return select_accelerator(given, not elsewhere)
+    own, allowed = strategy.parallel_devices, strategy.traits.accelerators
+    chosen = select_accelerator(own[0].type if own else "auto", not elsewhere)
+    return select_accelerator("cpu") if "cpu" in allowed and chosen.name() not in allowed else chosen
 
 
-def choose_nodes(request: Request, environment: ClusterEnvironment, strategy: Strategy | None) -> int:
+def choose_nodes(request: Request, environment: ClusterEnvironment, traits: Traits) -> int:
     """The number of machines; devices="auto" follows who started the processes in this too, and so do as many
     devices as were started per machine, and a strategy whose processes are machines.
     """
     nodes = request.num_nodes
     if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
         raise ConfigurationError(f"num_nodes={nodes!r} must be a whole number of machines, 1 or more.")
-    if not (environment.creates_processes_externally and _needs_launch(strategy)):
+    if not (environment.creates_processes_externally and traits.needs_launch):
         return nodes
     # `devices=` says how many per machine: where that is what was started, num_nodes=1 is but the default.
     alike = str(request.devices) == str(environment.local_world_size()) and nodes == 1
-    follows = _is_auto(request.devices) or _is_machine_each(strategy) or alike
+    follows = _is_auto(request.devices) or traits.one_process_per_node or alike
     return max(nodes, environment.num_nodes() or 1) if follows else nodes
 
 
 def choose_devices(
-    request: Request, accelerator: Accelerator, environment: ClusterEnvironment, strategy: Strategy | None
+    request: Request, accelerator: Accelerator, environment: ClusterEnvironment, strategy: Strategy
 ) -> list[torch.device]:
     """The devices of this machine's processes: the strategy's own, or what `devices=` means here."""
     if environment.elsewhere:
         return [first_device(accelerator)] * count_elsewhere(request.devices, environment)
-    wanted, own = request.devices, _own_devices(strategy)
-    if own and not _is_auto(wanted):
-        _check_same_devices(own, request, accelerator, strategy)
-    if own:
-        return own
-    if _is_auto(wanted) and not _needs_launch(strategy):
-        wanted = "auto" if strategy is not None and strategy.traits.data_parallel else 1
-    elif _is_auto(wanted) and environment.creates_processes_externally and not _is_machine_each(strategy):
-        wanted = environment.local_world_size() or "auto"
-    return select_devices(accelerator, wanted)
+    wanted, own = request.devices, strategy.parallel_devices
+    if not own:
+        auto = _is_auto(wanted)
+        return select_devices(accelerator, automatic_devices(environment, strategy) if auto else wanted)
+    asked = own if _is_auto(wanted) else select_devices(accelerator, wanted)
+    if len(asked) != len(own) or not (isinstance(wanted, int) or asked == own):
+        both = (f"devices={wanted!r}", f"{type(strategy).__name__} with {', '.join(map(str, own))}")
+        only("choice of devices", dict.fromkeys(both, wanted))
+    return own
+
+
+def automatic_devices(environment: ClusterEnvironment, strategy: Strategy) -> int | str:
+    """What devices="auto" means: as many as were started here, one for one process, else all."""
+    if strategy.traits.one_process_per_node:
+        return "auto"
+    if not strategy.traits.needs_launch:
+        return "auto" if strategy.traits.data_parallel else 1
+    started = environment.local_world_size() if environment.creates_processes_externally else None
+    return started or "auto"
 
 
 def count_elsewhere(devices: Any, environment: ClusterEnvironment) -> int:
@@ -237,31 +251,25 @@ def count_elsewhere(devices: Any, environment: ClusterEnvironment) -> int:
     return devices
 
 
-def count_processes(devices: list[torch.device], strategy: Strategy | None) -> int:
-    """How many processes this machine runs: one for each device, unless one holds them all."""
-    return 1 if not _needs_launch(strategy) or _is_machine_each(strategy) else len(devices)
-
-
 def check_started(
-    environment: ClusterEnvironment, strategy: Strategy | None, processes: int, num_nodes: int
+    environment: ClusterEnvironment, strategy: Strategy, devices: list[torch.device], nodes: int
 ) -> None:
     """Raise if the processes that exist are not those that were asked for."""
-    if not _needs_launch(strategy):
-        return
-    started = environment.creates_processes_externally and _is_machine_each(strategy)
-    here = (environment.local_world_size() or 1) if started else 1
-    if here > 1:
+    started = environment.local_world_size() if environment.creates_processes_externally else None
+    if strategy.traits.one_process_per_node and (started or 1) > 1:
         raise ConfigurationError(
             f"{type(strategy).__name__} runs one process per machine, which holds all of its devices, but "
-            f"{here} were started on this machine. Start one (torchrun --nnodes N --nproc-per-node 1, or the "
-            f"script itself on each machine with MASTER_ADDR, MASTER_PORT and NODE_RANK set), or write "
-            f'strategy="ddp" for a process per device.'
+            f"{started} were started on this machine. Start one (torchrun --nnodes N --nproc-per-node 1), or "
+            'write strategy="ddp" for a process per device.'
         )
-    environment.validate_settings(num_devices=processes, num_nodes=num_nodes)
+    if strategy.traits.needs_launch:
+        environment.validate_settings(strategy.traits.processes(len(devices)), nodes)
 
 
-def auto_strategy(world_size: int, environment: ClusterEnvironment, machine: Machine) -> Strategy:
-    """One device for one process, else DDP as it can start here."""
+def decided(named: Strategy, world_size: int, environment: ClusterEnvironment, machine: Machine) -> Strategy:
+    """What was named; for "auto" one device for one process, else DDP as it can start here."""
+    if not isinstance(named, Undecided):
+        return named
     started = environment.creates_processes_externally
     forked = machine.interactive and not started and not environment.elsewhere
     several = "ddp_notebook" if forked else "ddp"
@@ -272,30 +280,28 @@ def auto_strategy(world_size: int, environment: ClusterEnvironment, machine: Mac
 
 def choose_precision(value: Any, plugin: Precision | None, strategy: Strategy, device_type: str) -> Precision:
     """The precision that was passed, once, or the one that the name means on this device."""
-    of_strategy = strategy.given[2]
-    sources = {
-        f"precision={value!r}": value,
-        f"plugins={type(plugin).__name__}": plugin,
-        f"{type(strategy).__name__}(precision=...)": of_strategy,
-    }
-    named = [name for name, source in sources.items() if source is not None]
-    if len(named) > 1:
-        raise _twice("precision", named[0], named[1])
-    precision = plugin or of_strategy or make_precision(32 if value is None else value, device_type)
+    places = {f"precision={value!r}": value, **_places(plugin, strategy, "precision")}
+    source, given = only("precision", places)
+    precision = (
+        given if isinstance(given, Precision) else make_precision(given if source else 32, device_type)
+    )
     precision = precision.for_device(device_type)
     _check_precision(precision, strategy)
     return precision
 
 
-def choose_io(plugin: CheckpointIO | None, strategy: Strategy) -> CheckpointIO | None:
-    """The checkpoint IO that was passed, once; None keeps the strategy's."""
-    if plugin is not None and strategy.given[1] is not None:
-        raise _twice(
-            "checkpoint IO",
-            f"plugins={type(plugin).__name__}",
-            f"{type(strategy).__name__}(checkpoint_io=...)",
+def _check_precision(precision: Precision, strategy: Strategy) -> None:
+    allowed, why = strategy.traits.precisions, strategy.traits.precisions_why
+    if precision.replaces_parameters and strategy.layout.splits:
+        raise ConfigurationError(
+            f"{type(strategy).__name__} splits parameters over ranks, which those that "
+            f'{type(precision).__name__} makes cannot be. Write strategy="ddp" or "zero1".'
         )
-    return plugin
+    if allowed and precision.precision not in allowed:
+        raise ConfigurationError(
+            f"{type(strategy).__name__} does not run with precision={precision.precision!r}"
+            f"{': ' * bool(why)}{why}. Write one of {', '.join(map(repr, allowed))}, or another strategy."
+        )
 
 
 def check_accelerator(
@@ -323,78 +329,22 @@ def check_size(strategy: Strategy, devices: list[torch.device], num_nodes: int, 
 
 
 def check_interactive(
-    strategy: Strategy, environment: ClusterEnvironment, machine: Machine, processes: int, request: Request
+    strategy: Strategy,
+    environment: ClusterEnvironment,
+    machine: Machine,
+    devices: list[torch.device],
+    request: Request,
 ) -> None:
     """Raise if processes would have to be started by running a notebook again."""
-    reruns_script = getattr(strategy, "start_method", None) == "popen"
-    if (
-        machine.interactive
-        and reruns_script
-        and processes > 1
-        and not (environment.creates_processes_externally or environment.elsewhere)
-    ):
+    started = environment.creates_processes_externally or environment.elsewhere
+    started = started or strategy.traits.processes(len(devices)) == 1
+    if machine.interactive and getattr(strategy, "start_method", None) == "popen" and not started:
         raise ConfigurationError(
             "This is a notebook or a prompt: there is no script that "
             f"strategy={_name(request.strategy)} could run again for the other ranks. Write "
-            f"strategy={_forked(request.strategy)} and fabric.launch(function), or put the code into a "
-            "script."
+            f'strategy="ddp_notebook", or {type(strategy).__name__}(..., start_method="fork"), and '
+            "fabric.launch(function); or put the code into a script."
         )
-
-
-def _forked(choice: Any) -> str:
-    """How to write a strategy such that its ranks are forks of this process."""
-    if isinstance(choice, Strategy):
-        return f'{type(choice).__name__}(..., start_method="fork")'
-    if f"{choice}_notebook" in STRATEGY_REGISTRY.names():
-        return f'"{choice}_notebook"'
-    entry = STRATEGY_REGISTRY.entry(choice)
-    settings = {**entry.defaults, "start_method": "fork"}
-    return f"{entry.load().__name__}({', '.join([f'{key}={value!r}' for key, value in settings.items()])})"
-
-
-def _check_precision(precision: Precision, strategy: Strategy) -> None:
-    allowed, why = strategy.traits.precisions, strategy.traits.precisions_why
-    if precision.replaces_parameters and strategy.layout.splits:
-        raise ConfigurationError(
-            f"{type(strategy).__name__} splits parameters over ranks, which those that "
-            f'{type(precision).__name__} makes cannot be. Write strategy="ddp" or "zero1".'
-        )
-    if allowed and precision.precision not in allowed:
-        raise ConfigurationError(
-            f"{type(strategy).__name__} does not run with precision={precision.precision!r}"
-            f"{': ' * bool(why)}{why}. Write one of {', '.join(map(repr, allowed))}, or another strategy."
-        )
-
-
-def _own_devices(strategy: Strategy | None) -> list[torch.device]:
-    own = _own_device(strategy)
-    return list(getattr(strategy, "parallel_devices", None) or ([] if own is None else [own]))
-
-
-def _own_device(strategy: Strategy | None) -> torch.device | None:
-    """The device that a strategy of one process was made with."""
-    return None if strategy is None or strategy.traits.needs_launch else strategy.given_device
-
-
-def _check_same_devices(
-    own: list[torch.device], request: Request, accelerator: Accelerator, strategy: Strategy | None
-) -> None:
-    asked = select_devices(accelerator, request.devices)
-    count_only = isinstance(request.devices, int)
-    if len(asked) != len(own) or not (count_only or asked == own):
-        raise _twice(
-            "choice of devices",
-            f"devices={request.devices!r}",
-            f"{type(strategy).__name__} with {', '.join(map(str, own))}",
-        )
-
-
-def _needs_launch(strategy: Strategy | None) -> bool:
-    return strategy is None or strategy.traits.needs_launch
-
-
-def _is_machine_each(strategy: Strategy | None) -> bool:
-    return strategy is not None and strategy.traits.one_process_per_node
 
 
 def _is_auto(devices: Any) -> bool:
@@ -417,8 +367,13 @@ def _read_nodes(value: str) -> int:
     return int(value)
 
 
-def _twice(what: str, first: str, second: str) -> ConfigurationError:
-    return ConfigurationError(f"The {what} is given twice: by {first} and by {second}. Keep one of the two.")
+def _places(plugin: Any, strategy: Strategy, name: str) -> dict[str, Any]:
+    """Where a part may be given, beside an argument of its own, and what is given there."""
+    of_strategy = strategy.cluster_environment if name == "cluster_environment" else strategy.given[name]
+    return {
+        f"plugins={type(plugin).__name__}": plugin,
+        f"{type(strategy).__name__}({name}=...)": of_strategy,
+    }
 
 
 def _name(value: Any) -> str:

@@ -124,11 +124,7 @@ class SetupVerbs(RankFacts):
         """Make a model ready, without optimizers. All ranks must call this. Arguments and errors as for
         `setup`.
         """
-        self._require_launch("setup_module()")
-        checked = check_module(module, "fabric.setup_module", self._strategy.traits.needs_launch)
-        wrapped: Any = self._wrap(checked, [], None, move_to_device, _reapply_compile)[0]
-        self.call("on_after_setup", fabric=self, module=wrapped)
-        return wrapped  # type: ignore[no-any-return]
+        return self.setup(module, move_to_device=move_to_device, _reapply_compile=_reapply_compile)
 
     @overload
     def setup_optimizers(self, optimizer: O1, /) -> O1: ...

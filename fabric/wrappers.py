@@ -1,6 +1,6 @@
 """What `fabric.setup` gives back: the user's module, optimizer and loader with a plan in place, nothing else.
 
-Invariants. A module wrapper holds the wrapped module as its one child and the plan as its own `forward`.
+Invariants. A module wrapper has the tables of the user's module, and the plan as its own `forward`.
 An optimizer wrapper is a view: its class derives from the user's class, all it has is the real one's.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from copy import deepcopy
 from functools import cache
+from operator import contains, delitem, getitem, setitem
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,6 @@ from fabric.utilities.state_keys import clean_keys, fit_keys
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from torch import Tensor
-    from torch.nn import Parameter
     from torch.optim import Optimizer
     from typing_extensions import Self
 
@@ -54,7 +53,8 @@ class _FabricModule(Module):
     """The user's module behind a forward plan. Attributes, methods and names are the user's module's own.
 
     The wrapper and the user's module share the dictionaries of `MODULE_TABLES`: what torch reads or writes on
-    the wrapper directly (`register_buffer`, `functional_call`, hooks of state dicts) is the user's module's.
+    the wrapper directly (parameters, children, `functional_call`, hooks of state dicts) is the user's
+    module's.
 
     Args:
         forward_module: What forwards go through (the user's module, or DDP around it, compiled or not).
@@ -66,7 +66,7 @@ class _FabricModule(Module):
         original = original_module if original_module is not None else forward_module
         super().__init__()
         own = self.__dict__
-        own["_modules"]["_forward_module"] = forward_module
+        own["_forward_module"] = forward_module  # no child: children are the user's module's
         own["_strategy"] = strategy
         # What the layout wrapped: methods other than forward run uncompiled, and are synchronised through it.
         own["_fabric_joined"] = forward_module._orig_mod if is_compiled(forward_module) else forward_module
@@ -74,7 +74,6 @@ class _FabricModule(Module):
         own["forward"] = strategy.forward_plan(forward_module)
         own.update({name: original.__dict__[name] for name in MODULE_TABLES if name in original.__dict__})
         own["training"] = original.training
-        # Not registered as a child: it is inside forward_module already.
         own["_fabric_original"] = original
 
     @property
@@ -141,12 +140,12 @@ class _FabricModule(Module):
         return self.module.load_state_dict(fitted, strict=strict, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A module around this wrapper is being loaded. The keys are the user's; torch goes on into our child.
-        path = next(name for name, m in Module.named_modules(self) if m is self.module)
-        compiled = {key.replace(_COMPILED, ""): key for key in self.module.state_dict()}
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            name = key.removeprefix(prefix)
-            state_dict[f"{prefix}{path}.{compiled.get(name, name)}"] = state_dict.pop(key)
+        # A module around this wrapper is being loaded. The keys are the user's, those of compiled parts not.
+        for key in [key for key in self.module.state_dict() if _COMPILED in key]:
+            name = f"{prefix}{key.replace(_COMPILED, '')}"
+            if name in state_dict:
+                state_dict[prefix + key] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def train(self, mode: bool = True) -> Self:
         """Training or evaluation mode, for the user's module and what is around it."""
@@ -167,16 +166,6 @@ class _FabricModule(Module):
         self._forward_module._apply(fn, recurse)
         return self
 
-    def register_module(self, name: str, module: Module | None) -> None:
-        """Add a child called `name` to the user's module."""
-        self.module.register_module(name, module)
-
-    add_module = register_module
-
-    def named_children(self) -> Iterator[tuple[str, Module]]:
-        """The user's module's own children."""
-        return self.module.named_children()
-
     def named_modules(
         self, memo: set[Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Module]]:
@@ -185,24 +174,8 @@ class _FabricModule(Module):
             if not is_compiled(module):
                 yield f"{name}.".replace(_COMPILED, "").removesuffix("."), module
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Parameter]]:
-        """The module's parameters under the user's own names."""
-        for name, parameter in self.module.named_parameters(prefix, recurse, remove_duplicate):
-            yield name.replace(_COMPILED, ""), parameter
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The module's buffers under the user's own names."""
-        for name, buffer in self.module.named_buffers(prefix, recurse, remove_duplicate):
-            yield name.replace(_COMPILED, ""), buffer
-
     def __getattr__(self, name: str) -> Any:
         own = self.__dict__
-        if name in own.get("_modules", ()):
-            return own["_modules"][name]
         if "_fabric_original" not in own:  # while copying or unpickling
             raise AttributeError(name)
         original, strategy = own["_fabric_original"], own["_strategy"]
@@ -227,14 +200,14 @@ class _FabricModule(Module):
                 "set its attribute 'module'."
             )
         # A forward put in place of the class's is the user's: the plan stays around it.
-        mine = name in own or name in own.get("_modules", ()) or hasattr(type(self), name)
+        mine = name in own or hasattr(type(self), name)
         if "_fabric_original" not in own or (mine and name != "forward"):
             super().__setattr__(name, value)
         else:
             setattr(own["_fabric_original"], name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name != "forward" and (name in self.__dict__ or name in self._modules):
+        if name != "forward" and name in self.__dict__:
             super().__delattr__(name)
         else:
             delattr(self.module, name)
@@ -250,28 +223,14 @@ class _FabricModule(Module):
 class _FabricContainer(_FabricModule):
     """Around an `nn.Sequential`, `nn.ModuleDict` or the like: layers by index are the user's, as by name."""
 
-    module: Any
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.module[index]
+def _of_module(operation: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda model, *args: operation(model.module, *args)
 
-    def __setitem__(self, index: Any, layer: Any) -> None:
-        self.module[index] = layer
 
-    def __delitem__(self, index: Any) -> None:
-        del self.module[index]
-
-    def __len__(self) -> int:
-        return len(self.module)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.module)
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self.module
-
-    def __bool__(self) -> bool:
-        return bool(self.module)
+# Looked up on the class, by Python itself.
+for _operation in (getitem, setitem, delitem, len, iter, contains, bool):
+    setattr(_FabricContainer, f"__{_operation.__name__}__", _of_module(_operation))
 
 
 class _FabricOptimizer:

@@ -83,9 +83,7 @@ class Registry:
         Raises:
             ConfigurationError: As for `get`.
         """
-        if name not in self._entries:
-            self._load_entry_points()
-        if name not in self._entries:
+        if name not in self:
             raise ConfigurationError(unknown_name_message(self.kind, name, self.names()))
         return self._entries[name]
 

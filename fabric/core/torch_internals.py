@@ -13,78 +13,20 @@ from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._utils import _flatten_dense_tensors as flatten_tensors  # torch.cat of the flat tensors, in C++
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # what all batch norms are, SyncBatchNorm too
-from torch.nn.modules.dropout import _DropoutNd as Dropout  # what all dropouts are
+from torch import _utils as torch_utils
+from torch.nn.modules import batchnorm, dropout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = [
-    "CALL_TABLES",
-    "COUNTED_STEP",
-    "FSDP_MARKS",
-    "MODULE_TABLES",
-    "STEPPED",
-    "BatchNorm",
-    "Dropout",
-    "accumulates",
-    "backward_pass",
-    "begin_fsdp",
-    "build_buckets",
-    "call_after_backward",
-    "check_reduced",
-    "computes_in",
-    "default_store",
-    "disarm",
-    "drop_workers",
-    "dtensor_handlers",
-    "expect_thawed",
-    "flatten_tensors",
-    "flight_record",
-    "foreach_clamp_max_",
-    "foreach_clamp_min_",
-    "foreach_copy_",
-    "foreach_div_",
-    "foreach_mul_",
-    "foreach_norm",
-    "free_root",
-    "fsdp_groups",
-    "fsdp_state",
-    "fsdp_states",
-    "gather_root",
-    "group_names",
-    "group_timeout",
-    "groups_inside",
-    "hang",
-    "hang_in_place",
-    "has_built_buckets",
-    "has_hooks",
-    "in_forward",
-    "in_function_transform",
-    "is_custom_function_input",
-    "is_fsdp",
-    "is_gathered_ahead",
-    "iterated",
-    "leave_out_of_ddp",
-    "loader_iterator",
-    "memory_of",
-    "no_subclass_dispatch",
-    "no_subclass_functions",
-    "owner_of",
-    "packs_saved_tensors",
-    "phase",
-    "pin_memory",
-    "place_in_file",
-    "renew_reducer",
-    "show_part",
-    "ungathered",
-    "value_of",
-    "whole_of",
-    "will_run",
-    "without_worker_info",
-    "written_by",
-]
+BatchNorm = batchnorm._BatchNorm
+"""What all batch norms are, SyncBatchNorm too."""
+
+Dropout = dropout._DropoutNd
+"""What all dropouts are."""
+
+flatten_tensors: Callable[[Any], torch.Tensor] = torch_utils._flatten_dense_tensors
+"""torch.cat of the flat tensors, in C++."""
 
 foreach_clamp_max_ = torch._foreach_clamp_max_
 foreach_clamp_min_ = torch._foreach_clamp_min_
@@ -111,6 +53,7 @@ without it the scheduler warns when it is stepped.
 """
 
 MODULE_TABLES = (
+    "_modules",
     "_parameters",
     "_buffers",
     "_non_persistent_buffers_set",
@@ -119,7 +62,7 @@ MODULE_TABLES = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""What an `nn.Module` holds beside its children: a wrapper that shares these is its module to torch."""
+"""What an `nn.Module` holds: a wrapper that shares these is its module to torch."""
 
 CALL_TABLES = (
     "_forward_hooks",

@@ -28,6 +28,10 @@ class Traits:
     precisions_why: str = ""
     """What it is about the others."""
 
+    def processes(self, devices: int) -> int:
+        """How many processes a machine runs: one for each device, unless one holds them all."""
+        return devices if self.needs_launch and not self.one_process_per_node else 1
+
 
 def overridden(kind: type, base: type, *names: str) -> bool:
     """Whether class `kind` replaces any of the methods `names` of `base`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fabric.strategies.layouts.replicate import Replicate
 from fabric.strategies.parallel import ParallelStrategy
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.layouts.context.part import ContextParallel
+    from fabric.strategies.parallel import StartMethod
 
 
 class DDPStrategy(ParallelStrategy):
@@ -52,7 +53,7 @@ class DDPStrategy(ParallelStrategy):
         precision: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(seconds=1800),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         *,
         startup_timeout: timedelta = timedelta(minutes=10),
         context_parallel: ContextParallel | None = None,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fabric.core.errors import ConfigurationError
 from fabric.strategies.ddp import DDPStrategy
 from fabric.strategies.layouts.data_parallel import ReplicatedSplitBatch
-
-if TYPE_CHECKING:
-    from fabric.strategies.strategy import Plan
 
 
 class DDP2Strategy(DDPStrategy):
@@ -46,8 +43,3 @@ class DDP2Strategy(DDPStrategy):
                     f"splits batches over its devices. Leave {name} out, or write DDPStrategy({name}=...)."
                 )
         super().__init__(*args, **kwargs)
-
-    def bind(self, plan: Plan) -> None:
-        """Complete the composition; called once, by `Fabric`."""
-        self.layout.devices = plan.devices
-        super().bind(plan)

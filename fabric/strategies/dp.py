@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.topology import Topology
-from fabric.strategies.checkpoints import Checkpoints
-from fabric.strategies.exchange import Exchange
 from fabric.strategies.layouts.data_parallel import SplitBatch
 from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     import torch
 
     from fabric.accelerators.accelerator import Accelerator
-    from fabric.plugins.collectives.collective import Collective
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
@@ -51,7 +49,6 @@ class DataParallelStrategy(ParallelStrategy):
         ConfigurationError: When `Fabric` is made: several machines, or several processes that were started.
     """
 
-    start_method = ""  # there is nothing to start
     layout: SplitBatch
 
     def __init__(
@@ -62,12 +59,8 @@ class DataParallelStrategy(ParallelStrategy):
         precision: Precision | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, None, checkpoint_io, precision)
+        self.start_method = ""  # there is nothing to start
         self.layout = SplitBatch()
-
-    @property
-    def num_processes(self) -> int:
-        """One, whatever the number of devices."""
-        return 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
@@ -89,16 +82,7 @@ class DataParallelStrategy(ParallelStrategy):
                 'one process with num_nodes=1, or write strategy="ddp" (a process for each device) or '
                 '"ddp2" (one for each machine).'
             )
-        self.layout.devices = plan.devices
         super().bind(plan)
-
-    def group_collective(self, group: Any | None) -> Collective:
-        """That of one rank, whatever the group."""
-        return Exchange.group_collective(self, group)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Return at once: no other rank is waited for."""
-        Exchange.barrier(self, name)
 
     def _take_place(self) -> None:
         if not self.parallel_devices:
@@ -107,11 +91,11 @@ class DataParallelStrategy(ParallelStrategy):
             )
         self.topology = Topology(device=self.parallel_devices[0])
 
-    def _join_ranks(self) -> None:
-        """Meet nobody."""
-
     def _make_launcher(self, environment: ClusterEnvironment) -> Launcher | None:
         return None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return Checkpoints.__getstate__(self)
+    # Those of one rank:
+    group_collective = Strategy.group_collective
+    barrier = Strategy.barrier
+    _join_ranks = Strategy._join_ranks
+    __getstate__ = Strategy.__getstate__

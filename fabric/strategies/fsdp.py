@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.precision import POLICIES
-from fabric.strategies.fsdp_keywords import check_mesh, check_ranks, sharding, translate
-from fabric.strategies.layouts.blocks import check_policy
+from fabric.strategies.fsdp_keywords import translate
 from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings
 from fabric.strategies.parallel import ParallelStrategy
 
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.layouts.context.part import ContextParallel
-    from fabric.strategies.strategy import Plan
+    from fabric.strategies.parallel import StartMethod
 
 
 class FSDPStrategy(ParallelStrategy):
@@ -69,8 +66,9 @@ class FSDPStrategy(ParallelStrategy):
             and `reshard_after_forward` of FSDP2.
 
     Raises:
-        ConfigurationError: A keyword or value that FSDP2 has nothing like.
-        ArgumentTypeError: An argument of the wrong kind.
+        ConfigurationError: A keyword or value that FSDP2 has nothing like; when `Fabric` is made: sizes of a
+            mesh that do not multiply to the number of ranks.
+        ArgumentTypeError: A policy of the wrong kind.
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -93,31 +91,29 @@ class FSDPStrategy(ParallelStrategy):
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         *,
         checkpoint_io: CheckpointIO | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         startup_timeout: timedelta = timedelta(minutes=10),
         find_unused_parameters: bool = False,
         context_parallel: ContextParallel | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
-        _check_flags(state_dict_type, find_unused_parameters)
-        check_policy(auto_wrap_policy, "auto_wrap_policy")
-        check_mesh(device_mesh, sharding(sharding_strategy))
+        self._set_processes(process_group_backend, timeout, startup_timeout, start_method, context_parallel)
         own = {
-            **sharding(sharding_strategy),
-            **translate(cpu_offload, mixed_precision, kwargs, inspect.signature(FSDPStrategy).parameters),
+            "cpu_offload": cpu_offload,
+            "mixed_precision": mixed_precision,
+            "auto_wrap_policy": auto_wrap_policy,
+            "activation_checkpointing": activation_checkpointing,
+            "activation_checkpointing_policy": activation_checkpointing_policy,
+            "sharding_strategy": sharding_strategy,
+            "state_dict_type": state_dict_type,
+            "device_mesh": device_mesh,
+            "find_unused_parameters": find_unused_parameters,
         }
-        settings = ShardSettings(
-            blocks=set() if find_unused_parameters and auto_wrap_policy is None else auto_wrap_policy,
-            checkpointed=_checkpointed(activation_checkpointing, activation_checkpointing_policy),
-            mesh=device_mesh,
-            unused=find_unused_parameters,
-            **own,
-        )
+        settings = ShardSettings(**translate(own, kwargs))
         self.layout: FullyShard = FullyShard(settings)
         self.state_dict_type = state_dict_type
         self._sharding = getattr(sharding_strategy, "name", sharding_strategy)
-        self._set_processes(process_group_backend, timeout, startup_timeout, start_method, context_parallel)
 
     @property
     def traits(self) -> Traits:
@@ -127,15 +123,6 @@ class FSDPStrategy(ParallelStrategy):
         unscaled = tuple([name for name, policy in POLICIES.items() if not policy.loss_scale])
         why = "torch's loss scaling does not reach gradients in host memory (cpu_offload)"
         return replace(self.layout.traits, precisions=unscaled, precisions_why=why)
-
-    def bind(self, plan: Plan) -> None:
-        """Complete the composition; called once, by `Fabric`.
-
-        Raises:
-            ConfigurationError: Sizes of a mesh that do not multiply to the number of ranks.
-        """
-        check_ranks(self.layout.settings.mesh, len(plan.devices), plan.num_nodes)
-        super().bind(plan)
 
     @property
     def sharding_strategy(self) -> ShardingStrategy:
@@ -156,22 +143,3 @@ class FSDPStrategy(ParallelStrategy):
         """The MixedPrecisionPolicy that parameters are gathered and gradients reduced by."""
         self.layout.policy = self._precision.policy
         return self.layout.precision_policy()
-
-
-def _check_flags(state_dict_type: Any, find_unused_parameters: Any) -> None:
-    if state_dict_type not in ("full", "sharded"):
-        raise ConfigurationError(f"state_dict_type={state_dict_type!r} is neither 'full' nor 'sharded'.")
-    if not isinstance(find_unused_parameters, bool):
-        raise ArgumentTypeError(f"find_unused_parameters={find_unused_parameters!r} must be True or False.")
-
-
-def _checkpointed(modules: Any, policy: Any) -> Any:
-    """What is computed again in backward: modules and policy are two words for it."""
-    if modules is not None and policy is not None:
-        raise ConfigurationError(
-            "activation_checkpointing and activation_checkpointing_policy say the same thing. "
-            "Keep the policy."
-        )
-    check_policy(modules, "activation_checkpointing")
-    check_policy(policy, "activation_checkpointing_policy")
-    return modules or policy

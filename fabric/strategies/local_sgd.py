@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.optim import Optimizer
+    from typing_extensions import Unpack
 
     from fabric.core.types import PathLike
+    from fabric.strategies.parallel import Processes
     from fabric.strategies.pending import PendingSave
 
 
@@ -45,11 +47,9 @@ class LocalSGDStrategy(ParallelStrategy):
         outer_optimizer: Makes an optimizer of a list of parameters, for example `lambda parameters:
             torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)`; it needs 4 bytes a parameter
             more than its own states. None: ranks go on from the mean.
-        start_method: As in `DDPStrategy`.
         process_group_backend: As in `DDPStrategy`.
         timeout: As in `DDPStrategy`.
-        startup_timeout: As in `DDPStrategy`.
-        kwargs: As in `ParallelStrategy`.
+        kwargs: Others of `ParallelStrategy`.
 
     Raises:
         ConfigurationError: `sync_every` is less than 1.
@@ -63,13 +63,11 @@ class LocalSGDStrategy(ParallelStrategy):
         sync_every: int = 16,
         outer_optimizer: Callable[[list[Tensor]], Optimizer] | None = None,
         *,
-        start_method: str = "popen",
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
-        startup_timeout: timedelta = ParallelStrategy.startup_timeout,
-        **kwargs: Any,
+        **kwargs: Unpack[Processes],
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, **kwargs)
         check_number("sync_every", sync_every)
         if outer_optimizer is not None and not callable(outer_optimizer):
             raise ArgumentTypeError(
@@ -77,7 +75,6 @@ class LocalSGDStrategy(ParallelStrategy):
                 "since its parameters are copies. Write outer_optimizer=lambda parameters: "
                 "torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)."
             )
-        self._set_processes(process_group_backend, timeout, startup_timeout, start_method)
         self.layout = LocalSteps(sync_every, outer_optimizer)
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:

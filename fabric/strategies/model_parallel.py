@@ -12,14 +12,10 @@ from fabric.strategies.parallel import ParallelStrategy
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
-    from fabric.accelerators.accelerator import Accelerator
-    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.plugins.io.checkpoint_io import CheckpointIO
-    from fabric.plugins.precision.precision import Precision
-    from fabric.strategies.strategy import Plan
+    from fabric.strategies.parallel import Processes
 
 
 class ModelParallelStrategy(ParallelStrategy):
@@ -37,13 +33,7 @@ class ModelParallelStrategy(ParallelStrategy):
         save_distributed_checkpoint: True: `fabric.save` without `format=` writes "sharded"; False: "full".
         process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
         timeout: How long a collective waits for the other ranks.
-        accelerator: As in `Strategy`.
-        parallel_devices: As in `ParallelStrategy`.
-        cluster_environment: As in `ParallelStrategy`.
-        checkpoint_io: As in `Strategy`.
-        precision: As in `Strategy`.
-        start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
-        startup_timeout: How long ranks wait for each other at the start.
+        kwargs: Others of `ParallelStrategy`.
 
     Raises:
         ArgumentTypeError: `parallelize_fn` is no function.
@@ -60,16 +50,9 @@ class ModelParallelStrategy(ParallelStrategy):
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(seconds=1800),
-        *,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        startup_timeout: timedelta = timedelta(minutes=10),
+        **kwargs: Unpack[Processes],
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, **kwargs)
         if not callable(parallelize_fn):
             raise ArgumentTypeError(
                 f"parallelize_fn must be a function (model, device_mesh) -> model, but is {parallelize_fn!r}."
@@ -77,13 +60,3 @@ class ModelParallelStrategy(ParallelStrategy):
         self.layout: Mesh = Mesh(parallelize_fn, data_parallel_size, tensor_parallel_size)
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self.state_dict_type = "sharded" if save_distributed_checkpoint else "full"
-        self._set_processes(process_group_backend, timeout, startup_timeout, start_method)
-
-    def bind(self, plan: Plan) -> None:
-        """Complete the composition; called once, by `Fabric`.
-
-        Raises:
-            ConfigurationError: Sizes that do not multiply to the number of ranks.
-        """
-        self.layout.sizes(len(plan.devices), plan.num_nodes)
-        super().bind(plan)

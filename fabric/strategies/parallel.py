@@ -6,7 +6,7 @@ import atexit
 import os
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,20 @@ if TYPE_CHECKING:
     from fabric.strategies.layouts.context.part import ContextParallel
     from fabric.watch.watchdog import Watchdog
 
-START_METHODS = ("popen", "spawn", "fork", "forkserver")
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+START_METHODS = get_args(StartMethod)
+
+
+class Processes(TypedDict, total=False):
+    """Keywords that all strategies of several ranks share."""
+
+    accelerator: Accelerator | None
+    parallel_devices: list[torch.device] | None
+    cluster_environment: ClusterEnvironment | None
+    checkpoint_io: CheckpointIO | None
+    precision: Precision | None
+    start_method: StartMethod
+    startup_timeout: timedelta
 
 
 class ParallelStrategy(Strategy):
@@ -50,13 +63,14 @@ class ParallelStrategy(Strategy):
         cluster_environment: Who this process is; None: detected.
         checkpoint_io: As in `Strategy`.
         precision: As in `Strategy`.
-    """
+        process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
+        timeout: How long a collective waits for the other ranks.
+        start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
+        startup_timeout: How long ranks wait for each other at the start.
 
-    process_group_timeout = timedelta(minutes=30)
-    startup_timeout = timedelta(minutes=10)
-    start_method = "popen"
-    context_parallel: ContextParallel | None = None
-    """How sequences are divided over ranks; None: they are not."""
+    Raises:
+        ConfigurationError: Unknown `start_method`.
+    """
 
     def __init__(
         self,
@@ -65,15 +79,20 @@ class ParallelStrategy(Strategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
+        *,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: StartMethod = "popen",
+        startup_timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision)
         self.parallel_devices = parallel_devices
         self.cluster_environment = cluster_environment
-        self._num_nodes = 1
-        self._backend: str | None = None
+        self.num_nodes = 1
         self._launcher: Launcher | None = None
         self._made_group = False
         self._watchdog: Watchdog | None = None
+        self._set_processes(process_group_backend, timeout, startup_timeout, start_method)
 
     def _set_processes(
         self,
@@ -81,9 +100,9 @@ class ParallelStrategy(Strategy):
         timeout: timedelta | None,
         startup_timeout: timedelta,
         start_method: str,
-        context_parallel: Any = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
-        """Take the keywords that recipes share: how ranks start, meet, and divide sequences.
+        """How ranks start, meet, and divide sequences: recipes that take these in another order call it, too.
 
         Raises:
             ConfigurationError: Unknown `start_method`.
@@ -93,14 +112,11 @@ class ParallelStrategy(Strategy):
             raise ConfigurationError(
                 f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
             )
-        if context_parallel is not None:
-            from fabric.strategies.layouts.context.part import ContextParallel
-
-            if not isinstance(context_parallel, ContextParallel):
-                raise ArgumentTypeError(
-                    f"context_parallel={context_parallel!r} must be a ContextParallel. Write "
-                    "ContextParallel(2) for two ranks that share a sequence."
-                )
+        if context_parallel is not None and not hasattr(context_parallel, "data_group"):
+            raise ArgumentTypeError(
+                f"context_parallel={context_parallel!r} must be a ContextParallel. Write "
+                "ContextParallel(2) for two ranks that share a sequence."
+            )
         self._backend = backend
         self.process_group_timeout = timeout or timedelta(seconds=1800)
         self.startup_timeout = startup_timeout
@@ -108,18 +124,9 @@ class ParallelStrategy(Strategy):
         self.context_parallel = context_parallel
 
     @property
-    def num_nodes(self) -> int:
-        """How many machines there are."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
     def num_processes(self) -> int:
         """How many processes there are on this machine."""
-        return 1 if self.traits.one_process_per_node else len(self.parallel_devices or [])
+        return self.traits.processes(len(self.parallel_devices or []))
 
     @property
     def process_group_backend(self) -> str:
@@ -159,13 +166,15 @@ class ParallelStrategy(Strategy):
         return self._launcher
 
     def bind(self, plan: Plan) -> None:
-        """Complete the composition; called once, by `Fabric`."""
+        """Complete the composition; called once, by `Fabric`.
+
+        Raises:
+            ConfigurationError: Sizes that do not fit the number of ranks.
+        """
         if self.context_parallel is not None:
             self.context_parallel.size_of(len(plan.devices) * plan.num_nodes)
         super().bind(plan)
-        self.parallel_devices = plan.devices
-        self.cluster_environment = plan.environment
-        self._num_nodes = plan.num_nodes
+        self.num_nodes = plan.num_nodes
         self._launcher = self._make_launcher(plan.environment)
         self._take_place()
 
@@ -253,7 +262,7 @@ class ParallelStrategy(Strategy):
             )
         count = self.num_processes
         environment.set_global_rank(environment.node_rank() * count + environment.local_rank())
-        environment.set_world_size(self._num_nodes * count)
+        environment.set_world_size(self.num_nodes * count)
         if environment.local_rank() >= count:
             each = " (one for all devices)" if self.traits.one_process_per_node else ""
             raise ConfigurationError(
@@ -267,7 +276,7 @@ class ParallelStrategy(Strategy):
             node_rank=environment.node_rank(),
             world_size=environment.world_size(),
             local_world_size=count,
-            num_nodes=self._num_nodes,
+            num_nodes=self.num_nodes,
             device=devices[environment.local_rank()],
         )
         rank_zero_only.rank = self.topology.rank
@@ -329,10 +338,10 @@ class ParallelStrategy(Strategy):
         if self.start_method == "popen":
             from fabric.strategies.launchers.script import ScriptLauncher
 
-            return ScriptLauncher(environment, self.num_processes, self._num_nodes)
+            return ScriptLauncher(environment, self.num_processes, self.num_nodes)
         from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
 
-        return MultiprocessLauncher(environment, self.num_processes, self.start_method, self._num_nodes)
+        return MultiprocessLauncher(environment, self.num_processes, self.start_method, self.num_nodes)
 
     def __getstate__(self) -> dict[str, Any]:
         # A group belongs to its process; a spawned rank joins anew.

@@ -13,13 +13,9 @@ from fabric.strategies.layouts.rows import check_number
 from fabric.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
-    import torch
+    from typing_extensions import Unpack
 
-    from fabric.accelerators.accelerator import Accelerator
-    from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.plugins.io.checkpoint_io import CheckpointIO
-    from fabric.plugins.precision.precision import Precision
-    from fabric.strategies.strategy import Plan
+    from fabric.strategies.parallel import Processes
 
 
 class PipelineStrategy(ParallelStrategy):
@@ -46,13 +42,7 @@ class PipelineStrategy(ParallelStrategy):
             further rows, which see different data and average their gradients.
         process_group_backend: torch's backend ("gloo", "nccl"); None: what fits the devices.
         timeout: How long a rank waits for the other ranks.
-        accelerator: As in `Strategy`.
-        parallel_devices: As in `ParallelStrategy`.
-        cluster_environment: As in `ParallelStrategy`.
-        checkpoint_io: As in `Strategy`.
-        precision: As in `Strategy`.
-        start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
-        startup_timeout: How long ranks wait for each other at the start.
+        kwargs: Others of `ParallelStrategy`.
 
     Raises:
         ConfigurationError: A value that is not known, a balance with a number below 1, ranks that cannot be
@@ -71,15 +61,9 @@ class PipelineStrategy(ParallelStrategy):
         num_stages: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(seconds=1800),
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        startup_timeout: timedelta = timedelta(minutes=10),
+        **kwargs: Unpack[Processes],
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, **kwargs)
         for name, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
             if number is not None:
                 check_number(name, number)
@@ -89,7 +73,6 @@ class PipelineStrategy(ParallelStrategy):
             )
         sizes = checked_balance(balance, num_stages)
         self.layout: Pipeline = Pipeline(sizes, num_stages, num_microbatches, checkpoint)
-        self._set_processes(process_group_backend, timeout, startup_timeout, start_method)
 
     @property
     def balance(self) -> list[int] | None:
@@ -106,12 +89,3 @@ class PipelineStrategy(ParallelStrategy):
         """Whether the output comes from this rank."""
         stage, count = self.layout.stage
         return stage == count - 1
-
-    def bind(self, plan: Plan) -> None:
-        """Complete the composition; called once, by `Fabric`.
-
-        Raises:
-            ConfigurationError: Ranks that cannot be divided into pipelines.
-        """
-        self.layout.stages_of(len(plan.devices) * plan.num_nodes)
-        super().bind(plan)

@@ -9,61 +9,40 @@ from fabric.core.registry import Registry
 STRATEGY_REGISTRY = Registry("strategy", "fabric.strategies")
 """Factories of strategies by name; third parties add theirs here or by an entry point."""
 
-_DDP = "fabric.strategies.ddp:DDPStrategy"
-
-STRATEGY_REGISTRY.register(
-    "single_device",
-    "fabric.strategies.single_device:SingleDeviceStrategy",
-    "one process, one device",
-    device=None,
-)
-STRATEGY_REGISTRY.register(
-    "dp", "fabric.strategies.dp:DataParallelStrategy", "one process, the batch split over its devices"
-)
-STRATEGY_REGISTRY.register(
-    "ddp2",
-    "fabric.strategies.ddp2:DDP2Strategy",
-    "one process per machine, its batch split over its devices; DDP across machines",
-)
-
-_FSDP = "fabric.strategies.fsdp:FSDPStrategy"
-for _name, _what, _settings in (
-    ("fsdp", "parameters, gradients and optimizer states split over ranks (FSDP2)", {}),
-    ("zero3", "the same as fsdp", {}),
-    ("fsdp_cpu_offload", "fsdp in host memory", {"cpu_offload": True}),
-    ("zero2", "gradients and optimizer states split over ranks", {"sharding_strategy": "SHARD_GRAD_OP"}),
-    ("ddp_sharded", "the same as zero2", {"sharding_strategy": "SHARD_GRAD_OP"}),
-    ("hsdp", "fsdp within each node, replicated across nodes", {"sharding_strategy": "HYBRID_SHARD"}),
-):
-    STRATEGY_REGISTRY.register(_name, _FSDP, _what, **_settings)
-
+_OWN = "fabric.strategies."
+_XLA = "fabric.integrations.tpu.xla:refuse"
+_GRADIENTS: dict[str, Any] = {"sharding_strategy": "SHARD_GRAD_OP"}
+_NAMES: list[tuple[str, str, str, dict[str, Any]]] = [
+    (
+        "single_device",
+        f"{_OWN}single_device:SingleDeviceStrategy",
+        "one process, one device",
+        {"device": None},
+    ),
+    ("dp", f"{_OWN}dp:DataParallelStrategy", "one process, the batch split over its devices", {}),
+    ("ddp2", f"{_OWN}ddp2:DDP2Strategy", "one process per machine: dp in it, ddp across machines", {}),
+    ("fsdp", f"{_OWN}fsdp:FSDPStrategy", "parameters, gradients and optimizer states split (FSDP2)", {}),
+    ("zero3", f"{_OWN}fsdp:FSDPStrategy", "the same as fsdp", {}),
+    ("fsdp_cpu_offload", f"{_OWN}fsdp:FSDPStrategy", "fsdp in host memory", {"cpu_offload": True}),
+    ("zero2", f"{_OWN}fsdp:FSDPStrategy", "gradients and optimizer states split over ranks", _GRADIENTS),
+    ("ddp_sharded", f"{_OWN}fsdp:FSDPStrategy", "the same as zero2", _GRADIENTS),
+    ("hsdp", f"{_OWN}fsdp:FSDPStrategy", "fsdp within each node", {"sharding_strategy": "HYBRID_SHARD"}),
+    ("zero1", f"{_OWN}zero1:ZeRO1Strategy", "DDP with the optimizer states divided over ranks", {}),
+    ("local_sgd", f"{_OWN}local_sgd:LocalSGDStrategy", "ranks go on from their mean every 16 steps", {}),
+    ("pipeline", f"{_OWN}pipeline:PipelineStrategy", "a model in stages, fed with micro-batches", {}),
+    ("horovod", "fabric.integrations.horovod.strategy:HorovodStrategy", "DDP by Horovod", {}),
+    ("xla", _XLA, "torch_xla's: an error", {"asked": "xla", "instead": "ddp"}),
+    ("xla_fsdp", _XLA, "torch_xla's: an error", {"asked": "xla_fsdp", "instead": "fsdp"}),
+    ("single_xla", _XLA, "torch_xla's: an error", {"asked": "single_xla", "instead": "single_device"}),
+]
 for _suffix, _method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
-    STRATEGY_REGISTRY.register(
-        f"ddp{_suffix}", _DDP, f"DDP, processes started by {_method}", start_method=_method
-    )
-    STRATEGY_REGISTRY.register(
-        f"ddp_find_unused_parameters_true{_suffix}",
-        _DDP,
-        f"DDP that looks for unused parameters, processes started by {_method}",
-        start_method=_method,
-        find_unused_parameters=True,
-    )
+    _how: dict[str, Any] = {"start_method": _method}
+    _unused = {**_how, "find_unused_parameters": True}
+    _NAMES += [
+        (f"ddp{_suffix}", f"{_OWN}ddp:DDPStrategy", f"DDP, started by {_method}", _how),
+        (f"ddp_find_unused_parameters_true{_suffix}", f"{_OWN}ddp:DDPStrategy", "DDP that looks", _unused),
+    ]
 
-STRATEGY_REGISTRY.register(
-    "zero1", "fabric.strategies.zero1:ZeRO1Strategy", "DDP with the optimizer states divided over ranks"
-)
-STRATEGY_REGISTRY.register(
-    "local_sgd",
-    "fabric.strategies.local_sgd:LocalSGDStrategy",
-    "ranks step by themselves, and go on from their mean after every 16 steps",
-)
-STRATEGY_REGISTRY.register(
-    "pipeline", "fabric.strategies.pipeline:PipelineStrategy", "a model in stages, fed with micro-batches"
-)
-STRATEGY_REGISTRY.register(
-    "horovod", "fabric.integrations.horovod.strategy:HorovodStrategy", "DDP whose gradients travel by Horovod"
-)
-_DEEPSPEED = "fabric.integrations.deepspeed.strategy:DeepSpeedStrategy"
 _STATES: dict[str, Any] = {"offload_optimizer": True}
 _ALL = {**_STATES, "offload_parameters": True}
 _NVME = {**_ALL, "offload_optimizer_device": "nvme", "offload_params_device": "nvme", "remote_device": "nvme"}
@@ -77,13 +56,8 @@ for _suffix, _settings in {
     "_stage_3_offload": {"stage": 3, **_ALL},
     "_stage_3_offload_nvme": {"stage": 3, **_NVME},
 }.items():
-    STRATEGY_REGISTRY.register(f"deepspeed{_suffix}", _DEEPSPEED, "ZeRO by DeepSpeed's engine", **_settings)
+    _engine = "fabric.integrations.deepspeed.strategy:DeepSpeedStrategy"
+    _NAMES.append((f"deepspeed{_suffix}", _engine, "ZeRO by DeepSpeed's engine", _settings))
 
-for _name, _instead in {"xla": "ddp", "xla_fsdp": "fsdp", "single_xla": "single_device"}.items():
-    STRATEGY_REGISTRY.register(
-        _name,
-        "fabric.integrations.tpu.xla:refuse",
-        f"torch_xla's: an error that says what to write ({_instead})",
-        asked=_name,
-        instead=_instead,
-    )
+for _name, _factory, _what, _settings in _NAMES:
+    STRATEGY_REGISTRY.register(_name, _factory, _what, **_settings)

@@ -34,6 +34,6 @@ class SingleDeviceStrategy(Strategy):
     ) -> None:
         super().__init__(accelerator, checkpoint_io, precision)
         if device is not None:
-            self.given_device = torch.device(device)
-            self.topology = Topology(device=self.given_device)
+            self.parallel_devices = [torch.device(device)]
+            self.topology = Topology(device=self.parallel_devices[0])
         self.wire = self.make_wire()

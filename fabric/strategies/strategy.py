@@ -73,6 +73,11 @@ class Strategy(Checkpoints):
         precision: Dtypes and loss scaling; None: chosen by `Fabric`.
     """
 
+    parallel_devices: list[torch.device] | None = None
+    """Those of this machine; None: chosen by `Fabric`."""
+    cluster_environment: ClusterEnvironment | None = None
+    """Who this process is; None: detected."""
+
     def __init__(
         self,
         accelerator: Accelerator | None = None,
@@ -82,8 +87,7 @@ class Strategy(Checkpoints):
         self.layout: Whole = Whole()
         self.topology = Topology()
         super().__init__()
-        self.given = (accelerator, checkpoint_io, precision)
-        self.given_device: torch.device | None = None
+        self.given = {"accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision": precision}
         self._bound = False
         self._accelerator = accelerator
         self._checkpoint_io = checkpoint_io
@@ -164,7 +168,7 @@ class Strategy(Checkpoints):
         place.
 
         Raises:
-            ConfigurationError: This strategy belongs to another `Fabric`.
+            ConfigurationError: This strategy belongs to another `Fabric`; sizes that do not fit the ranks.
         """
         if self._bound:
             raise ConfigurationError(
@@ -176,6 +180,8 @@ class Strategy(Checkpoints):
         self.precision = plan.precision
         if plan.checkpoint_io is not None:
             self._checkpoint_io = plan.checkpoint_io
+        self.layout.bind(plan.devices, plan.num_nodes)
+        self.parallel_devices, self.cluster_environment = plan.devices, plan.environment
         self.topology = Topology(device=plan.devices[0])
         self.wire = Exchange.make_wire(self)  # a group's backend is asked when the group stands
 
@@ -295,7 +301,7 @@ class Strategy(Checkpoints):
 
     def stop_signals(self) -> tuple[int, ...]:
         """Signals, beside the usual ones, by which whoever started the job asks it to stop."""
-        number = getattr(getattr(self, "cluster_environment", None), "requeue_signal", None)
+        number = getattr(self.cluster_environment, "requeue_signal", None)
         return () if number is None else (number,)
 
     def explain(self, error: Exception) -> None:

@@ -35,7 +35,7 @@ def parallel(*sizes, **settings) -> Fabric:
 KINDS = ["set of module classes or a function", "{TransformerBlock}"]
 SIZES = ['"auto" or a whole number, 1 or more']
 MESH = ["must be (replicate, shard) sizes", "device_mesh=(2, 4) for 2 replicas that are split over 4"]
-SHARDINGS = "not one of 'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD', '_HYBRID_SHARD_ZERO2', 'NO_SHARD'."
+SHARDINGS = "one of 'FULL_SHARD', 'SHARD_GRAD_OP', 'HYBRID_SHARD', '_HYBRID_SHARD_ZERO2', 'NO_SHARD'."
 AT_ONCE = {
     "policy a string": (
         lambda: FSDPStrategy(auto_wrap_policy="Block"),
@@ -81,28 +81,28 @@ AT_ONCE = {
         lambda: made(FSDPStrategy(device_mesh=(2, 3))),
         ConfigurationError,
         [
-            "device_mesh=(2, 3) has 6 ranks, but devices=2 and num_nodes=1 make 2",
+            "device_mesh=(2, 3) has 6 ranks in 2 dimensions, but there are 2 ranks",
             "such as device_mesh=(1, 2)",
         ],
     ),
     "mesh smaller than two machines": (
         lambda: made(FSDPStrategy(device_mesh=(1, 2)), num_nodes=2),
         ConfigurationError,
-        ["device_mesh=(1, 2) has 2 ranks, but devices=2 and num_nodes=2 make 4", "device_mesh=(2, 2)"],
+        ["device_mesh=(1, 2) has 2 ranks in 2 dimensions, but there are 4", "device_mesh=(2, 2)"],
     ),
-    "mesh of a number": (lambda: FSDPStrategy(device_mesh=2), ArgumentTypeError, ["device_mesh=2", *MESH]),
+    "mesh of a number": (lambda: FSDPStrategy(device_mesh=2), ConfigurationError, ["device_mesh=2", *MESH]),
     "mesh of a string": (
         lambda: FSDPStrategy(device_mesh="22"),
-        ArgumentTypeError,
+        ConfigurationError,
         ["device_mesh='22'", *MESH],
     ),
     "mesh with a bool": (
         lambda: FSDPStrategy(device_mesh=(True, 2)),
-        ArgumentTypeError,
+        ConfigurationError,
         ["device_mesh=(True, 2)", *MESH],
     ),
-    "mesh with nothing": (lambda: FSDPStrategy(device_mesh=(0, 2)), ArgumentTypeError, ["(0, 2)", *MESH]),
-    "mesh of three": (lambda: FSDPStrategy(device_mesh=(1, 1, 2)), ArgumentTypeError, ["(1, 1, 2)", *MESH]),
+    "mesh with nothing": (lambda: FSDPStrategy(device_mesh=(0, 2)), ConfigurationError, ["(0, 2)", *MESH]),
+    "mesh of three": (lambda: FSDPStrategy(device_mesh=(1, 1, 2)), ConfigurationError, ["(1, 1, 2)", *MESH]),
     "mesh and no sharding": (
         lambda: FSDPStrategy(sharding_strategy="NO_SHARD", device_mesh=(1, 2)),
         ConfigurationError,
@@ -144,10 +144,7 @@ AT_ONCE = {
     "a keyword of the signature misspelt": (
         lambda: FSDPStrategy(sharding_stategy="FULL_SHARD"),
         ConfigurationError,
-        [
-            "no keyword 'sharding_stategy'. Did you mean 'sharding_strategy'?",
-            "those of its signature and use_orig",
-        ],
+        ["no keyword 'sharding_stategy'. Did you mean 'sharding_strategy'?"],
     ),
     "a further keyword misspelt": (
         lambda: FSDPStrategy(forward_prefech=True),
@@ -157,35 +154,32 @@ AT_ONCE = {
     "use_orig_params": (
         lambda: FSDPStrategy(use_orig_params=False),
         ConfigurationError,
-        [
-            "use_orig_params=False cannot be had: FSDP2 always keeps the parameters",
-            "Leave use_orig_params out",
-        ],
+        ["use_orig_params=False must be True, which is how FSDP2 works"],
     ),
     "limit_all_gathers": (
         lambda: FSDPStrategy(limit_all_gathers=False),
         ConfigurationError,
-        ["limit_all_gathers=False cannot be had: FSDP2 always limits", "Leave limit_all_gathers out"],
+        ["limit_all_gathers=False must be True, which is how FSDP2 works"],
     ),
     "sync_module_states": (
         lambda: FSDPStrategy(sync_module_states=False),
         ConfigurationError,
-        ["sync_module_states=False cannot be had: rank zero's values", "Leave sync_module_states out"],
+        ["sync_module_states=False must be True, which is how FSDP2 works"],
     ),
     "sharding_strategy": (
         lambda: FSDPStrategy(sharding_strategy="FULL"),
         ConfigurationError,
-        [f"sharding_strategy='FULL' is {SHARDINGS} Did you mean 'FULL_SHARD'?"],
+        [f"sharding_strategy='FULL' must be {SHARDINGS}"],
     ),
     "sharding_strategy a number": (
         lambda: FSDPStrategy(sharding_strategy=3),
         ConfigurationError,
-        [f"sharding_strategy=3 is {SHARDINGS}"],
+        [f"sharding_strategy=3 must be {SHARDINGS}"],
     ),
     "state_dict_type": (
         lambda: FSDPStrategy(state_dict_type="both"),
         ConfigurationError,
-        ["state_dict_type='both' is neither 'full' nor 'sharded'"],
+        ["state_dict_type='both' must be 'full' or 'sharded'"],
     ),
     "start_method": (
         lambda: FSDPStrategy(start_method="threads"),
@@ -199,13 +193,13 @@ AT_ONCE = {
     ),
     "mixed_precision a name": (
         lambda: FSDPStrategy(mixed_precision="bf16"),
-        ArgumentTypeError,
+        ConfigurationError,
         ["mixed_precision='bf16' must be a MixedPrecision or", 'write Fabric(precision="bf16-mixed")'],
     ),
     "mixed_precision of buffers": (
         lambda: FSDPStrategy(mixed_precision=MixedPrecision(buffer_dtype=torch.float16)),
         ConfigurationError,
-        ["buffer_dtype=torch.float16 cannot be had: FSDP2 leaves buffers", "Cast them in the model"],
+        ["buffer_dtype=torch.float16 cannot be had: FSDP2 leaves buffers", "cast buffers in the model"],
     ),
     "mixed_precision of gradients": (
         lambda: FSDPStrategy(mixed_precision=MixedPrecision(keep_low_precision_grads=True)),
@@ -214,23 +208,23 @@ AT_ONCE = {
     ),
     "cpu_offload": (
         lambda: FSDPStrategy(cpu_offload="yes"),
-        ArgumentTypeError,
+        ConfigurationError,
         ["cpu_offload='yes' must be True, False or a CPUOffload(offload_params=...)"],
     ),
     "ignored_modules one": (
         lambda: FSDPStrategy(ignored_modules=nn.Linear(1, 1)),
-        ArgumentTypeError,
-        ["ignored_modules takes a list of Modules of the model, but is a Linear", "=[model.head]"],
+        ConfigurationError,
+        ["ignored_modules=Linear(", "must be a list of parts of the model", "=[model.head]"],
     ),
     "ignored_modules names": (
         lambda: FSDPStrategy(ignored_modules=["head"]),
-        ArgumentTypeError,
-        ["ignored_modules takes a list of Modules", "has a str"],
+        ConfigurationError,
+        ["ignored_modules=['head'] must be a list of parts"],
     ),
     "ignored_states names": (
         lambda: FSDPStrategy(ignored_states="head"),
-        ArgumentTypeError,
-        ["ignored_states takes a list of Modules or Parameters", "is a str"],
+        ConfigurationError,
+        ["ignored_states='head' must be a list of parts"],
     ),
     "ignored_modules without values": (
         lambda: FSDPStrategy(ignored_modules=[nn.Linear(1, 1, device="meta")]),
@@ -239,22 +233,22 @@ AT_ONCE = {
     ),
     "param_init_fn": (
         lambda: FSDPStrategy(param_init_fn=3),
-        ArgumentTypeError,
+        ConfigurationError,
         ["param_init_fn=3 must be a function (module)"],
     ),
     "reshard_after_forward": (
         lambda: FSDPStrategy(reshard_after_forward="yes"),
-        ArgumentTypeError,
+        ConfigurationError,
         ["reshard_after_forward='yes' must be True (", "False (", "a number of ranks above 1"],
     ),
     "forward_prefetch": (
         lambda: FSDPStrategy(forward_prefetch="yes"),
-        ArgumentTypeError,
+        ConfigurationError,
         ["forward_prefetch='yes' must be True or False"],
     ),
     "find_unused_parameters": (
         lambda: FSDPStrategy(find_unused_parameters="yes"),
-        ArgumentTypeError,
+        ConfigurationError,
         ["find_unused_parameters='yes' must be True or False"],
     ),
     "parallelize_fn no function": (

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import ConfigurationError
-from fabric.core.precision import POLICIES, parse_precision
+from fabric.core.precision import find_policy
 from fabric.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -32,32 +31,14 @@ for _name, _dtype in (("transformer-engine", torch.bfloat16), ("transformer-engi
     PRECISION_REGISTRY.register(_name, _ENGINE, "NVIDIA's Transformer Engine", weights_dtype=_dtype)
 
 
-_MODES = {
-    "BitsandbytesPrecision": ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"),
-    "TorchAOPrecision": ("int8-weights",),
-}
-"""What is no precision, but a mode of a plugin."""
-
-
 def make_precision(value: object, device_type: str) -> Precision:
     """The plugin for what a user wrote as `precision=`.
 
     Raises:
         ConfigurationError: The value names no precision.
     """
-    try:
-        name = parse_precision(value).name
-    except ConfigurationError as error:
-        for kind in [kind for kind, modes in _MODES.items() if value in modes]:
-            raise ConfigurationError(
-                f"precision={value!r} is a mode of a plugin, which says what else is to be. Write "
-                f'Fabric(plugins={kind}("{value}")), with `from fabric.plugins import {kind}`.'
-            ) from None
-        if value not in PRECISION_REGISTRY:  # looks at third parties' entry points, so it comes last
-            others = [repr(name) for name in PRECISION_REGISTRY if name not in POLICIES]
-            raise ConfigurationError(f"{error} With packages of others: {', '.join(others)}.") from None
-        name = value  # type: ignore[assignment]
-    factory = PRECISION_REGISTRY.entry(name).load()
-    takes_device = "device" in inspect.signature(factory).parameters
+    policy = find_policy(value)
+    name: Any = value if policy is None else policy.name
+    takes_device = "device" in inspect.signature(PRECISION_REGISTRY.entry(name).load()).parameters
     plugin: Precision = PRECISION_REGISTRY.get(name, **({"device": device_type} if takes_device else {}))
     return plugin

@@ -40,10 +40,6 @@ class SplitBatch(Whole):
 
     traits = Traits(data_parallel=True, accelerators=ACCELERATORS)
 
-    def __init__(self) -> None:
-        self.devices: list[torch.device] = []
-        """The devices of this process; the strategy sets them."""
-
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module that splits its batches; `module` itself where there is one device."""
         return split_module(module, self.devices)
@@ -66,11 +62,6 @@ class ReplicatedSplitBatch(Replicate):
         one_process_per_node=True,
         accelerators=ACCELERATORS,
     )
-
-    def __init__(self, settings: dict[str, Any] | None = None) -> None:
-        super().__init__(settings)
-        self.devices: list[torch.device] = []
-        """The devices of this process; the strategy sets them."""
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """DDP around the splitting module. All ranks must call this."""

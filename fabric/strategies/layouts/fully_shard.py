@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
     from fabric.core.precision import DtypePolicy
@@ -86,14 +85,24 @@ class FullyShard(Sharded):
         # Groups and models belong to their process; a spawned rank joins anew.
         return type(self), (self.settings,)
 
+    def bind(self, devices: list[torch.device], num_nodes: int) -> None:
+        """See the base."""
+        self.sizes(len(devices), num_nodes)
+
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Make the mesh. All ranks must call this.
 
         Raises:
             ConfigurationError: The sizes of the mesh do not multiply to the number of ranks.
         """
+        from torch.distributed.device_mesh import init_device_mesh
+
         super().join(topology, policy)
-        self.mesh = self._make_mesh(topology)
+        sizes = self.sizes(topology.local_world_size, topology.num_nodes)
+        self.mesh = self.settings.mesh
+        if not hasattr(self.mesh, "mesh_dim_names"):
+            names = ("replicate", "shard")[-len(sizes) :]
+            self.mesh = init_device_mesh(topology.device.type, sizes, mesh_dim_names=names)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module itself, split group by group; rank zero's values count. All ranks must call this.
@@ -154,29 +163,26 @@ class FullyShard(Sharded):
             names = ", ".join([inside[block] for block in blocks])
             self.channel.meet(call_of("setup", f"{type(module).__name__} in {len(blocks)} groups: {names}"))
 
-    def _make_mesh(self, topology: Topology) -> DeviceMesh:
-        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    def sizes(self, local_world_size: int, num_nodes: int) -> tuple[int, ...]:
+        """(replicate, shard) sizes of the mesh, or (shard,).
 
-        wanted, world, kind = self.settings.mesh, topology.world_size, topology.device.type
-        if isinstance(wanted, DeviceMesh):
-            sizes = tuple(wanted.shape)
-        elif wanted is not None:
-            sizes = tuple(wanted)
+        Raises:
+            ConfigurationError: They do not multiply to the number of ranks.
+        """
+        wanted, world = self.settings.mesh, local_world_size * num_nodes
+        if wanted is not None:
+            sizes = tuple(getattr(wanted, "shape", wanted))
         elif self.settings.whole:
             sizes = (world, 1)
-        elif self.settings.hybrid and topology.num_nodes > 1:
-            sizes = (topology.num_nodes, topology.local_world_size)
         else:
-            sizes = (world,)
+            sizes = (num_nodes, local_world_size) if self.settings.hybrid and num_nodes > 1 else (world,)
         if len(sizes) > 2 or torch.Size(sizes).numel() != world:
             raise ConfigurationError(
                 f"device_mesh={sizes} has {torch.Size(sizes).numel()} ranks in {len(sizes)} dimensions, but "
                 f"there are {world} ranks. Write (replicate, shard) sizes that multiply to {world}, such as "
-                f"device_mesh=({1 if world < 4 else 2}, {world if world < 4 else world // 2})."
+                f"device_mesh=({num_nodes}, {local_world_size})."
             )
-        if isinstance(wanted, DeviceMesh):
-            return wanted
-        return init_device_mesh(kind, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        return sizes
 
     def _split(self, module: Module, blocks: set[Module], topology: Topology) -> None:
         """Bring up and split group after group, inner ones first, so that only one is whole at a time."""

@@ -44,6 +44,8 @@ class Whole:
     """Whether `wrap` brings modules to the device, part by part."""
     fills = False
     """Whether `wrap` gives values to parameters on the meta device."""
+    devices: list[torch.device]
+    """Those of this machine."""
     channel: Channel | None = None
     """All ranks, for what a layout itself sends; there once this process is in place."""
     keeps_full = True
@@ -55,6 +57,10 @@ class Whole:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
         return self
+
+    def bind(self, devices: list[torch.device], num_nodes: int) -> None:
+        """Take in this machine's devices, before ranks start: raises where sizes do not fit them."""
+        self.devices = devices
 
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Called on all ranks when this process is in place and its group stands: make meshes here."""

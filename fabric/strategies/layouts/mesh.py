@@ -96,6 +96,10 @@ class Mesh(InRows, Sharded):
             )
         return data, tensor
 
+    def bind(self, devices: list[torch.device], num_nodes: int) -> None:
+        """See the base."""
+        self.sizes(len(devices), num_nodes)
+
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Make the mesh. All ranks must call this."""
         from torch.distributed.device_mesh import init_device_mesh

@@ -12,7 +12,6 @@ import torch
 from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, MissingExtraError
 from fabric.plugins import BitsandbytesPrecision, TorchAOPrecision, TransformerEnginePrecision
-from fabric.plugins.precision.select import make_precision
 
 BFLOAT16 = torch.bfloat16
 
@@ -59,16 +58,10 @@ def test_a_missing_package(make, module, text):
             "TransformerEnginePrecision(weights_dtype=torch.float32) needs torch.bfloat16 or torch.float16.",
         ),
         (
-            lambda: make_precision("fp8", "cpu"),
-            "With packages of others: 'float8', 'transformer-engine', 'transformer-engine-float16'.",
-        ),
-        (
             lambda: Fabric(accelerator="cpu", devices=1, precision="nf4"),
-            "precision='nf4' is a mode of a plugin, which says what else is to be. Write "
-            'Fabric(plugins=BitsandbytesPrecision("nf4")), with `from fabric.plugins import '
-            "BitsandbytesPrecision`.",
+            "precision='nf4' is not known. Known: 16-mixed, 16-true, 32-true, 64-true, bf16-mixed, "
+            "bf16-true, float8, transformer-engine, transformer-engine-float16.",
         ),
-        (lambda: make_precision("int8-weights", "cpu"), 'Fabric(plugins=TorchAOPrecision("int8-weights"))'),
     ],
 )
 def test_what_is_none(make, text):

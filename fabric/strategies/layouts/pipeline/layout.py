@@ -36,6 +36,7 @@ from fabric.utilities.steps import watch_steps
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.nn import Module
@@ -105,6 +106,10 @@ class Pipeline(InRows, PipelineStates):
         return check_rows(
             stages, world_size, f"pipelines of {stages} stages", "num_stages= (or a balance= with)"
         )
+
+    def bind(self, devices: list[torch.device], num_nodes: int) -> None:
+        """See the base."""
+        self.stages_of(len(devices) * num_nodes)
 
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Make the mesh. All ranks must call this."""
