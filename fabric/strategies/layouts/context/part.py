@@ -182,16 +182,9 @@ class _Entrance:
 
 
 def _check_modules(module: Module, name: str) -> None:
-    normed = [path for path, inner in module.named_modules() if isinstance(inner, BatchNorm)]
-    if normed:
-        raise UsageError(
-            f"{name} has batch norm ({', '.join(normed[:3])}), which would normalise each rank's part of a "
-            "sequence by itself. Use another norm, or name modules without one in ContextParallel(blocks=)."
-        )
-    counted = [path for path, inner in module.named_modules() if getattr(inner, "scale_grad_by_freq", False)]
-    if counted:
-        raise UsageError(
-            f"{name} has embeddings with scale_grad_by_freq ({', '.join(counted[:3])}), whose gradients "
-            "would be divided by counts in each rank's part of a sequence. Leave scale_grad_by_freq out, or "
-            "name modules without them in ContextParallel(blocks=)."
-        )
+    for path, inner in module.named_modules():
+        if isinstance(inner, BatchNorm) or getattr(inner, "scale_grad_by_freq", False):
+            raise UsageError(
+                f"{name} has batch norm or scale_grad_by_freq ({path}), which would go by each rank's part "
+                "of a sequence. Leave it out, or name modules without it in ContextParallel(blocks=)."
+            )
