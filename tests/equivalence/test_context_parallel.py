@@ -158,11 +158,18 @@ def train(name, part, length, settings):
             torch.testing.assert_close(state[key].cpu(), value.cpu(), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("blocks", [None, {Block}, {Attention}], ids=["model", "blocks", "attention"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-    ("world", "size", "length"),
-    [(2, 2, 16), pytest.param(2, 2, 13, marks=pytest.mark.device), (4, 4, 21), (4, 2, 9), (4, 4, 6)],
+    ("world", "size", "length", "blocks"),
+    [
+        (2, 2, 16, None),
+        pytest.param(2, 2, 13, None, marks=pytest.mark.device),
+        (2, 2, 13, {Block}),
+        (2, 2, 16, {Attention}),
+        (4, 4, 21, None),
+        (4, 2, 9, {Block}),
+        (4, 4, 6, None),
+    ],
 )
 def test_losses_norms_and_weights_equal_plain_torch(ranks, world, size, length, causal, blocks):
     part = {"size": size, "blocks": blocks}

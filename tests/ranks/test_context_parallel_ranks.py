@@ -179,9 +179,9 @@ def with_an_argument_of_another_length():
 
 BAD_CALLS = {
     without_sequence: "without a tensor that has a dimension 1",
-    with_batch_norm: "has batch norm (1)",
+    with_batch_norm: "has batch norm or scale_grad_by_freq (1)",
     where_blocks_match_nothing: "matches no module inside Fourfold",
-    with_gradients_by_frequency: "has embeddings with scale_grad_by_freq (0)",
+    with_gradients_by_frequency: "has batch norm or scale_grad_by_freq (0)",
     with_a_nested_tensor: "write nn.TransformerEncoder(..., enable_nested_tensor=False)",
     with_a_length_among_its_outputs: "than for the whole (4 in place of 8)",
     with_a_number_among_its_outputs: "gives other numbers for the parts of a sequence than for the whole (",

@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 
 class InRows:
-    """A layout whose mesh has rows along its first dimension."""
+    """What has a mesh with rows along its first dimension."""
 
     mesh: DeviceMesh | None
 
     @property
     def data_rank(self) -> tuple[int, int] | None:
         """(this rank's row, of how many): which part of the data it sees; None before there is a mesh."""
-        return row_of(self.mesh)
+        return None if self.mesh is None else (self.mesh.get_local_rank(0), self.mesh.size(0))
 
     @property
     def data_group(self) -> ProcessGroup | None:
         """The ranks that see different data."""
-        return across_rows(self.mesh)
+        return None if self.mesh is None else self.mesh.get_group(0)
 
 
 def check_number(name: str, value: Any, least: int = 1) -> None:
@@ -67,18 +67,3 @@ def make_rows(topology: Topology, size: int, names: tuple[str, str]) -> DeviceMe
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(topology.device.type, (topology.world_size // size, size), mesh_dim_names=names)
-
-
-def row_of(mesh: DeviceMesh | None) -> tuple[int, int] | None:
-    """(this rank's row, of how many): which part of the data it sees; None before there is a mesh."""
-    return None if mesh is None else (mesh.get_local_rank(0), mesh.size(0))
-
-
-def across_rows(mesh: DeviceMesh | None) -> ProcessGroup | None:
-    """The ranks at this rank's place in all rows: they see different data."""
-    return None if mesh is None else mesh.get_group(0)
-
-
-def along_row(mesh: DeviceMesh) -> ProcessGroup:
-    """The ranks of this rank's row."""
-    return mesh.get_group(1)

@@ -21,27 +21,19 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-Slots = list[tuple[dict[str, Any], str]]
-"""Places of tensors: a module's dictionary, and the name in it."""
-
-
-def buffers_of(modules: list[Module]) -> Slots:
-    """Where these modules have their buffers."""
-    return [(module._buffers, name) for module in modules for name in module._buffers]
-
-
 @contextmanager
-def kept(slots: Slots) -> Iterator[None]:
-    """Context after which the same tensors are in these places, with what was in them."""
-    held = [(places, name, places[name]) for places, name in slots]
-    values = [None if tensor is None else tensor.detach().clone() for _, _, tensor in held]
+def kept_buffers(modules: list[Module]) -> Iterator[None]:
+    """Context after which the modules have the same buffers, with what was in them."""
+    held = [(module._buffers, dict(module._buffers)) for module in modules]
+    tensors = [tensor for _, buffers in held for tensor in buffers.values() if tensor is not None]
+    values = [tensor.detach().clone() for tensor in tensors]
     try:
         yield
     finally:
-        for (places, name, tensor), value in zip(held, values, strict=True):
-            places[name] = tensor
-            if value is not None:
-                tensor.data.copy_(value)
+        for now, buffers in held:
+            now.update(buffers)
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.data.copy_(value)
 
 
 @contextmanager
@@ -50,7 +42,7 @@ def untouched(modules: list[Module], device: torch.device) -> Iterator[None]:
     attributes = [vars(module) for module in modules]
     tables = [value for held in attributes for name, value in held.items() if _is_table(name, value)]
     before = [(held, dict(held)) for held in attributes + tables]
-    with kept(buffers_of(modules)), fork_rng(device), warnings.catch_warnings():
+    with kept_buffers(modules), fork_rng(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is meant for training, and is not so here
         try:
             yield
@@ -76,17 +68,14 @@ def difference(expected: list[Any], found: list[Any], numbers: bool = False) -> 
     if len(expected) != len(found):
         return f"{len(found)} outputs in place of {len(expected)}"
     for one, other in zip(expected, found, strict=True):
-        if isinstance(one, torch.Tensor) != isinstance(other, torch.Tensor):
-            return f"{type(other).__name__} in place of {type(one).__name__}"
-        if not isinstance(one, torch.Tensor):
-            if numbers and isinstance(one, int | float) and not _same_number(one, other):
-                return f"{other} in place of {one}"
-            continue
-        if one.shape != other.shape:
-            return f"shape {list(other.shape)} in place of {list(one.shape)}"
-        off, limit = distance(one, other), rounding(one)
-        if not off <= limit:
-            return f"they differ by {off:.1e} of their size, where rounding makes {limit:.0e} at most"
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape:
+            off, limit = distance(one, other), rounding(one)
+            if not off <= limit:
+                return f"they differ by {off:.1e} of their size, where rounding makes {limit:.0e} at most"
+        elif isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+            return f"{_shown(other)} in place of {_shown(one)}"
+        elif numbers and not _same_number(one, other):
+            return f"{other} in place of {one}"
     return ""
 
 
@@ -121,5 +110,12 @@ def rounding(tensor: Tensor, compute: torch.dtype | None = None) -> float:
     return 2e-3 if coarse or (tensor.is_cuda and torch.backends.cuda.matmul.allow_tf32) else 2e-5
 
 
-def _same_number(one: float, other: Any) -> bool:
+def _same_number(one: Any, other: Any) -> bool:
+    """Whether two leaves are one number, or the first is none."""
+    if not isinstance(one, int | float):
+        return True
     return isinstance(other, int | float) and (one == other or math.isclose(one, other, rel_tol=1e-4))
+
+
+def _shown(leaf: Any) -> str:
+    return f"shape {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__

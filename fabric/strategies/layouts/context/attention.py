@@ -163,7 +163,7 @@ def _check_lengths(
 
 
 def _in_autocast(tensor: Tensor) -> Tensor:
-    """As autocast casts what attention is called with; here before it is sent."""
+    """As autocast casts what attention is called with; here before it is sent, and kept as it was cast."""
     kind = tensor.device.type
     if tensor.dtype is torch.float32 and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))

@@ -19,13 +19,12 @@ from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.strategies.layouts.alike import Alike
 from fabric.strategies.layouts.blocks import check_policy, choose_blocks
 from fabric.strategies.layouts.context.region import Region, Row
-from fabric.strategies.layouts.rows import across_rows, along_row, check_number, check_rows, make_rows, row_of
+from fabric.strategies.layouts.rows import InRows, check_number, check_rows, make_rows
 from fabric.utilities.compile import eager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module
 
     from fabric.core.topology import Topology
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 DIMS = ("data_parallel", "context_parallel")
 
 
-class ContextParallel:
+class ContextParallel(InRows):
     """Long sequences divided over ranks: `DDPStrategy(context_parallel=ContextParallel(2))`.
 
     Ranks in rows of `size` get the same batch (loaders that are set up see to it). Inside of the modules that
@@ -87,7 +86,7 @@ class ContextParallel:
         self.size, self.blocks = size, blocks
         self.row = Row(seq_dim, dict(seq_dims or {}))
         """The ranks that share a sequence with this one."""
-        self._mesh: DeviceMesh | None = None
+        self.mesh = None
         self._matched = False
         self._numbers = itertools.count()
 
@@ -96,18 +95,9 @@ class ContextParallel:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Groups belong to their process; a spawned rank joins anew.
-        again = partial(ContextParallel, blocks=self.blocks, seq_dim=self.row.seq_dim)
-        return partial(again, seq_dims=self.row.seq_dims), (self.size,)
-
-    @property
-    def data_rank(self) -> tuple[int, int] | None:
-        """Which part of the data this rank sees, of how many: its row; None before launch."""
-        return row_of(self._mesh)
-
-    @property
-    def data_group(self) -> Any | None:
-        """The ranks that have the same part of sequences, and see different data."""
-        return across_rows(self._mesh)
+        row = self.row
+        made = partial(ContextParallel, blocks=self.blocks, seq_dim=row.seq_dim, seq_dims=row.seq_dims)
+        return made, (self.size,)
 
     def size_of(self, world_size: int) -> int:
         """How many of `world_size` ranks share a sequence.
@@ -123,10 +113,10 @@ class ContextParallel:
     def join(self, topology: Topology, wire: Wire) -> None:
         """Make the groups. All ranks must call this."""
         size = self.size_of(topology.world_size)
-        self._mesh = make_rows(topology, size, DIMS)
+        self.mesh = make_rows(topology, size, DIMS)
         self.row.place = (topology.rank % size, size)
         if size > 1:
-            self.row.channel = Channel(TorchCollective(group=along_row(self._mesh)), wire)
+            self.row.channel = Channel(TorchCollective(group=self.mesh.get_group(1)), wire)
 
     def regions(self, module: Module) -> dict[Module, str]:
         """What is divided in a model, with its name for messages; to be asked before a layout wraps it.
@@ -160,7 +150,7 @@ class ContextParallel:
 
     def teardown(self) -> None:
         """Let go of the groups."""
-        self.row.channel = self._mesh = None
+        self.row.channel = self.mesh = None
 
 
 class _Entrance:
@@ -182,16 +172,9 @@ class _Entrance:
 
 
 def _check_modules(module: Module, name: str) -> None:
-    normed = [path for path, inner in module.named_modules() if isinstance(inner, BatchNorm)]
-    if normed:
-        raise UsageError(
-            f"{name} has batch norm ({', '.join(normed[:3])}), which would normalise each rank's part of a "
-            "sequence by itself. Use another norm, or name modules without one in ContextParallel(blocks=)."
-        )
-    counted = [path for path, inner in module.named_modules() if getattr(inner, "scale_grad_by_freq", False)]
-    if counted:
-        raise UsageError(
-            f"{name} has embeddings with scale_grad_by_freq ({', '.join(counted[:3])}), whose gradients "
-            "would be divided by counts in each rank's part of a sequence. Leave scale_grad_by_freq out, or "
-            "name modules without them in ContextParallel(blocks=)."
-        )
+    for path, inner in module.named_modules():
+        if isinstance(inner, BatchNorm) or getattr(inner, "scale_grad_by_freq", False):
+            raise UsageError(
+                f"{name} has batch norm or scale_grad_by_freq ({path}), which would go by each rank's part "
+                "of a sequence. Leave it out, or name modules without it in ContextParallel(blocks=)."
+            )

@@ -88,7 +88,7 @@ class Flow:
                 runner.note(error, work, "joining the outputs")
         told = runner.report(work, runner.stage.count - 1, out)
         self.finish(work, "forward")
-        runner.random.go_on()
+        runner.go_on()
         return out if here else self._connected(told, work, calls)
 
     def backward(self, work: Pass, grads: tuple[Any, ...]) -> list[Any]:
@@ -129,14 +129,11 @@ class Flow:
         self.finish(work, "backward")
         return list(found)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
             f"{self.name} is set up as stages of a pipeline and cannot be copied: its links to other ranks "
             "cannot. Copy the model before fabric.setup, and set the copy up, too."
         )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.__deepcopy__({})
 
     @eager
     def pipeline_step(
@@ -210,7 +207,7 @@ class Flow:
         total = runner.report(work, stage.count - 1, total)
         runner.report(work, 0, None)
         self.finish(work, "pipeline_step")
-        runner.random.go_on()
+        runner.go_on()
         if trains:
             self.after(self)
         result: Tensor = total

@@ -29,7 +29,7 @@ from fabric.strategies.layouts.pipeline.stage import Stage
 from fabric.strategies.layouts.pipeline.states import PipelineStates, emptied, names_of, tensors_of
 from fabric.strategies.layouts.pipeline.tied import Tied
 from fabric.strategies.layouts.pipeline.trial import warn_of_modules
-from fabric.strategies.layouts.rows import InRows, across_rows, along_row, check_rows, make_rows
+from fabric.strategies.layouts.rows import InRows, check_rows, make_rows
 from fabric.utilities.compile import is_compiled
 from fabric.utilities.steps import watch_steps
 
@@ -120,12 +120,12 @@ class Pipeline(InRows, PipelineStates):
         start = topology.rank - topology.rank % stages
         self._ranks, self._place = list(range(start, start + stages)), topology.rank - start
         wire = self.channel.wire  # type: ignore[union-attr]
-        self.pipeline = Channel(TorchCollective(group=along_row(self.mesh)), wire)
+        self.pipeline = Channel(TorchCollective(group=self.mesh.get_group(1)), wire)
         own = self.pipeline.collective.group
         apart = topology.device.type != "cpu" and stages > 1
         self._lanes = own, self._group_of(range(stages)) if apart else own
         if self.mesh.size(0) > 1:
-            self.across = Channel(TorchCollective(group=across_rows(self.mesh)), wire)
+            self.across = Channel(TorchCollective(group=self.data_group), wire)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module itself; this rank keeps the blocks of its stage, with rank zero's values. All ranks.

@@ -56,10 +56,8 @@ class Link:
         self.peer, self._group, self._wire, self._tag = peer, group, wire, tag
         self._host = torch.device("cpu") if "cpu" in wire.sendable else wire.via
         self._sent: deque[list[tuple[Any, Tensor]]] = deque()
-        self.flag = False
-        """A bit that rides along; of the last message that was taken."""
 
-    def send(self, tree: Any, flag: bool = False) -> None:
+    def send(self, tree: Any) -> None:
         """Start to send a tree of tensors (and Nones), or a `Failed`.
 
         A few messages may be on the way; then it waits until the first of them has been taken. (gloo does not
@@ -69,7 +67,7 @@ class Link:
             _wait(self._sent.popleft())
         leaves, spec = ([], None) if isinstance(tree, Failed) else flatten(tree)
         forms = [None if leaf is None else _form_of(leaf) for leaf in leaves]
-        what = pickle.dumps((tree if isinstance(tree, Failed) else (spec, forms), flag))
+        what = pickle.dumps(tree if isinstance(tree, Failed) else (spec, forms))
         raw = bytearray((len(what).to_bytes(_SIZE, "little") + what).ljust(_HEAD, b"\0"))
         told = torch.frombuffer(raw, dtype=torch.uint8).to(self._host)
         sent = [told[:_HEAD], told[_HEAD:]]
@@ -87,7 +85,7 @@ class Link:
         end = _SIZE + int.from_bytes(told[:_SIZE], "little")
         if end > _HEAD:
             told += self._take_bytes(end - _HEAD)
-        what, self.flag = pickle.loads(told[_SIZE:end])
+        what = pickle.loads(told[_SIZE:end])
         if isinstance(what, Failed):
             return what
         spec, forms = what

@@ -17,6 +17,7 @@ from fabric.core.torch_internals import backward_pass
 from fabric.core.tree import flatten, map_tree
 from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.processes.endings import describe
+from fabric.strategies.layouts.agree import on_any_rank
 from fabric.strategies.layouts.pipeline.link import Failed, Link
 from fabric.strategies.layouts.pipeline.stage import own
 from fabric.utilities.random_stream import RandomStream
@@ -101,9 +102,8 @@ class Runner:
     def report(self, work: Pass, place: int, tree: Any) -> Any:
         """The tree that the stage at `place` has, on all ranks; on failure a `Failed`."""
         here = self.stage.index == place
-        sent = (work.failed or map_tree(_leaf_like, tree), self.random.drawn) if here else None
-        told, drawn = broadcast_tree(sent, self.ranks[place], self.channel)
-        self.random.drawn |= drawn
+        sent = (work.failed or map_tree(_leaf_like, tree)) if here else None
+        told = broadcast_tree(sent, self.ranks[place], self.channel)
         if isinstance(told, Failed):
             work.failed = work.failed or told
         return told if work.failed or not here else tree
@@ -124,6 +124,11 @@ class Runner:
             error.fabric_raised_by = work.failed.rank  # type: ignore[attr-defined]
             raise error
 
+    def go_on(self) -> None:
+        """After a forward: outside of stages all ranks draw alike, also where a stage has drawn."""
+        self.random.drawn = any(on_any_rank([self.random.drawn], self.channel))
+        self.random.go_on()
+
     def note(self, error: Exception, work: Pass, doing: str) -> None:
         """This stage has failed: it raises at the end of the pass, and the others hear of it."""
         where = f"{describe(error)}, in {self.stage.name}, {doing}"
@@ -135,7 +140,6 @@ class Runner:
         given: Any = None
         if arriving is not None:
             given = arriving.take()
-            self.random.drawn |= arriving.flag
         if isinstance(given, Failed):
             work.failed = work.failed or given
         found: Any = None
@@ -146,7 +150,7 @@ class Runner:
                 doing = "forward" if kind == "F" else "backward"
                 self.note(error, work, f"{doing} of micro-batch {index + 1} of {len(work.calls)}")
         if leaving is not None:
-            leaving.send(work.failed or found, self.random.drawn)
+            leaving.send(work.failed or found)
 
     def _compute(self, index: int, arrived: Any, work: Pass) -> Any:
         call = work.calls[index] if self.stage.is_first else ((arrived,), {})

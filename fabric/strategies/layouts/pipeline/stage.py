@@ -9,7 +9,7 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
-from fabric.strategies.layouts.trial import buffers_of, kept
+from fabric.strategies.layouts.trial import kept_buffers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,7 +118,7 @@ class _Again:
     def __enter__(self) -> None:
         self._outside = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
-        self._kept = kept(buffers_of(self._modules))
+        self._kept = kept_buffers(self._modules)
         self._kept.__enter__()
 
     def __exit__(self, *error: Any) -> None:

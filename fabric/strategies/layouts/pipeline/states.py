@@ -81,18 +81,11 @@ class PipelineStates(Split):
 
     def module_state(self, module: Module) -> dict[str, Any]:
         """The full state dict, in host memory, in the order of the whole model. All ranks must call this."""
-        with self.complete(module):
-            return self._filled(module, module.state_dict())
+        return self._filled(module, module.state_dict())
 
     def whole_values(self, module: Module) -> dict[str, Tensor]:
         """Parameters and buffers of the whole model, in host memory. All ranks must call this."""
-        with self.complete(module):
-            return self._filled(module, dict([*module.named_parameters(), *module.named_buffers()]))
-
-    def plain_module(self, module: Module, keep: bool, device: torch.device) -> Module | None:
-        """As `Whole`."""
-        with self.complete(module):
-            return super().plain_module(module, keep, device)
+        return self._filled(module, dict([*module.named_parameters(), *module.named_buffers()]))
 
     def load_module_state(self, module: Module, state: dict[str, Any], strict: bool) -> Any:
         """Load this stage's part of a full state dict; all of it into a model that is not set up.
@@ -181,11 +174,7 @@ class PipelineStates(Split):
             own = {
                 key: self._kept(value)
                 for key, value in values.items()
-                if (
-                    not value.is_meta
-                    if isinstance(value, torch.Tensor)
-                    else key.startswith(self.names[module])
-                )
+                if key.startswith(self.names[module]) or (isinstance(value, torch.Tensor) and value.numel())
             }
             for part in self._parts(own):
                 values.update(part)

@@ -35,15 +35,10 @@ def warn_of_modules(module: Module) -> None:
 
 
 def _looks_at_batches(module: Module) -> bool:
-    by_counts = getattr(module, "scale_grad_by_freq", False)
-    return isinstance(module, BatchNorm) or by_counts or _has_spectral_norm(module)
-
-
-def _has_spectral_norm(module: Module) -> bool:
-    parts = [*module._forward_pre_hooks.values()]
-    for parametrization in getattr(module, "parametrizations", {}).values():
-        parts += parametrization
-    return any([type(part).__name__ in ("SpectralNorm", "_SpectralNorm") for part in parts])
+    chains = getattr(module, "parametrizations", {}).values()
+    parts = [*module._forward_pre_hooks.values(), *[part for chain in chains for part in chain]]
+    normed = any([type(part).__name__ in ("SpectralNorm", "_SpectralNorm") for part in parts])
+    return normed or isinstance(module, BatchNorm) or getattr(module, "scale_grad_by_freq", False)
 
 
 def try_rows(name: str, runner: Runner, parts: CallParts, compute: torch.dtype) -> None:
@@ -85,15 +80,16 @@ def try_rows(name: str, runner: Runner, parts: CallParts, compute: torch.dtype) 
 
 def _look(name: str, work: Pass, compute: torch.dtype) -> tuple[str, bool]:
     """On the last stage: what is wrong, and whether rows depend on each other."""
+    if len(work.outputs) < 2:
+        return "", False
     if work.failed is not None:
-        wrong = (
+        return (
             f"{name} runs on one row of the batch, but not on two ({work.failed.text}). So some tensor "
             "has as many rows as the batch by chance only, and is broadcast over one row: a mask of "
             "positions by positions, say. Keep what belongs to all samples in a buffer of the model, or "
             "give each sample its own (tensor.expand); or write PipelineStrategy(num_microbatches=1)."
-        )
-        return wrong if len(work.outputs) == 2 else "", False
-    one, again, two = [work.outputs[index] for index in range(3)]
+        ), False
+    one, again, two = work.outputs.values()
     try:
         joined([one, two], [1, 2])
     except UsageError as error:
