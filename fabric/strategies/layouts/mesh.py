@@ -7,7 +7,6 @@ agree.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,6 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import memory_of
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten
-from fabric.plugins.collectives.frames import ALONE
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser, own_meta
 from fabric.strategies.layouts.rows import InRows
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
-    from fabric.plugins.collectives.channel import Channel
 
 Places = list[tuple[Module, dict[str, Any], str, Any]]
 """(module, its table, name in it, tensor without memory that was there at first)."""
@@ -172,8 +169,9 @@ class Mesh(InRows, Sharded):
 
         if isinstance(module, FSDPModule):
             self.open_gate(module, in_lockstep=self.mesh is not None and self.mesh.size(1) > 1)
-        elif self.channel is not None:
-            Meets(module, next(self._numbers), self.channel)
+            return
+        hooked = [m for m in module.modules() if m._forward_hooks or m._forward_pre_hooks or _holds_parts(m)]
+        self.meets(module, in_lockstep=True).watch(list(dict.fromkeys([module, *hooked])))
 
 
 class Splitting(TorchFunctionMode):
@@ -257,37 +255,6 @@ def _untraceable(name: str, tensor: Any) -> UsageError:
         "the change would be lost. Initialise the model before fabric.setup, as init_module(empty_init=True) "
         "has made it, or call to_empty(device=...) on it first, and then initialise all of it."
     )
-
-
-class Meets:
-    """Without gradients nothing else would tell a rank that it is alone: calls of a model meet.
-
-    In a method that calls layers by themselves each of those does that may send something.
-    """
-
-    def __init__(self, root: Module, number: int, channel: Channel) -> None:
-        self.channel = channel
-        self.inside = False
-        verb = f"{ALONE} of model {number} ({type(root).__name__})"
-        for name, part in root.named_modules():
-            if part is root or part._forward_hooks or part._forward_pre_hooks or _holds_parts(part):
-                own = f"{verb}, its {name}" if name else verb
-                part.register_forward_pre_hook(partial(self._enter, own, part is root))
-        root.register_forward_hook(self._leave, always_call=True)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Meets:
-        return self
-
-    def _enter(self, verb: str, outermost: bool, module: Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if not (torch.is_grad_enabled() or self.inside):
-            self.channel.announce(verb, "in training" if module.training else "in evaluation")
-        self.inside = self.inside or outermost
-
-    def _leave(self, module: Module, args: Any, out: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.inside = False
 
 
 def _holds_parts(module: Module) -> bool:

@@ -11,7 +11,7 @@ from fabric.core.errors import UsageError
 from fabric.core.torch_internals import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import broadcast_from_zero
-from fabric.strategies.layouts.gathered import GatheredCall, RootGate
+from fabric.strategies.layouts.gathered import GatheredCall, Meets, RootGate
 from fabric.strategies.layouts.hooked import HookedCall
 from fabric.strategies.layouts.split import Split, is_split
 from fabric.utilities.backward_passes import attend_passes
@@ -114,7 +114,11 @@ class Sharded(Split):
         """Call this when all groups of a model stand, and `module` is the outermost."""
         begin_fsdp(module)  # the root is this one, whatever is called first
         expect_thawed(module)
-        module.__dict__["_fabric_gate"] = RootGate(module, next(self._numbers), self.channel, in_lockstep)
+        module.__dict__["_fabric_gate"] = RootGate(module, self.meets(module, in_lockstep))
+
+    def meets(self, module: Module, in_lockstep: bool = False) -> Meets:
+        """The meetings of calls of another model."""
+        return Meets(module, next(self._numbers), self.channel, in_lockstep)
 
     def _plan(
         self, wrapped: Module, call: Callable[..., Any], method: bool, opens: bool = False
