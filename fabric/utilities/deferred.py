@@ -244,10 +244,8 @@ class DeferredInit(TorchFunctionMode):
     def _draw(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Draw once for the generator's sake; gives the state before."""
         state: Tensor = (kwargs.get("generator") or self._generator).get_state()
-        scratch: Any = map_tree(
-            lambda leaf: leaf.scratch(self.device) if isinstance(leaf, _View) else leaf, (args, kwargs)
-        )
-        function(*scratch[0], **scratch[1])
+        args, kwargs = _seen((args, kwargs), lambda view: view.scratch(self.device))
+        function(*args, **kwargs)
         return state
 
     def _history(self, key: int) -> list[_Step]:
@@ -269,10 +267,7 @@ class DeferredInit(TorchFunctionMode):
         """Do it in real memory, by number."""
         if step.refusal is not None:
             raise step.refusal
-        args, kwargs = map_tree(
-            lambda leaf: leaf.of(real[leaf.memory]) if isinstance(leaf, _View) else leaf,
-            (step.args, step.kwargs),
-        )
+        args, kwargs = _seen((step.args, step.kwargs), lambda view: view.of(real[view.memory]))
         if step.state is not None and kwargs.get("generator") is not None:
             kwargs["generator"] = torch.Generator(self.device).set_state(step.state)
         elif step.state is not None:
@@ -288,6 +283,11 @@ def _kept(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return _View(leaf) if leaf.is_meta else leaf.detach().clone()
+
+
+def _seen(tree: Any, how: Callable[[_View], Tensor]) -> Any:
+    """Arguments with tensors in the place of views."""
+    return map_tree(lambda leaf: how(leaf) if isinstance(leaf, _View) else leaf, tree)
 
 
 def _refusal(name: str, tensor: Tensor) -> UsageError:
