@@ -126,7 +126,7 @@ class DeferredInit(TorchFunctionMode):
         self.device, self._generator = device, default_generator(device)
         self._steps: list[_Step] = []
         self._writers: dict[int, list[int]] = {}
-        """The steps that wrote to each piece of memory; those of a whole model may go together."""
+        """Which steps wrote to each piece of memory, by its number."""
         self._kept: list[Any] = []
         """So that no other piece of memory gets the number of one of these."""
 

@@ -151,7 +151,7 @@ class Mesh(InRows, Sharded):
             if not target.is_meta:  # the user's function did it, by to_empty()
                 continue
             if sources.setdefault(id(target), id(source)) != id(source) or _differs(target, source):
-                raise _replaced(name, owner)
+                raise _lost(f"puts another tensor in the place of {name} of {type(owner).__name__}")
             if id(source) not in made:
                 full = source.recorder.make(source, replay=topology.rank == 0).to(target.dtype)
                 broadcast_from_zero([full])
@@ -206,7 +206,7 @@ class Splitting(TorchFunctionMode):
             target, name = one if lost else None, ".data = other"
         for tensor in flatten(target)[0]:
             if isinstance(tensor, torch.Tensor) and tensor.is_meta and self._has(tensor):
-                raise _untraceable(name, tensor)
+                raise _lost(f"changes by {name} a tensor of shape {list(tensor.shape)}")
         return func(*args, **kwargs)
 
     def _has(self, tensor: Tensor) -> bool:
@@ -241,19 +241,11 @@ def _differs(target: Any, source: Any) -> bool:
     return not is_split(target) and target.dtype == source.dtype and memory_of(target) != memory_of(source)
 
 
-def _replaced(name: str, owner: Module) -> UsageError:
+def _lost(what: str) -> UsageError:
     return UsageError(
-        f"parallelize_fn put another tensor in the place of {name} of {type(owner).__name__}, which has no "
-        "values yet, so that it is not known which it should get. Do this before fabric.setup, on the model "
-        "that init_module(empty_init=True) has made."
-    )
-
-
-def _untraceable(name: str, tensor: Any) -> UsageError:
-    return UsageError(
-        f"{name} in parallelize_fn changes a tensor of shape {list(tensor.shape)} that has no values yet: "
-        "the change would be lost. Initialise the model before fabric.setup, as init_module(empty_init=True) "
-        "has made it, or call to_empty(device=...) on it first, and then initialise all of it."
+        f"parallelize_fn {what}, which has no values yet: the change would be lost. Do it before "
+        "fabric.setup, on the model that init_module(empty_init=True) has made; or call to_empty(device=...) "
+        "on the model first, and then initialise all of it."
     )
 
 

@@ -14,7 +14,7 @@ from fabric.strategies.layouts.gathered import GatheredCall, Meets, RootGate
 from fabric.strategies.layouts.hooked import HookedCall
 from fabric.strategies.layouts.split import Split, is_split
 from fabric.utilities.backward_passes import attend_passes
-from fabric.utilities.compile import is_compiled
+from fabric.utilities.compile import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,7 +120,7 @@ class Sharded(Split):
     def _plan(
         self, wrapped: Module, call: Callable[..., Any], method: bool, opens: bool = False
     ) -> Callable[..., Any]:
-        root = _root(wrapped)
+        root = uncompiled(wrapped)
         plan = call if _gate(root) is None else GatheredCall(call, _gate(root), method, opens)
         return HookedCall(plan, self, root) if next(root.buffers(), None) is not None else plan
 
@@ -169,9 +169,3 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 def _gate(root: Any) -> Any:
     """The gate of a model that FSDP2 splits; None: it has no groups."""
     return root.__dict__.get("_fabric_gate")
-
-
-def _root(wrapped: Module) -> Any:
-    while is_compiled(wrapped):
-        wrapped = wrapped._orig_mod  # type: ignore[assignment]
-    return wrapped
