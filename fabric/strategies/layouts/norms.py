@@ -39,8 +39,9 @@ class FiniteNorms:
         """
         self.look()
         if norm.device.type in ("cpu", "mps"):  # mps: torch has no pinned memory of it
-            self._late = norm.detach(), None, norm_type, ""
-            self.look()
+            value = norm.item()
+            if not math.isfinite(value):
+                raise RuntimeError(_text(norm_type, value) + ", so they cannot be clipped. " + _WAY_OUT)
             return
         from fabric.core.source import user_place
 
@@ -59,20 +60,22 @@ class FiniteNorms:
         if late is None:
             return
         copy, event, norm_type, line = late
-        if event is not None and not event.query():
+        if not event.query():
             event.synchronize()
         value = copy.item()
         if not math.isfinite(value):
-            late_text = (
-                f". They were clipped in the call before this one ({line}): the host does not wait for the "
-                "device to look at the norm. Optimizers that have stepped since have made parameters NaN "
-                "with them: go on from a checkpoint of before"
-            )
             raise RuntimeError(
-                f"The total norm of order {norm_type} of the gradients of the whole model is {value} "
-                f"(non-finite){late_text if line else ', so they cannot be clipped'}. Pass "
-                "error_if_nonfinite=False to scale them by it anyway."
+                f"{_text(norm_type, value)}. They were clipped in the call before this one ({line}): the "
+                "host does not wait for the device to look at the norm. Optimizers that have stepped since "
+                f"have made parameters NaN with them: go on from a checkpoint of before. {_WAY_OUT}"
             )
+
+
+_WAY_OUT = "Pass error_if_nonfinite=False to scale them by it anyway."
+
+
+def _text(norm_type: float, value: float) -> str:
+    return f"The total norm of order {norm_type} of the gradients of the whole model is {value} (non-finite)"
 
 
 def norm_over_ranks(spread: list[tuple[list[Tensor], list[Any]]], norm_type: float, via: Any) -> Tensor:
