@@ -19,7 +19,28 @@ if TYPE_CHECKING:
 _Tensor = torch.Tensor
 
 
-class GuardedForward:
+class HookedForward:
+    """A forward or bound method of whose outputs each calls `reached` when a backward comes to it."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the call and hook every output tensor that a backward may start from."""
+        out = self.call(*args, **kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for leaf in (out,) if type(out) is _Tensor and out.requires_grad else differentiable(out):
+                if leaf.grad_fn is not None:  # a parameter that is an output keeps its hooks for ever
+                    (leaf if leaf._base is None else anchor(leaf)).register_hook(self.reached)
+        return out
+
+    def reached(self, grad: torch.Tensor) -> None:
+        """A backward has come to an output."""
+
+
+class GuardedForward(HookedForward):
     """The plan where a plain `loss.backward()` would be wrong: hooks the outputs so that it raises.
 
     Args:
@@ -27,23 +48,14 @@ class GuardedForward:
         gate: Of the strategy; its `open` is true while `fabric.backward` runs.
     """
 
-    __slots__ = ("call", "gate")
+    __slots__ = ("gate",)
 
     def __init__(self, call: Callable[..., Any], gate: Any) -> None:
-        self.call = call
+        super().__init__(call)
         self.gate = gate
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the call and hook every output tensor that requires a gradient."""
-        out = self.call(*args, **kwargs)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            for leaf in (out,) if type(out) is _Tensor and out.requires_grad else differentiable(out):
-                if leaf.grad_fn is not None:  # a parameter that is an output keeps its hooks for ever
-                    (leaf if leaf._base is None else anchor(leaf)).register_hook(self.check)
-        return out
-
-    def check(self, grad: torch.Tensor) -> None:
-        """The hook on guarded outputs.
+    def reached(self, grad: torch.Tensor) -> None:
+        """A backward has come to an output.
 
         Raises:
             UsageError: A plain `loss.backward()` is running.

@@ -16,6 +16,8 @@ import torch
 from torch import _utils as torch_utils
 from torch.nn.modules import batchnorm, dropout
 
+from fabric.core.tree import flatten
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -48,9 +50,7 @@ def call_after_backward(call: Callable[[], Any]) -> None:
 
 
 COUNTED_STEP, STEPPED = "_wrapped_by_lr_sched", "_opt_called"
-"""What a learning rate scheduler puts on its optimizer's `step`, and on the optimizer once that was called:
-without it the scheduler warns when it is stepped.
-"""
+"""What a scheduler puts on its optimizer's `step`, and on the optimizer once stepped: else it warns."""
 
 MODULE_TABLES = (
     "_modules",
@@ -77,9 +77,8 @@ CALL_TABLES = (
 """What an `nn.Module` holds of the hooks around its calls."""
 
 will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether the backward pass that runs now comes to a node of the graph. Raises RuntimeError for a node whose
-gradient is what `torch.autograd.grad` was asked for.
-"""
+"""Whether the backward pass that runs now comes to a node of the graph. A RuntimeError says that the node's
+gradient is what `torch.autograd.grad` was asked for."""
 
 
 def is_custom_function_input(tensor: torch.Tensor) -> bool:
@@ -99,17 +98,15 @@ def groups_inside(module: Any) -> list[Any]:
 def ungathered(states: list[Any]) -> Iterator[torch.dtype | None]:
     """Context in which calls of such groups gather nothing, free nothing, and are not noted.
 
-    Gives the dtype in which parameters compute; None: their own.
-
-    torch takes them for calls of a backward, and their parameters to be there.
+    Gives the dtype in which parameters compute (None: their own). torch takes such calls for those of a
+    backward, and their parameters to be there.
     """
     groups = fsdp_groups(states)
     held = [(state, "_training_state") for state in states] + [(group, "_sharded_state") for group in groups]
     before = [getattr(holder, name) for holder, name in held]
     for (holder, name), value in zip(held, before, strict=True):
-        setattr(
-            holder, name, type(value).PRE_BACKWARD if name == "_training_state" else type(value).UNSHARDED
-        )
+        asked = "PRE_BACKWARD" if name == "_training_state" else "UNSHARDED"
+        setattr(holder, name, type(value)[asked])
     try:
         yield states[0]._mp_policy.param_dtype if states else None
     finally:
@@ -124,8 +121,7 @@ def packs_saved_tensors() -> bool:
 
 def accumulates() -> bool:
     """Whether the backward pass that runs now adds to all `.grad` it comes to: not so in autograd.grad."""
-    valid: bool = torch.autograd.Variable._execution_engine.is_checkpoint_valid()
-    return valid
+    return bool(torch.autograd.Variable._execution_engine.is_checkpoint_valid())
 
 
 def keeps_graph() -> bool:
@@ -146,8 +142,7 @@ value_of: Any = torch.ops.aten._local_scalar_dense.default
 
 def memory_of(tensor: Any) -> int:
     """A number of the memory that a tensor (a DTensor: this rank's part) views, on the meta device, too."""
-    key: int = getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata
-    return key
+    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
 
 
 def leave_out_of_ddp(module: Any, names: list[str]) -> None:
@@ -171,15 +166,13 @@ def is_fsdp(module: Any) -> bool:
     return hasattr(module, "_get_fsdp_state")
 
 
-def fsdp_state(module: Any) -> Any:
-    """What FSDP2 knows of a module that `fully_shard` was called on."""
-    return module._get_fsdp_state()
+fsdp_state = methodcaller("_get_fsdp_state")
+"""What FSDP2 knows of a module that `fully_shard` was called on."""
 
 
 def fsdp_states(root: Any) -> list[Any]:
     """The same of all modules of a model, by its outermost one; there once its forward is set up."""
-    states: list[Any] = fsdp_state(root)._state_ctx.all_states
-    return states
+    return [*fsdp_state(root)._state_ctx.all_states]
 
 
 def fsdp_groups(states: list[Any]) -> list[Any]:
@@ -199,9 +192,8 @@ def written_by(operation: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.
     found: list[Any] = []
     for number, argument in enumerate(operation._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            held = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += held if isinstance(held, list | tuple) else [held]
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+            found.append(args[number] if number < len(args) else kwargs.get(argument.name))
+    return [leaf for leaf in flatten(found)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def loader_iterator() -> type:
@@ -251,7 +243,6 @@ check_reduced = methodcaller("_check_reducer_finalized")
 
 disarm = methodcaller("_reset_state")
 """Let a reducer wait for no gradient."""
-
 
 has_built_buckets = attrgetter("_has_rebuilt_buckets")
 """Whether a replica's reducer has put its buckets in the order of gradients; disarmed before, it would do
@@ -318,8 +309,7 @@ def computes_in(root: Any) -> torch.dtype | None:
 
 def phase(held: Any) -> str:
     """Where a state or a group is: "IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"."""
-    name: str = held._training_state.name
-    return name
+    return str(held._training_state.name)
 
 
 def in_forward(state: Any) -> bool:
@@ -332,9 +322,8 @@ def is_gathered_ahead(group: Any) -> bool:
     return group._all_gather_result is not None
 
 
-def owner_of(part: Any) -> Any:
-    """Whose parameter it is: `module`, `param_name`, and the `shared_modules` that have it, too."""
-    return part._module_info
+owner_of = attrgetter("_module_info")
+"""Whose parameter a part is: `module`, `param_name`, and the `shared_modules` that have it, too."""
 
 
 def show_part(part: Any) -> None:

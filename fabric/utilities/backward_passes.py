@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,24 +21,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Attendant(Protocol):
-    """Who wants to know."""
-
-    def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        """Run an outermost pass: `run(tensors, *args, **kwargs)`."""
-
-    def after_nested_pass(self) -> None:
-        """A pass has ended, and the one around it goes on; in the thread of both."""
-
-
 # By number: attendants send messages, whose order must be the same on all ranks.
 _attendants: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _installed = False
 
 
-def attend_passes(attendant: Attendant) -> None:
-    """From now on tell `attendant` of each pass, in the order of these requests; it is held weakly."""
+def attend_passes(attendant: Any) -> None:
+    """From now on tell `attendant` of each pass, in the order of these requests; it is held weakly.
+
+    Its `around_pass(run, tensors, *args, **kwargs)` runs an outermost pass: `run(tensors, *args, **kwargs)`.
+    Its `after_nested_pass()` is called when a pass has ended and the one around it goes on, in their thread.
+    """
     global _installed
     if not any([known is attendant for known in _attendants.values()]):
         _attendants[next(_numbers)] = attendant

@@ -43,6 +43,13 @@ def is_compiled(obj: object) -> bool:
     return isinstance(obj, Module) and type(obj).__name__ == "OptimizedModule" and hasattr(obj, "_orig_mod")
 
 
+def uncompiled(module: Any) -> Any:
+    """The module that was given to `torch.compile`, however often; `module` itself where it was not."""
+    while is_compiled(module):
+        module = module._orig_mod
+    return module
+
+
 def recompile(module: Module, like: Any) -> Module:
     """`module` compiled with the settings of `like`, a result of `torch.compile`."""
     compiled: Module = like.dynamo_ctx(module)

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import memory_of, no_subclass_dispatch, value_of, written_by
 from fabric.core.tree import flatten, map_tree
+from fabric.utilities.random_stream import default_generator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -122,10 +123,10 @@ class DeferredInit(TorchFunctionMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.device = device
+        self.device, self._generator = device, default_generator(device)
         self._steps: list[_Step] = []
         self._writers: dict[int, list[int]] = {}
-        """The steps that wrote to each piece of memory; those of a whole model may go together."""
+        """Which steps wrote to each piece of memory, by its number."""
         self._kept: list[Any] = []
         """So that no other piece of memory gets the number of one of these."""
 
@@ -146,12 +147,12 @@ class DeferredInit(TorchFunctionMode):
         view, real = _View(tensor), dict[int, Any]()
         if not replay:
             return view.scratch(self.device)
-        before = _get_state(None, self.device)
+        before = self._generator.get_state()
         try:
             for step in self._history(view.memory):
                 self._repeat(step, real)
         finally:
-            _set_state(before, self.device)
+            self._generator.set_state(before)
         part, storage = view.of(real[view.memory]), real[view.memory]
         return part if part.nbytes == storage.nbytes() else part.clone()
 
@@ -242,11 +243,9 @@ class DeferredInit(TorchFunctionMode):
     @torch.no_grad()
     def _draw(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
         """Draw once for the generator's sake; gives the state before."""
-        state = _get_state(kwargs.get("generator"), self.device)
-        scratch: Any = map_tree(
-            lambda leaf: leaf.scratch(self.device) if isinstance(leaf, _View) else leaf, (args, kwargs)
-        )
-        function(*scratch[0], **scratch[1])
+        state: Tensor = (kwargs.get("generator") or self._generator).get_state()
+        args, kwargs = _seen((args, kwargs), lambda view: view.scratch(self.device))
+        function(*args, **kwargs)
         return state
 
     def _history(self, key: int) -> list[_Step]:
@@ -268,14 +267,11 @@ class DeferredInit(TorchFunctionMode):
         """Do it in real memory, by number."""
         if step.refusal is not None:
             raise step.refusal
-        args, kwargs = map_tree(
-            lambda leaf: leaf.of(real[leaf.memory]) if isinstance(leaf, _View) else leaf,
-            (step.args, step.kwargs),
-        )
+        args, kwargs = _seen((step.args, step.kwargs), lambda view: view.of(real[view.memory]))
         if step.state is not None and kwargs.get("generator") is not None:
             kwargs["generator"] = torch.Generator(self.device).set_state(step.state)
         elif step.state is not None:
-            _set_state(step.state, self.device)
+            self._generator.set_state(step.state)
         outputs = flatten(step.function(*args, **kwargs))[0]
         real.update(
             {k: out.untyped_storage() for k, out in zip(step.made, outputs, strict=False) if k is not None}
@@ -289,24 +285,13 @@ def _kept(leaf: Any) -> Any:
     return _View(leaf) if leaf.is_meta else leaf.detach().clone()
 
 
+def _seen(tree: Any, how: Callable[[_View], Tensor]) -> Any:
+    """Arguments with tensors in the place of views."""
+    return map_tree(lambda leaf: how(leaf) if isinstance(leaf, _View) else leaf, tree)
+
+
 def _refusal(name: str, tensor: Tensor) -> UsageError:
     return UsageError(
         f"{name} reads a tensor of shape {list(tensor.shape)} that has no values yet, under "
         f"init_module(empty_init=True). Leave empty_init out, or do this after fabric.setup."
     )
-
-
-def _get_state(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    if generator is not None:
-        return generator.get_state()
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def _set_state(state: Tensor, device: torch.device) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)

@@ -85,6 +85,11 @@ class _DeviceGenerator:
         self.set_state(torch.Generator(self.device).manual_seed(seed).get_state())
 
 
+def default_generator(device: torch.device) -> Any:
+    """The default generator of a device: has `get_state` and `set_state`."""
+    return torch.default_generator if device.type == "cpu" else _DeviceGenerator(device)
+
+
 def fork_rng(device: torch.device) -> AbstractContextManager[None]:
     """Context after which the generators of the host and of `device` are as before."""
     if not _has_streams(device):

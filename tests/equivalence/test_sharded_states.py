@@ -234,26 +234,26 @@ def tied_late(model) -> None:
 
 
 IN_FUNCTION = {
-    "initialised": (lambda m: m.apply(small), "_ in parallelize_fn changes .*the change would be lost"),
-    "list": (lambda m: torch._foreach_mul_(list(m.parameters()), 0.5), "_foreach_mul_ in parallelize_fn"),
+    "initialised": (lambda m: m.apply(small), "parallelize_fn changes by .*_ a .*the change would be lost"),
+    "list": (lambda m: torch._foreach_mul_(list(m.parameters()), 0.5), "changes by _foreach_mul_ a tensor"),
     "transposed": (
         lambda m: m.blocks[0].inner.weight.t().data.zero_(),
-        r"zero_ in parallelize_fn changes a tensor of shape \[6, 8\] .*the change would be lost",
+        r"parallelize_fn changes by zero_ a tensor of shape \[6, 8\].*the change would be lost",
     ),
-    "local": (lambda m: m.blocks[0].inner.weight.to_local().zero_(), "zero_ in parallelize_fn changes"),
-    "doubled": (doubled, "parallelize_fn put another tensor in the place of weight of BatchNorm1d"),
-    "tied": (tied_late, "parallelize_fn put another tensor in the place of weight of Linear"),
+    "local": (lambda m: m.blocks[0].inner.weight.to_local().zero_(), "parallelize_fn changes by zero_"),
+    "doubled": (doubled, "parallelize_fn puts another tensor in the place of weight of BatchNorm1d"),
+    "tied": (tied_late, "parallelize_fn puts another tensor in the place of weight of Linear"),
     "copied": (
         lambda m: m.norm.weight.data.copy_(m.norm.bias),
-        r"copy_ in parallelize_fn changes a tensor of shape \[3\] that has no values yet",
+        r"parallelize_fn changes by copy_ a tensor of shape \[3\], which has no values yet",
     ),
     "data": (
         lambda m: setattr(m.blocks[0].inner.weight, "data", m.blocks[0].inner.weight.data * 2),
-        r"\.data = other in parallelize_fn .*the change would be lost",
+        r"parallelize_fn changes by \.data = other a tensor .*the change would be lost",
     ),
-    "values": (lambda m: m.norm.weight.data.copy_(torch.ones(3)), "copy_ in parallelize_fn changes"),
+    "values": (lambda m: m.norm.weight.data.copy_(torch.ones(3)), "parallelize_fn changes by copy_"),
     "dtype": (lambda m: m.double(), None),
-    "row": (lambda m: m.blocks[0].inner.weight.data[3].fill_(3), "fill_ in parallelize_fn changes"),
+    "row": (lambda m: m.blocks[0].inner.weight.data[3].fill_(3), "parallelize_fn changes by fill_"),
 }
 
 

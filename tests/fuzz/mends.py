@@ -24,10 +24,9 @@ SPLIT = ("zero2", "zero2-layers", "fsdp", "fsdp-layers", "fsdp-freed")
 MENDS = {
     "parts are back after each call": Mend(
         """
-import torch
 from fabric.strategies.layouts.gathered import RootGate
-def begin(self, method=False):
-    self._meets, self._lent = method or not torch.is_grad_enabled(), False
+def begin(self):
+    self._lent = False
 RootGate.begin, RootGate.end = begin, lambda self: None
 """,
         SPLIT,
@@ -42,14 +41,14 @@ LocalGradients.check = lambda *_: None
     "forgotten optimizers are refused": Mend(
         """
 from fabric.strategies.layouts.split import Split
-Split._refuse_moved = lambda *_: None
+Split.before_step = lambda *_: None
 """,
         SPLIT,
     ),
     "evaluation without gradients meets": Mend(
         """
-from fabric.strategies.layouts.gathered import RootGate
-RootGate.meet = lambda self: None
+from fabric.strategies.layouts.gathered import Meets
+Meets.meet = lambda self, name="": self._within is None
 """,
         SPLIT,
     ),

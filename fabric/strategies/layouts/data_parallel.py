@@ -9,13 +9,14 @@ import torch
 from torch.nn import DataParallel, Module
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import leave_out_of_ddp
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten, unflatten
 from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.replicate import Replicate
 from fabric.utilities.apply_func import move_data_to_device
-from fabric.utilities.compile import eager, is_compiled
+from fabric.utilities.compile import eager, uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,14 +43,14 @@ class SplitBatch(Whole):
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module that splits its batches; `module` itself where there is one device."""
-        return split_module(module, self.devices)
+        return super().wrap(split_module(module, self.devices), topology)
 
     def unwrap(self, wrapped: Module) -> Module:
         """The user's module."""
-        return unsplit(wrapped)
+        return unsplit(super().unwrap(wrapped))
 
 
-class ReplicatedSplitBatch(Replicate):
+class ReplicatedSplitBatch(SplitBatch, Replicate):
     """DDP between processes around a module that splits the process's batch over its devices.
 
     Args:
@@ -63,30 +64,22 @@ class ReplicatedSplitBatch(Replicate):
         accelerators=ACCELERATORS,
     )
 
-    def wrap(self, module: Module, topology: Topology) -> Module:
-        """DDP around the splitting module. All ranks must call this."""
-        split = split_module(module, self.devices)
-        if split is not module and hasattr(module, _NOT_AVERAGED):
-            setattr(split, _NOT_AVERAGED, [f"module.{name}" for name in getattr(module, _NOT_AVERAGED)])
-        return super().wrap(split, topology)
-
-    def unwrap(self, wrapped: Module) -> Module:
-        """The user's module inside DDP."""
-        return unsplit(super().unwrap(wrapped))
-
 
 def split_module(module: Module, devices: list[torch.device]) -> Module:
     """`module` behind a forward that splits batches over `devices`; `module` itself where nothing is gained
     by it: for a single one, and on the CPU, as torch's DataParallel has it.
     """
-    return DeviceSplit(module, devices) if len(devices) > 1 and devices[0].type != "cpu" else module
+    if len(devices) < 2 or devices[0].type == "cpu":
+        return module
+    split = DeviceSplit(module, devices)
+    leave_out_of_ddp(split, [f"module.{name}" for name in getattr(module, _NOT_AVERAGED, [])])
+    return split
 
 
 def unsplit(wrapped: Module) -> Module:
     """The module that `split_module` was given, also behind torch.compile."""
-    while is_compiled(wrapped):
-        wrapped = wrapped._orig_mod  # type: ignore[assignment]
-    return wrapped.module if isinstance(wrapped, DeviceSplit) else wrapped
+    inner: Module = uncompiled(wrapped)
+    return inner.module if isinstance(inner, DeviceSplit) else inner
 
 
 class DeviceSplit(DataParallel[Module]):

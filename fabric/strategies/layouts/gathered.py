@@ -32,7 +32,7 @@ from fabric.core.torch_internals import (
 )
 from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
-from fabric.plugins.collectives.frames import ALONE, call_of
+from fabric.plugins.collectives.frames import ALONE
 from fabric.strategies.layouts.split_errors import split_error
 
 if TYPE_CHECKING:
@@ -41,7 +41,62 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from fabric.plugins.collectives.channel import Channel
-    from fabric.plugins.collectives.frames import Call
+
+
+class Meets:
+    """Calls of one model without gradients: nothing else would tell a rank that it is alone in one.
+
+    Args:
+        root: The model.
+        number: Of the model among those set up, the same on all ranks.
+        channel: All ranks; None: there are no others.
+        in_lockstep: Whether ranks compute parts of one call, so that another mode is another call.
+    """
+
+    def __init__(self, root: Module, number: int, channel: Channel | None, in_lockstep: bool = False) -> None:
+        self._root, self._channel, self._in_lockstep = root, channel, in_lockstep
+        self._verb = f"{ALONE} of model {number} ({_name(root)})"
+        self._within: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Meets:
+        return self
+
+    def watch(self, parts: list[Module]) -> None:
+        """Let calls of these modules meet. What a method calls by itself does, as often as it is called."""
+        names = {module: name for name, module in self._root.named_modules()}
+        for part in parts:
+            part.register_forward_pre_hook(partial(self._enter, names[part]))
+            part.register_forward_hook(self._leave, always_call=True)
+
+    def meet(self, name: str = "") -> bool:
+        """The ranks meet before a call of the part of this name, unless a call around it has met."""
+        if self._within is not None:
+            return False
+        if self._channel is not None and not torch.is_grad_enabled():
+            mode = "in training" if self._root.training else "in evaluation"
+            verb = f"{self._verb}, its {name}" if name else self._verb
+            self._channel.announce(verb, mode if self._in_lockstep else "")
+        return True
+
+    def enter(self, call: Any, name: str = "") -> bool:
+        """A call begins: as `meet`, for all inside of it."""
+        outermost = self.meet(name)
+        if outermost:
+            self._within = call
+        return outermost
+
+    def leave(self, call: Any) -> None:
+        """It has ended."""
+        if self._within is call:
+            self._within = None
+
+    def _enter(self, name: str, module: Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.enter(module, name)
+
+    def _leave(self, module: Module, args: Any, out: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.leave(module)
 
 
 class RootGate:
@@ -54,22 +109,16 @@ class RootGate:
 
     Args:
         root: The outermost module that `fully_shard` was called on.
-        number: Of the model among those set up, the same on all ranks.
-        channel: All ranks; None: there are no others.
-        in_lockstep: Whether ranks compute parts of one call, so that another mode is another call.
+        meets: Its calls without gradients.
     """
 
-    def __init__(self, root: Any, number: int, channel: Channel | None, in_lockstep: bool) -> None:
-        self.root = root
+    def __init__(self, root: Any, meets: Meets) -> None:
+        self.root, self.meets = root, meets
         # torch finds it in a dictionary of all modules; torch.compile would look into that, as others go.
         self.state = fsdp_state(root)
-        self.channel = channel
-        self.call = call_of(f"{ALONE} of model {number} ({_name(root)})")
-        self.running = self.method = self.inside = False
-        self._in_lockstep = in_lockstep
+        self.running = self.method = False
         self.opener: Any = None
         self._lent = False
-        self._meets = False
         for layer in _layers_of_root(root):
             layer.register_forward_pre_hook(self._before, prepend=True)
             layer.register_forward_hook(self._after, always_call=True)
@@ -77,11 +126,10 @@ class RootGate:
         for state in fsdp_states(root):
             hang_in_place(state, partial(self._hang, state))
             for module in state._modules:
-                call = self.call if module is root else call_of(f"{self.call.verb}, its {names[module]}")
-                module.register_forward_pre_hook(partial(self._enter, state, call), prepend=True)
+                module.register_forward_pre_hook(partial(self._enter, state, names[module]), prepend=True)
                 module.register_forward_hook(self._leave, always_call=True)
 
-    def begin(self, method: bool = False) -> None:
+    def begin(self) -> None:
         """A call begins that no other one of this model surrounds: all that it gathers is read anew.
 
         Raises:
@@ -90,8 +138,6 @@ class RootGate:
         if backward_pass() != -1:  # computed again, for the backward that runs
             self.give_back()
             return
-        self._meets = method or not torch.is_grad_enabled()
-        self.inside = False
         if in_forward(self.state):
             self.recover()  # after a part called by itself that failed
         idle = True
@@ -105,20 +151,8 @@ class RootGate:
             self._reset()
         self._lent = False
 
-    def meet(self, call: Call | None = None) -> None:
-        """Without gradients nothing else would tell a rank that it is alone: evaluation on rank zero only."""
-        if not self._meets or torch.is_grad_enabled():
-            return
-        self._meets = False
-        if self.channel is not None:
-            mode = "in training" if self.root.training else "in evaluation"
-            self.channel.announce((call or self.call).verb, mode if self._in_lockstep else "")
-        if torch.is_inference_mode_enabled():
-            self._make_room()
-
     def end(self) -> None:
         """It has ended: the model has its parts again. What a backward will need stays gathered beside."""
-        self._meets = False
         if backward_pass() != -1:
             return
         lends = torch.is_grad_enabled()
@@ -158,7 +192,8 @@ class RootGate:
     def open(self, opener: Any) -> None:
         """Gather the root group; `opener` closes it."""
         self.opener = opener
-        self.meet()
+        if self.meets.meet():
+            self.make_room()
         gather_root(self.state, self.root)
 
     def close(self, out: Any) -> Any:
@@ -197,8 +232,10 @@ class RootGate:
     def _groups(self) -> list[Any]:
         return fsdp_groups(fsdp_states(self.root))
 
-    def _make_room(self) -> None:
+    def make_room(self) -> None:
         """What torch allots at the first gathering; made under inference_mode it would serve only there."""
+        if not torch.is_inference_mode_enabled():
+            return
         with torch.inference_mode(False), torch.no_grad():
             for group in self._groups():
                 if any([whole_of(part) is None for part in group.fsdp_params]):
@@ -222,20 +259,17 @@ class RootGate:
             self.end()
         return out
 
-    def _enter(self, state: Any, call: Call, module: Module, args: Any) -> None:
+    def _enter(self, state: Any, name: str, module: Module, args: Any) -> None:
         """A group is called. torch takes calls in PRE_BACKWARD for ones of a backward, as trials are."""
         if torch.compiler.is_compiling() or phase(state) == "PRE_BACKWARD":
             return
         if not (self.running or in_forward(self.state)):
             self.begin()
-        if self.method and not self.inside:  # a method calls what it likes, as often as it likes
-            self._meets = True
-        self.meet(call)
-        self.inside = self.inside or module is self.root
+        if self.meets.enter(module, name):
+            self.make_room()
 
     def _leave(self, module: Module, args: Any, out: Any) -> None:
-        if module is self.root:
-            self.inside = False
+        self.meets.leave(module)
         if not (self.running or torch.compiler.is_compiling() or in_forward(self.state)):
             self.end()
 
@@ -288,9 +322,9 @@ class GatheredCall:
         compiling = torch.compiler.is_compiling()
         try:
             if outer and not compiling:
-                gate.begin(self.method)
-                if not self.method:
-                    gate.meet()  # here, since what is compiled runs no hooks
+                gate.begin()
+                if not self.method and gate.meets.enter(self):  # here, since what is compiled runs no hooks
+                    gate.make_room()
             gate.running, gate.method = True, self.method or nested
             if self.opens and outer and gate.opener is None:
                 gate.open(gate)
@@ -306,6 +340,8 @@ class GatheredCall:
             raise
         finally:
             gate.running, gate.method = not outer, nested
+            if not compiling:
+                gate.meets.leave(self)
         if outer and not compiling:
             gate.end()
         return out

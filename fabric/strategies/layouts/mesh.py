@@ -7,7 +7,6 @@ agree.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,6 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import memory_of
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten
-from fabric.plugins.collectives.frames import ALONE
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.materialise import Materialiser, own_meta
 from fabric.strategies.layouts.rows import InRows
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
-    from fabric.plugins.collectives.channel import Channel
 
 Places = list[tuple[Module, dict[str, Any], str, Any]]
 """(module, its table, name in it, tensor without memory that was there at first)."""
@@ -158,7 +155,7 @@ class Mesh(InRows, Sharded):
             if not target.is_meta:  # the user's function did it, by to_empty()
                 continue
             if sources.setdefault(id(target), id(source)) != id(source) or _differs(target, source):
-                raise _replaced(name, owner)
+                raise _lost(f"puts another tensor in the place of {name} of {type(owner).__name__}")
             if id(source) not in made:
                 full = source.recorder.make(source, replay=topology.rank == 0).to(target.dtype)
                 broadcast_from_zero([full])
@@ -176,8 +173,9 @@ class Mesh(InRows, Sharded):
 
         if isinstance(module, FSDPModule):
             self.open_gate(module, in_lockstep=self.mesh is not None and self.mesh.size(1) > 1)
-        elif self.channel is not None:
-            Meets(module, next(self._numbers), self.channel)
+            return
+        hooked = [m for m in module.modules() if m._forward_hooks or m._forward_pre_hooks or _holds_parts(m)]
+        self.meets(module, in_lockstep=True).watch(list(dict.fromkeys([module, *hooked])))
 
 
 class Splitting(TorchFunctionMode):
@@ -212,7 +210,7 @@ class Splitting(TorchFunctionMode):
             target, name = one if lost else None, ".data = other"
         for tensor in flatten(target)[0]:
             if isinstance(tensor, torch.Tensor) and tensor.is_meta and self._has(tensor):
-                raise _untraceable(name, tensor)
+                raise _lost(f"changes by {name} a tensor of shape {list(tensor.shape)}")
         return func(*args, **kwargs)
 
     def _has(self, tensor: Tensor) -> bool:
@@ -247,51 +245,12 @@ def _differs(target: Any, source: Any) -> bool:
     return not is_split(target) and target.dtype == source.dtype and memory_of(target) != memory_of(source)
 
 
-def _replaced(name: str, owner: Module) -> UsageError:
+def _lost(what: str) -> UsageError:
     return UsageError(
-        f"parallelize_fn put another tensor in the place of {name} of {type(owner).__name__}, which has no "
-        "values yet, so that it is not known which it should get. Do this before fabric.setup, on the model "
-        "that init_module(empty_init=True) has made."
+        f"parallelize_fn {what}, which has no values yet: the change would be lost. Do it before "
+        "fabric.setup, on the model that init_module(empty_init=True) has made; or call to_empty(device=...) "
+        "on the model first, and then initialise all of it."
     )
-
-
-def _untraceable(name: str, tensor: Any) -> UsageError:
-    return UsageError(
-        f"{name} in parallelize_fn changes a tensor of shape {list(tensor.shape)} that has no values yet: "
-        "the change would be lost. Initialise the model before fabric.setup, as init_module(empty_init=True) "
-        "has made it, or call to_empty(device=...) on it first, and then initialise all of it."
-    )
-
-
-class Meets:
-    """Without gradients nothing else would tell a rank that it is alone: calls of a model meet.
-
-    In a method that calls layers by themselves each of those does that may send something.
-    """
-
-    def __init__(self, root: Module, number: int, channel: Channel) -> None:
-        self.channel = channel
-        self.inside = False
-        verb = f"{ALONE} of model {number} ({type(root).__name__})"
-        for name, part in root.named_modules():
-            if part is root or part._forward_hooks or part._forward_pre_hooks or _holds_parts(part):
-                own = f"{verb}, its {name}" if name else verb
-                part.register_forward_pre_hook(partial(self._enter, own, part is root))
-        root.register_forward_hook(self._leave, always_call=True)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Meets:
-        return self
-
-    def _enter(self, verb: str, outermost: bool, module: Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if not (torch.is_grad_enabled() or self.inside):
-            self.channel.announce(verb, "in training" if module.training else "in evaluation")
-        self.inside = self.inside or outermost
-
-    def _leave(self, module: Module, args: Any, out: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.inside = False
 
 
 def _holds_parts(module: Module) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.tree import flatten, iter_paths, unflatten
+from fabric.core.tree import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,9 +45,19 @@ class CallParts:
     ) -> None:
         self.whole = (args, kwargs)
         self._leaves, self._spec = flatten(self.whole)
+        if _has_packed(self._spec):
+            raise ConfigurationError(
+                f"A PackedSequence cannot be split into {into}: its rows are time steps of all samples. Pass "
+                "the padded batch and the lengths, and call pack_padded_sequence in forward."
+            )
         sizes = {leaf.shape[0] for leaf in self._leaves if _has_rows(leaf)}
-        if len(sizes) > 1 or _has_packed(self._spec):
-            raise _cannot_split(args, kwargs, self._spec, into)
+        if len(sizes) > 1:
+            shapes = ", ".join(dict.fromkeys([str(list(t.shape)) for t in self._leaves if _has_rows(t)]))
+            raise ConfigurationError(
+                f"A batch is split into {into} along dim 0, but its tensors differ in their number of rows "
+                f"(shapes {shapes}). Give each sample its row (tensor.expand), and keep what belongs to all "
+                "samples in a buffer of the model."
+            )
         rows = next(iter(sizes), 0)
         each = -(-rows // count)
         self.sizes = [min(each, rows - start) for start in range(0, rows, each)] if rows else [1]
@@ -86,23 +96,3 @@ def _has_packed(spec: Spec) -> bool:
     if spec.kind is PackedSequence:
         return True
     return any([_has_packed(child) for child in spec.children if child.kind is not None])
-
-
-def _cannot_split(args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec, into: str) -> ConfigurationError:
-    if _has_packed(spec):
-        return ConfigurationError(
-            f"A PackedSequence cannot be split into {into}: its rows are time steps of all samples. Pass "
-            "the padded batch and the lengths, and call pack_padded_sequence in forward."
-        )
-    named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
-    found = [
-        f"{name}{path} has {leaf.shape[0]} (shape {list(leaf.shape)})"
-        for name, value in named.items()
-        for path, leaf in iter_paths(value)
-        if _has_rows(leaf)
-    ]
-    return ConfigurationError(
-        f"A batch is split into {into} along dim 0, but its tensors differ in their number of rows: "
-        f"{', '.join(found[:4])}{', ...' if len(found) > 4 else ''}. Give each sample its row "
-        "(tensor.expand), and keep what belongs to all samples in a buffer of the model."
-    )

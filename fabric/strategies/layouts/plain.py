@@ -15,16 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 NOT_THE_USERS = {"torch.distributed.", "fabric."}
 """Packages whose hooks are no part of a model; an engine adds its own."""
 
@@ -35,7 +25,7 @@ def is_plain(module: Module) -> bool:
         [
             is_fsdp(part)
             or _is_foreign(part.__dict__.get("forward"))
-            or any([_is_foreign(hook) for name in _HOOKS for hook in part.__dict__[name].values()])
+            or any([_is_foreign(hook) for table in _hooks_of(part) for hook in table.values()])
             for part in module.modules()
         ]
     )
@@ -61,6 +51,10 @@ def plain_copy(module: Module, values: dict[str, Tensor], device: torch.device) 
     return copied
 
 
+def _hooks_of(part: Module) -> list[dict[int, Any]]:
+    return [table for name, table in part.__dict__.items() if name.endswith("_hooks")]
+
+
 def _bare(part: Module) -> Any:
     kind = type(part)
     if is_fsdp(part):
@@ -69,7 +63,7 @@ def _bare(part: Module) -> Any:
 
 
 def _copy(key: str, value: Any, memo: dict[int, Any]) -> Any:
-    if key in _HOOKS:
+    if key.endswith("_hooks"):
         value = type(value)({number: hook for number, hook in value.items() if not _is_foreign(hook)})
     if key == "_parameters":
         value = dict(value)  # an engine's own kind gathers what is read

@@ -32,7 +32,7 @@ from fabric.strategies.layouts.agree import average_gradients, broadcast_from_ze
 from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.local_gradients import LocalGradients, stamp
 from fabric.utilities.backward_passes import attend_passes
-from fabric.utilities.compile import is_compiled
+from fabric.utilities.compile import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -152,11 +152,9 @@ class Replicate(Whole):
         self._local.check(parameters, doing)
 
     def _replica_of(self, wrapped: Module) -> DistributedDataParallel | None:
-        while is_compiled(wrapped):
-            wrapped = wrapped._orig_mod  # type: ignore[assignment]
-        if type(wrapped).__name__ != "DistributedDataParallel":
+        replica: DistributedDataParallel = uncompiled(wrapped)
+        if type(replica).__name__ != "DistributedDataParallel":
             return None
-        replica: DistributedDataParallel = wrapped  # type: ignore[assignment]
         if replica not in self._replicas:
             syncs_buffers = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
             known = self._replicas[replica] = _Known(replica, syncs_buffers)

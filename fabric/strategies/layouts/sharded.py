@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import re
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import broadcast_from_zero
-from fabric.strategies.layouts.gathered import GatheredCall, RootGate
+from fabric.strategies.layouts.gathered import GatheredCall, Meets, RootGate
 from fabric.strategies.layouts.hooked import HookedCall
 from fabric.strategies.layouts.split import Split, is_split
 from fabric.utilities.backward_passes import attend_passes
-from fabric.utilities.compile import is_compiled
+from fabric.utilities.compile import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +38,6 @@ class Sharded(Split):
     def __init__(self) -> None:
         super().__init__()
         self._numbers = itertools.count()
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._reached: set[int] = set()
 
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
@@ -64,8 +62,7 @@ class Sharded(Split):
             UsageError: It holds parameters that no model has any more, or that are not split; it is LBFGS.
         """
         super().setup_optimizer(optimizer)
-        self._check_current(optimizer)
-        self._optimizers.add(optimizer)
+        self._check_own(optimizer, self._own())
         return optimizer
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
@@ -114,20 +111,28 @@ class Sharded(Split):
         """Call this when all groups of a model stand, and `module` is the outermost."""
         begin_fsdp(module)  # the root is this one, whatever is called first
         expect_thawed(module)
-        module.__dict__["_fabric_gate"] = RootGate(module, next(self._numbers), self.channel, in_lockstep)
+        module.__dict__["_fabric_gate"] = RootGate(module, self.meets(module, in_lockstep))
+
+    def meets(self, module: Module, in_lockstep: bool = False) -> Meets:
+        """The meetings of calls of another model."""
+        return Meets(module, next(self._numbers), self.channel, in_lockstep)
 
     def _plan(
         self, wrapped: Module, call: Callable[..., Any], method: bool, opens: bool = False
     ) -> Callable[..., Any]:
-        root = _root(wrapped)
+        root = uncompiled(wrapped)
         plan = call if _gate(root) is None else GatheredCall(call, _gate(root), method, opens)
         return HookedCall(plan, self, root) if next(root.buffers(), None) is not None else plan
 
-    def _check_current(self, optimizer: Any) -> None:
+    def _own(self) -> dict[int, str]:
+        """Names of the parameters that get gradients of all ranks, or are not meant to, by id."""
+        named = [pair for model in self.models() for pair in model.named_parameters()]
+        return {id(parameter): name for name, parameter in named if self._is_reduced(parameter)}
+
+    def _check_own(self, optimizer: Any, own: dict[int, str]) -> None:
         """Raise if the optimizer trains parameters whose gradients would stay this rank's."""
-        current = {id(p) for model in self.models() for p in model.parameters() if self._is_reduced(p)}
-        foreign = [p for p in _parameters(optimizer) if p.requires_grad and id(p) not in current]
-        if foreign and current:
+        foreign = [p for p in _parameters(optimizer) if p.requires_grad and id(p) not in own]
+        if foreign and own:
             shapes = ", ".join([str(tuple(p.shape)) for p in foreign[:3]])
             raise UsageError(
                 f"{type(optimizer).__name__} trains {len(foreign)} parameters (shapes {shapes}) that are not "
@@ -146,28 +151,15 @@ class Sharded(Split):
         FSDP2 reduces what it finds. Where ranks used different parameters it mixes them up without an error.
         """
         super().before_step(optimizer, args, kwargs)
-        if self.channel is None or not self._is_mine(optimizer):
+        own, held = self._own(), _parameters(optimizer)
+        if self.channel is None or not any([id(p) in own for p in held]):
             return
-        self._check_current(optimizer)
+        self._check_own(optimizer, own)
         if len(args) > 1 or kwargs:
             return  # a closure makes gradients in the step
-        bare = [p for p in _parameters(optimizer) if p.grad is None and p.requires_grad]
-        self.channel.meet(call_of(f"{type(optimizer).__name__}.step", self._names(bare)))
-
-    def _is_mine(self, optimizer: Any) -> bool:
-        """Whether an optimizer, also one that was not set up, has parameters of these models."""
-        if optimizer not in self._optimizers:
-            own = {id(p) for model in self.models() for p in model.parameters() if is_split(p)}
-            if not any([id(p) in own for p in _parameters(optimizer)]):
-                return False
-            self._optimizers.add(optimizer)
-        return True
-
-    def _names(self, bare: list[Tensor]) -> str:
-        if not bare:
-            return "all parameters have gradients"
-        known = {id(p): name for model in self.models() for name, p in model.named_parameters()}
-        return "no gradient for " + ", ".join([known.get(id(p), "a parameter") for p in bare])
+        bare = ", ".join([own.get(id(p), "a parameter") for p in held if p.grad is None and p.requires_grad])
+        told = f"no gradient for {bare}" if bare else "all parameters have gradients"
+        self.channel.meet(call_of(f"{type(optimizer).__name__}.step", told))
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:
@@ -177,9 +169,3 @@ def _parameters(optimizer: Any) -> list[Tensor]:
 def _gate(root: Any) -> Any:
     """The gate of a model that FSDP2 splits; None: it has no groups."""
     return root.__dict__.get("_fabric_gate")
-
-
-def _root(wrapped: Module) -> Any:
-    while is_compiled(wrapped):
-        wrapped = wrapped._orig_mod  # type: ignore[assignment]
-    return wrapped

@@ -117,7 +117,7 @@ class Split(Whole):
             UsageError: It has parameters whose place has been taken, and would train nothing.
         """
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        stale = [tuple(p.shape) for p in held if self.has_moved(p)] if self._moved else []
+        stale = [tuple(p.shape) for p in held if self._now(p) is not p] if self._moved else []
         if stale:
             raise UsageError(
                 f"{type(optimizer).__name__} holds {len(stale)} parameters (shapes "
@@ -201,10 +201,6 @@ class Split(Whole):
     def models(self) -> list[Any]:
         """The models that were set up and are still about, in the order of setup: the same on all ranks."""
         return [model for ref in self._models if (model := ref()) is not None]
-
-    def has_moved(self, parameter: Tensor) -> bool:
-        """Whether a part has taken the parameter's place."""
-        return self._now(parameter) is not parameter
 
     def _part(self, value: Any, new: Tensor) -> Any:
         """Of an optimizer's state of a whole parameter, what belongs to its part."""

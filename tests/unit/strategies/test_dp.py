@@ -184,11 +184,11 @@ def test_on_the_cpu_the_model_sees_the_whole_batch(devices):
         (
             (torch.ones(6, 2), {"m": [torch.ones(4, 4)]}),
             {},
-            ["argument 0 has 6 (shape [6, 2])", "argument 1['m'][0] has 4 (shape [4, 4])", "tensor.expand"],
+            ["differ in their number of rows (shapes [6, 2], [4, 4])", "tensor.expand"],
         ),
-        ((torch.ones(6),), {"mask": torch.ones(1, 6)}, ["mask has 1 (shape [1, 6])", "buffer of the model"]),
-        ((torch.ones(0, 2), torch.ones(2)), {}, ["argument 0 has 0"]),
-        ((Batch(torch.ones(2)), torch.ones(3)), {}, ["argument 0.x has 2"]),
+        ((torch.ones(6),), {"mask": torch.ones(1, 6)}, ["(shapes [6], [1, 6])", "buffer of the model"]),
+        ((torch.ones(0, 2), torch.ones(2)), {}, ["(shapes [0, 2], [2])"]),
+        ((Batch(torch.ones(2)), torch.ones(3)), {}, ["(shapes [2], [3])"]),
         (
             (pack_padded_sequence(torch.ones(1, 4, 2), [4], batch_first=True),),
             {},
