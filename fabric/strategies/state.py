@@ -43,7 +43,9 @@ def gather(strategy: Any, state: dict[str, Any], filter: Filter | None) -> dict[
         )
     filter = _checked_filter(filter, state)
     modules = owners(state, strategy.modules)
-    plain = _whole(strategy, {key: _state_of(strategy, value, modules) for key, value in state.items()})
+    plain = {key: _state_of(strategy, value, modules) for key, value in state.items()}
+    if strategy.layout.splits and any([_is_part(leaf) for leaf in flatten(plain)[0]]):
+        plain = strategy.layout.whole_tree(plain)  # else a file had the parts of rank zero only
     strategy.layout.check_saved(plain)
     for key, keep in filter.items():
         entries = {name: value for name, value in plain[key].items() if keep(name, value)}
@@ -156,16 +158,6 @@ def _state_of(strategy: Any, value: Any, modules: Modules) -> Any:
     if isinstance(value, dict):
         return like(value, {key: _state_of(strategy, child, modules) for key, child in value.items()})
     return type(value)([_state_of(strategy, child, modules) for child in value])
-
-
-def _whole(strategy: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Parts of tensors made whole: a file has those of rank zero only (`model.module.state_dict()` of a split
-    model).
-    """
-    if not strategy.layout.splits or not any([_is_part(leaf) for leaf in flatten(state)[0]]):
-        return state
-    whole: dict[str, Any] = strategy.layout.whole_tree(state)
-    return whole
 
 
 def _is_part(value: Any) -> bool:
