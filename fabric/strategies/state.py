@@ -74,11 +74,7 @@ def restore(strategy: Any, checkpoint: dict[str, Any], state: Any | None, strict
     if state is not None and not isinstance(state, dict):
         load.into(state, checkpoint, "the object to load")
         return {}
-    rest = checkpoint
-    if state:
-        load.entries(state, checkpoint, "state", asked_only=True)
-        rest = {key: value for key, value in checkpoint.items() if key not in state}
-    plain: dict[str, Any] = from_portable(rest)
+    plain: dict[str, Any] = load.entries(state, checkpoint, "state") if state else from_portable(checkpoint)
     return plain
 
 
@@ -170,8 +166,8 @@ class _Load:
     def __init__(self, strategy: Any, strict: bool, modules: Modules) -> None:
         self.strategy, self.strict, self.modules = strategy, strict, modules
 
-    def entries(self, state: dict[Any, Any], saved: Any, name: str, asked_only: bool = False) -> None:
-        """Load `saved` into the entries of `state`, a dictionary that holds objects."""
+    def entries(self, state: dict[Any, Any], saved: Any, name: str) -> Any:
+        """Load `saved` into the entries of `state`, a dictionary that holds objects; gives the rest."""
         if not isinstance(saved, dict):
             raise UsageError(
                 f"The checkpoint holds a {_kind(saved)} where {name} is a dictionary. Load it with "
@@ -184,11 +180,11 @@ class _Load:
                 f"{', '.join(map(repr, saved)) or 'nothing'}. Remove the missing keys from state, or pass "
                 "strict=False."
             )
+        rest = {key: value for key, value in saved.items() if key not in state}
         for key, value in saved.items():
             if key in state:
                 state[key] = self.value(state[key], value, f"{name}[{key!r}]")
-            elif not asked_only:
-                state[key] = from_portable(value)
+        return from_portable(rest)
 
     def value(self, target: Any, value: Any, name: str) -> Any:
         """`target` with `value` loaded into it; plain data is replaced."""
@@ -198,7 +194,7 @@ class _Load:
         if not _holds_stateful(target):
             return from_portable(value)
         if isinstance(target, dict):
-            self.entries(target, value, name)
+            target.update(self.entries(target, value, name))
             return target
         if not isinstance(value, list | tuple) or len(value) != len(target):
             held = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {_kind(value)}"
