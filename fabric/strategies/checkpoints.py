@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -39,19 +39,16 @@ class Checkpoints(Exchange):
     """What it writes, or wrote: the next one takes its memory."""
     _checkpoint_io: CheckpointIO | None = None
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.modules: WeakKeyDictionary[Module, None] = WeakKeyDictionary()
+    @cached_property
+    def modules(self) -> WeakKeyDictionary[Module, None]:
         """The user's modules that were set up, in this order."""
+        return WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         # A spawned rank sets its models up itself; those of this process stay here.
         state = {**super().__getstate__(), "pending": None, "snapshot": None}
-        del state["modules"]
+        state.pop("modules", None)
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, modules=WeakKeyDictionary())
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
     from fabric.core.types import PathLike
 
-_NAME = re.compile(r"step-(\d+)(\.pt)?")
-_PART = re.compile(r"\.step-\d+(\.pt)?\.[0-9a-f]{8}\.part")
-_ASIDE = re.compile(r"\.(step-\d+(?:\.pt)?)\.[0-9a-f]{8}\.old")
+_OURS = re.compile(r"(step-\d+(?:\.pt)?)|\.(step-\d+(?:\.pt)?)\.[0-9a-f]{8}\.(part|old)")
+"""A checkpoint, or what a save of one has left: a part, or the one before, set aside."""
 
 
 def save_latest(
@@ -80,14 +79,14 @@ def checkpoints(directory: PathLike) -> list[str]:
     """The names of a directory's checkpoints, the newest first; also of those that were set aside for a new
     one that never came.
     """
-    names = set(list_directory(directory))
-    names |= {found[1] for name in names if (found := _ASIDE.fullmatch(name))}
-    return sorted(filter(_NAME.fullmatch, names), key=lambda name: (step_of(name), name), reverse=True)
+    found = [_OURS.fullmatch(name) for name in list_directory(directory)]
+    names = {one[1] or one[2] for one in found if one and one[3] != "part"}
+    return sorted(names, key=lambda name: (step_of(name), name), reverse=True)
 
 
 def step_of(name: str) -> int:
     """The step in the name of a checkpoint."""
-    return int(_NAME.fullmatch(name)[1])  # type: ignore[index]
+    return int(name.removeprefix("step-").removesuffix(".pt"))
 
 
 def retire(io: Any, directory: PathLike, keep: int, new: str) -> None:
@@ -95,11 +94,10 @@ def retire(io: Any, directory: PathLike, keep: int, new: str) -> None:
 
     `new` stays, whatever its step: a later one may be there that is damaged. Of its step it is the only one.
     """
-    others = [name for name in checkpoints(directory) if name != new]
-    same = [name for name in others if step_of(name) == step_of(new)]
-    old = [name for name in others if name not in same][keep - 1 :]
-    names = list_directory(directory)
-    left = [name for name in names if _PART.fullmatch(name)]
-    left += [name for name in names if (found := _ASIDE.fullmatch(name)) and found[1] in names]
-    for name in [*same, *old, *left]:
-        io.remove_checkpoint(join_path(directory, name))
+    others = [name for name in checkpoints(directory) if step_of(name) != step_of(new)]
+    kept, there = [new, *others[: keep - 1]], list_directory(directory)
+    for name in there:
+        one = _OURS.fullmatch(name)
+        alone = one and one[3] == "old" and one[2] in kept and one[2] not in there
+        if one and name not in kept and not alone:
+            io.remove_checkpoint(join_path(directory, name))

@@ -89,35 +89,35 @@ def by_name(
         UsageError: With `strict`, there are other names in the file, or in other groups, or other shapes.
     """
     saved, theirs = _without_names(saved)
-    names, total, left = names_of(optimizer, modules), len(saved["state"]), []
-    called = [f"parameter {number}" for number in _packed(saved)]
+    names, fitted = names_of(optimizer, modules), saved
+    there = here = [f"parameter {number}" for number in _packed(saved)]
     if names is not None and _is_unique(theirs, [group["params"] for group in saved["param_groups"]]):
         theirs = _as_here(theirs, names, _aliases(optimizer, names, modules))
         if strict:
             _check(names, theirs, what)
-        if isinstance(optimizer, torch.optim.LBFGS) and [*chain(*theirs)] != [*chain(*names)]:
+        there, here = [*chain(*theirs)], [*chain(*names)]
+        if isinstance(optimizer, torch.optim.LBFGS) and there != here:
             raise UsageError(
                 f"The checkpoint has the parameters of {what} in another order, and LBFGS joins all of them "
-                f"in one vector. Make it of them in this order: {_some([*chain(*theirs)])}."
+                f"in one vector. Make it of them in this order: {_some(there)}."
             )
-        numbers, called = dict(zip(chain(*theirs), _packed(saved), strict=True)), [*chain(*names)]
-        away = {*numbers} - {*called}
-        left = [name for name, number in numbers.items() if name in away and number in saved["state"]]
-        saved = _renumbered(saved, optimizer, names, theirs)
-    wrong = _of_other_shapes(saved, optimizer, called)
+        fitted = _renumbered(saved, optimizer, names, theirs)
+    wrong = _of_other_shapes(fitted, optimizer, here)
     if strict and wrong:
         raise UsageError(
             f"{what}: {next(iter(wrong.values()))}. Load it into the optimizer of the model that it was "
             "saved from, or pass strict=False, which leaves out such states."
         )
-    left += [name for number, name in zip(_packed(saved), called, strict=True) if number in wrong]
+    kept = {number: entry for number, entry in fitted["state"].items() if number not in wrong}
+    loaded = {name for number, name in zip(_packed(fitted), here, strict=True) if number in kept}
+    states = [name for number, name in zip(_packed(saved), there, strict=True) if number in saved["state"]]
+    left = [name for name in states if name not in loaded]
     if left:
         rank_zero_warn(
-            f"{total - len(left)} of {total} states were loaded into {what} (strict=False). It has no place "
-            f"for {_some(left)}."
+            f"{len(states) - len(left)} of {len(states)} states were loaded into {what} (strict=False). It "
+            f"has no place for {_some(left)}."
         )
-    kept = {number: entry for number, entry in saved["state"].items() if number not in wrong}
-    return {**saved, "state": kept}
+    return {**fitted, "state": kept}
 
 
 def _all_names(modules: dict[Module, str | None]) -> dict[Any, list[tuple[str | None, str]]]:

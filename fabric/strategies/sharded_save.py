@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import socket
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -100,42 +100,44 @@ def save_sharded(
                 remove(left)
         raise
     marks = [_mark(directory, other) for other in range(strategy.world_size)] if zero else []
+    meet: Any = _together(strategy, path) if wait else nullcontext()
 
     def finish() -> None:
-        own.finish(directory, _told(marks, path), facts)
-        put_in_place(directory, path)
+        with named(path):
+            own.finish(directory, _told(marks, path), facts)
+            put_in_place(directory, path)
 
-    return partial(_write, own, directory, path, mark, marks, finish)
+    return partial(_write, own, path, mark, marks, meet, finish)
 
 
 def _write(
-    own: Part, directory: Path, path: Path, mark: Path, marks: list[Path], finish: Callable[[], None]
+    own: Part, path: Path, mark: Path, marks: list[Path], meet: Any, finish: Callable[[], None]
 ) -> None:
     """Write this rank's part. Ranks tell rank zero by files, which has `marks` and ends the save.
 
-    A rank that has ended takes its mark away, for which there is room on a full disk, too.
+    A rank that has ended takes its mark away, for which there is room on a full disk, too. Where the loop
+    waits, they `meet` then: file systems of several machines may show rank zero late that a mark is gone.
     """
-    failure: BaseException | None = None
-    with named(path):
-        try:
-            with named(path):
-                told = own.write(directory)
-            mark.with_suffix(".told").write_bytes(pickle.dumps(told))
-        except BaseException as error:
-            failure = error
-            with suppress(OSError):
-                mark.with_suffix(".told").unlink(missing_ok=True)
-        remove(mark)
-        try:
-            _wait_for(marks, path)
-            if failure is not None:
-                raise failure
-            if marks:
-                finish()
-        except BaseException:
-            if marks:
-                remove(directory)
-            raise
+    note = mark.with_suffix(".told")
+    try:
+        with meet, named(path):
+            try:
+                note.write_bytes(pickle.dumps(own.write(mark.parent)))
+            except BaseException:
+                with suppress(OSError):
+                    note.unlink(missing_ok=True)
+                raise
+            finally:
+                remove(mark)
+        _wait_for(marks, path)
+        if marks:
+            finish()
+    except BaseException:
+        with suppress(RankError):
+            _wait_for(marks, path)  # those that still write into it
+        if marks:
+            remove(mark.parent)
+        raise
 
 
 def _wait_for(marks: list[Path], path: Path) -> None:

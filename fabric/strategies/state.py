@@ -43,7 +43,9 @@ def gather(strategy: Any, state: dict[str, Any], filter: Filter | None) -> dict[
         )
     filter = _checked_filter(filter, state)
     modules = owners(state, strategy.modules)
-    plain = _whole(strategy, {key: _state_of(strategy, value, modules) for key, value in state.items()})
+    plain = {key: _state_of(strategy, value, modules) for key, value in state.items()}
+    if strategy.layout.splits and any([_is_part(leaf) for leaf in flatten(plain)[0]]):
+        plain = strategy.layout.whole_tree(plain)  # else a file had the parts of rank zero only
     strategy.layout.check_saved(plain)
     for key, keep in filter.items():
         entries = {name: value for name, value in plain[key].items() if keep(name, value)}
@@ -72,11 +74,7 @@ def restore(strategy: Any, checkpoint: dict[str, Any], state: Any | None, strict
     if state is not None and not isinstance(state, dict):
         load.into(state, checkpoint, "the object to load")
         return {}
-    rest = checkpoint
-    if state:
-        load.entries(state, checkpoint, "state", asked_only=True)
-        rest = {key: value for key, value in checkpoint.items() if key not in state}
-    plain: dict[str, Any] = from_portable(rest)
+    plain: dict[str, Any] = load.entries(state, checkpoint, "state") if state else from_portable(checkpoint)
     return plain
 
 
@@ -158,16 +156,6 @@ def _state_of(strategy: Any, value: Any, modules: Modules) -> Any:
     return type(value)([_state_of(strategy, child, modules) for child in value])
 
 
-def _whole(strategy: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Parts of tensors made whole: a file has those of rank zero only (`model.module.state_dict()` of a split
-    model).
-    """
-    if not strategy.layout.splits or not any([_is_part(leaf) for leaf in flatten(state)[0]]):
-        return state
-    whole: dict[str, Any] = strategy.layout.whole_tree(state)
-    return whole
-
-
 def _is_part(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
@@ -178,8 +166,8 @@ class _Load:
     def __init__(self, strategy: Any, strict: bool, modules: Modules) -> None:
         self.strategy, self.strict, self.modules = strategy, strict, modules
 
-    def entries(self, state: dict[Any, Any], saved: Any, name: str, asked_only: bool = False) -> None:
-        """Load `saved` into the entries of `state`, a dictionary that holds objects."""
+    def entries(self, state: dict[Any, Any], saved: Any, name: str) -> Any:
+        """Load `saved` into the entries of `state`, a dictionary that holds objects; gives the rest."""
         if not isinstance(saved, dict):
             raise UsageError(
                 f"The checkpoint holds a {_kind(saved)} where {name} is a dictionary. Load it with "
@@ -192,11 +180,11 @@ class _Load:
                 f"{', '.join(map(repr, saved)) or 'nothing'}. Remove the missing keys from state, or pass "
                 "strict=False."
             )
+        rest = {key: value for key, value in saved.items() if key not in state}
         for key, value in saved.items():
             if key in state:
                 state[key] = self.value(state[key], value, f"{name}[{key!r}]")
-            elif not asked_only:
-                state[key] = from_portable(value)
+        return from_portable(rest)
 
     def value(self, target: Any, value: Any, name: str) -> Any:
         """`target` with `value` loaded into it; plain data is replaced."""
@@ -206,7 +194,7 @@ class _Load:
         if not _holds_stateful(target):
             return from_portable(value)
         if isinstance(target, dict):
-            self.entries(target, value, name)
+            target.update(self.entries(target, value, name))
             return target
         if not isinstance(value, list | tuple) or len(value) != len(target):
             held = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {_kind(value)}"

@@ -427,7 +427,7 @@ def test_a_damaged_file_is_an_error_on_all_ranks(ranks, tmp_path):
     for told in ranks.run(damage, tmp_path, world_size=2):
         for (kind, text), name in zip(told, ("__0_0.distcp", "__1_0.distcp"), strict=True):
             assert kind in ("DamagedCheckpointError", "RankError")
-            assert f"The checkpoint {tmp_path}/c is damaged: {name} has changed. Load" in text
+            assert f"{tmp_path}/c is damaged: {name} has changed. Load" in text
 
 
 # torch's own

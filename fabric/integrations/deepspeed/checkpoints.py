@@ -15,7 +15,8 @@ from fabric.core.errors import UsageError
 from fabric.integrations.deepspeed.package import load_deepspeed
 from fabric.plugins.collectives.objects import gather_objects
 from fabric.plugins.io.beside import present, put_in_place, remove
-from fabric.plugins.io.directory import begin, check, damaged, digest, write_manifest
+from fabric.plugins.io.digest import damaged
+from fabric.plugins.io.directory import begin, check, digest, write_manifest
 from fabric.strategies import state as states
 from fabric.utilities.cloud_io import local_path, target_path
 from fabric.wrappers import unwrap

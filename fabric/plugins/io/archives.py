@@ -26,17 +26,12 @@ def write_archive(tensor: Tensor, stream: Any) -> None:
     Called under `torch.serialization.set_crc32_options(False)`: checksums would differ with the values.
     """
     if tensor.numel() * tensor.dtype.itemsize > _LARGE:
-        torch.save(plain(tensor), stream)
+        torch.save(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous(), stream)
         return
     head, tail = _around(tensor.dtype, tensor.shape)
     stream.write(head)
     stream.write(values(tensor))
     stream.write(tail)
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """The tensor in host memory, contiguous, without lazy conjugation or negation."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def values(tensor: Tensor) -> memoryview:

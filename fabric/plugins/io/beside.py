@@ -58,25 +58,17 @@ def part_of(path: Path, directory: bool) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError(f"{path} cannot be written: {path.parent} is a file.") from None
-    for left in _beside(path, "part"):
-        with suppress(OSError):
-            lock = _lock(left)
-            if lock is not None:
+    with alone_in(path.parent):  # who makes one has locked it before another looks for left ones
+        for left in _beside(path, "part"):
+            if not is_held(left):
                 remove(left)
-                os.close(lock)
-    while True:
         part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
         if directory:
             part.mkdir()
         else:
             part.touch(exist_ok=False)
-        try:
-            hold(part)
-        except (BlockingIOError, FileNotFoundError):
-            continue  # another save takes it for a left one, since it was not locked yet
-        if part.exists():
-            return part
-        _let_go(part)
+        hold(part)
+    return part
 
 
 def hold(path: Path) -> None:
@@ -92,7 +84,7 @@ def is_held(path: Path) -> bool:
     """Whether a living process holds it, as far as this file system tells."""
     try:
         lock = _lock(path)
-    except BlockingIOError:
+    except OSError:
         return True
     if lock is not None:
         os.close(lock)

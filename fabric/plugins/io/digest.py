@@ -108,6 +108,13 @@ def crc_of(file: Any, length: int, crc: int = 0) -> int:
     return -1 if length else crc
 
 
+def damaged(path: PathLike, why: str) -> DamagedCheckpointError:
+    """The error of a checkpoint that is not what was written."""
+    return DamagedCheckpointError(
+        f"{path} is damaged: {why}. Load another checkpoint, or copy this one anew from where it came."
+    )
+
+
 def check(file: Any, path: PathLike) -> dict[str, Any] | None:
     """What was said when the file was sealed; None: it has no seal, as those of plain `torch.save`.
 
@@ -126,20 +133,17 @@ def check(file: Any, path: PathLike) -> dict[str, Any] | None:
         archive = end.rfind(_ARCHIVE_END)
         comment = int.from_bytes(end[archive + 20 : archive + 22], "little")
         if _CLOSE in end or (archive >= 0 and len(end) - archive - 22 != comment):
-            raise DamagedCheckpointError(f"{path} is damaged: its end is.")
+            raise damaged(path, "its end is")
         return None
     text = end[at + len(_OPEN) + 8 : -len(_CLOSE)]
     whole = (
         at >= _LENGTH and end.endswith(_CLOSE) and end[at + len(_OPEN) :][:8] == b"%08x" % zlib.crc32(text)
     )
     if not whole or end[at - _LENGTH : at] != (len(end) - at).to_bytes(_LENGTH, "little"):
-        raise DamagedCheckpointError(f"{path} is damaged: its end is.")
+        raise damaged(path, "its end is")
     told: dict[str, Any] = json.loads(text)
     content = size - len(end) + at - _LENGTH
     file.seek(0)
     if content != told["size"] or crc_of(file, content) != told["crc32"]:
-        raise DamagedCheckpointError(
-            f"{path} is damaged: its bytes are not those that were written. Load another checkpoint, or copy "
-            "this one anew from where it came."
-        )
+        raise damaged(path, "its bytes are not those that were written")
     return told

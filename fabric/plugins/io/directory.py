@@ -10,9 +10,9 @@ import os
 import zlib
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.errors import DamagedCheckpointError, UsageError
+from fabric.core.errors import UsageError
 from fabric.plugins.io.beside import MANIFEST, METADATA, alone_in, flush_directory, part_of
-from fabric.plugins.io.digest import crc_of
+from fabric.plugins.io.digest import crc_of, damaged
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,11 +54,6 @@ def check(directory: Path, place: int, ranks: int) -> None:
             raise damaged(directory, f"{name} has {file.stat().st_size} bytes instead of {said['size']}")
         if digest(file) != said:
             raise damaged(directory, f"{name} has changed")
-
-
-def damaged(directory: Path, wrong: str) -> DamagedCheckpointError:
-    """The error of a checkpoint with a file that is not what was written."""
-    return DamagedCheckpointError(f"The checkpoint {directory} is damaged: {wrong}. Load an older one.")
 
 
 def begin(path: Path) -> Path:

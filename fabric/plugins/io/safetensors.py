@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import ConfigurationError, DamagedCheckpointError, MissingExtraError
+from fabric.core.errors import ConfigurationError, MissingExtraError
 from fabric.plugins.io.archives import place_of, values
-from fabric.plugins.io.digest import crc_of, write_all
+from fabric.plugins.io.digest import crc_of, damaged, write_all
 from fabric.plugins.io.formats import INDEX, INDICES, LENGTH, SINGLE
 from fabric.plugins.io.portable import TAG, Stored, read_stored
 from fabric.utilities.state_keys import PLAIN_DICTS
@@ -131,7 +131,7 @@ def read(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
         }
         return {key: files[file][key] for key, file in where.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, f"its files are not what it says ({error!r})") from error
+        raise damaged(path, f"its files are not what it says ({error!r})") from error
 
 
 def _read_file(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ def _read_file(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
             held = {key: _stored(opened.get_tensor(key)) for key in opened.keys()}  # noqa: SIM118 - no dict
             said = opened.metadata() or {}
     except package.SafetensorError as error:
-        raise _damaged(name, str(error)) from error
+        raise damaged(name, str(error)) from error
     if verify:
         _check(path, name)
     # Of others, those of the package's `save_model`.
@@ -149,7 +149,7 @@ def _read_file(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
         ties = json.loads(said[_TIES]) if _TIES in said else {k: v for k, v in said.items() if k != "format"}
         return {**{key: held[kept] for key, kept in ties.items() if kept in held}, **held}
     except (ValueError, AttributeError, TypeError) as error:
-        raise _damaged(name, f"its {_TIES} cannot be read ({error!r})") from error
+        raise damaged(name, f"its {_TIES} cannot be read ({error!r})") from error
 
 
 def _stored(mapped: Tensor) -> Stored:
@@ -170,7 +170,7 @@ def _check(path: Path, name: PathLike) -> None:
         blank = length + header[:at] + _BLANK + header[at + len(_BLANK) :]
         crc = crc_of(file, path.stat().st_size - len(blank), zlib.crc32(blank))
     if header[at : at + len(_BLANK)] != b"%08x" % crc:
-        raise _damaged(name, "its bytes are not those that were written")
+        raise damaged(name, "its bytes are not those that were written")
 
 
 def _header(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], tied: Mapping[str, str]) -> bytes:
@@ -206,12 +206,6 @@ def _spec(package: Any, tensor: Tensor) -> Any:
     """How the package calls dtype and shape of a tensor."""
     return package.TensorSpec(
         dtype=str(tensor.dtype).removeprefix("torch."), shape=tensor.shape, data_ptr=0, data_len=0
-    )
-
-
-def _damaged(name: PathLike, why: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(
-        f"{name} is damaged: {why}. Load another checkpoint, or copy this one anew from where it came."
     )
 
 

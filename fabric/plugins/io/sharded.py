@@ -29,12 +29,12 @@ from fabric.core.torch_internals import place_in_file
 from fabric.core.tree import map_tree
 from fabric.plugins.io.archives import place_of, write_archive
 from fabric.plugins.io.beside import MANIFEST, METADATA, sharded_at
-from fabric.plugins.io.digest import LARGE, DigestWriter
-from fabric.plugins.io.directory import check, damaged, write_manifest
+from fabric.plugins.io.digest import LARGE, DigestWriter, damaged
+from fabric.plugins.io.directory import check, write_manifest
 from fabric.plugins.io.formats import is_safetensors
 from fabric.plugins.io.portable import Stored, is_elsewhere
 from fabric.plugins.io.snapshot import Snapshot
-from fabric.plugins.io.torch_io import TorchCheckpointIO, saving
+from fabric.plugins.io.torch_io import TorchCheckpointIO, saving, untrusted
 from fabric.utilities.state_keys import PLAIN_DICTS, like
 
 if TYPE_CHECKING:
@@ -221,10 +221,7 @@ class Checkpoint:
         try:
             return torch.load(read.data, map_location="cpu", weights_only=self.safe)
         except pickle.UnpicklingError as error:
-            raise UsageError(
-                f"{name!r} in {self.directory} is an object that safe loading refuses, because reading it "
-                "can run any code. If you trust it, write fabric.load(path, ..., weights_only=False)."
-            ) from error
+            raise untrusted(f"{name!r} in {self.directory} is an object that") from error
 
     def _fill(self, name: str, target: Tensor, offsets: Sequence[int]) -> Tensor:
         """Read a part of a tensor, of the shape of `target`, into it."""
@@ -282,10 +279,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         plain = isinstance(found, torch.dtype) or (isinstance(found, type) and issubclass(found, PurePath))
         if "." not in name and (plain or (known and getattr(found, "__module__", "") == module)):
             return found
-        raise UsageError(
-            f"{METADATA} refers to {module}.{name}, which safe loading refuses, because reading it can run "
-            "any code. If you trust it, write fabric.load(path, ..., weights_only=False)."
-        )
+        raise untrusted(f"{METADATA} refers to {module}.{name}, which")
 
 
 _KNOWN = {

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import ConfigurationError, DamagedCheckpointError, UsageError
+from fabric.core.errors import ConfigurationError, UsageError
 from fabric.plugins.io.beside import named, part_of, put_in_place, remove, sharded_at
 from fabric.plugins.io.checkpoint_io import CheckpointIO
-from fabric.plugins.io.digest import DigestWriter, check
+from fabric.plugins.io.digest import DigestWriter, check, damaged
 from fabric.plugins.io.formats import found_at, is_safetensors
 from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
 
@@ -100,8 +100,11 @@ class TorchCheckpointIO(CheckpointIO):
         except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and not any([sign in str(error) for sign in _DAMAGE]):
                 raise
-            refused = safe and isinstance(error, pickle.UnpicklingError) and _refusal(path, str(error))
-            raise UsageError(refused) if refused else DamagedCheckpointError(_damage(path)) from error
+            refused = _refused(str(error)) if safe and isinstance(error, pickle.UnpicklingError) else ""
+            if refused:
+                raise untrusted(f"{path} {refused}, which") from error
+            why = "it was cut short, or not written by fabric.save or torch.save"
+            raise damaged(path, why) from error
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Delete the file or directory at `path`, if it is there."""
@@ -147,21 +150,22 @@ def _fetch(url: str, file: Any) -> None:
     file.flush()
 
 
-def _refusal(path: PathLike, text: str) -> str | None:
+def _refused(text: str) -> str:
+    """What torch says that safe loading refuses in a file; "": it is no pickle at all."""
     reason = re.search(r"WeightsUnpickler error:\s*(.*?)(\. |$)", text, re.MULTILINE)
     operand = re.search(r"Unsupported operand (\d+)", text)
     if reason is None or (operand and int(operand.group(1)) < 128):  # a letter: the file is some text
-        return None
+        return ""
     found = re.search(r"GLOBAL ([\w.]+)", text)
-    what = f"refers to {found.group(1)}" if found else f"holds more than data ({reason.group(1)})"
-    return (
-        f"{path} {what}, which safe loading refuses, because reading it can run any code. If you trust the "
-        "file, write fabric.load(path, ..., weights_only=False)."
+    return f"refers to {found.group(1)}" if found else f"holds more than data ({reason.group(1)})"
+
+
+def untrusted(what: str) -> UsageError:
+    """The error of a checkpoint with something in it that only unpickling any code would read."""
+    return UsageError(
+        f"{what} safe loading refuses, because reading it can run any code. If you trust the file, write "
+        "fabric.load(path, ..., weights_only=False)."
     )
-
-
-def _damage(path: PathLike) -> str:
-    return f"{path} is no complete checkpoint: it was cut short, or not written by fabric.save or torch.save."
 
 
 def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:

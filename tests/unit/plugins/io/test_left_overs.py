@@ -11,7 +11,7 @@ import textwrap
 import pytest
 import torch
 
-from fabric.plugins.io import TorchCheckpointIO, beside
+from fabric.plugins.io import TorchCheckpointIO
 
 fcntl = pytest.importorskip("fcntl")
 OLD, NEW = {"step": 1}, {"step": 2}
@@ -105,18 +105,3 @@ def test_without_locks_nothing_is_removed(tmp_path, monkeypatch):
     save(NEW, tmp_path / "a.pt")
     assert parts(tmp_path) == left
     assert step_at(tmp_path / "a.pt") == 2
-
-
-def test_a_file_that_was_taken_for_a_killed_ones_before_its_lock_is_made_again(tmp_path, monkeypatch):
-    lock, seen = beside._lock, []
-
-    def late(file):
-        if not seen:  # another save is between these two
-            seen.append(file.name)
-            beside.remove(beside.part_of(tmp_path / "a.pt", directory=False))
-        return lock(file)
-
-    monkeypatch.setattr(beside, "_lock", late)
-    save(NEW, tmp_path / "a.pt")
-    assert step_at(tmp_path / "a.pt") == 2
-    assert len(seen) == 1

@@ -294,7 +294,7 @@ def test_a_damaged_file_is_called_so(storage, tmp_path, content, safe):
     path.write_bytes(content)
     error = error_of(storage.load_checkpoint, path, weights_only=safe)
     assert isinstance(error, UsageError)
-    assert str(error).startswith(f"{path} is no complete checkpoint: it was cut short, or not written by")
+    assert str(error).startswith(f"{path} is damaged: it was cut short, or not written by")
 
 
 class Evil:
@@ -306,7 +306,7 @@ class Evil:
 def test_text_is_no_checkpoint(storage, tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
     error = error_of(storage.load_checkpoint, tmp_path / "a.json")
-    assert str(error).startswith(f"{tmp_path}/a.json is no complete checkpoint: it was cut short, or not")
+    assert str(error).startswith(f"{tmp_path}/a.json is damaged: it was cut short, or not")
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
