@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
 from fabric.core.torch_internals import default_store, group_timeout
-from fabric.plugins.collectives.frames import Frame, Said
+from fabric.plugins.collectives.frames import Said
 from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.star import PATIENCE, Listener, Star, Turn, connect
 from fabric.plugins.collectives.waits import LEFT, SILENT, Wait, Waits, as_table
@@ -129,7 +129,8 @@ class Guard:
         self.waits.counts.setdefault(self.name, 0)
         self.timeout = timeout_of(group)
         self.star: Star | None = None
-        self.frame = Frame(len(self.members), mode == "full" and len(self.members) <= FULL_UP_TO)
+        self.whole = mode == "full" and len(self.members) <= FULL_UP_TO
+        """Whether data ride in the frames."""
 
     @property
     def count(self) -> int:
@@ -239,7 +240,7 @@ class Guard:
 
     def _here(self, point: Arrival | Turn, call: Call, since: float) -> Wait:
         name = point.name if isinstance(point, Arrival) else self.name
-        begun = self.waits.begun(threading.get_ident()).last
+        begun, _ = self.waits.begun(threading.get_ident())
         where = {"group": name, "turn": self.waits.counts[name], "members": self.members, "begun": begun}
         return self.waits.stand(self._row(call), since, **where)
 
