@@ -18,38 +18,34 @@ if TYPE_CHECKING:
 def first_then_others(strategy: Strategy, local: bool) -> Iterator[None]:
     """The context of `Fabric.rank_zero_first`, for which see there.
 
-    The others wait through the store, not in a collective: however long the first rank takes, nothing times
-    out while it lives.
+    The others wait in the message that brings the outcome: however long the first rank takes, nothing times
+    out while it lives. A call of all ranks in its block meets them there, in another call.
 
     Raises:
-        CollectiveMismatch: A first rank makes a collective in its block, which the others cannot come to; on
-            all ranks.
+        CollectiveMismatch: A first rank makes a call of all ranks in its block; on all ranks.
         RankError: One has ended, or given no sign of life for as long as collectives wait.
     """
-    from fabric.plugins.collectives.control import Arrival
     from fabric.plugins.collectives.frames import call_of
+    from fabric.plugins.collectives.objects import Dumped, gather_dumped
 
-    here, guard, verb = strategy.topology, strategy.collective.guard, f"rank_zero_first(local={local})"
+    here, channel, verb = strategy.topology, strategy.channel(), f"rank_zero_first(local={local})"
     firsts = range(0, here.world_size, here.local_world_size) if local else range(1)
     leads, error = here.rank in firsts, None
     strategy.meet(verb)
-    through = None  # else the news is where the others wait
-    if guard is not None:
-        why = "it is in the block, and gave no sign of life"
-        through = Arrival(guard.waits, "first", firsts, why, patient=True)
+    guard = channel.guard
+    calls = guard.count if guard is not None else 0
     if leads:
         try:
             yield
         except BaseException as raised:
             error = raised
-        if through is not None:
-            through.tell(here.rank)
-    if through is not None and guard is not None:
-        what = f"waiting until rank {', '.join(map(str, firsts))} leaves the block"
-        guard.wait(through, call_of(verb, what))
-    told = strategy.all_gather_object(_portable(error, here.rank), label=verb)
-    if through is not None and here.rank == 0:  # all ranks are past it now
-        through.forget()
+    if guard is not None and guard.count != calls:  # in the block: it was a mismatch, which all have raised
+        if error is not None:
+            raise error
+        return
+    call = call_of(verb, f"waiting until rank {', '.join(map(str, firsts))} leaves the block")
+    outcome = Dumped(_portable(error, here.rank), verb)
+    told = gather_dumped(call._replace(patient=True), outcome, channel)
     own = told[here.rank - here.local_rank if local else 0]
     failure = error or next((one for one in [own, *told] if one is not None), None)
     if failure is not None:

@@ -34,19 +34,9 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.frames import Call, Meeting
 
 
-_OPS = {
-    "sum": "SUM",
-    "mean": "AVG",
-    "avg": "AVG",
-    "min": "MIN",
-    "max": "MAX",
-    "product": "PRODUCT",
-    "prod": "PRODUCT",
-    "band": "BAND",
-    "bor": "BOR",
-    "bxor": "BXOR",
-}
-"""What users write, and torch's name of it."""
+_OPS = ("sum", "mean", "min", "max", "product", "avg", "prod", "band", "bor", "bxor")
+_TORCHS = {"mean": "AVG", "prod": "PRODUCT"}
+"""Where torch's name of an operation is another one."""
 
 WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 """Dtypes that backends do not reduce, and those in which they are reduced with the same result."""
@@ -273,13 +263,13 @@ def torch_op(op: Any) -> Any:
             f"reduce_op={op!r} is a {type(op).__name__}. Write a name such as 'mean', or "
             "torch.distributed.ReduceOp.SUM."
         )
-    name = _OPS.get(op.lower())
-    if name is None:
+    name = op.lower()
+    if name not in _OPS:
         raise ConfigurationError(
             f"reduce_op={op!r} is not a reduction.{did_you_mean(op, _OPS)} Write one of 'mean', 'sum', "
             "'min', 'max', 'product'."
         )
-    return getattr(dist.ReduceOp, name)
+    return getattr(dist.ReduceOp, _TORCHS.get(name, name.upper()))
 
 
 def reducible(leaves: list[Any], op: Any, device: torch.device, verb: str) -> list[Tensor]:

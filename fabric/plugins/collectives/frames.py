@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fabric.core.torch_internals import flatten_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -54,6 +54,8 @@ class Call(NamedTuple):
     """Structure, shapes and dtypes of the data, for people."""
     digest: bytes
     """16 bytes that stand for both."""
+    patient: bool = False
+    """Whether ranks wait in it as long as the others live, however long collectives wait."""
 
 
 def message(count: int, call: Call, payload: Sequence[Tensor], whole: bool) -> bytes:
@@ -147,7 +149,7 @@ def tree_call(verb: str, spec: Spec, tensors: list[Tensor]) -> Call:
     # Looked up by values that are at hand; a loop makes the same call a million times.
     shapes, kinds = tuple([t.shape for t in tensors]), tuple([(t.dtype, t.get_device()) for t in tensors])
     key = (verb, spec, shapes, kinds)
-    return _known.get(key) or _keep(key, verb, describe(spec, tensors))
+    return _known.get(key) or _keep(key, verb, draw(spec, map(describe_tensor, tensors)))
 
 
 def _keep(key: Any, verb: str, what: str) -> Call:
@@ -158,26 +160,18 @@ def _keep(key: Any, verb: str, what: str) -> Call:
     return call
 
 
-def describe(spec: Spec, tensors: list[Tensor]) -> str:
-    """A tree as a person would write it down: `{'loss': float32[], 'hits': int64[3]}`."""
-    return draw(spec, [describe_tensor(t) for t in tensors])
-
-
-def draw(spec: Spec, leaves: list[str]) -> str:
-    """A tree with the given texts in place of its leaves."""
-    return _draw(spec, iter(leaves))
-
-
 def describe_tensor(tensor: Tensor) -> str:
     """`float32[3, 4]`, with the device where that is not the host."""
     place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{place}"
 
 
-def _draw(spec: Spec, leaves: Iterator[str]) -> str:
+def draw(spec: Spec, leaves: Iterable[str]) -> str:
+    """A tree as a person would write it down, with these texts for its leaves: `{'loss': float32[]}`."""
+    leaves = iter(leaves)
     if spec.kind is None:
         return next(leaves)
-    inner = [_draw(child, leaves) for child in spec.children]
+    inner = [draw(child, leaves) for child in spec.children]
     if issubclass(spec.kind, dict):
         pairs = ", ".join([f"{key!r}: {child}" for key, child in zip(spec.keys, inner, strict=True)])
         return f"{{{pairs}}}" if spec.kind is dict else f"{spec.kind.__name__}({{{pairs}}})"

@@ -29,7 +29,6 @@ from fabric.plugins.collectives.job_store import JobStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from datetime import timedelta
 
 LEFT, SILENT = "has left", "no answer"
 """In place of what a rank waits in."""
@@ -98,12 +97,11 @@ class Waits:
         store: The store of the default process group.
         rank: This process among all.
         world_size: How many processes there are.
-        timeout: How long collectives of the job wait for a rank.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.store = JobStore("fabric/waits", store)
-        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self.rank, self.world_size = rank, world_size
         self.counts: dict[str, int] = {}
         """How many calls of each group this rank has come to."""
         self.here: Wait | None = None
