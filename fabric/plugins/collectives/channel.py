@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -220,10 +220,9 @@ def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tenso
             tensors.append(leaf)
         elif isinstance(leaf, bool | int | float | complex) or type(leaf).__module__ == "numpy":
             try:
-                plain = device.type != "cpu" and isinstance(leaf, bool | int | float | complex)
                 # A copy to a device would let the host wait for it; a kernel that fills does not.
-                made = torch.full((), leaf, device=device) if plain else torch.tensor(leaf, device=device)
-                tensors.append(made)
+                make = torch.tensor if type(leaf).__module__ == "numpy" else partial(torch.full, ())
+                tensors.append(make(leaf, device=device))
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise ArgumentTypeError(
                     f"{verb}: torch makes no tensor of the {type(leaf).__name__} {leaf!r:.80} ({error}). "

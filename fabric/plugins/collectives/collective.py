@@ -63,7 +63,7 @@ class Collective(ABC):
         """
         if self._group is None:
             raise UsageError(
-                f"{type(self).__name__} has no group yet. Call .setup() or .create_group() first."
+                f"{type(self).__name__} has no group yet. Call .setup() or .create_group(), or launch."
             )
         return self._group
 

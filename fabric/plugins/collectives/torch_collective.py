@@ -94,14 +94,7 @@ class TorchCollective(Collective):
         Raises:
             UsageError: There is no default group yet.
         """
-        if self._group is not None:
-            return self._group
-        if not dist.is_initialized():
-            raise UsageError(
-                f"{type(self).__name__} has no group yet. Call .setup() or .create_group() first, or "
-                "fabric.launch()."
-            )
-        return dist.group.WORLD
+        return dist.group.WORLD if self._group is None and dist.is_initialized() else super().group
 
     @property
     def rank(self) -> int:
