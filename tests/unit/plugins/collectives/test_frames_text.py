@@ -149,7 +149,7 @@ def test_a_refusal_is_shown_whole_and_the_other_data_from_their_beginning():
     assert shown(refusal, "y" * 500) == [refusal, f"{'y' * 97}..."]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(st.lists(st.text("ab", max_size=400), min_size=2, max_size=4))
 def test_a_difference_is_always_visible(texts):
     lines = shown(*texts)
@@ -315,7 +315,7 @@ def worlds(draw):
     return waits
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(worlds())
 def test_stuck_is_the_union_of_all_sets_that_wait_within_themselves(waits):
     def waits_within(ranks):
@@ -334,7 +334,7 @@ def test_stuck_is_the_union_of_all_sets_that_wait_within_themselves(waits):
     assert stuck(waits) == expected
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(worlds(), st.randoms(use_true_random=False))
 def test_all_others_come_to_an_end_in_any_order(waits, random_):
     """A simulation: a call ends when all members have come; whoever does not wait may come to any call."""
