@@ -2,7 +2,8 @@
 verb here.
 
 Ranks that call different verbs, or one verb with different data, all get one `CollectiveMismatch`: a table of
-who called what, and where. Each verb goes through `strategies/exchange.py` to `plugins/collectives/`.
+who called what, and where. What a strategy may override goes through `strategies/exchange.py`, the rest
+straight to `plugins/collectives/`.
 """
 
 from __future__ import annotations
@@ -85,13 +86,13 @@ class CollectiveVerbs(RankFacts):
         of `group` must call this.
 
         Raises:
-            ArgumentTypeError: `obj` does not pickle; `src` is no int.
+            CollectiveMismatch: Rank `src`'s `obj` does not pickle; on all ranks.
+            ArgumentTypeError: `src` is no int.
             ConfigurationError: `src` is no rank.
         """
         self._check_rank("broadcast", "src", src, group)
-        if group is None:
-            return self._strategy.broadcast(obj, src)
-        return self._strategy.broadcast(obj, src, group=group)
+        more = {} if group is None else {"group": group}  # strategies of others do not know it
+        return self._strategy.broadcast(obj, src, **more)
 
     @together
     def all_gather(
@@ -150,8 +151,7 @@ class CollectiveVerbs(RankFacts):
         Args:
             data: As for `all_gather`; structure, shapes and dtypes equal on all ranks.
             group: As for `all_gather`. Where ranks see the same data (pipelines, ContextParallel, tensor
-                parallel),
-                `fabric.strategy.data_group` counts each part of the data once.
+                parallel), `fabric.strategy.data_group` counts each part of the data once.
             reduce_op: "mean", "sum", "min", "max", "product".
             inplace: Whether the tensors of `data` are overwritten (numbers never are).
             sync_grads: Whether gradients flow back to every rank's part; the result is a new tree.
@@ -239,8 +239,10 @@ class CollectiveVerbs(RankFacts):
         What the other ranks pass is ignored.
 
         Raises:
-            ArgumentTypeError: `src` is no int; a leaf that is neither tensor nor number; on all ranks.
-            ConfigurationError: `src` is no rank; a first dimension does not divide by the number of ranks.
+            CollectiveMismatch: A leaf of rank `src` is neither tensor nor number, or does not divide by the
+                number of ranks; on all ranks.
+            ArgumentTypeError: `src` is no int.
+            ConfigurationError: `src` is no rank.
         """
         self._check_rank("scatter", "src", src, group)
         from fabric.plugins.collectives.route import scatter_tree
@@ -422,22 +424,9 @@ class CollectiveVerbs(RankFacts):
             yield
             return
         self._require_launch("rank_zero_first()")
-        from fabric.strategies.first import Turn
+        from fabric.strategies.first import first_then_others
 
-        turn = Turn(self._strategy, local)
-        if turn.leads:
-            try:
-                with turn.lead():
-                    yield
-            except BaseException as error:
-                turn.follow()
-                turn.failure(error)
-                raise
-        turn.follow()
-        failure = turn.failure(None)
-        if failure is not None:
-            raise failure
-        if not turn.leads:
+        with first_then_others(self._strategy, local):
             yield
 
     def _checked_flag(self, verb: str, flag: Any) -> bool:
@@ -451,13 +440,10 @@ class CollectiveVerbs(RankFacts):
             self._strategy.refuse(verb, ArgumentTypeError(text))
 
     def _check_rank(self, verb: str, name: str, rank: Any, group: Any) -> None:
-        last = self.world_size - 1
-        if not isinstance(rank, int):
-            text = f"{verb}({name}={rank!r}): {name} is a rank, from 0 to {last}."
-            self._strategy.refuse(verb, ArgumentTypeError(text), group)
-        if not 0 <= rank <= last:
-            text = f"{verb}({name}={rank}): ranks go from 0 to {last}."
-            self._strategy.refuse(verb, ConfigurationError(text), group)
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            kind = ConfigurationError if isinstance(rank, int) else ArgumentTypeError
+            text = f"{verb}({name}={rank!r}): {name} is a rank, from 0 to {self.world_size - 1}."
+            self._strategy.refuse(verb, kind(text), group)
 
 
 def _copy_tensors(data: Any) -> Any:

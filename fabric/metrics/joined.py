@@ -57,11 +57,11 @@ class Told(NamedTuple):
 
     updates: list[int]
     """How often each metric was updated."""
-    leaders: list[int]
-    """For each metric of each collection, whose states it shares by torchmetrics' guess; -1: no guess."""
-    held: list[Any]
-    """For each state a tensor, `Elsewhere`, or a list; the same one for all of a compute group. None: it was
-    never updated.
+    leaders: list[list[int]]
+    """Of each collection for each metric, whose states it shares by torchmetrics' guess; -1: no guess."""
+    held: list[list[Any]]
+    """Of each metric for each state a tensor, `Elsewhere`, or a list; the same one for all of a compute
+    group. Empty: it was never updated.
     """
 
 

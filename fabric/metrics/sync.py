@@ -94,7 +94,8 @@ def compute_metrics(metrics: Any, channel: Channel, row: int = 1) -> Any:
     if dumped is not None:
         with torch.no_grad():
             told = gather_dumped(call_of(_VERB, draw(spec, found.drawn)), dumped, channel, copies=False)
-            told = told if row == 1 else _once_a_row(found, told, row)
+            if row > 1:
+                _once_a_row(told, row)
             _check_guesses(found, told)
             values = _merged(_parts_of(found, told), told, channel)
         updates = [sum(counts) for counts in zip(*[one.updates for one in told], strict=True)]
@@ -109,23 +110,26 @@ def _told(found: Found, world: int) -> Told:
     Raises:
         ArgumentTypeError: A state holds what cannot be pickled.
     """
-    told = Told([], [leader for group in found.groups for leader in _leaders(group)], [])
+    told = Told([], [_leaders(group) for group in found.groups], [])
     made: dict[int, Any] = {}
     large: dict[int, Elsewhere] = {}
     size = 0
     for member in found.members:
         count = updates_of(member.metric)
         told.updates.append(count)
-        for state in member.states:
+        some: list[Any] = []
+        for state in member.states if count else []:
             value = _value(state)
-            if count and id(value) not in made:
+            if id(value) not in made:
                 sent = made[id(value)] = _sent(state, value)
                 if state.rule in _FOLDS and isinstance(sent, torch.Tensor):
                     large[id(sent)] = Elsewhere(tuple(sent.shape), sent.dtype, sent.is_cpu)
                     size += sent.nbytes
-            told.held.append(made[id(value)] if count else None)
+            some.append(made[id(value)])
+        told.held.append(some)
     if world * size > PACK_LIMIT:
-        told.held[:] = [large.get(id(sent), sent) for sent in told.held]
+        for some in told.held:
+            some[:] = [large.get(id(sent), sent) for sent in some]
     return told
 
 
@@ -142,31 +146,24 @@ def _sent(state: State, value: Any) -> Any:
 
 def _parts_of(found: Found, told: list[Told]) -> list[Part]:
     parts: dict[Any, Part] = {}
-    states = [(place, one, state) for place, one in enumerate(found.members) for state in one.states]
-    for at, (place, member, state) in enumerate(states):
-        column = [one.held[at] for one in told]
-        held = {rank: value for rank, value in enumerate(column) if value is not None}
-        key = (state.rule, id(state.call), *map(id, column))
-        if key in parts:
-            parts[key].states.append(state)
-        elif held:
-            parts[key] = Part(place, member, [state], held)
+    for place, member in enumerate(found.members):
+        for at, state in enumerate(member.states):
+            held = {rank: one.held[place][at] for rank, one in enumerate(told) if one.held[place]}
+            key = (state.rule, id(state.call), *[(rank, id(value)) for rank, value in held.items()])
+            if key in parts:
+                parts[key].states.append(state)
+            elif held:
+                parts[key] = Part(place, member, [state], held)
     return list(parts.values())
 
 
-def _once_a_row(found: Found, told: list[Told], size: int) -> list[Told]:
-    """What ranks in rows hold, each metric only where it counts: with the last of a row to update it."""
-    counted = [Told([], one.leaders, []) for one in told]
-    at = 0
-    for place, member in enumerate(found.members):
-        end = at + len(member.states)
+def _once_a_row(told: list[Told], size: int) -> None:
+    """Leave each metric only with the last rank of a row to have updated it, which counts."""
+    for place in range(len(told[0].updates)):
         chosen = {rank // size: rank for rank, one in enumerate(told) if one.updates[place]}  # the last
-        for rank, (old, new) in enumerate(zip(told, counted, strict=True)):
-            counts = chosen.get(rank // size) == rank
-            new.updates.append(old.updates[place] if counts else 0)
-            new.held.extend(old.held[at:end] if counts else [None] * (end - at))
-        at = end
-    return counted
+        for rank, one in enumerate(told):
+            if chosen.get(rank // size) != rank:
+                one.updates[place], one.held[place] = 0, []
 
 
 def _value(state: State) -> Any:
@@ -289,11 +286,8 @@ def _check_guesses(found: Found, told: list[Told]) -> None:
         UsageError: On all ranks alike.
     """
     places = {id(member.metric): place for place, member in enumerate(found.members)}
-    start = 0
-    for group in found.groups:
-        names = list(group._modules)
-        guesses = [one.leaders[start : start + len(names)] for one in told]
-        start += len(names)
+    for number, group in enumerate(found.groups):
+        names, guesses = list(group._modules), [one.leaders[number] for one in told]
         for at, name in enumerate(names):
             for rank, guess in enumerate(guesses):
                 leader, updated = guess[at], told[rank].updates[places[id(group._modules[name])]]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from fabric.core.errors import FabricError, UsageError
 from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import (
     Channel,
@@ -24,6 +23,7 @@ from fabric.plugins.collectives.channel import (
 )
 
 if TYPE_CHECKING:
+    from fabric.core.errors import FabricError
     from fabric.core.topology import Topology
     from fabric.plugins.collectives.collective import Collective
 
@@ -62,15 +62,7 @@ class Exchange:
         return Wire(self.root_device, ("cpu", self.root_device.type), self.root_device)
 
     def group_collective(self, group: Any | None) -> Collective:
-        """The collective of a user's `group`; None: of all ranks.
-
-        Raises:
-            UsageError: There are no groups of ranks.
-        """
-        if group is not None and self.collective.world_size == 1:
-            return self.collective
-        if group is not None:
-            raise UsageError(f"{type(self).__name__} has no groups of ranks. Leave group= out.")
+        """The collective of a user's `group`: here that of one rank, whatever the group."""
         return self.collective
 
     @property

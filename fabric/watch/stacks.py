@@ -28,11 +28,11 @@ def user_line(thread: int) -> str:
     Args:
         thread: Its identifier, as `threading.get_ident()` gives it.
     """
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return ""
-    own = _users(frame) or frame
-    return f"{own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
+    innermost = frame = sys._current_frames().get(thread)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    own = frame or innermost
+    return "" if own is None else f"{own.f_code.co_filename}:{own.f_lineno} in {own.f_code.co_name}"
 
 
 class StillWatch:
@@ -50,7 +50,6 @@ class StillWatch:
         self._thread = thread
         known = hasattr(time, "pthread_getcpuclockid")
         self._clock = time.pthread_getcpuclockid(thread) if known else None
-        self._place: tuple[int, int] | None = None
         self._since = self._looked = self._used = 0.0
         self._spot: tuple[int, int] | None = None
         self.stays: float | None = None
@@ -58,20 +57,20 @@ class StillWatch:
 
     def look(self) -> tuple[str, float] | None:
         """Where the thread stands still, and since which look; None: it moves, or is in the user's code."""
-        frame = sys._current_frames().get(self._thread)
-        spot = None if frame is None else (id(frame), frame.f_lasti)
-        if spot is None or spot != self._spot:
-            self._spot, self.stays = spot, None if spot is None else time.monotonic()
-        if frame is None or (what := _waiting_in(frame)) is None:
-            self._place = None
+        frame, now = sys._current_frames().get(self._thread), time.monotonic()
+        if frame is None:
+            self._spot = self.stays = None
             return None
-        place, now = (id(frame), frame.f_lasti), time.monotonic()
-        used = 0.0 if self._clock is None else time.clock_gettime(self._clock)
-        idle = used - self._used <= _IDLE * (now - self._looked)
-        if place != self._place or not idle:
-            self._place, self._since = place, now
+        spot, used = (id(frame), frame.f_lasti), 0.0
+        if self._clock is not None:
+            used = time.clock_gettime(self._clock)
+        if spot != self._spot:
+            self._spot, self.stays = spot, now
+        if self.stays == now or used - self._used > _IDLE * (now - self._looked):
+            self._since = now
         self._looked, self._used = now, used
-        return (what, self._since) if self._since < now else None
+        what = _waiting_in(frame)
+        return None if what is None or self._since == now else (what, self._since)
 
 
 def _waiting_in(frame: FrameType) -> str | None:
@@ -96,9 +95,3 @@ def _entry(frame: FrameType, part: str) -> str:
         if part in frame.f_code.co_filename and frame.f_code.co_name not in _AROUND:
             name = frame.f_code.co_name
     return name
-
-
-def _users(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame

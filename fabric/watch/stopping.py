@@ -68,20 +68,13 @@ def deadline() -> float | None:
     Raises:
         ConfigurationError: It is none, or FABRIC_DEADLINE_MARGIN is no number of seconds.
     """
-    text = os.environ.get(DEADLINE) or os.environ.get(_SLURM_END)
-    if not text:
+    end, margin = os.environ.get(DEADLINE) or os.environ.get(_SLURM_END), os.environ.get(MARGIN)
+    if not end:
         return None
     try:
-        end = float(text)
+        return float(end) - float(margin or DEFAULT_MARGIN)
     except ValueError:
         raise ConfigurationError(
-            f"{DEADLINE}={text!r} is no time. Write seconds since 1970, as `date +%s -d '+8 hours'` says."
-        ) from None
-    margin = os.environ.get(MARGIN, str(DEFAULT_MARGIN))
-    try:
-        return end - float(margin)
-    except ValueError:
-        raise ConfigurationError(
-            f"{MARGIN}={margin!r} is no number of seconds before the deadline. Write for example "
-            f"{MARGIN}=300."
+            f"{DEADLINE}={end} with {MARGIN}={margin}: write seconds since 1970, as `date +%s -d '+8 hours'` "
+            "says, and for the margin a number of seconds."
         ) from None

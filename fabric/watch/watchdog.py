@@ -221,8 +221,8 @@ class Watchdog:
         wait = self._waits.stand(Said(self._waits.rank, what, "", user_line(self._thread)), since)
         if still is None or time.monotonic() - still[1] < _STILL_S:
             return wait
-        begun = self._waits.begun(self._thread)
-        return wait._replace(begun=begun.last, pending=begun.pending) if begun.pending else wait
+        begun, pending = self._waits.begun(self._thread)
+        return wait._replace(begun=begun, pending=pending) if pending else wait
 
     def _end_if_hopeless(self, wait: Wait) -> None:
         """End this process if by a verdict its thread stands still for ever, and nobody's end does it."""

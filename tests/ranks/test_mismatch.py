@@ -403,9 +403,9 @@ REFUSED = {
     "parts": (
         lambda f, bad: f.reduce_scatter(torch.ones(7 if bad else 6), "sum"),
         ConfigurationError,
-        "7 rows, which . ranks cannot share evenly",
+        r"of shape \[7\] does not divide by . ranks",
     ),
-    "routes": (lambda f, bad: f.all_to_all(torch.ones(7 if bad else 6)), ConfigurationError, "7 rows"),
+    "routes": (lambda f, bad: f.all_to_all(torch.ones(7 if bad else 6)), ConfigurationError, r"\[7\]"),
     "object": (
         lambda f, bad: f.all_gather_object(lambda_() if bad else 1),
         ArgumentTypeError,

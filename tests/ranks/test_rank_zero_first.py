@@ -277,8 +277,14 @@ def first_falls_silent(watch):
         fabric = launched()
         if fabric.global_rank == 0 and watch != "off":
             fabric.strategy._watchdog._over.set()
+        if fabric.global_rank == 0:
+            with fabric.rank_zero_first():
+                time.sleep(15)
+            with pytest.raises(RankError):
+                fabric.barrier()  # the other has given this one up
+            return ""
         with pytest.raises(RankError) as caught, fabric.rank_zero_first():
-            time.sleep(15)
+            pass
         return str(caught.value)
 
 
@@ -290,7 +296,7 @@ def first_falls_silent(watch):
 def test_nobody_waits_for_ever_for_a_first_rank_that_is_silent(ranks, watch, why):
     _, one = ranks.run(first_falls_silent, watch, world_size=2, group=False)
     assert why in one
-    assert "it is in the block, and gave no sign of life" in one
+    assert "rank_zero_first(local=False) at " in one
 
 
 def reduce_instead(folder):
@@ -397,7 +403,7 @@ def test_a_collective_in_the_block_of_rank_zero_is_named_at_once(ranks, tmp_path
         assert "test_rank_zero_first.py:" in text
         assert entered == ["0"]
         assert waited < 20, "not the half hour that collectives wait"
-        assert total == text, "no later call can be right"
+        assert total == (text if group_of else 3.0), "the ranks of a group never met: no later call is right"
 
 
 def late_for_the_turn(folder):

@@ -15,8 +15,6 @@ from fabric.plugins.collectives.objects import gather_objects
 if TYPE_CHECKING:
     from fabric.plugins.collectives.channel import Channel
 
-_SHOWN = 80
-
 
 def agreed(value: Any, channel: Channel) -> Any:
     """`value`, which all ranks of the group must hold alike (NaN equals NaN, tensors compare by value).
@@ -31,7 +29,7 @@ def agreed(value: Any, channel: Channel) -> Any:
         return value
     guard = channel.guard
     ranks = guard.members if guard is not None else range(len(held))
-    rows = [f"  rank {rank}: {_show(each)}" for rank, each in zip(ranks, held, strict=True)]
+    rows = [f"  rank {rank}: {each!r:.80}".replace("\n", " ") for rank, each in zip(ranks, held, strict=True)]
     raise CollectiveMismatch(
         "\n".join(["fabric.agree: ranks hold different values.", *rows])
         + "\nDecide on one rank and send the value with fabric.broadcast, or combine the values with "
@@ -76,8 +74,3 @@ def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
     if plain and one.itemsize > 1:
         return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
     return torch.equal(one.view(torch.uint8) if plain else one, other.view(torch.uint8) if plain else other)
-
-
-def _show(value: Any) -> str:
-    text = repr(value).replace("\n", " ")
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

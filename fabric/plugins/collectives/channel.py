@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -34,19 +34,9 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.frames import Call, Meeting
 
 
-_OPS = {
-    "sum": "SUM",
-    "mean": "AVG",
-    "avg": "AVG",
-    "min": "MIN",
-    "max": "MAX",
-    "product": "PRODUCT",
-    "prod": "PRODUCT",
-    "band": "BAND",
-    "bor": "BOR",
-    "bxor": "BXOR",
-}
-"""What users write, and torch's name of it."""
+_OPS = ("sum", "mean", "min", "max", "product", "avg", "prod", "band", "bor", "bxor")
+_TORCHS = {"mean": "AVG", "prod": "PRODUCT"}
+"""Where torch's name of an operation is another one."""
 
 WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 """Dtypes that backends do not reduce, and those in which they are reduced with the same result."""
@@ -140,8 +130,10 @@ class Channel:
         star = guard.star or guard.open(call)
         if star is None:
             return None
+        from fabric.plugins.collectives.frames import Meeting, is_alike, message
+
         counts, name = guard.waits.counts, guard.name
-        own = guard.frame.message(counts[name] + 1, call, payload)
+        own = message(counts[name] + 1, call, payload, guard.whole)
         counts[name] += 1  # last: nothing can fail between it and the frame
         turn = star.start(own)
         try:
@@ -150,9 +142,9 @@ class Channel:
             done = False
         if not done:
             guard.wait(turn, call, 0.0)
-        if not guard.frame.is_alike(turn.rows, turn.size):
+        if not is_alike(own, turn.rows, turn.size):
             guard.disagree(star, call)
-        return guard.frame.meeting(turn.rows, turn.size)
+        return Meeting(turn.rows, turn.size, len(guard.members)) if guard.whole else None
 
     def ride(
         self, call: Call, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
@@ -162,11 +154,11 @@ class Channel:
         None if they must be sent by themselves, with what `room()` gave: memory, asked for before the call
         where that is known by then. A rank without it must not leave the others in the message after it.
         """
-        from fabric.plugins.collectives.frames import ROOM, all_on_host, packed_size
+        from fabric.plugins.collectives.frames import ROOM, all_on_host
 
         if self.world_size == 1 and may:
             return [flat.view(1, -1).clone() for flat in flats], None
-        fits = may and all_on_host(flats) and packed_size(flats) <= ROOM
+        fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= ROOM
         made = None if fits else room()
         meeting = self.meet(call, flats if fits else ())
         if not fits or meeting is None:
@@ -228,10 +220,9 @@ def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tenso
             tensors.append(leaf)
         elif isinstance(leaf, bool | int | float | complex) or type(leaf).__module__ == "numpy":
             try:
-                plain = device.type != "cpu" and isinstance(leaf, bool | int | float | complex)
                 # A copy to a device would let the host wait for it; a kernel that fills does not.
-                made = torch.full((), leaf, device=device) if plain else torch.tensor(leaf, device=device)
-                tensors.append(made)
+                make = torch.tensor if type(leaf).__module__ == "numpy" else partial(torch.full, ())
+                tensors.append(make(leaf, device=device))
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise ArgumentTypeError(
                     f"{verb}: torch makes no tensor of the {type(leaf).__name__} {leaf!r:.80} ({error}). "
@@ -246,18 +237,14 @@ def to_tensors(leaves: list[Any], device: torch.device, verb: str) -> list[Tenso
     return tensors
 
 
-def check_parts(shapes: list[list[int]], world: int, verb: str) -> None:
+def check_parts(tensors: list[Tensor], world: int, verb: str) -> None:
     """Raise unless every leaf splits into `world` equal parts along dim 0."""
-    for shape in shapes:
-        if not shape or shape[0] % world:
-            why = (
-                "has no dim 0"
-                if not shape
-                else f"has {shape[0]} rows, which {world} ranks cannot share evenly"
-            )
+    for tensor in tensors:
+        if not tensor.dim() or len(tensor) % world:
             raise ConfigurationError(
-                f"{verb} splits every leaf along dim 0 into one part per rank, but a leaf of shape {shape} "
-                f"{why}. Give it a first dimension that divides by {world}, such as [{world}, ...]."
+                f"{verb} splits every leaf along dim 0 into one part per rank, but a leaf of shape "
+                f"{list(tensor.shape)} does not divide by {world} ranks. Give it a first dimension that "
+                f"does, such as [{world}, ...]."
             )
 
 
@@ -275,13 +262,13 @@ def torch_op(op: Any) -> Any:
             f"reduce_op={op!r} is a {type(op).__name__}. Write a name such as 'mean', or "
             "torch.distributed.ReduceOp.SUM."
         )
-    name = _OPS.get(op.lower())
-    if name is None:
+    name = op.lower()
+    if name not in _OPS:
         raise ConfigurationError(
             f"reduce_op={op!r} is not a reduction.{did_you_mean(op, _OPS)} Write one of 'mean', 'sum', "
             "'min', 'max', 'product'."
         )
-    return getattr(dist.ReduceOp, name)
+    return getattr(dist.ReduceOp, _TORCHS.get(name, name.upper()))
 
 
 def reducible(leaves: list[Any], op: Any, device: torch.device, verb: str) -> list[Tensor]:
@@ -292,7 +279,15 @@ def reducible(leaves: list[Any], op: Any, device: torch.device, verb: str) -> li
     """
     tensors = to_tensors(leaves, device, verb)
     for dtype in {t.dtype for t in tensors}:
-        _check_dtype(dtype, op, verb)
+        refusal = ""
+        if dtype not in _REDUCIBLE:
+            refusal = "is not defined. Convert first: data.float()"
+        elif op == dist.ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+            refusal = "would round. Write reduce_op='sum', or convert first: data.float()"
+        elif dtype.is_complex and op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            refusal = "is not defined. Reduce torch.view_as_real(data), or its absolute values"
+        if refusal:
+            raise ArgumentTypeError(f"{verb}({op_name(op)}) of a tensor of {dtype} {refusal}.")
     return tensors
 
 
@@ -302,27 +297,12 @@ def op_name(op: Any) -> str:
     return "mean" if name == "avg" else name
 
 
-def _check_dtype(dtype: torch.dtype, op: Any, verb: str) -> None:
-    refusal = ""
-    if dtype not in _REDUCIBLE:
-        refusal = "is not defined. Convert first: data.float()"
-    elif op == dist.ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
-        refusal = "would round. Write reduce_op='sum', or convert first: data.float()"
-    elif dtype.is_complex and op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
-        refusal = "is not defined. Reduce torch.view_as_real(data), or its absolute values"
-    if refusal:
-        raise ArgumentTypeError(f"{verb}({op_name(op)}) of a tensor of {dtype} {refusal}.")
-
-
 def check_writable(tensors: list[Tensor], op: Any) -> None:
     """Raise if the elements of a tensor share memory: no result can be written into it."""
     for tensor in tensors:
-        if not tensor.is_contiguous() and _overlaps(tensor):
+        steps = zip(tensor.stride(), tensor.shape, strict=True)
+        if not tensor.is_contiguous() and any([step == 0 and size > 1 for step, size in steps]):
             raise ArgumentTypeError(
                 f"all_reduce({op_name(op)}) of a tensor of {tensor.dtype} cannot be written in place, since "
                 "its elements share memory. Pass inplace=False, or data.clone()."
             )
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    return any([step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)])

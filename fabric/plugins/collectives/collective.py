@@ -63,7 +63,7 @@ class Collective(ABC):
         """
         if self._group is None:
             raise UsageError(
-                f"{type(self).__name__} has no group yet. Call .setup() or .create_group() first."
+                f"{type(self).__name__} has no group yet. Call .setup() or .create_group(), or launch."
             )
         return self._group
 
@@ -87,14 +87,11 @@ class Collective(ABC):
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, written into `tensor_list` in rank order."""
 
-    def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Every rank's 1-D tensor, one after the other in `output` of shape (world_size * numel,)."""
-        self.all_gather(list(output.view(self.world_size, -1)), tensor)
-        return output
-
     def start_all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
-        """As `all_gather_flat`, without waiting: gives what to `.wait()` for; None: it is done."""
-        self.all_gather_flat(output, tensor)
+        """Every rank's 1-D tensor, one after the other in `output` of shape (world_size * numel,), once what
+        this gives was waited for; None: it is done.
+        """
+        self.all_gather(list(output.view(self.world_size, -1)), tensor)
 
     @abstractmethod
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:

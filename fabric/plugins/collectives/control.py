@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
 from fabric.core.torch_internals import default_store, group_timeout
-from fabric.plugins.collectives.frames import Frame, Said
+from fabric.plugins.collectives.frames import Said
 from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.star import PATIENCE, Listener, Star, Turn, connect
 from fabric.plugins.collectives.waits import LEFT, SILENT, Wait, Waits, as_table
@@ -53,27 +53,24 @@ def waits_of_world() -> Waits:
     """This rank's view of the job, in the store of torch's default group."""
     world = dist.group.WORLD
     if world not in _waits:
-        store = default_store()
-        _waits[world] = Waits(store, dist.get_rank(), dist.get_world_size(), timeout_of(world))
+        _waits[world] = Waits(default_store(), dist.get_rank(), dist.get_world_size())
     return _waits[world]
 
 
 class Arrival:
-    """Ranks that come to a point each in its own time, through the store: the first call of a group, which
-    has no connections yet; and what may take longer than collectives wait.
+    """Ranks that come to the first call of a group, which has no connections yet, through the store.
 
     Args:
         waits: Of the job.
         name: Of the point; ranks come to it any number of times, all of them as often.
         members: The ranks that come.
-        why: What to say if they do not.
-        patient: Whether to wait as long as they live, however long the group's collectives wait.
     """
 
-    def __init__(
-        self, waits: Waits, name: str, members: Sequence[int], why: str, patient: bool = False
-    ) -> None:
-        self.name, self.members, self.why, self.patient = name, members, why, patient
+    why = "it was the first call of the group"
+    """What to say if they do not come."""
+
+    def __init__(self, waits: Waits, name: str, members: Sequence[int]) -> None:
+        self.name, self.members = name, members
         self.turn = waits.counts.get(name, 0) + 1
         self._store, self._prefix = waits.store, f"{name}/{self.turn}"
         self._keys = [f"{self._prefix}/{rank}" for rank in members]
@@ -96,11 +93,6 @@ class Arrival:
         """This rank has left, and may come again."""
         self._store.add(self._prefix, -1)
         self._store.delete_key(f"{self._prefix}/{rank}")
-
-    def forget(self) -> None:
-        """Take away what was told, once nobody asks for it any more."""
-        for key in (self._prefix, *self._keys):
-            self._store.delete_key(key)
 
     def is_done(self, seconds: float) -> bool:
         """Wait until all members are here, up to `seconds`."""
@@ -129,7 +121,8 @@ class Guard:
         self.waits.counts.setdefault(self.name, 0)
         self.timeout = timeout_of(group)
         self.star: Star | None = None
-        self.frame = Frame(len(self.members), mode == "full" and len(self.members) <= FULL_UP_TO)
+        self.whole = mode == "full" and len(self.members) <= FULL_UP_TO
+        """Whether data ride in the frames."""
 
     @property
     def count(self) -> int:
@@ -151,8 +144,7 @@ class Guard:
     def open(self, call: Call) -> Star | None:
         """The connections, made by the first call of the group, when all its ranks are there; None: off."""
         waits, place = self.waits, self.members.index(self.waits.rank)
-        why = "it was the first call of the group"
-        arrival = Arrival(waits, f"open {self.name}", self.members, why)
+        arrival = Arrival(waits, f"open {self.name}", self.members)
         with nullcontext() if place else Listener(len(self.members) - 1) as listener:
             way = [waits.store.address, *listener.told] if listener else []
             arrival.tell(waits.rank, " ".join([self.mode, *way]))
@@ -234,27 +226,26 @@ class Guard:
                 waits.judge()
             if waits.broken is not None:
                 raise CollectiveMismatch(waits.broken)
-            heard = self._heard(point, heard)
+            heard = self._heard(point, call, heard)
             seconds = min(1.5 * seconds, longest)
 
     def _here(self, point: Arrival | Turn, call: Call, since: float) -> Wait:
         name = point.name if isinstance(point, Arrival) else self.name
-        begun = self.waits.begun(threading.get_ident()).last
+        begun, _ = self.waits.begun(threading.get_ident())
         where = {"group": name, "turn": self.waits.counts[name], "members": self.members, "begun": begun}
         return self.waits.stand(self._row(call), since, **where)
 
-    def _heard(self, point: Arrival | Turn, heard: float) -> float:
+    def _heard(self, point: Arrival | Turn, call: Call, heard: float) -> float:
         """When the missing ones gave a sign of life, if they must; raises RuntimeError: too long ago."""
         limit, now = self.timeout.total_seconds() - PATIENCE, time.monotonic()
-        if isinstance(point, Arrival):
-            with suppress(StoreSilent):
-                missing, explain = point.missing(), self.waits.explain
-                if any([one.verb == LEFT for one in self.waits.read(ranks=missing).values()]):
-                    limit = 0.0
-                elif point.patient and now - heard > limit / 2 and explain:
-                    found = explain()
-                    if not any([found[rank].verb in (LEFT, SILENT) for rank in missing]):
-                        return time.monotonic()
+        with suppress(StoreSilent):
+            if isinstance(point, Arrival):
+                told = self.waits.read(ranks=point.missing())
+                limit = 0.0 if any([one.verb == LEFT for one in told.values()]) else limit
+            elif call.patient and now - heard > limit / 2 and self.waits.explain:
+                rows = self.waits.explain()
+                if not any([rows[rank].verb in (LEFT, SILENT) for rank in self.members]):
+                    return time.monotonic()
         if now - heard > limit:
             raise RuntimeError(point.why)
         return heard

@@ -6,6 +6,7 @@ Pure: how a call and its data look on the wire. `Channel.meet` sends frames; the
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from fabric.core.torch_internals import flatten_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
@@ -25,10 +26,7 @@ if TYPE_CHECKING:
 FRAME_BYTES = 8192
 """Size of every frame, whatever it says: ranks that disagree still exchange equal sizes."""
 HEADER = struct.Struct("<q16sq")
-"""How many calls the group made, digest of this call, bytes of data (that ride if there is room).
-
-A multiple of 16 bytes, so that data of every dtype may lie behind it.
-"""
+"""How many calls the group made, digest of this call, bytes of data (that ride if there is room)."""
 KEY_BYTES = 24
 """The part of the header in which all ranks must agree: count and digest."""
 ROOM = FRAME_BYTES - HEADER.size
@@ -56,68 +54,63 @@ class Call(NamedTuple):
     """Structure, shapes and dtypes of the data, for people."""
     digest: bytes
     """16 bytes that stand for both."""
+    patient: bool = False
+    """Whether ranks wait in it as long as the others live, however long collectives wait."""
 
 
-class Frame:
-    """What a rank of a group sends before each call.
+def message(count: int, call: Call, payload: Sequence[Tensor], whole: bool) -> bytes:
+    """The frame of a group's call number `count`; if `whole`, with the contiguous tensors of the host that
+    fit.
+    """
+    size = sum([tensor.nbytes for tensor in payload])
+    head = HEADER.pack(count, call.digest, size)
+    if not whole:
+        return head[:KEY_BYTES]
+    return b"".join([head, *map(to_bytes, payload)]) if payload and size <= ROOM else head
+
+
+def is_alike(own: bytes, rows: bytearray, size: int) -> bool:
+    """Whether all ranks make the call of this one's frame, by theirs of `size` bytes each."""
+    # One comparison for each rank: the rest is looked at only where they differ.
+    key = own[:KEY_BYTES]
+    return all([rows[at : at + KEY_BYTES] == key for at in range(0, len(rows), size)])
+
+
+def to_bytes(raw: Tensor) -> bytes:
+    """The content of a contiguous tensor on the host."""
+    return ctypes.string_at(raw.data_ptr(), raw.nbytes) if raw.nbytes else b""
+
+
+class Meeting:
+    """What the frames of a group's ranks brought.
 
     Args:
+        rows: Of all ranks, one after the other; or one that stands for all if they are equal.
+        size: Bytes of each.
         ranks: How many the group has.
-        whole: Whether data ride in it.
     """
 
-    def __init__(self, ranks: int, whole: bool) -> None:
-        self.whole, self._ranks = whole, ranks
-        with torch.inference_mode(False):  # it must serve outside of an evaluation, too
-            self._sent = bytearray(FRAME_BYTES)
-            self._room = torch.frombuffer(self._sent, dtype=torch.uint8)[HEADER.size :]
-
-    def message(self, count: int, call: Call, payload: Sequence[Tensor]) -> bytes:
-        """The frame of the group's call number `count`, with tensors on the host that ride if they fit."""
-        size, end = packed_size(payload) if payload else 0, KEY_BYTES
-        if self.whole:
-            end = HEADER.size
-            if payload and size <= ROOM:
-                columns = unpack(self._room[None, :size], payload)
-                for column, tensor in zip(columns, payload, strict=True):
-                    column.copy_(tensor.view(1, -1))
-                end += size
-        HEADER.pack_into(self._sent, 0, count, call.digest, size)
-        return bytes(self._sent[:end])
-
-    def is_alike(self, rows: bytearray, size: int) -> bool:
-        """Whether all ranks made the call that this one told last, by their messages of `size` bytes each."""
-        # One comparison for each rank: the rest is looked at only where they differ.
-        key = self._sent[:KEY_BYTES]
-        return all([rows[at : at + KEY_BYTES] == key for at in range(0, len(rows), size)])
-
-    def meeting(self, rows: bytearray, size: int) -> Meeting | None:
-        """What came, of `size` bytes for each rank, or once for all if it is the same."""
-        if not self.whole:
-            return None
-        return Meeting(torch.frombuffer(rows, dtype=torch.uint8).view(-1, size).expand(self._ranks, size))
-
-
-class Meeting(NamedTuple):
-    """What the ranks of a group have exchanged."""
-
-    rows: Tensor
-    """(world_size, bytes): each rank's frame, as far as it is filled."""
+    def __init__(self, rows: bytearray, size: int, ranks: int) -> None:
+        self._rows = torch.frombuffer(rows, dtype=torch.uint8).view(-1, size).expand(ranks, size)
 
     def sizes(self) -> list[int]:
         """Bytes of data that each rank announced, for calls in which they may differ."""
-        head = self.rows[:, KEY_BYTES : KEY_BYTES + 8].contiguous().view(torch.int64)
+        head = self._rows[:, KEY_BYTES : KEY_BYTES + 8].contiguous().view(torch.int64)
         sizes: list[int] = head.flatten().tolist()
         return sizes
 
     def columns(self, like: Sequence[Tensor]) -> list[Tensor]:
         """(world_size, numel) of all ranks for each of the tensors that rode. Copies."""
-        data = self.rows.narrow(1, HEADER.size, packed_size(like))
-        return unpack(data.clone(memory_format=torch.contiguous_format), like)
+        tables, start = [], HEADER.size
+        for one in like:
+            column = self._rows.narrow(1, start, one.nbytes).clone(memory_format=torch.contiguous_format)
+            tables.append(column.view(one.dtype))
+            start += one.nbytes
+        return tables
 
     def data(self, place: int, size: int) -> Tensor:
         """The first `size` bytes of the member at `place`. A copy."""
-        return self.rows[place, HEADER.size : HEADER.size + size].clone()
+        return self._rows[place, HEADER.size : HEADER.size + size].clone()
 
 
 class Said(NamedTuple):
@@ -156,7 +149,7 @@ def tree_call(verb: str, spec: Spec, tensors: list[Tensor]) -> Call:
     # Looked up by values that are at hand; a loop makes the same call a million times.
     shapes, kinds = tuple([t.shape for t in tensors]), tuple([(t.dtype, t.get_device()) for t in tensors])
     key = (verb, spec, shapes, kinds)
-    return _known.get(key) or _keep(key, verb, describe(spec, tensors))
+    return _known.get(key) or _keep(key, verb, draw(spec, map(describe_tensor, tensors)))
 
 
 def _keep(key: Any, verb: str, what: str) -> Call:
@@ -167,26 +160,18 @@ def _keep(key: Any, verb: str, what: str) -> Call:
     return call
 
 
-def describe(spec: Spec, tensors: list[Tensor]) -> str:
-    """A tree as a person would write it down: `{'loss': float32[], 'hits': int64[3]}`."""
-    return draw(spec, [describe_tensor(t) for t in tensors])
-
-
-def draw(spec: Spec, leaves: list[str]) -> str:
-    """A tree with the given texts in place of its leaves."""
-    return _draw(spec, iter(leaves))
-
-
 def describe_tensor(tensor: Tensor) -> str:
     """`float32[3, 4]`, with the device where that is not the host."""
     place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{place}"
 
 
-def _draw(spec: Spec, leaves: Iterator[str]) -> str:
+def draw(spec: Spec, leaves: Iterable[str]) -> str:
+    """A tree as a person would write it down, with these texts for its leaves: `{'loss': float32[]}`."""
+    leaves = iter(leaves)
     if spec.kind is None:
         return next(leaves)
-    inner = [_draw(child, leaves) for child in spec.children]
+    inner = [draw(child, leaves) for child in spec.children]
     if issubclass(spec.kind, dict):
         pairs = ", ".join([f"{key!r}: {child}" for key, child in zip(spec.keys, inner, strict=True)])
         return f"{{{pairs}}}" if spec.kind is dict else f"{spec.kind.__name__}({{{pairs}}})"

@@ -97,7 +97,7 @@ def reduce_scatter_with_grads(data: Any, op: Any, channel: Channel) -> Any:
     """`reduce_scatter_tree` through which gradients flow back to every rank's part."""
     tensors, spec = _tensors(data, channel, "reduce_scatter")
     with channel.refusing("reduce_scatter"):
-        check_parts([list(t.shape) for t in tensors], channel.world_size, "reduce_scatter")
+        check_parts(tensors, channel.world_size, "reduce_scatter")
     reduced = all_reduce_with_grads(unflatten(tensors, spec), op, channel, verb="reduce_scatter")
     me = channel.collective.rank_in_group
     own = [t.tensor_split(channel.world_size)[me].clone() for t in flatten(reduced)[0]]

@@ -119,7 +119,7 @@ class _Host:
         self.here = card = _card_address()
         """This machine, as others see it; "": the host's own, of which each rank has a name, `name`."""
         if not isinstance(store, dist.TCPStore):
-            self.here = card or _named_address()
+            self.here = card or socket.gethostname()
             return
         self.at, self.name = f" at {store.host}:{store.port}", store.host
         with suppress(OSError):
@@ -147,12 +147,3 @@ def _card_address() -> str:
             told = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", card.encode()))
             return socket.inet_ntoa(told[20:24])
     return ""
-
-
-def _named_address() -> str:
-    """What this machine's name leads to; the name, if that is nothing that others see."""
-    name = socket.gethostname()
-    with suppress(OSError):
-        address = socket.gethostbyname(name)
-        return name if address.startswith("127.") else address
-    return name

@@ -6,7 +6,6 @@ Small objects ride in the frame, tensors and all.
 from __future__ import annotations
 
 import copyreg
-import ctypes
 import io
 import math
 import pickle
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from fabric.core.errors import ArgumentTypeError, FabricError
+from fabric.core.errors import ArgumentTypeError
 from fabric.plugins.collectives.frames import (
     ROOM,
     all_on_host,
@@ -24,6 +23,7 @@ from fabric.plugins.collectives.frames import (
     call_of,
     pack,
     packed_size,
+    to_bytes,
     unpack,
 )
 
@@ -74,12 +74,6 @@ def label_of(tensor: Tensor) -> Label:
     """What others must know of a tensor."""
     grad = tensor.requires_grad and tensor.is_leaf
     return Label(tuple(tensor.shape), tensor.dtype, tensor.is_cpu, grad, type(tensor) is Parameter)
-
-
-class Refusal(NamedTuple):
-    """What `src` sends in place of its object."""
-
-    error: FabricError
 
 
 class Dumped:
@@ -234,7 +228,7 @@ def _gather_padded(raw: Tensor, length: int, channel: Channel) -> Tensor:
     sent = channel.wire.ready(raw)
     out = sent.new_empty(channel.world_size * length)
     if length:
-        channel.collective.all_gather_flat(out, sent)
+        channel.collective.start_all_gather_flat(out, sent).wait()
     return out.view(channel.world_size, length)
 
 
@@ -248,14 +242,14 @@ def broadcast_tree(data: Any, src: int, channel: Channel) -> Any:
         channel: The group.
 
     Raises:
-        ArgumentTypeError: `src`'s object does not pickle; raised on every rank.
-        CollectiveMismatch: Ranks made different calls; raised on all of them.
+        CollectiveMismatch: Ranks made different calls, or `src`'s object does not pickle; raised on all of
+            them.
     """
     return data if channel.world_size == 1 else told_by(data, f"broadcast(src={src})", src, channel)
 
 
 def told_by(obj: Any, verb: str, src: int, channel: Channel) -> Any:
-    """`src`'s object on every rank; a `Refusal` in its place is raised on all."""
+    """`src`'s object on every rank."""
     here, collective = channel.wire.device, channel.collective
     if collective.rank != src:
         came = Arrived(_message(None, verb, src, channel))
@@ -265,18 +259,13 @@ def told_by(obj: Any, verb: str, src: int, channel: Channel) -> Any:
             tensors = receive(came.labels, channel, lambda raw, _: collective.broadcast(raw, src))
             obj = came.around(tensors)
     else:
-        try:
+        with channel.refusing(verb):
             dumped = Dumped(obj, verb, f"rank {src}'s object")
-        except ArgumentTypeError as error:
-            obj = Refusal(error)
-            dumped = Dumped(obj, verb)
         _message(dumped.message(), verb, src, channel)
         # Receivers know one device of their own besides the host, so all others' leave from one device, too.
         sent = [t if dumped.inline or t.is_cpu else t.to(here) for t in dumped.tensors]
         for bucket in [] if dumped.inline else buckets(dumped.labels, mixed=True):
             collective.broadcast(channel.wire.ready(pack([sent[i] for i in bucket]).view(-1)), src)
-    if isinstance(obj, Refusal):
-        raise obj.error
     return obj
 
 
@@ -304,8 +293,3 @@ def receive(labels: list[Label], channel: Channel, take: Callable[[Tensor, list[
         for i, column in zip(bucket, unpack(raw[None].to(device), some), strict=True):
             tensors[i] = column.clone() if len(bucket) > 1 else column
     return [label.dress(t, here) for label, t in zip(labels, tensors, strict=True)]
-
-
-def to_bytes(raw: Tensor) -> bytes:
-    """The content of a contiguous tensor of bytes on the host."""
-    return ctypes.string_at(raw.data_ptr(), raw.numel()) if raw.numel() else b""

@@ -72,7 +72,10 @@ def reduce_tree(
 
     def finish() -> Any:
         for work, parcel in zip(works, parcels if works else [], strict=True):
-            _arrive(work, parcel)
+            with _writable(parcel.tensors):
+                if work is not None:
+                    work.wait()
+                parcel.deliver(parcel.sent)
         return result
 
     if not async_op:
@@ -92,7 +95,7 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
     if (
         name is None
         or guard is None
-        or not guard.frame.whole
+        or not guard.whole
         or (dtype is not torch.float32 and dtype is not torch.float64)
         or tensor.layout is not torch.strided
         or tensor.is_nested
@@ -171,13 +174,6 @@ def _part(parcels: list[_Parcel]) -> None:
         if memory in taken:
             parcel.sent = parcel.sent.clone()
         taken.add(memory)
-
-
-def _arrive(work: Any, parcel: _Parcel) -> None:
-    with _writable(parcel.tensors):
-        if work is not None:
-            work.wait()
-        parcel.deliver(parcel.sent)
 
 
 def _writable(tensors: list[Tensor]) -> Any:

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import ArgumentTypeError, FabricError
 from fabric.core.tree import flatten, unflatten
 from fabric.plugins.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
 from fabric.plugins.collectives.frames import buckets, fold, pack, tree_call, unpack
-from fabric.plugins.collectives.objects import Refusal, label_of, receive, told_by
+from fabric.plugins.collectives.objects import label_of, receive, told_by
 from fabric.plugins.collectives.reduce import foldable, wire_dtype
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def reduce_scatter_tree(data: Any, op: Any, channel: Channel, *, label: str | No
     with channel.refusing("reduce_scatter"):
         op = torch_op("sum" if op is None else op)
         tensors = reducible(leaves, op, channel.wire.device, "reduce_scatter")
-        check_parts([list(t.shape) for t in tensors], world, "reduce_scatter")
+        check_parts(tensors, world, "reduce_scatter")
     if world == 1:
         return unflatten([t.detach().clone() for t in tensors], spec, data)
     wide = [t.detach().to(wire_dtype(t.dtype, op)) for t in tensors]
@@ -76,7 +75,7 @@ def all_to_all_tree(data: Any, channel: Channel, *, verb: str = "all_to_all") ->
     leaves, spec = flatten(data)
     with channel.refusing("all_to_all"):
         tensors = to_tensors(leaves, channel.wire.device, "all_to_all")
-        check_parts([list(t.shape) for t in tensors], world, "all_to_all")
+        check_parts(tensors, world, "all_to_all")
     groups = buckets(tensors, mixed=True)
     sent = [pack([tensors[i] for i in group], world) for group in groups]
     tables, _ = channel.ride(tree_call(verb, spec, tensors), sent)
@@ -107,27 +106,21 @@ def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
         The tree with leaves of shape (n / world_size, ...) for leaves of (n, ...).
 
     Raises:
-        ConfigurationError: The first dimension of a leaf does not divide by the number of ranks; on all
-            ranks.
-        ArgumentTypeError: A leaf that is no tensor, or structure that does not pickle; on all ranks.
-        CollectiveMismatch: Ranks made different calls; raised on all of them.
+        CollectiveMismatch: Ranks made different calls, or `src` has a leaf that is no tensor or does not
+            divide by the number of ranks; raised on all of them.
     """
     world, here, verb = channel.world_size, channel.wire.device, f"scatter(src={src})"
     tensors: list[Tensor] = []
     told: Any = None
     if channel.collective.rank == src or world == 1:
-        try:
+        with channel.refusing(verb):
             leaves, spec = flatten(data)
             tensors = [t.detach().resolve_conj().resolve_neg() for t in to_tensors(leaves, here, verb)]
-            check_parts([list(t.shape) for t in tensors], world, verb)
-            if world == 1:
-                return unflatten([t.clone() for t in tensors], spec, data)
-            parts = [label_of(t)._replace(shape=(t.shape[0] // world, *t.shape[1:])) for t in tensors]
-            told = unflatten([None] * len(tensors), spec, data), spec, parts
-        except Exception as error:  # whatever it is, the others wait
-            if world == 1:
-                raise
-            told = Refusal(error if isinstance(error, FabricError) else ArgumentTypeError(str(error)))
+            check_parts(tensors, world, verb)
+        if world == 1:
+            return unflatten([t.clone() for t in tensors], spec, data)
+        parts = [label_of(t)._replace(shape=(t.shape[0] // world, *t.shape[1:])) for t in tensors]
+        told = unflatten([None] * len(tensors), spec, data), spec, parts
     shell, spec, labels = told_by(told, verb, src, channel)
 
     def take(raw: Tensor, bucket: list[int]) -> None:

@@ -94,14 +94,7 @@ class TorchCollective(Collective):
         Raises:
             UsageError: There is no default group yet.
         """
-        if self._group is not None:
-            return self._group
-        if not dist.is_initialized():
-            raise UsageError(
-                f"{type(self).__name__} has no group yet. Call .setup() or .create_group() first, or "
-                "fabric.launch()."
-            )
-        return dist.group.WORLD
+        return dist.group.WORLD if self._group is None and dist.is_initialized() else super().group
 
     @property
     def rank(self) -> int:
@@ -166,13 +159,8 @@ class TorchCollective(Collective):
         dist.all_gather(tensor_list, tensor, group=self._group)
         return tensor_list
 
-    def all_gather_flat(self, output: Tensor, tensor: Tensor) -> Tensor:
-        """Every rank's 1-D tensor, one after the other in `output` of shape (world_size * numel,)."""
-        self.start_all_gather_flat(output, tensor).wait()
-        return output
-
     def start_all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
-        """As `all_gather_flat`, without waiting: gives torch's Work."""
+        """Every rank's 1-D tensor, one after the other in `output`: gives torch's Work, to wait for."""
         return dist.all_gather_single(output, tensor, group=self._group, async_op=True)
 
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:

@@ -29,7 +29,6 @@ from fabric.plugins.collectives.job_store import JobStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from datetime import timedelta
 
 LEFT, SILENT = "has left", "no answer"
 """In place of what a rank waits in."""
@@ -78,15 +77,6 @@ class Wait(NamedTuple):
         return Said(self.rank, self.verb + of, self.what, self.where)
 
 
-class Begun(NamedTuple):
-    """Collectives by the name of their group, each counted from 1; without sends and receives."""
-
-    last: dict[str, int]
-    """The last one that this process has begun, of each group that it is in; 0: none."""
-    pending: dict[str, list[tuple[int, str]]]
-    """Number and kind ("gloo:all_reduce") of those that the thread has begun and that are not done."""
-
-
 def stuck(waits: Mapping[int, Wait]) -> set[int]:
     """The ranks that can never go on: each waits for one that waits, and so on in a circle.
 
@@ -107,12 +97,11 @@ class Waits:
         store: The store of the default process group.
         rank: This process among all.
         world_size: How many processes there are.
-        timeout: How long collectives of the job wait for a rank.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.store = JobStore("fabric/waits", store)
-        self.rank, self.world_size, self.timeout = rank, world_size, timeout
+        self.rank, self.world_size = rank, world_size
         self.counts: dict[str, int] = {}
         """How many calls of each group this rank has come to."""
         self.here: Wait | None = None
@@ -124,7 +113,7 @@ class Waits:
         self.can_raise = False
         """Whether a rank of those waits in a call of a guard, which raises."""
         self._told: Wait | None = None
-        self._recorded = latest()
+        self._recorded = max([entry["record_id"] for entry in flight_record()], default=-1)
         self._judged = 0  # how many waits of all ranks had begun when this rank looked last
         self.store.set(f"at/{rank}", "")
 
@@ -133,9 +122,23 @@ class Waits:
         counts = dict(self.counts)
         return Wait(self.rank, socket.gethostname(), said.verb, said.what, said.where, since, counts, **more)
 
-    def begun(self, thread: int) -> Begun:
-        """Which of torch's collectives this rank has begun since the job's group was made."""
-        return collectives_of(thread, self._recorded)
+    def begun(self, thread: int) -> tuple[dict[str, int], dict[str, list[tuple[int, str]]]]:
+        """By group, how many of torch's collectives this rank has begun since the job's group was made, and
+        the number and kind ("gloo:all_reduce") of those for which a thread, or autograd for it, may wait.
+
+        Without sends and receives, and without what this process was forked with.
+        """
+        others = {str(one.ident) for one in threading.enumerate()} - {str(thread)}
+        last = dict.fromkeys(group_names(), 0)
+        pending: dict[str, list[tuple[int, str]]] = {}
+        for entry in flight_record():
+            name, number = entry["process_group"][0], entry["collective_seq_id"]
+            if entry["is_p2p"] or entry["record_id"] <= self._recorded or name not in last:
+                continue  # groups of former jobs have the same names; others were destroyed
+            last[name] = max(number, last[name])
+            if not entry["retired"] and str(entry["thread_id"]) not in others:
+                pending.setdefault(name, []).append((number, entry["profiling_name"]))
+        return last, pending
 
     def tell(self, wait: Wait, store: JobStore | None = None) -> None:
         """Tell the others where this rank stands.
@@ -203,30 +206,3 @@ def as_table(waits: Iterable[Wait]) -> str:
         seconds = "" if one.since is None else f"{one.told - one.since:.0f} s"
         cells.append((str(one.rank), one.host, one.verb or "no call of all ranks", seconds, one.where))
     return aligned(cells)
-
-
-def latest() -> int:
-    """The number of the last record: those of groups that come from now on have greater ones."""
-    return max([entry["record_id"] for entry in flight_record()], default=-1)
-
-
-def collectives_of(thread: int, after: int) -> Begun:
-    """What this process has begun, and what one of its threads (or autograd for it) waits for, if it waits.
-
-    Args:
-        thread: Its identifier, as `threading.get_ident()` gives it.
-        after: The last record of former groups, or of the process that this one was forked from: groups of
-            later ones have the same names.
-    """
-    others = {str(one.ident) for one in threading.enumerate()} - {str(thread)}
-    begun = Begun(dict.fromkeys(group_names(), 0), {})
-    for entry in flight_record():
-        name, number = entry["process_group"][0], entry["collective_seq_id"]
-        if entry["is_p2p"] or entry["record_id"] <= after:
-            continue
-        if name not in begun.last:  # of a group that was destroyed
-            continue
-        begun.last[name] = max(number, begun.last[name])
-        if not entry["retired"] and str(entry["thread_id"]) not in others:
-            begun.pending.setdefault(name, []).append((number, entry["profiling_name"]))
-    return begun

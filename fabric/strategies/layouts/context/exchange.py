@@ -70,7 +70,7 @@ class Exchange:
         padded = _padded(own, max(sizes))
         ready = self.channel.wire.ready(_as_numbers(padded))
         room = ready.new_empty(len(sizes) * ready.numel())
-        self.channel.collective.all_gather_flat(room, ready.reshape(-1))
+        self.channel.collective.start_all_gather_flat(room, ready.reshape(-1)).wait()
         parts = room.to(own.device).view(own.dtype).view(len(sizes), *padded.shape)
         return self._in_order([part[:size] for part, size in zip(parts, sizes, strict=True)], dim)
 

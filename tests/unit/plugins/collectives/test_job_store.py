@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -25,8 +26,8 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
-def host():
+@contextmanager
+def hosted():
     """The process that hosts a store, and its port."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -34,6 +35,12 @@ def host():
     yield process, int(process.stdout.readline())
     process.kill()
     process.communicate()
+
+
+@pytest.fixture(scope="module")
+def host():
+    with hosted() as started:
+        yield started
 
 
 def connect(port, address="127.0.0.1", part="part"):
@@ -58,24 +65,9 @@ def test_parts_and_clones_see_what_the_store_has(host):
     assert store.check(["b"])
 
 
-def test_after_the_hosts_end_calls_raise_without_a_word(host, capfd):
-    process, port = host
-    store = connect(port)
-    clone = store.clone()
-    process.kill()
-    process.wait()
-    store.settle()
-    for call in (lambda: store.check(["a"]), lambda: clone.add("n", 1), lambda: store.set("a", "1")):
-        with pytest.raises(
-            RuntimeError, match="lost rank zero's store: the process that hosted it has ended"
-        ):
-            call()
-    assert capfd.readouterr().err == ""
-
-
 def test_a_host_that_does_not_answer_is_given_up(host, monkeypatch):
     process, port = host
-    store = connect(port)
+    store = connect(port, part="silent")
     store.set("a", "1")
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)  # all threads stand still; before, one may still answer
@@ -99,7 +91,7 @@ def test_a_store_without_a_host_is_always_there(tmp_path):
 
 
 def test_many_keys_are_two_questions(host, monkeypatch):
-    store = connect(host[1])
+    store = connect(host[1], part="many")
     for key in ("a", "b"):
         store.set(key, key * 2)
     asked = []
@@ -109,3 +101,18 @@ def test_many_keys_are_two_questions(host, monkeypatch):
     assert asked == ["check", "multi_get"]
     assert store.get_all(["a", "c"]) == {"a": b"aa"}
     assert list(store.get_all([])) == []
+
+
+def test_after_the_hosts_end_calls_raise_without_a_word(capfd):
+    with hosted() as (process, port):
+        store = connect(port)
+        clone = store.clone()
+        process.kill()
+        process.wait()
+        store.settle()
+    for call in (lambda: store.check(["a"]), lambda: clone.add("n", 1), lambda: store.set("a", "1")):
+        with pytest.raises(
+            RuntimeError, match="lost rank zero's store: the process that hosted it has ended"
+        ):
+            call()
+    assert capfd.readouterr().err == ""

@@ -40,7 +40,8 @@ def every_operation():
     rows = [torch.zeros(2) for _ in range(world)]
     assert c.all_gather(rows, mine) is rows
     assert [row[0].item() for row in rows] == [r + 1.0 for r in range(world)]
-    flat = c.all_gather_flat(torch.zeros(2 * world), mine)
+    flat = torch.zeros(2 * world)
+    c.start_all_gather_flat(flat, mine).wait()
     assert torch.equal(flat, torch.cat(rows))
     rows = [torch.zeros(2) for _ in range(world)]
     c.gather(mine, rows, dst=1)
