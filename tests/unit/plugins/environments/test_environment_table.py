@@ -294,7 +294,7 @@ ERRORS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "a number that is none": (
         {**SRUN, "SLURM_NODEID": "x"},
         {},
-        "SLURM_NODEID, which srun sets, but it is 'x'",
+        "The environment variable SLURM_NODEID='x' must be a whole number",
     ),
 }
 
