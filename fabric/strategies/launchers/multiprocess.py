@@ -15,6 +15,7 @@ import signal
 import sys
 import warnings
 from dataclasses import dataclass
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,26 +223,23 @@ _hook_before: Any = None
 
 
 def _launch_error(line: str, trace: str, code: int) -> LaunchError:
-    """The error of a function launch: the last line of a failed job, and the rank's traceback.
+    """The error of a function launch: the last line of a failed job, caused by the rank's traceback.
 
-    Where nobody catches it, the traceback comes first, the line last, and the process ends with the code.
+    Where nobody catches it, the process ends with the code.
     """
     global _hook_before
-    error = LaunchError(f"{line}\n\n{trace}".rstrip())
-    error.exit_code, error.told = code, (line, trace)
+    error = LaunchError(line)
+    error.exit_code = code
+    error.__cause__ = RemoteTraceback(f"\n{trace}") if trace else None
     if _hook_before is None:
-        _hook_before, sys.excepthook = sys.excepthook, _tell_once
+        _hook_before, sys.excepthook = sys.excepthook, _end_by_code
     return error
 
 
-def _tell_once(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-    told = error.told if isinstance(error, LaunchError) else None
-    if told is not None:
-        sys.stderr.write(told[1])
-        error.args = told[:1]
+def _end_by_code(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
     _hook_before(kind, error, tb)
-    if told is not None and error.exit_code != 1:  # type: ignore[attr-defined]
-        raise SystemExit(error.exit_code)  # type: ignore[attr-defined]
+    if isinstance(error, LaunchError) and error.exit_code != 1:
+        raise SystemExit(error.exit_code)
 
 
 def _refuse_fork_after_cuda() -> None:
