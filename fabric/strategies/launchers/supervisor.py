@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from fabric.processes.endings import Ending
-    from fabric.strategies.launchers.failure import Failure
     from fabric.strategies.launchers.rank_logs import RankLogs
 
     Process = subprocess.Popen[bytes] | BaseProcess
@@ -81,7 +80,7 @@ class Supervisor:
         self._functions = functions
         self._links: dict[int, Connection] = {}
         self._told: set[int] = set()
-        self._failures: dict[int, Failure] = {}
+        self._failures: dict[int, Ending] = {}
 
     def start(self) -> None:
         """Start all ranks.
@@ -104,7 +103,7 @@ class Supervisor:
         """Ranks whose process has not ended."""
         return [rank for rank, process in self.processes.items() if _code(process) is None]
 
-    def wait(self, timeout: float | None = None, wake: Callable[[], bool] = lambda: False) -> Failure | None:
+    def wait(self, timeout: float | None = None, wake: Callable[[], bool] = lambda: False) -> Ending | None:
         """Block until a rank has failed, all have ended, `stop` was called or `timeout` seconds are over.
 
         Args:
@@ -117,12 +116,12 @@ class Supervisor:
         self._until(lambda: self._failures or self.stopping or wake(), timeout)
         return None if wake() else self.first_failure()
 
-    def wait_all(self, timeout: float) -> Failure | None:
+    def wait_all(self, timeout: float) -> Ending | None:
         """Block until all have ended or `timeout` seconds are over; failures do not end the waiting."""
         self._until(lambda: False, timeout)
         return self.first_failure()
 
-    def wait_noting(self, what: str) -> Failure | None:
+    def wait_noting(self, what: str) -> Ending | None:
         """As `wait`; after some time it is said for which ranks."""
         failure = self.wait(EXIT_NOTE_S)
         if failure is None and not self.stopping and (late := self.running()):
@@ -130,7 +129,7 @@ class Supervisor:
             failure = self.wait()
         return failure
 
-    def first_failure(self) -> Failure | None:
+    def first_failure(self) -> Ending | None:
         """The cause among the failures so far; looks a moment longer where only consequences are in sight."""
         self._look()
         if not self._failures:
@@ -146,12 +145,14 @@ class Supervisor:
         ended = [rank for rank, process in self.processes.items() if _code(process) == 0]
         return sorted({*ended, *self.endings} - self._failures.keys())
 
-    def summary(self, cause: Failure) -> str:
+    def summary(self, cause: Ending) -> str:
         """Tell all others than the one that failed to end; the last line of the job."""
         self.tell(spare=cause.rank)
-        return cause.summary(self._told, self._failures.values(), self.elsewhere)
+        from fabric.strategies.launchers.failure import summary
 
-    def conclude(self, cause: Failure) -> int:
+        return summary(cause, self._told, self._failures.values(), self.elsewhere)
+
+    def conclude(self, cause: Ending) -> int:
         """Stop all ranks and print the cause, last; gives the exit code of the job."""
         line = self.summary(cause)
         self.stop(spare=cause.rank)
@@ -233,14 +234,12 @@ class Supervisor:
             said = pickle.loads(link.recv_bytes())
             from fabric.processes.endings import Ending
 
-            self.endings[rank] = ending = Ending(*said)
+            self.endings[rank] = ending = Ending(*said)._replace(rank=rank)
             trace = "" if self._functions else ending.trace
             if self.logs is not None:
                 self.logs.note(rank, trace)
             if ending.reason is not None:
-                from fabric.strategies.launchers.failure import Failure
-
-                self._failures[rank] = Failure(rank, ending.when, ending.reason, ending.code, trace)
+                self._failures[rank] = ending._replace(trace=trace)
 
     def _until(self, over: Callable[[], object], timeout: float | None) -> None:
         """Block until `over()`, all ranks have ended, or so many seconds have passed."""
