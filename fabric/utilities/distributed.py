@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, DistributedSampler
 
@@ -78,16 +78,7 @@ class _Drawn(Dataset[Any]):
         return len(self.sampler)  # type: ignore[arg-type]
 
 
-class _Strategy(Protocol):
-    """What `is_shared_filesystem` needs of a strategy."""
-
-    @property
-    def is_global_zero(self) -> bool: ...
-    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool: ...
-
-
-def is_shared_filesystem(strategy: _Strategy, path: PathLike | None = None, timeout: int = 3) -> bool:
+def is_shared_filesystem(strategy: Any, path: PathLike | None = None, timeout: int = 3) -> bool:
     """Whether all ranks see the same directory. All ranks must call this.
 
     Args:
@@ -113,7 +104,7 @@ def is_shared_filesystem(strategy: _Strategy, path: PathLike | None = None, time
     return _all_see_file(strategy, place if place.is_dir() else place.parent, timeout)
 
 
-def _all_see_file(strategy: _Strategy, directory: Path, timeout: int) -> bool:
+def _all_see_file(strategy: Any, directory: Path, timeout: int) -> bool:
     written = ""
     if strategy.is_global_zero:
         try:
@@ -129,7 +120,7 @@ def _all_see_file(strategy: _Strategy, directory: Path, timeout: int) -> bool:
     deadline = time.monotonic() + timeout
     while not (seen := Path(written).exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    shared = strategy.reduce_boolean_decision(seen, all=True)
+    shared: bool = strategy.reduce_boolean_decision(seen, all=True)
     if strategy.is_global_zero:
         Path(written).unlink(missing_ok=True)
     return shared
