@@ -10,14 +10,14 @@ import subprocess
 import sys
 import time
 from multiprocessing.connection import Pipe, wait
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
 from fabric.processes.signals import TOGETHER_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fabric.strategies.launchers.rank_logs import RankLogs
 
     Process = subprocess.Popen[bytes] | BaseProcess
+    Start = Callable[[Connection, RankLogs | None], Process]
 
 ENDS = (signal.SIGTERM, signal.SIGINT)
 STOP_GRACE_S = 3.0
@@ -40,22 +41,12 @@ _POLL_S = 0.05
 """Seconds between two looks for the end of processes that will say no more."""
 
 
-class Start(Protocol):
-    """How one rank comes to be."""
-
-    @property
-    def rank(self) -> int:
-        """Its global rank."""
-
-    def start(self, link: Connection, logs: RankLogs | None) -> Process:
-        """Start its process, which may say an `Ending` to the link, and prints to the logs, if any."""
-
-
 class Supervisor:
     """The ranks of one machine, as child processes.
 
     Args:
-        starts: What to start.
+        starts: By rank, what starts its process: it is given a link, by which the rank may say an `Ending`,
+            and the logs, to which it is to print, if there are any.
         logs: Takes what the ranks print; None: it goes where this process prints.
         elsewhere: Whether the job has ranks on other machines.
         functions: Whether each rank says its ending, also a good one, and leaves its traceback to the caller.
@@ -63,7 +54,7 @@ class Supervisor:
 
     def __init__(
         self,
-        starts: Sequence[Start],
+        starts: Mapping[int, Start],
         logs: RankLogs | None = None,
         elsewhere: bool = False,
         functions: bool = False,
@@ -89,13 +80,13 @@ class Supervisor:
             LaunchError: One cannot be started; those started before are stopped again.
         """
         try:
-            for one in self.starts:
-                self._links[one.rank], writer = Pipe(duplex=False)
+            for rank, start in self.starts.items():
+                self._links[rank], writer = Pipe(duplex=False)
                 with writer:  # ours; the rank's own end closes with the rank
-                    self.processes[one.rank] = one.start(writer, self.logs)
+                    self.processes[rank] = start(writer, self.logs)
         except OSError as error:
             self.stop()
-            raise LaunchError(f"Rank {one.rank} could not be started: {error}.") from error
+            raise LaunchError(f"Rank {rank} could not be started: {error}.") from error
         if self.logs is not None:
             self.logs.start()
 

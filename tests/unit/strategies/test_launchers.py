@@ -40,6 +40,10 @@ def failed(rank, when, reason, code=1, trace=""):
     return Ending(when, reason, trace, code, rank=rank)
 
 
+def supervising(*commands, **settings):
+    return Supervisor({command.rank: command.start for command in commands}, **settings)
+
+
 def work(*_):
     return 1
 
@@ -149,11 +153,6 @@ def test_a_function_launcher_without_a_function(method):
         MultiprocessLauncher(LocalEnvironment(), 2, method).launch(None)
 
 
-def test_an_unknown_start_method():
-    with pytest.raises(ConfigurationError, match="start_method='popen' is not available here"):
-        MultiprocessLauncher(LocalEnvironment(), 2, "popen")
-
-
 class Refuses:
     def __reduce__(self):
         raise ValueError("not me")
@@ -202,12 +201,6 @@ def test_a_function_of_a_notebook_cannot_be_imported_by_name(monkeypatch):
     for call, name in [((function,), "work"), ((work, cell), "Cell"), ((work, cell()), "Cell")]:
         with pytest.raises(LaunchError, match=rf"'{name}' is defined in a notebook.*ddp_notebook"):
             MultiprocessLauncher(LocalEnvironment(), 2, "spawn").launch(*call)
-
-
-def test_a_spawned_script_without_its_guard(monkeypatch):
-    monkeypatch.setattr("multiprocessing.current_process", lambda: SimpleNamespace(_inheriting=True))
-    with pytest.raises(LaunchError, match='if __name__ == "__main__"'):
-        MultiprocessLauncher(LocalEnvironment(), 2, "spawn").launch(work)
 
 
 def test_fork_after_cuda(monkeypatch):
@@ -339,7 +332,7 @@ def test_what_a_rank_has_not_printed_goes_to_its_log_and_to_the_terminal_only_as
     killed = Command(1, [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], dict(os.environ))
     for others, code in (([killed], 137), ([], 1)):
         directory = tmp_path / str(code)
-        supervisor = Supervisor([held_back(0, CLOSED, 0.1), *others], logs=RankLogs(directory))
+        supervisor = supervising(held_back(0, CLOSED, 0.1), *others, logs=RankLogs(directory))
         supervisor.start()
         supervisor.wait_all(60)
         cause = supervisor.first_failure()
@@ -353,8 +346,8 @@ def test_what_a_rank_has_not_printed_goes_to_its_log_and_to_the_terminal_only_as
 
 def test_lines_of_ranks_stay_lines_with_their_rank_in_front(tmp_path, capfd):
     code = r"import sys; sys.stdout.buffer.write(b'a\r\xff\n'); print('b', end=''); sys.stderr.write('c\n')"
-    supervisor = Supervisor(
-        [Command(3, [sys.executable, "-c", code], dict(os.environ))], logs=RankLogs(tmp_path)
+    supervisor = supervising(
+        Command(3, [sys.executable, "-c", code], dict(os.environ)), logs=RankLogs(tmp_path)
     )
     supervisor.start()
     assert supervisor.wait_all(60) is None
@@ -379,7 +372,9 @@ def test_a_forked_child_of_a_rank_does_not_report_as_the_rank():
         "if os.fork() == 0: raise ValueError('of the child')\n"
         "os.wait()"
     )
-    supervisor = Supervisor([Command(0, [sys.executable, "-c", code], dict(os.environ))])
+    supervisor = supervising(
+        Command(0, [sys.executable, "-c", code], dict(os.environ)),
+    )
     supervisor.start()
     assert supervisor.wait_all(60) is None
     supervisor.close()
@@ -393,7 +388,7 @@ def test_a_rank_prints_on_though_its_log_is_full_and_the_terminal_cannot_show_it
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", error)
     environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
-    supervisor = Supervisor([Command(0, [sys.executable, "-c", code], environ)], logs=RankLogs(tmp_path))
+    supervisor = supervising(Command(0, [sys.executable, "-c", code], environ), logs=RankLogs(tmp_path))
     supervisor.start()
     assert supervisor.wait_all(60) is None
     supervisor.close()
