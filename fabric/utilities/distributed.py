@@ -8,7 +8,7 @@ from collections.abc import Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.utilities.seed import derive_seed, isolate_rng, seed_streams
@@ -41,41 +41,23 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
                 f"{type(sampler).__name__} has no `__len__`, so its indices cannot be shared out evenly. "
                 f"Give it one, or pass use_distributed_sampler=False and split the data yourself."
             )
-        self._drawn = _Drawn(sampler)
-        super().__init__(self._drawn, *args, **kwargs)
+        super().__init__(sampler, *args, **kwargs)  # type: ignore[arg-type]  # of which it asks the length
         self._passes = 0
 
     def __iter__(self) -> Iterator[Any]:
         with isolate_rng():
             seed_streams(derive_seed(self.seed, self.epoch, self._passes))
-            self._drawn.draw()
+            drawn = list(self.dataset)  # type: ignore[call-overload]
         self._passes += 1
         order = super().__iter__()
-        return (self._drawn[index] for index in order)
+        return (drawn[index] for index in order)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of this epoch; call it on all ranks before iterating."""
         super().set_epoch(epoch)
         self._passes = 0
-        if callable(inner := getattr(self._drawn.sampler, "set_epoch", None)):
+        if callable(inner := getattr(self.dataset, "set_epoch", None)):
             inner(epoch)
-
-
-class _Drawn(Dataset[Any]):
-    """What a sampler yielded in one pass, indexable as a dataset."""
-
-    def __init__(self, sampler: Iterable[Any]) -> None:
-        self.sampler = sampler
-        self._items: list[Any] = []
-
-    def draw(self) -> None:
-        self._items = list(self.sampler)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._items[index]
-
-    def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
 
 
 def is_shared_filesystem(strategy: Any, path: PathLike | None = None, timeout: int = 3) -> bool:
