@@ -69,12 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
     try:
         return {"run": _run, "check": _check, "consolidate": _consolidate}[options.command](options)
-    except ConfigurationError as error:
-        print(f"fabric {options.command}: {error}", file=sys.stderr)
-        return 2
     except FabricError as error:
         print(f"fabric {options.command}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigurationError) else 1
 
 
 def _parser() -> argparse.ArgumentParser:

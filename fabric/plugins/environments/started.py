@@ -101,20 +101,16 @@ class StartedEnvironment(ClusterEnvironment):
         Raises:
             ConfigurationError: The numbers of processes or machines differ, or machines have unequal numbers.
         """
-        tasks, here, nodes = self.world_size(), self.local_world_size(), self.num_nodes()
-        remedy = self._remedy(num_devices, num_nodes)
-        if here and nodes and tasks != here * nodes:
-            raise ConfigurationError(
-                f"{self.launcher} started {self._counts()}: machines have unequal numbers of processes, this "
-                f"one {here}. Every machine needs the same number: {remedy}."
-            )
-        each = (here or num_devices, nodes or num_nodes)
+        tasks, each = (
+            self.world_size(),
+            (self.local_world_size() or num_devices, self.num_nodes() or num_nodes),
+        )
         if tasks != num_devices * num_nodes or (num_devices, num_nodes) != each:
             raise ConfigurationError(
                 f"devices={num_devices} x num_nodes={num_nodes} asks for {num_devices * num_nodes} "
                 f"processes, {num_devices} on each machine, but {self.launcher} started {tasks} "
                 f'({self._counts()}). Write devices="auto" and num_nodes={each[1]} in the script, or '
-                f"{remedy}."
+                f"{self._remedy(num_devices, num_nodes)}."
             )
 
     def _told(self, what: str, default: int | None = None) -> int:

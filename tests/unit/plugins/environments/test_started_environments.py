@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 from environment_rows import HYDRA, OPENMPI, SRUN, clear, env
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, LaunchError
+from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments import LSFEnvironment, MPIEnvironment, SLURMEnvironment
 from fabric.plugins.environments.started import port_of
 from fabric.utilities.rank_zero import rank_zero_only
@@ -77,8 +77,6 @@ def test_name_and_id_of_a_job(monkeypatch):
 def test_the_signal_is_one():
     assert SLURMEnvironment(requeue_signal=signal.SIGUSR2).requeue_signal is signal.SIGUSR2
     assert SLURMEnvironment().auto_requeue
-    with pytest.raises(ArgumentTypeError, match=r"requeue_signal='USR1' must be a signal\. Write signal\."):
-        SLURMEnvironment(requeue_signal="USR1")
 
 
 def test_ports_of_jobs_and_steps_at_the_same_time():
