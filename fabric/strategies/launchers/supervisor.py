@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
+from fabric.processes.endings import Ending
 from fabric.processes.signals import TOGETHER_S
+from fabric.strategies.launchers.failure import from_returncode, root_cause, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-    from fabric.processes.endings import Ending
     from fabric.strategies.launchers.rank_logs import RankLogs
 
     Process = subprocess.Popen[bytes] | BaseProcess
@@ -125,8 +126,6 @@ class Supervisor:
         self._look()
         if not self._failures:
             return None
-        from fabric.strategies.launchers.failure import root_cause
-
         seconds, failures = SETTLE_ELSEWHERE_S if self.elsewhere else SETTLE_S, self._failures
         self._until(lambda: self.stopping or not root_cause(failures.values()).is_consequence, seconds)
         return root_cause(failures.values(), self.finished())
@@ -139,8 +138,6 @@ class Supervisor:
     def summary(self, cause: Ending) -> str:
         """Tell all others than the one that failed to end; the last line of the job."""
         self.tell(spare=cause.rank)
-        from fabric.strategies.launchers.failure import summary
-
         return summary(cause, self._told, self._failures.values(), self.elsewhere)
 
     def conclude(self, cause: Ending) -> int:
@@ -214,8 +211,6 @@ class Supervisor:
         for rank, code in codes.items():
             silent = self._functions and code == 0 and rank not in self.endings
             if (code or silent) and rank not in self._failures:
-                from fabric.strategies.launchers.failure import from_returncode
-
                 self._failures[rank] = from_returncode(rank, code or 0, now)
 
     def _hear(self, rank: int, link: Connection) -> None:
@@ -223,8 +218,6 @@ class Supervisor:
         del self._links[rank]
         with link, contextlib.suppress(EOFError, OSError):
             said = pickle.loads(link.recv_bytes())
-            from fabric.processes.endings import Ending
-
             self.endings[rank] = ending = Ending(*said)._replace(rank=rank)
             trace = "" if self._functions else ending.trace
             if self.logs is not None:
