@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from fabric.accelerators.devices import ALL, read_devices
 from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.messages import say
 from fabric.processes.system import require_posix
@@ -29,6 +30,9 @@ DEFAULT_PORT = 29400
 """Where rank zero of several machines listens; on one machine the kernel chooses."""
 LOG_DIR = "FABRIC_LOG_DIR"
 """As --log-dir."""
+
+
+_ADVICE = 'Write a number (--devices 2), a list (--devices 0,1, or "0," for device 0 alone) or auto.'
 
 
 class Option(NamedTuple):
@@ -65,12 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
     try:
         return {"run": _run, "check": _check, "consolidate": _consolidate}[options.command](options)
-    except ConfigurationError as error:
-        print(f"fabric {options.command}: {error}", file=sys.stderr)
-        return 2
     except FabricError as error:
         print(f"fabric {options.command}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigurationError) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -186,45 +187,26 @@ def effective_settings(
 
 
 def count_processes(devices: str, accelerator: str = "auto") -> int:
-    """How many ranks `--devices` means on this machine, without asking torch.
+    """How many ranks `--devices` means on this machine.
 
     Args:
         devices: "auto", "-1", a number, or a list such as "0,1" or "0,".
-        accelerator: Where it is "cpu", auto means 1; otherwise the visible GPUs, or 1 without any.
+        accelerator: Where it is "cpu", auto means 1; otherwise what torch sees, or 1 without any.
 
     Raises:
         ConfigurationError: It is none of these, or names nothing.
     """
-    text = devices.strip()
-    if text in ("auto", "-1"):
-        return 1 if accelerator == "cpu" else max(1, count_gpus() or _ask_torch())
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdigit() for part in parts) or ("," not in text and int(text) == 0):
-        raise ConfigurationError(
-            f"--devices {devices} is no number of devices. Write a number above 0 (--devices 2), a list "
-            f'(--devices 0,1, or "0," for device 0 alone) or auto.'
-        )
-    if len(set(parts)) != len(parts):
-        raise ConfigurationError(f"--devices {devices} names a device twice. Write each once.")
-    return len(parts) if "," in text else int(text)
-
-
-def count_gpus(root: Path = Path("/")) -> int:
-    """The NVIDIA GPUs that ranks will see: CUDA_VISIBLE_DEVICES, else what the driver lists under `root`."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    listed = len(list((root / "proc/driver/nvidia/gpus").glob("*"))) or len(
-        list((root / "dev").glob("nvidia[0-9]*"))
-    )
-    if visible is None:
-        return listed
-    chosen = [part.strip() for part in visible.split(",")]
-    # CUDA takes the list up to the first entry that names no device.
-    end = next((index for index, part in enumerate(chosen) if part in ("", "-1", "NoDevFiles")), len(chosen))
-    return min(end, listed) if listed else 0
+    wanted = read_devices(devices, _ADVICE)
+    if wanted == ALL:
+        return 1 if accelerator == "cpu" else max(1, _ask_torch())
+    count = wanted if isinstance(wanted, int) else len(set(wanted or []))
+    if count < 1 or (isinstance(wanted, list) and count < len(wanted)):
+        raise ConfigurationError(f"devices={devices!r} is no number of devices above 0, each once. {_ADVICE}")
+    return count
 
 
 def _ask_torch() -> int:
-    """How many devices torch sees: AMD's, those under WSL2, other vendors'. Takes seconds."""
+    """How many devices torch sees, in a process of its own. Takes seconds."""
     code = "import torch; print('', torch.accelerator.device_count())"
     try:
         told = subprocess.check_output([sys.executable, "-c", code], stderr=subprocess.DEVNULL, timeout=300)

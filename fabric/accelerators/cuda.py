@@ -7,7 +7,7 @@ import os
 import torch
 
 from fabric.accelerators.generic import TorchAccelerator
-from fabric.accelerators.usable import find_usable
+from fabric.accelerators.usable import find_usable_devices
 
 
 class CUDAAccelerator(TorchAccelerator):
@@ -50,4 +50,4 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         ConfigurationError: Below -1, or more than this machine has.
         UsageError: Fewer are usable at the moment (a RuntimeError).
     """
-    return find_usable("find_usable_cuda_devices", num_devices, "cuda", "CUDA", "nvidia-smi")
+    return find_usable_devices(num_devices, "cuda")

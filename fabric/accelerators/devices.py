@@ -1,4 +1,4 @@
-"""What users write as `devices=`, read and checked. Pure functions: no hardware is asked."""
+"""What users write as `devices=`, read and, for a CPU, checked. Pure functions: no hardware is asked."""
 
 from __future__ import annotations
 
@@ -35,35 +35,6 @@ def parse_cpu_devices(devices: object, auto: int = 1) -> int:
     if not isinstance(wanted, int) or wanted < 1:
         raise ConfigurationError(f"devices={devices!r} is no number of processes. {_CPU_ADVICE}")
     return wanted
-
-
-def parse_gpu_devices(devices: object, count: int, kind: str = "CUDA", note: str = "") -> list[int]:
-    """The device indices behind `devices`, in the user's order.
-
-    Args:
-        devices: What the user wrote: "auto", a number, -1 for all, a list of indices, or these as a string.
-        count: How many devices this machine has.
-        kind: What error messages call them.
-        note: A further sentence on them.
-
-    Raises:
-        ArgumentTypeError: A float, a bool, another type, or a list that holds anything but integers.
-        ConfigurationError: No devices, devices that do not exist, one of them twice, or an unreadable string.
-    """
-    there = list(range(count))
-    advice = f"This machine has {count} {kind} devices{': ' * bool(there)}{str(there)[1:-1]}.{note} "
-    if there:
-        advice += f'Write a number of them, a list such as devices={there[:2]}, devices="auto" for all, or '
-    advice += f'{"" if there else "Write "}accelerator="cpu" for none.'
-    wanted = read_devices(devices, advice)
-    if wanted == ALL:
-        wanted = count
-    indices = list(range(wanted)) if isinstance(wanted, int) else wanted or []
-    if not indices or not set(indices) <= set(there) or len(set(indices)) < len(indices):
-        raise ConfigurationError(
-            f"devices={devices!r} cannot be, each process needs one of its own. {advice}"
-        )
-    return indices
 
 
 def check_device_type(device: torch.device, expected: str) -> None:

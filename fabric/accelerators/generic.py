@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from fabric.accelerators.accelerator import Accelerator
-from fabric.accelerators.devices import check_device_type, parse_gpu_devices
+from fabric.accelerators.devices import ALL, check_device_type, read_devices
+from fabric.core.errors import ConfigurationError
 
 
 class TorchAccelerator(Accelerator):
@@ -92,3 +93,32 @@ class TorchAccelerator(Accelerator):
     def _note(cls) -> str:
         """A sentence on why this process may see fewer than there are."""
         return ""
+
+
+def parse_gpu_devices(devices: object, count: int, kind: str = "CUDA", note: str = "") -> list[int]:
+    """The device indices behind `devices`, in the user's order.
+
+    Args:
+        devices: What the user wrote: "auto", a number, -1 for all, a list of indices, or these as a string.
+        count: How many devices this machine has.
+        kind: What error messages call them.
+        note: A further sentence on them.
+
+    Raises:
+        ArgumentTypeError: A float, a bool, another type, or a list that holds anything but integers.
+        ConfigurationError: No devices, devices that do not exist, one of them twice, or an unreadable string.
+    """
+    there = list(range(count))
+    advice = f"This machine has {count} {kind} devices{': ' * bool(there)}{str(there)[1:-1]}.{note} "
+    if there:
+        advice += f'Write a number of them, a list such as devices={there[:2]}, devices="auto" for all, or '
+    advice += f'{"" if there else "Write "}accelerator="cpu" for none.'
+    wanted = read_devices(devices, advice)
+    if wanted == ALL:
+        wanted = count
+    indices = list(range(wanted)) if isinstance(wanted, int) else wanted or []
+    if not indices or not set(indices) <= set(there) or len(set(indices)) < len(indices):
+        raise ConfigurationError(
+            f"devices={devices!r} cannot be, each process needs one of its own. {advice}"
+        )
+    return indices

@@ -47,17 +47,6 @@ def find_usable_devices(num_devices: int = -1, accelerator: str = "auto") -> lis
     """
     from fabric.accelerators.select import select_accelerator
 
-    kind = select_accelerator(accelerator).name()
-    if kind in ("cpu", "mps"):
-        raise ConfigurationError(
-            f"find_usable_devices(accelerator={accelerator!r}) means {kind} here, of which there is one, and "
-            "never taken. Ask only where there are several devices."
-        )
-    return find_usable("find_usable_devices", num_devices, kind, kind, "the vendor's tool")
-
-
-def find_usable(verb: str, num_devices: int, kind: str, name: str, tool: str) -> list[int]:
-    """What `find_usable_devices` does, of a device type that torch knows as `kind` and people as `name`."""
     if isinstance(num_devices, bool) or not isinstance(num_devices, int):
         raise ArgumentTypeError(
             f"num_devices={num_devices!r} is a {type(num_devices).__name__}. Write an int: how many devices "
@@ -65,20 +54,26 @@ def find_usable(verb: str, num_devices: int, kind: str, name: str, tool: str) ->
         )
     if num_devices == 0:
         return []
-    count = int(torch.get_device_module(kind).device_count())
-    if count == 0 or not -1 <= num_devices <= count:
+    kind = select_accelerator(accelerator).name()
+    if kind in ("cpu", "mps"):
         raise ConfigurationError(
-            f"{verb}({num_devices}): this machine has {count} {name} devices. Ask for at most so many, or "
-            'for -1: all that are usable. Without any, write accelerator="cpu" and devices=1.'
+            f"find_usable_devices(accelerator={accelerator!r}) means {kind} here, of which there is one, and "
+            "never taken. Ask only where there are several devices."
+        )
+    count = int(torch.get_device_module(kind).device_count())
+    if not -1 <= num_devices <= count:
+        raise ConfigurationError(
+            f"num_devices={num_devices}: this machine has {count} {kind} devices. Ask for at most so many, "
+            "or for -1: all that are usable."
         )
     tried = _try_devices(kind, count)
     usable = [index for index, refusal in enumerate(tried) if not refusal]
     if len(usable) < num_devices:
         refusals = "; ".join(f"{index}: {refusal}" for index, refusal in enumerate(tried) if refusal)
         raise UsageError(
-            f"{verb}({num_devices}) found {len(usable)} usable of {count} {name} devices: {usable}. Another "
-            f"process may fill or hold the others (see {tool}). They answered: {refusals}. Ask for fewer, or "
-            "free the others."
+            f"num_devices={num_devices}: {len(usable)} of {count} {kind} devices are usable: {usable}. "
+            "Another process may fill or hold the others (see nvidia-smi, or the vendor's tool). They "
+            f"answered: {refusals}. Ask for fewer, or free the others."
         )
     return usable if num_devices == -1 else usable[:num_devices]
 

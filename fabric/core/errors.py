@@ -41,8 +41,6 @@ class LaunchError(FabricError, RuntimeError):
 
     exit_code = 1
     """Of the rank that failed: 128 + n if signal n ended it."""
-    told: tuple[str, str] | None = None
-    """The line that names the rank that failed, and that rank's traceback; None: no rank did."""
 
 
 class RankError(FabricError, RuntimeError):

@@ -30,16 +30,24 @@ _QUOTED = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 
 class Ending(NamedTuple):
-    """What a rank says at its end to the process that started it: a pickled tuple, by a pipe."""
+    """What a rank says at its end to the process that started it, as a pickled tuple, by a pipe."""
 
     when: float
-    """Of `time.monotonic()`."""
+    """Of `time.monotonic()`, the same in all processes of a machine."""
     reason: str | None = None
-    """None: it ended well."""
+    """"ValueError: boom (train.py:31)", "exit code 3", "killed by SIGKILL"; None: it ended well."""
     trace: str = ""
     """The traceback, where the rank does not print it."""
     code: int = 1
+    """What the whole job exits with, if this is what ended it."""
     result: bytes | None = None
+    rank: int = -1
+    """Known to who hears it."""
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it reads as if another rank had gone before."""
+        return self.reason is not None and is_consequence(self.reason)
 
 
 def is_consequence(reason: str) -> bool:

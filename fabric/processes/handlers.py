@@ -43,11 +43,6 @@ class Handlers:
         return self._before.keys()
 
     def restore(self) -> None:
-        """Give the signals back to those who had them."""
-        self.give_way()
-        self._before.clear()
-
-    def give_way(self) -> None:
         """Put back what stood here before, except where somebody has put another handler in our place."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._handle:
@@ -91,5 +86,5 @@ def _release() -> None:
 
 def _give_way() -> None:
     for handlers in reversed(_alive()):
-        handlers.give_way()
+        handlers.restore()
     _release()

@@ -45,7 +45,12 @@ def tie_to_parent() -> None:
         _tied = True
         die_with_parent(int(parent))
         _report_exceptions(os.environ.get(REPORT_FD, ""))
-    elif not _alive(int(parent)):
+        return
+    try:
+        os.kill(int(parent), 0)
+    except PermissionError:
+        return
+    except ProcessLookupError:
         os._exit(1)  # the parent died while this process was still importing
 
 
@@ -112,16 +117,6 @@ def _report_exceptions(descriptor: str) -> None:
 def _until_orphaned(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _die_after(wait: Callable[[], object]) -> None:

@@ -6,9 +6,9 @@ import tempfile
 import time
 from collections.abc import Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.utilities.seed import derive_seed, isolate_rng, seed_streams
@@ -41,53 +41,26 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
                 f"{type(sampler).__name__} has no `__len__`, so its indices cannot be shared out evenly. "
                 f"Give it one, or pass use_distributed_sampler=False and split the data yourself."
             )
-        self._drawn = _Drawn(sampler)
-        super().__init__(self._drawn, *args, **kwargs)
+        super().__init__(sampler, *args, **kwargs)  # type: ignore[arg-type]  # of which it asks the length
         self._passes = 0
 
     def __iter__(self) -> Iterator[Any]:
         with isolate_rng():
             seed_streams(derive_seed(self.seed, self.epoch, self._passes))
-            self._drawn.draw()
+            drawn = list(self.dataset)  # type: ignore[call-overload]
         self._passes += 1
         order = super().__iter__()
-        return (self._drawn[index] for index in order)
+        return (drawn[index] for index in order)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of this epoch; call it on all ranks before iterating."""
         super().set_epoch(epoch)
         self._passes = 0
-        if callable(inner := getattr(self._drawn.sampler, "set_epoch", None)):
+        if callable(inner := getattr(self.dataset, "set_epoch", None)):
             inner(epoch)
 
 
-class _Drawn(Dataset[Any]):
-    """What a sampler yielded in one pass, indexable as a dataset."""
-
-    def __init__(self, sampler: Iterable[Any]) -> None:
-        self.sampler = sampler
-        self._items: list[Any] = []
-
-    def draw(self) -> None:
-        self._items = list(self.sampler)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._items[index]
-
-    def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
-
-
-class _Strategy(Protocol):
-    """What `is_shared_filesystem` needs of a strategy."""
-
-    @property
-    def is_global_zero(self) -> bool: ...
-    def broadcast(self, obj: Any, src: int = 0) -> Any: ...
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool: ...
-
-
-def is_shared_filesystem(strategy: _Strategy, path: PathLike | None = None, timeout: int = 3) -> bool:
+def is_shared_filesystem(strategy: Any, path: PathLike | None = None, timeout: int = 3) -> bool:
     """Whether all ranks see the same directory. All ranks must call this.
 
     Args:
@@ -113,7 +86,7 @@ def is_shared_filesystem(strategy: _Strategy, path: PathLike | None = None, time
     return _all_see_file(strategy, place if place.is_dir() else place.parent, timeout)
 
 
-def _all_see_file(strategy: _Strategy, directory: Path, timeout: int) -> bool:
+def _all_see_file(strategy: Any, directory: Path, timeout: int) -> bool:
     written = ""
     if strategy.is_global_zero:
         try:
@@ -129,7 +102,7 @@ def _all_see_file(strategy: _Strategy, directory: Path, timeout: int) -> bool:
     deadline = time.monotonic() + timeout
     while not (seen := Path(written).exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    shared = strategy.reduce_boolean_decision(seen, all=True)
+    shared: bool = strategy.reduce_boolean_decision(seen, all=True)
     if strategy.is_global_zero:
         Path(written).unlink(missing_ok=True)
     return shared

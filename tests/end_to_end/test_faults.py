@@ -120,7 +120,7 @@ class Job:
         function = launcher in FUNCTIONS  # the launching process raises, and shows its own traceback
         start = "fabric.core.errors.LaunchError" if function else "fabric"
         assert re.fullmatch(f"{start}: {line}", self.lines[-1]), self.err
-        assert self.err.count("Traceback") == (how == "raise") + function, self.err
+        assert self.err.count("Traceback (most recent") == (how == "raise") + function, self.err
         assert self.err.count("ValueError: boom") == 2 * (how == "raise"), self.err
         assert not [word for word in ECHOES if word in self.err], self.err
 

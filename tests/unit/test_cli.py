@@ -25,34 +25,15 @@ def test_devices_on_a_cpu(devices, count):
     assert cli.count_processes(devices, "cpu") == count
 
 
-@pytest.mark.parametrize("devices", ["0", "", "x", "1.5", "-2", ",", "0,x"])
+@pytest.mark.parametrize("devices", ["0", "", "x", "1.5", "-2", ",", "0,x", "1,1"])
 def test_devices_that_are_none(devices):
-    with pytest.raises(ConfigurationError, match="is no number of devices"):
+    with pytest.raises(ConfigurationError, match=r"devices='.*Write a number \(--devices 2\)"):
         cli.count_processes(devices)
-
-
-def test_a_device_twice():
-    with pytest.raises(ConfigurationError, match="names a device twice"):
-        cli.count_processes("1,1")
-
-
-@pytest.mark.parametrize(
-    ("visible", "count"), [(None, 3), ("0,1", 2), ("", 0), ("-1", 0), ("0,-1,1", 1), ("0,1,2,3,4", 3)]
-)
-def test_gpus_are_counted_without_torch(tmp_path, monkeypatch, visible, count):
-    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl"):
-        (tmp_path / "dev").mkdir(exist_ok=True)
-        (tmp_path / "dev" / name).touch()
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert cli.count_gpus(tmp_path) == count
 
 
 @pytest.mark.parametrize(("says", "count"), [("return 8", 8), ("return 0", 1), ("raise OSError", 1)])
 def test_devices_that_only_torch_knows(tmp_path, monkeypatch, says, count):
     (tmp_path / "torch.py").write_text(f"class accelerator:\n    def device_count():\n        {says}\n")
-    monkeypatch.setattr(cli, "count_gpus", lambda: 0)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert cli.count_processes("auto") == count
 
@@ -70,7 +51,7 @@ def test_where_a_value_comes_from():
         (["nope.py"], "The script 'nope.py' does not exist"),
         ([], "There is nothing to run"),
         (["-m"], "-m needs the name of a module"),
-        (["--devices", "many", __file__], "--devices many is no number of devices"),
+        (["--devices", "many", __file__], "devices='many' cannot be read"),
         (
             ["--num-nodes", "0", __file__],
             "--num-nodes 0 (from command line) must be a whole number, at least 1",

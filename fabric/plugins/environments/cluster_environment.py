@@ -103,15 +103,10 @@ class ClusterEnvironment(ABC):
         """
         from fabric.plugins.environments.stores import part_of_store
 
-        address, port, remedy = self.main_address, self.main_port, self._port_remedy()
-        return part_of_store(address, port, rank == 0, timeout, remedy=remedy)
+        return part_of_store(self.main_address, self.main_port, rank == 0, timeout)
 
     def teardown(self) -> None:  # noqa: B027  optional
         """Release what the environment holds."""
-
-    def _port_remedy(self) -> str:
-        """What to do where another process holds rank zero's port; "": what the user who chose it can do."""
-        return ""
 
 
 def whole_number(name: str) -> int | None:

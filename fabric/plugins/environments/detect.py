@@ -16,22 +16,18 @@ if TYPE_CHECKING:
 
 ENVIRONMENT_REGISTRY = Registry("environment", "fabric.environments")
 for _name, _home, _what in (
-    ("kubeflow", "kubeflow:KubeflowEnvironment", "a pod of Kubeflow's training operator"),
-    ("local", "local:LocalEnvironment", "this machine; `fabric run` for several"),
-    ("lsf", "lsf:LSFEnvironment", "LSF's jsrun"),
-    ("mpi", "mpi:MPIEnvironment", "mpirun, mpiexec"),
-    ("process_group", "process_group:ProcessGroupEnvironment", "an initialised torch.distributed"),
-    ("slurm", "slurm:SLURMEnvironment", "SLURM's srun"),
-    ("torchelastic", "torchelastic:TorchElasticEnvironment", "torchrun"),
-    ("torchrun", "torchelastic:TorchElasticEnvironment", "torchrun"),
+    ("horovod", "integrations.horovod.environment:HorovodEnvironment", "horovodrun"),
+    ("kubeflow", "plugins.environments.kubeflow:KubeflowEnvironment", "a pod of Kubeflow's operator"),
+    ("local", "plugins.environments.local:LocalEnvironment", "this machine; `fabric run` for several"),
+    ("lsf", "plugins.environments.lsf:LSFEnvironment", "LSF's jsrun"),
+    ("mpi", "plugins.environments.mpi:MPIEnvironment", "mpirun, mpiexec"),
+    ("process_group", "plugins.environments.process_group:ProcessGroupEnvironment", "torch.distributed"),
+    ("ray", "integrations.ray.environment:RayEnvironment", "actors of a Ray cluster"),
+    ("slurm", "plugins.environments.slurm:SLURMEnvironment", "SLURM's srun"),
+    ("torchelastic", "plugins.environments.torchelastic:TorchElasticEnvironment", "torchrun"),
+    ("torchrun", "plugins.environments.torchelastic:TorchElasticEnvironment", "torchrun"),
 ):
-    ENVIRONMENT_REGISTRY.register(_name, f"fabric.plugins.environments.{_home}", _what)
-ENVIRONMENT_REGISTRY.register(
-    "horovod", "fabric.integrations.horovod.environment:HorovodEnvironment", "horovodrun"
-)
-ENVIRONMENT_REGISTRY.register(
-    "ray", "fabric.integrations.ray.environment:RayEnvironment", "actors of a Ray cluster"
-)
+    ENVIRONMENT_REGISTRY.register(_name, f"fabric.{_home}", _what)
 
 
 class Found(NamedTuple):

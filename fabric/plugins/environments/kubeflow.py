@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from fabric.core.errors import ConfigurationError
 from fabric.plugins.environments.started import StartedEnvironment
 
 
@@ -27,22 +26,6 @@ class KubeflowEnvironment(StartedEnvironment):
     def local_world_size(self) -> int | None:
         """1: a pod has one process."""
         return 1
-
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare the pods with what the script asks for.
-
-        Raises:
-            ConfigurationError: The numbers differ, or the pods were meant for torchrun.
-        """
-        per_pod = os.environ.get("PET_NPROC_PER_NODE", "")
-        if per_pod.isdecimal() and int(per_pod) > 1:
-            raise ConfigurationError(
-                f"The PyTorchJob has nprocPerNode {per_pod} (PET_NPROC_PER_NODE), so WORLD_SIZE="
-                f"{self.world_size()} counts {per_pod} processes in each pod, but python runs as one. Write "
-                "`torchrun train.py` as the command of the pods (it reads the PET_ variables), or "
-                'nprocPerNode: "1".'
-            )
-        super().validate_settings(num_devices, num_nodes)
 
     def _remedy(self, num_devices: int, num_nodes: int) -> str:
         if num_devices > 1:

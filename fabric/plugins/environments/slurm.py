@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import socket
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, LaunchError
+from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments.cluster_environment import whole_number
 from fabric.plugins.environments.started import StartedEnvironment, first_set, port_of
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
 if TYPE_CHECKING:
+    import signal
     from datetime import timedelta
 
     from torch.distributed import Store
@@ -37,9 +37,6 @@ class SLURMEnvironment(StartedEnvironment):
         auto_requeue: Whether `requeue` does anything.
         requeue_signal: The signal that SLURM was asked to send before the end (`sbatch --signal=USR1@90`);
             None: the usual ones. Kept for who listens to signals: nothing here does.
-
-    Raises:
-        ArgumentTypeError: `requeue_signal` is no signal.
     """
 
     launcher = "srun"
@@ -54,10 +51,6 @@ class SLURMEnvironment(StartedEnvironment):
     }
 
     def __init__(self, auto_requeue: bool = True, requeue_signal: signal.Signals | None = None) -> None:
-        if requeue_signal is not None and not isinstance(requeue_signal, signal.Signals):
-            raise ArgumentTypeError(
-                f"requeue_signal={requeue_signal!r} must be a signal. Write signal.SIGUSR1."
-            )
         self.auto_requeue = auto_requeue
         self.requeue_signal = requeue_signal
 

@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, ClassVar
 
 from fabric.core.errors import ConfigurationError
-from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from fabric.plugins.environments.cluster_environment import ClusterEnvironment, whole_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,28 +101,17 @@ class StartedEnvironment(ClusterEnvironment):
         Raises:
             ConfigurationError: The numbers of processes or machines differ, or machines have unequal numbers.
         """
-        tasks, here, nodes = self.world_size(), self.local_world_size(), self.num_nodes()
-        remedy = self._remedy(num_devices, num_nodes)
-        if here and nodes and tasks != here * nodes:
-            raise ConfigurationError(
-                f"{self.launcher} started {self._counts()}: machines have unequal numbers of processes, this "
-                f"one {here}. Every machine needs the same number: {remedy}."
-            )
-        each = (here or num_devices, nodes or num_nodes)
+        tasks, each = (
+            self.world_size(),
+            (self.local_world_size() or num_devices, self.num_nodes() or num_nodes),
+        )
         if tasks != num_devices * num_nodes or (num_devices, num_nodes) != each:
             raise ConfigurationError(
                 f"devices={num_devices} x num_nodes={num_nodes} asks for {num_devices * num_nodes} "
                 f"processes, {num_devices} on each machine, but {self.launcher} started {tasks} "
                 f'({self._counts()}). Write devices="auto" and num_nodes={each[1]} in the script, or '
-                f"{remedy}."
+                f"{self._remedy(num_devices, num_nodes)}."
             )
-
-    def _port_remedy(self) -> str:
-        given = bool(os.environ.get("MASTER_PORT"))
-        where = "MASTER_PORT says so" if given else "derived from the job's id"
-        return (
-            f"The number is the same for all ranks ({where}): set MASTER_PORT to another one for all of them."
-        )
 
     def _told(self, what: str, default: int | None = None) -> int:
         return self._whole(*self._names(what), default=default)
@@ -134,20 +123,14 @@ class StartedEnvironment(ClusterEnvironment):
     def _whole(self, *names: str, default: int | None = None) -> int:
         """The first of these variables that is set, as a number."""
         name = first_set(*names)
-        if name is None and default is not None:
-            return default
-        text = os.environ[name] if name else ""
-        if not text.strip().isdecimal():
-            raise ConfigurationError(self._unreadable(name or " or ".join(names), text))
-        return int(text)
-
-    def _unreadable(self, name: str, text: str) -> str:
-        state = f"is {text!r}, which is no number" if text else "is not set"
-        return (
-            f"{type(self).__name__} needs {name}, which {self.launcher} sets, but it {state}. Start the "
-            f"script with {self.launcher}, or leave FABRIC_ENVIRONMENT and plugins= out and what started "
-            "this process is found."
-        )
+        number = default if name is None else whole_number(name)
+        if number is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} needs {' or '.join(names)}, which {self.launcher} sets, but it is "
+                f"not set. Start the script with {self.launcher}, or leave FABRIC_ENVIRONMENT and plugins= "
+                "out and what started this process is found."
+            )
+        return number
 
     def _no_address(self, looked: str) -> ConfigurationError:
         return ConfigurationError(

@@ -22,20 +22,9 @@ if TYPE_CHECKING:
 _listening: dict[tuple[int, str, int], socket.socket] = {}
 _stores: dict[tuple[int, str, int], tuple[Store, itertools.count[int]]] = {}
 
-_PORT_REMEDY = (
-    "On one machine leave MASTER_PORT (--main-port) out and the kernel gives a free one; on several choose "
-    "another number."
-)
-"""What to do where the user chose the port."""
-
 
 def part_of_store(
-    address: str,
-    port: int,
-    host: bool,
-    timeout: timedelta,
-    listen_fd: int | None = None,
-    remedy: str = "",
+    address: str, port: int, host: bool, timeout: timedelta, listen_fd: int | None = None
 ) -> Store:
     """A part of the TCPStore at this address in which nobody has written; the first call opens the store.
 
@@ -45,7 +34,6 @@ def part_of_store(
         host: Whether this process hosts it; where it listens already (`take_port`), it does.
         timeout: How long to try to reach the host; also the default of each later wait.
         listen_fd: A socket that listens already and was handed to this process (host only).
-        remedy: What to do where the port is taken.
 
     Raises:
         LaunchError: The port is taken (host), or nobody answers there within `timeout` (client).
@@ -56,16 +44,14 @@ def part_of_store(
     if key not in _stores:
         if key in _listening:  # the store takes it over: the port is ours before anyone hears of it
             host, listen_fd = True, _listening.pop(key).detach()
-        _stores[key] = _open(address, port, host, timeout, listen_fd, remedy), itertools.count()
+        _stores[key] = _open(address, port, host, timeout, listen_fd), itertools.count()
     store, openings = _stores[key]
     store.set_timeout(timeout)
     # Ranks open stores in the same order: equal numbers meet, stale keys of earlier groups do not.
     return PrefixStore(f"fabric{next(openings)}", store)
 
 
-def _open(
-    address: str, port: int, host: bool, timeout: timedelta, listen_fd: int | None, remedy: str
-) -> Store:
+def _open(address: str, port: int, host: bool, timeout: timedelta, listen_fd: int | None) -> Store:
     from torch.distributed import DistError, TCPStore
 
     try:
@@ -79,7 +65,7 @@ def _open(
         )
     except DistError as error:
         if host and "EADDRINUSE" in str(error):
-            raise _port_taken(address, port, remedy) from error
+            raise _port_taken(address, port) from error
         who = "could not listen on" if host else f"found no rank zero within {timeout.total_seconds():g} s at"
         raise LaunchError(
             f"This process {who} {address}:{port} (MASTER_ADDR and MASTER_PORT, or the scheduler, said "
@@ -115,8 +101,9 @@ def listen(address: str, port: int, everywhere: bool = False) -> socket.socket:
         raise LaunchError(f"This machine gives no port to listen on: {error}.") from error
 
 
-def _port_taken(address: str, port: int, remedy: str = "") -> LaunchError:
+def _port_taken(address: str, port: int) -> LaunchError:
     return LaunchError(
         f"Rank zero cannot listen on {address}:{port}: another process on this machine holds the port. "
-        f"{remedy or _PORT_REMEDY}"
+        "Set MASTER_PORT (--main-port) to another number, the same for all ranks; on one machine `fabric "
+        "run` and `python train.py` take a free one where it is left out."
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fabric.core.errors import LaunchError
 from fabric.plugins.environments.rendezvous import ARRIVED, absent
 from fabric.plugins.environments.started import StartedEnvironment
+from fabric.plugins.environments.stores import part_of_store
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -34,11 +35,6 @@ class TorchElasticEnvironment(StartedEnvironment):
     }
     marks = ("TORCHELASTIC_RUN_ID", "RANK")
 
-    @property
-    def main_address(self) -> str:
-        """MASTER_ADDR."""
-        return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
     def node_rank(self) -> int:
         """GROUP_RANK."""
         return self._told("node_rank", default=0)
@@ -55,17 +51,8 @@ class TorchElasticEnvironment(StartedEnvironment):
         Raises:
             LaunchError: The agent cannot be reached in time, or some ranks did not come.
         """
-        from torch.distributed import DistError, rendezvous
-
-        try:
-            store: Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
-        except (DistError, ValueError) as error:
-            raise LaunchError(
-                f"torchrun's store at {self.main_address}:{os.environ.get('MASTER_PORT')} did not answer "
-                f"within {timeout.total_seconds():g} s: {error} Check that the agent of the first node "
-                "still runs."
-            ) from error
-        store.set_timeout(timeout)
+        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = part_of_store(self.main_address, self.main_port, hosts, timeout)
         return fresh_part(store, rank, world_size, timeout)
 
     def _remedy(self, num_devices: int, num_nodes: int) -> str:

@@ -85,7 +85,7 @@ def run_commands(
         cwd: Where they start; None: here.
         logs: Takes what they print; None: it goes where this process prints.
     """
-    commands = []
+    commands = {}
     for local_rank in range(first.local_world_size):
         place = first.at(local_rank)
         # When rank zero dies with the store, torch's C++ warns of it on every other rank, by the page.
@@ -94,7 +94,7 @@ def run_commands(
         listens = listener.fileno() if listener is not None and place.rank == 0 else None
         if listens is not None:
             env[STORE_FD] = str(listens)
-        commands.append(Command(place.rank, argv, env, listens, cwd))
+        commands[place.rank] = Command(place.rank, argv, env, listens, cwd).start
     supervisor = Supervisor(commands, logs, elsewhere=first.world_size > first.local_world_size)
 
     def pass_on(number: int, _: FrameType | None) -> None:

@@ -4,52 +4,33 @@ from __future__ import annotations
 
 import signal
 import socket
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fabric.processes.endings import is_consequence
+from fabric.processes.endings import Ending
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The end of one rank that should not have ended so."""
+def summary(
+    cause: Ending, stopped: Collection[int] = (), failures: Collection[Ending] = (), elsewhere: bool = False
+) -> str:
+    """The last line of a failed job.
 
-    rank: int
-    when: float
-    """Seconds of the machine's monotonic clock, the same in all processes."""
-    reason: str
-    """"ValueError: boom (train.py:31)", "exit code 3", "killed by SIGKILL"."""
-    code: int = 1
-    """What the whole job exits with."""
-    trace: str = ""
-    """The traceback, where the rank has left it to the launcher to print it."""
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether it reads as if another rank had gone before."""
-        return is_consequence(self.reason)
-
-    def summary(
-        self, stopped: Collection[int] = (), failures: Iterable[Failure] = (), elsewhere: bool = False
-    ) -> str:
-        """The last line of a failed job.
-
-        Args:
-            stopped: The ranks of this machine that were stopped because of it.
-            failures: All that failed; those that read like consequences are as good as stopped.
-            elsewhere: Whether there are ranks on other machines.
-        """
-        how = "lost a rank of another machine" if self.is_consequence and elsewhere else "failed first"
-        line = f"rank {self.rank} on {socket.gethostname()} {how}: {self.reason}"
-        echoes = {failure.rank for failure in failures if failure.is_consequence}
-        followers = {*stopped, *echoes} - {self.rank}
-        others = {failure.rank for failure in failures} - followers - {self.rank}
-        if others:
-            line += f"; {_ranks(others)} failed, too"
-        return f"{line}; {_ranks(followers)} stopped because of it" if followers else line
+    Args:
+        cause: Of all of it.
+        stopped: The ranks of this machine that were stopped because of it.
+        failures: All that failed; those that read like consequences are as good as stopped.
+        elsewhere: Whether there are ranks on other machines.
+    """
+    how = "lost a rank of another machine" if cause.is_consequence and elsewhere else "failed first"
+    line = f"rank {cause.rank} on {socket.gethostname()} {how}: {cause.reason}"
+    echoes = {failure.rank for failure in failures if failure.is_consequence}
+    followers = {*stopped, *echoes} - {cause.rank}
+    others = {failure.rank for failure in failures} - followers - {cause.rank}
+    if others:
+        line += f"; {_ranks(others)} failed, too"
+    return f"{line}; {_ranks(followers)} stopped because of it" if followers else line
 
 
 def _ranks(ranks: Collection[int]) -> str:
@@ -57,7 +38,7 @@ def _ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
-def root_cause(failures: Collection[Failure], finished: Collection[int] = ()) -> Failure:
+def root_cause(failures: Collection[Ending], finished: Collection[int] = ()) -> Ending:
     """The failure that made the others: the earliest that does not read like a consequence.
 
     Args:
@@ -68,18 +49,18 @@ def root_cause(failures: Collection[Failure], finished: Collection[int] = ()) ->
     if not cause.is_consequence or not finished:
         return cause
     reason = f"ended well while rank {cause.rank} still needed it ({cause.reason})"
-    return replace(cause, rank=min(finished), reason=reason)
+    return cause._replace(rank=min(finished), reason=reason)
 
 
-def from_returncode(rank: int, returncode: int, when: float) -> Failure:
+def from_returncode(rank: int, returncode: int, when: float) -> Ending:
     """The failure behind a process's return code (negative: minus the signal, as subprocess has it)."""
     if returncode >= 0:
-        return Failure(rank, when, f"exit code {returncode}", returncode)
+        return Ending(when, f"exit code {returncode}", code=returncode, rank=rank)
     try:
         name = signal.Signals(-returncode).name
     except ValueError:
         name = f"signal {-returncode}"
-    return Failure(rank, when, f"killed by {name}", 128 - returncode)
+    return Ending(when, f"killed by {name}", code=128 - returncode, rank=rank)
 
 
 def exit_reason(status: Any) -> tuple[int, str]:

@@ -14,13 +14,14 @@ import pickle
 import signal
 import sys
 import warnings
-from dataclasses import dataclass
+from functools import partial
+from multiprocessing.pool import RemoteTraceback  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import ConfigurationError, LaunchError
+from fabric.core.errors import LaunchError
 from fabric.processes.garbage import forking
 from fabric.processes.handlers import Handlers
 from fabric.processes.signals import die_by
@@ -56,9 +57,6 @@ class MultiprocessLauncher(Launcher):
         num_processes: Ranks on this machine.
         start_method: "spawn", "fork" or "forkserver".
         num_nodes: Machines; each runs the same program with MASTER_ADDR, MASTER_PORT and NODE_RANK set.
-
-    Raises:
-        ConfigurationError: This system does not have the start method.
     """
 
     def __init__(
@@ -68,12 +66,6 @@ class MultiprocessLauncher(Launcher):
         start_method: str = "spawn",
         num_nodes: int = 1,
     ) -> None:
-        available = multiprocessing.get_all_start_methods()
-        if start_method not in available:
-            raise ConfigurationError(
-                f"start_method={start_method!r} is not available here. Write one of "
-                f"{', '.join(map(repr, available))}."
-            )
         self.environment = environment
         self.num_processes = num_processes
         self.num_nodes = num_nodes
@@ -84,7 +76,8 @@ class MultiprocessLauncher(Launcher):
 
         Raises:
             LaunchError: There is no function, it or an argument cannot be pickled, fork is not possible any
-                more, or a rank failed: the message starts with that rank and its exception.
+                more, or a rank failed: the message names that rank and its exception, the cause is its
+                traceback.
         """
         if function is None:
             raise LaunchError(
@@ -92,7 +85,8 @@ class MultiprocessLauncher(Launcher):
                 "Move the loop into a function, `def main(fabric): ...`, and call `fabric.launch(main)`."
             )
         require_posix()
-        self._refuse_nested_start()
+        if self.start_method == "fork":
+            _refuse_fork_after_cuda()
         call = self._pack(function, args, kwargs)
         first, listener = place_here(self.environment, self.num_processes, self.num_nodes)
         return self._run(first, listener, call)
@@ -100,8 +94,11 @@ class MultiprocessLauncher(Launcher):
     def _run(self, first: Place, listener: socket.socket | None, call: bytes | tuple[Any, ...]) -> Any:
         if self.start_method == "fork":
             _prepare_fork(first.threads())
-        context, elsewhere = self._context(), self.num_nodes > 1
-        ranks = [_Rank(context, first.at(local), call) for local in range(self.num_processes)]
+        context, elsewhere = multiprocessing.get_context(self.start_method), self.num_nodes > 1
+        if self.start_method == "forkserver":
+            context.set_forkserver_preload(_PRELOAD)
+        places = [first.at(local) for local in range(self.num_processes)]
+        ranks = {place.rank: partial(_start_rank, context, place, call) for place in places}
         ours = all([isinstance(stream, io.TextIOWrapper | None) for stream in (sys.stdout, sys.stderr)])
         # A kernel's streams send each write of a forked process by a connection of its own: lines would mix.
         logs = None if ours or self.start_method != "fork" else RankLogs()
@@ -109,11 +106,12 @@ class MultiprocessLauncher(Launcher):
         numbers = (signal.SIGTERM, signal.SIGUSR1)
         heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
         handlers = Handlers(heard, lambda number, _: supervisor.pass_on(number))
-        failure = None
+        failure = store = None
         try:
             supervisor.start()
-            # Now: a rank forked while the store's thread takes a lock would find it taken for ever.
-            store = None if listener is None else _host(first, listener)
+            if listener is not None:
+                # Now: a rank forked while the store's thread takes a lock would find it taken for ever.
+                store = _host(first, listener)
             failure = supervisor.wait(wake=lambda: len(supervisor.endings) == len(ranks))
             failure = failure or supervisor.wait_noting(
                 "rank {} has returned; waiting for the end of its process"
@@ -122,31 +120,16 @@ class MultiprocessLauncher(Launcher):
                 ending = supervisor.endings.get(failure.rank)
                 trace = "" if ending is None else ending.trace
                 raise _launch_error(supervisor.summary(failure), trace, failure.code)
-            del store  # the next launch gets one of its own
             result = supervisor.endings[first.rank].result
             return None if result is None else pickle.loads(result)
         finally:
             supervisor.stop(spare=None if failure is None else failure.rank)
             supervisor.close()
+            del store  # an exception would keep its thread beside the forks of the next launch
             deadly = failure is not None and not callable(handlers.before(signal.SIGTERM))
             handlers.restore()
             if supervisor.signalled is not None and deadly:
                 die_by(signal.SIGTERM)
-
-    def _context(self) -> BaseContext:
-        context = multiprocessing.get_context(self.start_method)
-        if self.start_method == "forkserver":
-            context.set_forkserver_preload(_PRELOAD)
-        return context
-
-    def _refuse_nested_start(self) -> None:
-        if getattr(multiprocessing.current_process(), "_inheriting", False):
-            raise LaunchError(
-                "launch() was reached while a new rank imported this script. Ranks that are spawned import "
-                'the script first: put its start under `if __name__ == "__main__":`.'
-            )
-        if self.start_method == "fork":
-            _refuse_fork_after_cuda()
 
     def _pack(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -168,34 +151,28 @@ class MultiprocessLauncher(Launcher):
             ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """One rank to start."""
-
-    context: BaseContext
-    place: Place
-    call: bytes | tuple[Any, ...]
-
-    @property
-    def rank(self) -> int:
-        return self.place.rank
-
-    def start(self, link: Connection, logs: RankLogs | None) -> BaseProcess:
-        direct = self.context.get_start_method() != "forkserver"
-        usual = multiprocessing.get_start_method(allow_none=True)
-        variables = None if direct else dict(os.environ)
-        streams = None if logs is None else logs.streams(self.rank)
-        parent = os.getpid() if direct else None
-        task = Task(self.place, self.call, variables, parent, usual, streams)
-        process = self.context.Process(target=run_rank, args=(task, link))  # type: ignore[attr-defined]
-        with warnings.catch_warnings(), forking():
-            # Python 3.12 warns of any fork beside threads; what those threads hold here is taken care of.
-            message = ".*multi-threaded, use of fork"
-            warnings.filterwarnings("ignore", message=message, category=DeprecationWarning)
-            process.start()
-        for descriptor in streams or ():
-            os.close(descriptor)
-        return process  # type: ignore[no-any-return]
+def _start_rank(
+    context: BaseContext,
+    place: Place,
+    call: bytes | tuple[Any, ...],
+    link: Connection,
+    logs: RankLogs | None,
+) -> BaseProcess:
+    direct = context.get_start_method() != "forkserver"
+    usual = multiprocessing.get_start_method(allow_none=True)
+    variables = None if direct else dict(os.environ)
+    streams = None if logs is None else logs.streams(place.rank)
+    parent = os.getpid() if direct else None
+    task = Task(place, call, variables, parent, usual, streams)
+    process = context.Process(target=run_rank, args=(task, link))  # type: ignore[attr-defined]
+    with warnings.catch_warnings(), forking():
+        # Python 3.12 warns of any fork beside threads; what those threads hold here is taken care of.
+        message = ".*multi-threaded, use of fork"
+        warnings.filterwarnings("ignore", message=message, category=DeprecationWarning)
+        process.start()
+    for descriptor in streams or ():
+        os.close(descriptor)
+    return process  # type: ignore[no-any-return]
 
 
 def _host(place: Place, listener: socket.socket) -> Store:
@@ -222,26 +199,23 @@ _hook_before: Any = None
 
 
 def _launch_error(line: str, trace: str, code: int) -> LaunchError:
-    """The error of a function launch: the last line of a failed job, and the rank's traceback.
+    """The error of a function launch: the last line of a failed job, caused by the rank's traceback.
 
-    Where nobody catches it, the traceback comes first, the line last, and the process ends with the code.
+    Where nobody catches it, the process ends with the code.
     """
     global _hook_before
-    error = LaunchError(f"{line}\n\n{trace}".rstrip())
-    error.exit_code, error.told = code, (line, trace)
+    error = LaunchError(line)
+    error.exit_code = code
+    error.__cause__ = RemoteTraceback(f"\n{trace}") if trace else None
     if _hook_before is None:
-        _hook_before, sys.excepthook = sys.excepthook, _tell_once
+        _hook_before, sys.excepthook = sys.excepthook, _end_by_code
     return error
 
 
-def _tell_once(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-    told = error.told if isinstance(error, LaunchError) else None
-    if told is not None:
-        sys.stderr.write(told[1])
-        error.args = told[:1]
+def _end_by_code(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
     _hook_before(kind, error, tb)
-    if told is not None and error.exit_code != 1:  # type: ignore[attr-defined]
-        raise SystemExit(error.exit_code)  # type: ignore[attr-defined]
+    if isinstance(error, LaunchError) and error.exit_code != 1:
+        raise SystemExit(error.exit_code)
 
 
 def _refuse_fork_after_cuda() -> None:

@@ -10,22 +10,23 @@ import subprocess
 import sys
 import time
 from multiprocessing.connection import Pipe, wait
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
+from fabric.processes.endings import Ending
 from fabric.processes.signals import TOGETHER_S
+from fabric.strategies.launchers.failure import from_returncode, root_cause, summary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-    from fabric.processes.endings import Ending
-    from fabric.strategies.launchers.failure import Failure
     from fabric.strategies.launchers.rank_logs import RankLogs
 
     Process = subprocess.Popen[bytes] | BaseProcess
+    Start = Callable[[Connection, RankLogs | None], Process]
 
 ENDS = (signal.SIGTERM, signal.SIGINT)
 STOP_GRACE_S = 3.0
@@ -41,22 +42,12 @@ _POLL_S = 0.05
 """Seconds between two looks for the end of processes that will say no more."""
 
 
-class Start(Protocol):
-    """How one rank comes to be."""
-
-    @property
-    def rank(self) -> int:
-        """Its global rank."""
-
-    def start(self, link: Connection, logs: RankLogs | None) -> Process:
-        """Start its process, which may say an `Ending` to the link, and prints to the logs, if any."""
-
-
 class Supervisor:
     """The ranks of one machine, as child processes.
 
     Args:
-        starts: What to start.
+        starts: By rank, what starts its process: it is given a link, by which the rank may say an `Ending`,
+            and the logs, to which it is to print, if there are any.
         logs: Takes what the ranks print; None: it goes where this process prints.
         elsewhere: Whether the job has ranks on other machines.
         functions: Whether each rank says its ending, also a good one, and leaves its traceback to the caller.
@@ -64,7 +55,7 @@ class Supervisor:
 
     def __init__(
         self,
-        starts: Sequence[Start],
+        starts: Mapping[int, Start],
         logs: RankLogs | None = None,
         elsewhere: bool = False,
         functions: bool = False,
@@ -81,7 +72,7 @@ class Supervisor:
         self._functions = functions
         self._links: dict[int, Connection] = {}
         self._told: set[int] = set()
-        self._failures: dict[int, Failure] = {}
+        self._failures: dict[int, Ending] = {}
 
     def start(self) -> None:
         """Start all ranks.
@@ -90,13 +81,13 @@ class Supervisor:
             LaunchError: One cannot be started; those started before are stopped again.
         """
         try:
-            for one in self.starts:
-                self._links[one.rank], writer = Pipe(duplex=False)
+            for rank, start in self.starts.items():
+                self._links[rank], writer = Pipe(duplex=False)
                 with writer:  # ours; the rank's own end closes with the rank
-                    self.processes[one.rank] = one.start(writer, self.logs)
+                    self.processes[rank] = start(writer, self.logs)
         except OSError as error:
             self.stop()
-            raise LaunchError(f"Rank {one.rank} could not be started: {error}.") from error
+            raise LaunchError(f"Rank {rank} could not be started: {error}.") from error
         if self.logs is not None:
             self.logs.start()
 
@@ -104,7 +95,7 @@ class Supervisor:
         """Ranks whose process has not ended."""
         return [rank for rank, process in self.processes.items() if _code(process) is None]
 
-    def wait(self, timeout: float | None = None, wake: Callable[[], bool] = lambda: False) -> Failure | None:
+    def wait(self, timeout: float | None = None, wake: Callable[[], bool] = lambda: False) -> Ending | None:
         """Block until a rank has failed, all have ended, `stop` was called or `timeout` seconds are over.
 
         Args:
@@ -117,12 +108,12 @@ class Supervisor:
         self._until(lambda: self._failures or self.stopping or wake(), timeout)
         return None if wake() else self.first_failure()
 
-    def wait_all(self, timeout: float) -> Failure | None:
+    def wait_all(self, timeout: float) -> Ending | None:
         """Block until all have ended or `timeout` seconds are over; failures do not end the waiting."""
         self._until(lambda: False, timeout)
         return self.first_failure()
 
-    def wait_noting(self, what: str) -> Failure | None:
+    def wait_noting(self, what: str) -> Ending | None:
         """As `wait`; after some time it is said for which ranks."""
         failure = self.wait(EXIT_NOTE_S)
         if failure is None and not self.stopping and (late := self.running()):
@@ -130,13 +121,11 @@ class Supervisor:
             failure = self.wait()
         return failure
 
-    def first_failure(self) -> Failure | None:
+    def first_failure(self) -> Ending | None:
         """The cause among the failures so far; looks a moment longer where only consequences are in sight."""
         self._look()
         if not self._failures:
             return None
-        from fabric.strategies.launchers.failure import root_cause
-
         seconds, failures = SETTLE_ELSEWHERE_S if self.elsewhere else SETTLE_S, self._failures
         self._until(lambda: self.stopping or not root_cause(failures.values()).is_consequence, seconds)
         return root_cause(failures.values(), self.finished())
@@ -146,12 +135,12 @@ class Supervisor:
         ended = [rank for rank, process in self.processes.items() if _code(process) == 0]
         return sorted({*ended, *self.endings} - self._failures.keys())
 
-    def summary(self, cause: Failure) -> str:
+    def summary(self, cause: Ending) -> str:
         """Tell all others than the one that failed to end; the last line of the job."""
         self.tell(spare=cause.rank)
-        return cause.summary(self._told, self._failures.values(), self.elsewhere)
+        return summary(cause, self._told, self._failures.values(), self.elsewhere)
 
-    def conclude(self, cause: Failure) -> int:
+    def conclude(self, cause: Ending) -> int:
         """Stop all ranks and print the cause, last; gives the exit code of the job."""
         line = self.summary(cause)
         self.stop(spare=cause.rank)
@@ -222,8 +211,6 @@ class Supervisor:
         for rank, code in codes.items():
             silent = self._functions and code == 0 and rank not in self.endings
             if (code or silent) and rank not in self._failures:
-                from fabric.strategies.launchers.failure import from_returncode
-
                 self._failures[rank] = from_returncode(rank, code or 0, now)
 
     def _hear(self, rank: int, link: Connection) -> None:
@@ -231,16 +218,12 @@ class Supervisor:
         del self._links[rank]
         with link, contextlib.suppress(EOFError, OSError):
             said = pickle.loads(link.recv_bytes())
-            from fabric.processes.endings import Ending
-
-            self.endings[rank] = ending = Ending(*said)
+            self.endings[rank] = ending = Ending(*said)._replace(rank=rank)
             trace = "" if self._functions else ending.trace
             if self.logs is not None:
                 self.logs.note(rank, trace)
             if ending.reason is not None:
-                from fabric.strategies.launchers.failure import Failure
-
-                self._failures[rank] = Failure(rank, ending.when, ending.reason, ending.code, trace)
+                self._failures[rank] = ending._replace(trace=trace)
 
     def _until(self, over: Callable[[], object], timeout: float | None) -> None:
         """Block until `over()`, all ranks have ended, or so many seconds have passed."""

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from fabric.accelerators.devices import check_device_type, parse_cpu_devices, parse_gpu_devices
+from fabric.accelerators.devices import check_device_type, parse_cpu_devices
+from fabric.accelerators.generic import parse_gpu_devices
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 
 FOUR = [0, 1, 2, 3]

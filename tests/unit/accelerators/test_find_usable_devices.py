@@ -40,28 +40,26 @@ def test_occupied_devices_are_skipped(asked, found):
 def test_fewer_usable_than_asked(four_gpus):
     with pytest.raises(
         UsageError,
-        match=r"found 2 usable of 4 CUDA devices: \[1, 3\]\..*answered: 0: busy; 2: busy\. Ask for",
+        match=r"2 of 4 cuda devices are usable: \[1, 3\]\..*answered: 0: busy; 2: busy\. Ask for",
     ):
         find_usable_cuda_devices(3)
     four_gpus((0, 1, 2, 3))
     assert find_usable_cuda_devices() == []
-    with pytest.raises(RuntimeError, match=r"found 0 usable of 4.*see nvidia-smi"):
+    with pytest.raises(RuntimeError, match=r"0 of 4.*see nvidia-smi"):
         find_usable_cuda_devices(1)
 
 
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("asked", [5, -2])
 def test_more_than_the_machine_has(asked):
-    with pytest.raises(
-        ConfigurationError, match=rf"\({asked}\): this machine has 4 CUDA devices\. Ask for at"
-    ):
+    with pytest.raises(ConfigurationError, match=rf"={asked}: this machine has 4 cuda devices\. Ask for at"):
         find_usable_cuda_devices(asked)
 
 
 @pytest.mark.parametrize("asked", [-1, 1, 2])
 def test_a_machine_without_gpus(monkeypatch, asked):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigurationError, match=r'this machine has 0 CUDA.*write accelerator="cpu"'):
+    with pytest.raises(ConfigurationError, match=r'"cuda" was asked for, but.*Write accelerator="cpu"'):
         find_usable_cuda_devices(asked)
 
 

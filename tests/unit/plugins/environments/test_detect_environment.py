@@ -104,7 +104,7 @@ def test_a_world_size_that_differs_from_devices():
 def test_a_broken_torchrun_environment(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("RANK", "x")
-    with pytest.raises(ConfigurationError, match="needs RANK, which torchrun sets, but it is 'x'"):
+    with pytest.raises(ConfigurationError, match="variable RANK='x' must be a whole number"):
         find_environment().environment.global_rank()
 
 

@@ -104,7 +104,11 @@ def test_precedence_is_as_documented():
 
 @pytest.mark.parametrize(
     ("given", "loaded"),
-    [({}, {"local"}), (OPENMPI, {"mpi", "started"}), (TORCHRUN, {"torchelastic", "started", "rendezvous"})],
+    [
+        ({}, {"local"}),
+        (OPENMPI, {"mpi", "started"}),
+        (TORCHRUN, {"torchelastic", "started", "rendezvous", "stores"}),
+    ],
 )
 def test_only_the_chosen_environment_is_imported(given, loaded):
     code = (

@@ -234,7 +234,7 @@ ERRORS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     ),
     "srun: unequal machines": (
         *({**SRUN, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"}, {}),
-        "machines have unequal numbers of processes, this one 1. Every machine needs the same number: start",
+        "asks for 2 processes, 1 on each machine, but srun started 3 (SLURM_STEP_NUM_TASKS=3,",
     ),
     "sbatch without srun: several machines": (
         *(BATCH, {"devices": 2, "num_nodes": 2}),
@@ -266,10 +266,6 @@ ERRORS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         *(POD, {"num_nodes": 4}),
         "devices=1 x num_nodes=4 asks for 4 processes, 1 on each machine, but the PyTorchJob started 3 (",
     ),
-    "pod meant for torchrun": (
-        *({**POD, "PET_NPROC_PER_NODE": "4"}, {}),
-        "The PyTorchJob has nprocPerNode 4 (PET_NPROC_PER_NODE), so WORLD_SIZE=3 counts 4 processes in each",
-    ),
     "torchrun: devices": (
         TORCHRUN,
         {"devices": 4},
@@ -279,7 +275,11 @@ ERRORS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         *({"FABRIC_ENVIRONMENT": "slurm"}, {}),
         "SLURMEnvironment needs SLURM_NODEID, which srun sets, but it is not set. Start the script with srun",
     ),
-    "forced: mpi without MPI": ({"FABRIC_ENVIRONMENT": "mpi"}, {}, "needs an MPI launcher's variables"),
+    "forced: mpi without MPI": (
+        {"FABRIC_ENVIRONMENT": "mpi"},
+        {},
+        "MPIEnvironment needs OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     "forced: lsf without LSF": ({"FABRIC_ENVIRONMENT": "lsf"}, {}, "LSFEnvironment needs JSM_NAMESPACE_SIZE"),
     "forced: kubeflow without a pod": ({"FABRIC_ENVIRONMENT": "kubeflow"}, {}, "needs WORLD_SIZE, which"),
     "forced: misspelt": (
@@ -294,7 +294,7 @@ ERRORS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "a number that is none": (
         {**SRUN, "SLURM_NODEID": "x"},
         {},
-        "SLURM_NODEID, which srun sets, but it is 'x'",
+        "The environment variable SLURM_NODEID='x' must be a whole number",
     ),
 }
 

@@ -10,9 +10,9 @@ import types
 from datetime import timedelta
 
 import pytest
-from environment_rows import HYDRA, OPENMPI, SRUN, TASK, clear, env
+from environment_rows import HYDRA, OPENMPI, SRUN, clear, env
 
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, LaunchError
+from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments import LSFEnvironment, MPIEnvironment, SLURMEnvironment
 from fabric.plugins.environments.started import port_of
 from fabric.utilities.rank_zero import rank_zero_only
@@ -77,8 +77,6 @@ def test_name_and_id_of_a_job(monkeypatch):
 def test_the_signal_is_one():
     assert SLURMEnvironment(requeue_signal=signal.SIGUSR2).requeue_signal is signal.SIGUSR2
     assert SLURMEnvironment().auto_requeue
-    with pytest.raises(ArgumentTypeError, match=r"requeue_signal='USR1' must be a signal\. Write signal\."):
-        SLURMEnvironment(requeue_signal="USR1")
 
 
 def test_ports_of_jobs_and_steps_at_the_same_time():
@@ -116,21 +114,15 @@ def test_groups_of_one_job_share_a_store_but_no_keys():
     assert first.get("a") == b"1"
 
 
-def test_a_port_that_is_taken(monkeypatch, one_task):
+def test_a_port_that_is_taken(one_task):
     with socket.create_server(("127.0.0.1", one_task)):
         with pytest.raises(LaunchError) as caught:
             SLURMEnvironment().make_store(0, 2, SECOND)
         assert str(caught.value) == (
             f"Rank zero cannot listen on 127.0.0.1:{one_task}: another process on this machine holds the "
-            "port. The number is the same for all ranks (MASTER_PORT says so): set MASTER_PORT to another "
-            "one for all of them."
+            "port. Set MASTER_PORT (--main-port) to another number, the same for all ranks; on one machine "
+            "`fabric run` and `python train.py` take a free one where it is left out."
         )
-    monkeypatch.delenv("MASTER_PORT")
-    with (
-        socket.create_server(("127.0.0.1", TASK.port)),
-        pytest.raises(LaunchError, match="derived from the job"),
-    ):
-        SLURMEnvironment().make_store(0, 2, SECOND)
 
 
 def test_a_machine_whose_name_does_not_resolve(monkeypatch):
