@@ -91,17 +91,16 @@ def _copied(items: Iterable[Any]) -> list[Any]:
 
 def tell(part: Any, epoch: int) -> None:
     """Call `set_epoch` of a user's sampler (and of one inside a batch sampler) or dataset."""
-    for each in (part, getattr(part, "sampler", None)):
-        set_epoch = getattr(each, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
+    for each in _told(part):
+        each.set_epoch(epoch)
 
 
 def epoch_of(part: Any) -> int | None:
     """The epoch that a user's sampler (or one inside a batch sampler) or dataset was told; None: none."""
-    for each in (part, getattr(part, "sampler", None)):
-        if callable(getattr(each, "set_epoch", None)):
-            epoch = getattr(each, "epoch", getattr(each, "_epoch", None))
-            if isinstance(epoch, int):
-                return epoch
-    return None
+    epochs = [getattr(each, "epoch", getattr(each, "_epoch", None)) for each in _told(part)]
+    return next((epoch for epoch in epochs if isinstance(epoch, int)), None)
+
+
+def _told(part: Any) -> list[Any]:
+    both = (part, getattr(part, "sampler", None))
+    return [each for each in both if callable(getattr(each, "set_epoch", None))]
