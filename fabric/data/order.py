@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from fabric.data.randomness import PrivateRandomness
 from fabric.utilities.seed import derive_seed
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _ORDERED = (SequentialSampler, range, list, tuple)
+_DRAWS_AT_START = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _GROWTH = 256
 
 
@@ -71,7 +72,7 @@ class Order:
             next(islice(stream, skip - keep, skip - keep), None)  # passes them over
             drawn += _copied(islice(stream, size))
         yield from drawn
-        if private is None or self.seed is None:
+        if private is None or self.seed is None or type(self.sampler) in _DRAWS_AT_START:
             yield from stream
             return
         while drawn:
