@@ -154,7 +154,7 @@ def _stream(loader: DataLoader[Any], share: Share, seed: int, uneven: str | None
         return IndexStream(Order(items, seed, share.world), Rule(share, None, False, uneven or "pad"))
     order = Order(batches.sampler, seed, batches.batch_size * share.world)
     policy = uneven or ("exact" if order.is_sequential else "pad")
-    return IndexStream(order, Rule(share, batches.batch_size, batches.drop_last, policy))
+    return IndexStream(order, Rule(share, batches.batch_size, batches.drop_last, policy), batches)
 
 
 def _is_opaque(loader: DataLoader[Any]) -> bool:
