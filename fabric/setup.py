@@ -331,16 +331,13 @@ class SetupVerbs(RankFacts):
         iterable: bool | None,
     ) -> _FabricDataLoader:
         from fabric.data.rules import Share
-        from fabric.data.sharding import own_loader, shard_loader
+        from fabric.data.sharding import shard_loader
 
         seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
         seed = self._strategy.broadcast(seed)  # one order on all ranks, whatever each of them was seeded with
-        if shard:
-            part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-            share = Share(part["rank"], part["num_replicas"])
-            source = shard_loader(given, share, seed, uneven, iterable, self.world_size)
-        else:
-            source = own_loader(given, self._data_rank, seed, uneven)
+        part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        share = Share(part["rank"], part["num_replicas"]) if shard else Share(self._data_rank, 1)
+        source = shard_loader(given, share, seed, uneven, iterable, self.world_size, shard=shard)
         loader = self._strategy.process_dataloader(source.loader)
         peers = together = None
         if self.world_size > 1:

@@ -55,7 +55,7 @@ def iter_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if not is_node(tree):
         yield path, tree
         return
-    for key, child in _items(tree):
+    for key, child in children(tree):
         yield from iter_paths(child, f"{path}{_step(tree, key)}")
 
 
@@ -63,7 +63,8 @@ def _step(tree: Any, key: Any) -> str:
     return f".{key}" if not isinstance(tree, _CONTAINERS) else f"[{key!r}]"
 
 
-def _items(tree: Any) -> list[tuple[Any, Any]]:
+def children(tree: Any) -> list[tuple[Any, Any]]:
+    """The children of a node, each with its key, index or name."""
     if isinstance(tree, dict):
         return list(tree.items())
     if isinstance(tree, _SEQUENCES):

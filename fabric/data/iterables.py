@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -27,26 +28,17 @@ if TYPE_CHECKING:
     from fabric.data.rules import Rule
 
 
-class Batch(NamedTuple):
-    """What `Collate` makes one batch of. Without a note it is a message to the source, or a turn let pass."""
+@dataclass(slots=True)
+class Batch:
+    """A batch on its way to the loop. Without a note it is a message to the source, or a turn let pass."""
 
     items: Any
-    seed: int | None
-    note: Any
+    note: Any = None
+    seed: int | None = None
 
-
-class Arrived:
-    """A batch on its way to the loop, with its note."""
-
-    __slots__ = ("batch", "note")
-
-    def __init__(self, batch: Any, note: Any) -> None:
-        self.batch = batch
-        self.note = note
-
-    def pin_memory(self) -> Arrived:
+    def pin_memory(self) -> Batch:
         """Asked by torch of types that it does not know."""
-        return Arrived(pin_memory(self.batch), self.note)
+        return Batch(pin_memory(self.items), self.note)
 
 
 class Collate:
@@ -55,13 +47,13 @@ class Collate:
     def __init__(self, then: Callable[[Any], Any]) -> None:
         self.then = then
 
-    def __call__(self, batch: Batch) -> Arrived:
+    def __call__(self, batch: Batch) -> Batch:
         """The collated batch, with its note; without one, it is no batch of the user's."""
         if batch.note is None:
-            return Arrived(batch.items, None)
+            return batch
         if batch.seed is not None:
             seed_draws(batch.seed)
-        return Arrived(self.then(batch.items), batch.note)
+        return Batch(self.then(batch.items), batch.note)
 
 
 class Batched(Dataset, IterableDataset[Batch]):
@@ -131,7 +123,7 @@ class Batched(Dataset, IterableDataset[Batch]):
         number = worker if self.own else 0
         if saved and self.own and worker < saved["next"]:
             # Batches come from workers in turn, beginning with the first: who is not next lets one pass.
-            yield Batch(None, None, None)
+            yield Batch(None)
         entry = saved["streams"].get(number) if saved else None
         if entry and entry["ended"]:
             return
@@ -140,7 +132,7 @@ class Batched(Dataset, IterableDataset[Batch]):
         if self.asks and not self.own:
             block = draw(self.rule.size)
             draw = _after(block, draw)
-            yield Batch(Head.of(block) if worker == 0 else None, None, None)
+            yield Batch(Head.of(block) if worker == 0 else None)
         # By now the loop's process may have learned that the dataset shares itself out.
         turns, rule = 1 if self.own else max(workers, 1), self.rule
 
@@ -155,7 +147,7 @@ class Batched(Dataset, IterableDataset[Batch]):
                 dataset, random = dealt.mark
                 note = {"samples": dealt.end, "dataset": dataset, "random": random, "ended": dealt.last}
                 seed = derive_seed(*self.salts, epoch, dealt.end, number) if workers else None
-                yield Batch(items, seed, (number, note, dealt.short))
+                yield Batch(items, (number, note, dealt.short), seed)
 
     def _opened(self, epoch: int, entry: dict[str, Any] | None, worker: int) -> Any:
         """(function that draws, its randomness, the first items, position) of this process's stream."""

@@ -167,11 +167,14 @@ class _FabricDataLoader(Loader):
         if self._peers is not None and not source.settled and source.settle(batches, self._peers):
             batches = self._started()
         pairs: Iterator[Any] = source.pairs(batches)
-        if self._peers is not None and source.per_rank and self._stops_together():
-            pairs = self._peers.in_step(pairs, source.left(), self._together == "error")
+        together = self._together if self._together != "train" or torch.is_grad_enabled() else None
+        if self._peers is not None and source.per_rank and together in ("drop", "error", "train"):
+            pairs = self._peers.in_step(pairs, source.left(), together == "error")
         # On the host nothing walks the batch.
         if self._device is not None and self._device.type != "cpu":
-            pairs = self._ahead(pairs, self._device) if self._looks_ahead else self._moved(pairs)
+            from fabric.data.prefetch import Prefetch
+
+            pairs = Prefetch(pairs, self._device, self._move, self._looks_ahead)
         if self._peers is not None and not source.per_rank and torch.is_grad_enabled():
             pairs = self._peers.compared(pairs, source.agreed, epoch)  # after what looks ahead
         self.wait_seconds += time.perf_counter() - begin
@@ -202,15 +205,6 @@ class _FabricDataLoader(Loader):
             if close is not None:
                 close()
 
-    def _ahead(self, pairs: Iterator[Any], device: torch.device) -> Iterator[Any]:
-        from fabric.data.prefetch import Prefetch
-
-        return Prefetch(pairs, device, self._move)
-
-    def _moved(self, pairs: Iterator[Any]) -> Iterator[Any]:
-        for batch, note in pairs:
-            yield self._move(batch, self._device), note  # type: ignore[arg-type]
-
     @property
     def batches_done(self) -> int:
         """How many batches of this epoch the loop has received, those before it was resumed included.
@@ -225,9 +219,6 @@ class _FabricDataLoader(Loader):
         if done is None:
             raise UsageError(f"{type(self._dataloader).__name__} does not say how many batches it has given.")
         return done
-
-    def _stops_together(self) -> bool:
-        return self._together in ("drop", "error") or (self._together == "train" and torch.is_grad_enabled())
 
     def __len__(self) -> int:
         return self._source.length()

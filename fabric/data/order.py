@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from fabric.data.randomness import PrivateRandomness
 from fabric.utilities.seed import derive_seed
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _ORDERED = (SequentialSampler, range, list, tuple)
+_DRAWS_AT_START = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _GROWTH = 256
 
 
@@ -71,7 +72,7 @@ class Order:
             next(islice(stream, skip - keep, skip - keep), None)  # passes them over
             drawn += _copied(islice(stream, size))
         yield from drawn
-        if private is None or self.seed is None:
+        if private is None or self.seed is None or type(self.sampler) in _DRAWS_AT_START:
             yield from stream
             return
         while drawn:
@@ -91,17 +92,16 @@ def _copied(items: Iterable[Any]) -> list[Any]:
 
 def tell(part: Any, epoch: int) -> None:
     """Call `set_epoch` of a user's sampler (and of one inside a batch sampler) or dataset."""
-    for each in (part, getattr(part, "sampler", None)):
-        set_epoch = getattr(each, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
+    for each in _told(part):
+        each.set_epoch(epoch)
 
 
 def epoch_of(part: Any) -> int | None:
     """The epoch that a user's sampler (or one inside a batch sampler) or dataset was told; None: none."""
-    for each in (part, getattr(part, "sampler", None)):
-        if callable(getattr(each, "set_epoch", None)):
-            epoch = getattr(each, "epoch", getattr(each, "_epoch", None))
-            if isinstance(epoch, int):
-                return epoch
-    return None
+    epochs = [getattr(each, "epoch", getattr(each, "_epoch", None)) for each in _told(part)]
+    return next((epoch for epoch in epochs if isinstance(epoch, int)), None)
+
+
+def _told(part: Any) -> list[Any]:
+    both = (part, getattr(part, "sampler", None))
+    return [each for each in both if callable(getattr(each, "set_epoch", None))]

@@ -30,6 +30,7 @@ class Prefetch:
         device: Where batches go.
         move: Function (batch, device) that moves a batch. It must not write to memory that the last batch
             is in.
+        looks_ahead: Whether batches may be fetched before they are asked for.
         side: Takes the place of the device's own side stream.
     """
 
@@ -38,6 +39,7 @@ class Prefetch:
         batches: Iterator[tuple[Any, Any]],
         device: torch.device,
         move: Callable[[Any, torch.device], Any],
+        looks_ahead: bool = True,
         *,
         side: SideStream | None = None,
     ) -> None:
@@ -45,7 +47,7 @@ class Prefetch:
         self._device = device
         self._move = move
         self._side = side
-        self._looks_ahead = side is not None or _has_streams(device)
+        self._looks_ahead = looks_ahead and (side is not None or _has_streams(device))
         self._given: Any = None
         self._next: tuple[Any, Any] | Exception | None = None  # a batch that was copied ahead, or its error
 

@@ -18,38 +18,23 @@ def seed_draws(seed: int) -> None:
         numpy.random.seed((seed ^ 2) % 2**32)
 
 
-class OwnGenerators:
-    """The generator objects of a loader and of its samplers: torch's, python's and numpy's.
+def generators_of(holders: list[Any], but: Any) -> list[Any]:
+    """The generators, torch's, python's and numpy's, that are attributes of `holders`; not `but`."""
+    found: dict[int, Any] = {}
+    for holder in holders:
+        values = [*getattr(holder, "__dict__", {}).values(), getattr(holder, "generator", None)]
+        found.update({id(value): value for value in values if value is not but and _ways(value) is not None})
+    return list(found.values())
 
-    Args:
-        holders: Objects whose attributes are looked at; None among them are passed over.
-        but: One that is not the user's.
-    """
 
-    def __init__(self, holders: list[Any], but: torch.Generator | None) -> None:
-        found: dict[int, Any] = {}
-        for holder in holders:
-            values = [*getattr(holder, "__dict__", {}).values(), getattr(holder, "generator", None)]
-            found.update(
-                {id(value): value for value in values if value is not but and _ways(value) is not None}
-            )
-        self.generators = list(found.values())
+def state_of(generator: Any) -> Any:
+    """Its state, in types that safe loading reads."""
+    return _ways(generator)[0]()
 
-    def __len__(self) -> int:
-        return len(self.generators)
 
-    def seeds(self) -> list[int]:
-        """What torch's generators were seeded with."""
-        return [g.initial_seed() % 2**63 for g in self.generators if isinstance(g, torch.Generator)]
-
-    def states(self) -> list[Any]:
-        """Their states, in types that safe loading reads."""
-        return [_ways(generator)[0]() for generator in self.generators]
-
-    def set_states(self, states: list[Any]) -> None:
-        """Put back what `states` gave."""
-        for generator, state in zip(self.generators, states, strict=True):
-            _ways(generator)[1](state)
+def set_state(generator: Any, state: Any) -> None:
+    """Put back what `state_of` gave."""
+    _ways(generator)[1](state)
 
 
 def _ways(value: Any) -> Any:

@@ -27,11 +27,15 @@ def shard_loader(
     uneven: str | None,
     shard_iterable: bool | None = None,
     ranks: int = 1,
+    *,
+    shard: bool = True,
 ) -> Source:
     """A copy of `loader` that yields this rank's part, as a `Source`; the user's own is left as it is.
 
     Loaders that the user has sharded (DistributedSampler, or any sampler or iterable dataset with
-    `num_replicas` and `rank`) keep their stream.
+    `num_replicas` and `rank`) keep their order; workers are seeded apart by rank, worker and batch all the
+    same. A generator that the user gave stays in use. Without one, torch draws the workers' seed from the
+    training loop's global stream whenever an iteration starts; here it comes from a generator of the copy.
 
     Args:
         loader: Any DataLoader, subclasses with foreign constructors included.
@@ -42,6 +46,7 @@ def shard_loader(
             be split, so there "pad" keeps steps equal.
         shard_iterable: False: an iterable dataset takes its part itself. None: the ranks compare.
         ranks: How many there are to compare; more than shares where several hold one model.
+        shard: False: the user has shared the data out.
 
     Raises:
         ConfigurationError: Unknown `uneven`, or "pad" where Fabric does not deal; samples left over under
@@ -49,42 +54,25 @@ def shard_loader(
     """
     check_uneven(uneven)
     loader = _of_torch(loader)
-    if isinstance(loader.dataset, IterableDataset):
-        alone = shard_iterable is False or _knows_its_rank(loader.dataset)
-        if not alone and not _is_opaque(loader):
-            asks = shard_iterable is None and ranks > 1
-            return _stream_loader(loader, share, seed, uneven, asks=asks)
-        if not alone and share.world > 1:
-            _warn_of_repeats(loader.dataset, share.world)
-        return own_loader(loader, share.rank, seed, uneven)
-    if any(_knows_its_rank(part) for part in samplers_of(loader)):
-        return own_loader(loader, share.rank, seed, uneven)
-    if share.world > 1:
+    streams = isinstance(loader.dataset, IterableDataset)
+    opaque = _is_opaque(loader)
+    parts = [loader.dataset] if streams else samplers_of(loader)
+    own = not shard or (streams and shard_iterable is False) or any([_knows_its_rank(part) for part in parts])
+    if not own and streams and opaque and share.world > 1:
+        _warn_of_repeats(loader.dataset, share.world)
+    own = own or (streams and opaque)
+    if own:
+        check_padding(uneven, type(loader).__name__)
+    elif share.world > 1:
         _refuse_running(loader)
-    stream = _stream(loader, share, seed, uneven)
+    if streams and opaque:
+        return Source(_copied(loader, share.rank, seed)[0])
+    if streams:
+        asks = not own and shard_iterable is None and ranks > 1
+        return _stream_loader(loader, share, seed, uneven, asks, own)
+    stream = _stream(loader, share, seed, uneven, own)
     stream.check_even()
     return _index_source(loader, stream, seed, share.rank)
-
-
-def own_loader(loader: DataLoader[Any], rank: int, seed: int, uneven: str | None = None) -> Source:
-    """As `shard_loader`, with the order unchanged; workers are seeded apart by rank, worker and batch.
-
-    A generator that the user gave stays in use. Without one, torch draws the workers' seed from the training
-    loop's global stream whenever an iteration starts; here it comes from a generator of the copy.
-
-    Raises:
-        ConfigurationError: `uneven` asks for what only Fabric's own dealing can do.
-    """
-    check_uneven(uneven)
-    check_padding(uneven, type(loader).__name__)
-    loader = _of_torch(loader)
-    if isinstance(loader.dataset, IterableDataset) and not _is_opaque(loader):
-        return _stream_loader(loader, Share(rank, 1), seed, uneven, own=True)
-    if isinstance(loader.dataset, IterableDataset):
-        return Source(_copied(loader, rank, seed)[0])
-    items = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    stream = IndexStream(Order(items, None), Rule(Share(0, 1), None, False, "exact"))
-    return _index_source(loader, stream, seed, rank)
 
 
 def _of_torch(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -140,8 +128,8 @@ def _stream_loader(
     share: Share,
     seed: int,
     uneven: str | None,
-    asks: bool = False,
-    own: bool = False,
+    asks: bool,
+    own: bool,
 ) -> Source:
     from fabric.data.iterables import Batched, Collate
     from fabric.data.stream_source import StreamSource
@@ -157,14 +145,16 @@ def _stream_loader(
     return StreamSource(copied, dataset, seed, generator, uneven)
 
 
-def _stream(loader: DataLoader[Any], share: Share, seed: int, uneven: str | None) -> IndexStream:
+def _stream(loader: DataLoader[Any], share: Share, seed: int, uneven: str | None, own: bool) -> IndexStream:
     batches = loader.batch_sampler
-    if type(batches) is BatchSampler:
-        order = Order(batches.sampler, seed, batches.batch_size * share.world)
-        policy = uneven or ("exact" if order.is_sequential else "pad")
-        return IndexStream(order, Rule(share, batches.batch_size, batches.drop_last, policy))
     items = loader.sampler if batches is None else batches
-    return IndexStream(Order(items, seed, share.world), Rule(share, None, False, uneven or "pad"))
+    if own:
+        return IndexStream(Order(items, None), Rule(Share(0, 1), None, False, "exact"))
+    if type(batches) is not BatchSampler:
+        return IndexStream(Order(items, seed, share.world), Rule(share, None, False, uneven or "pad"))
+    order = Order(batches.sampler, seed, batches.batch_size * share.world)
+    policy = uneven or ("exact" if order.is_sequential else "pad")
+    return IndexStream(order, Rule(share, batches.batch_size, batches.drop_last, policy), batches)
 
 
 def _is_opaque(loader: DataLoader[Any]) -> bool:

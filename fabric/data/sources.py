@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fabric.core.errors import UsageError
 from fabric.data.order import epoch_of, tell
-from fabric.data.randomness import OwnGenerators
+from fabric.data.randomness import generators_of, set_state, state_of
 from fabric.data.rules import Share
 from fabric.utilities.data import sized_len
 from fabric.utilities.seed import derive_seed, host_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
     from fabric.data.streams import IndexStream
     from fabric.data.together import Peers
@@ -134,7 +134,7 @@ class Drawing(Source):
         super().__init__(loader)
         self.seed = seed
         self.own = own
-        self.generators = OwnGenerators([loader, *samplers_of(loader)], own)
+        self.generators = generators_of([loader, *samplers_of(loader)], own)
         self.start: dict[str, Any] = {}
         """The position at which this iteration began."""
 
@@ -146,11 +146,16 @@ class Drawing(Source):
         """
         if saved is not None:
             check_same("random generators of its own", len(saved["generators"]), len(self.generators))
-            self.generators.set_states(saved["generators"])
+            for generator, state in zip(self.generators, saved["generators"], strict=True):
+                set_state(generator, state)
             self.seed = saved["seed"]
         if self.own is not None:
             self.own.manual_seed(derive_seed(self.seed, epoch, _WORKERS))
         self.start = saved or self.fresh()
+
+    def drawn_from(self) -> list[Any]:
+        """The states of the user's generators."""
+        return [state_of(generator) for generator in self.generators]
 
     def moved(self, note: Any) -> dict[str, Any]:
         """What of the position has changed by the batch with this note."""
@@ -222,7 +227,8 @@ class IndexSource(Drawing):
         else:
             order.states = saved["random"] if saved else None
         if self.loader.num_workers:
-            stream.salts = (self.seed, epoch, self.rank, *self.generators.seeds())
+            given = [g.initial_seed() % 2**63 for g in self.generators if isinstance(g, torch.Generator)]
+            stream.salts = (self.seed, epoch, self.rank, *given)
 
     def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """Batches with the positions after them; no Python frame of ours per batch."""
@@ -246,7 +252,7 @@ class IndexSource(Drawing):
     def fresh(self) -> dict[str, Any]:
         """See the base."""
         parts = {"samples": 0, "length": self._items(), "check": None}
-        state = {**parts, "seed": self.seed, "generators": self.generators.states()}
+        state = {**parts, "seed": self.seed, "generators": self.drawn_from()}
         return state if self.dealt else {**state, "random": host_states()}
 
     def length(self) -> int:

@@ -80,11 +80,6 @@ class StreamSource(Drawing):
         if saved:
             self.dataset.salts = (self.seed, self.dataset.salts[1])
             drop_workers(self.loader)  # workers that live on would not hear of it
-            if any([not each["ended"] and each["dataset"] is None for each in saved["streams"].values()]):
-                rank_zero_warn(
-                    f"{type(self.dataset.dataset).__name__} is read again from the epoch's beginning up to "
-                    "the saved position. Give it state_dict() and load_state_dict() to go on at once."
-                )
         self._head = None
         self.dataset.begin(epoch, saved)
 
@@ -103,7 +98,7 @@ class StreamSource(Drawing):
             UsageError: They read shares of their own, and the position is one in a stream of all.
         """
         first = next(batches, None)
-        self._head = None if first is None else first.batch
+        self._head = None if first is None else first.items
         held = peers.exchange((self.dataset.dealt.share.rank, self._head))
         if any([head is None for _, head in held]):  # a finished epoch was resumed
             return False
@@ -140,16 +135,22 @@ class StreamSource(Drawing):
         streams = self.start["streams"]
         turns = max(1, self.loader.num_workers) if self.dataset.own else 1
         stops = self.uneven is None and self.dataset.rule.batch is None and torch.is_grad_enabled()
+        if any([not each["ended"] and each["dataset"] is None for each in streams.values()]):
+            name = type(self.dataset.dataset).__name__
+            rank_zero_warn(
+                f"{name} is read again from the epoch's beginning up to the saved "
+                "position. Give it state_dict() and load_state_dict() to go on at once."
+            )
         for arrived in batches:
             if arrived.note is None:
-                self._head = arrived.batch or self._head
+                self._head = arrived.items or self._head
                 continue
             number, entry, short = arrived.note
             if short and stops and not self.dataset.own:
                 rank_zero_warn(_FEWER)
                 return
             streams = {**streams, number: entry}
-            yield arrived.batch, (streams, (number + 1) % turns)
+            yield arrived.items, (streams, (number + 1) % turns)
 
     def moved(self, note: Any) -> dict[str, Any]:
         """See the base."""
@@ -158,7 +159,7 @@ class StreamSource(Drawing):
     def fresh(self) -> dict[str, Any]:
         """See the base."""
         workers = self.loader.num_workers if self.dataset.own else None
-        drawn = {"seed": self.seed, "generators": self.generators.states()}
+        drawn = {"seed": self.seed, "generators": self.drawn_from()}
         return {"streams": {}, "next": 0, "num_workers": workers, **drawn}
 
     def length(self) -> int:

@@ -43,11 +43,13 @@ class IndexStream:
     Args:
         order: The items of one epoch.
         rule: How they are dealt out.
+        batches: The user's BatchSampler, which has the size of batches, also when that is changed.
     """
 
-    def __init__(self, order: Order, rule: Rule) -> None:
+    def __init__(self, order: Order, rule: Rule, batches: Any = None) -> None:
         self.order = order
-        self.rule = rule
+        self._rule = rule
+        self._batches = batches
         self.salts: tuple[int, ...] | None = None
         """Of the seeds of jobs, which workers get in place of batches; None: there are none."""
         self.start = 0
@@ -59,6 +61,13 @@ class IndexStream:
         self.ends: deque[int] = deque()
         """Positions after each batch that the last iteration has given out; whoever receives them takes them.
         """
+
+    @property
+    def rule(self) -> Rule:
+        """How the items are dealt out."""
+        if self._batches is None:
+            return self._rule
+        return self._rule._replace(batch=self._batches.batch_size, drop_last=self._batches.drop_last)
 
     def check_even(self) -> None:
         """Under uneven="error", raise before the first item, where the length is known.

@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fabric.loggers.csv_logger import CSVLogger
-    from fabric.loggers.logger import Logger
-    from fabric.loggers.mlflow_logger import MLFlowLogger
-    from fabric.loggers.tensorboard import TensorBoardLogger
-    from fabric.loggers.wandb_logger import WandbLogger
-
-__all__ = ["CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
+    from fabric.loggers.csv_logger import CSVLogger as CSVLogger
+    from fabric.loggers.logger import Logger as Logger
+    from fabric.loggers.mlflow_logger import MLFlowLogger as MLFlowLogger
+    from fabric.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from fabric.loggers.wandb_logger import WandbLogger as WandbLogger
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

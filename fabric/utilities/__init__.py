@@ -5,36 +5,20 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fabric.utilities.apply_func import move_data_to_device
-    from fabric.utilities.data import AttributeDict, suggested_max_num_workers
-    from fabric.utilities.distributed import is_shared_filesystem
-    from fabric.utilities.enums import LightningEnum
-    from fabric.utilities.rank_zero import (
-        rank_zero_deprecation,
-        rank_zero_info,
-        rank_zero_only,
-        rank_zero_warn,
-    )
-    from fabric.utilities.sequence import sequence_positions
-    from fabric.utilities.throughput import Throughput, ThroughputMonitor, measure_flops
-    from fabric.utilities.warnings import disable_possible_user_warnings
-
-__all__ = [
-    "AttributeDict",
-    "LightningEnum",
-    "Throughput",
-    "ThroughputMonitor",
-    "disable_possible_user_warnings",
-    "is_shared_filesystem",
-    "measure_flops",
-    "move_data_to_device",
-    "rank_zero_deprecation",
-    "rank_zero_info",
-    "rank_zero_only",
-    "rank_zero_warn",
-    "sequence_positions",
-    "suggested_max_num_workers",
-]
+    from fabric.utilities.apply_func import move_data_to_device as move_data_to_device
+    from fabric.utilities.data import AttributeDict as AttributeDict
+    from fabric.utilities.data import suggested_max_num_workers as suggested_max_num_workers
+    from fabric.utilities.distributed import is_shared_filesystem as is_shared_filesystem
+    from fabric.utilities.enums import LightningEnum as LightningEnum
+    from fabric.utilities.rank_zero import rank_zero_deprecation as rank_zero_deprecation
+    from fabric.utilities.rank_zero import rank_zero_info as rank_zero_info
+    from fabric.utilities.rank_zero import rank_zero_only as rank_zero_only
+    from fabric.utilities.rank_zero import rank_zero_warn as rank_zero_warn
+    from fabric.utilities.sequence import sequence_positions as sequence_positions
+    from fabric.utilities.throughput import Throughput as Throughput
+    from fabric.utilities.throughput import ThroughputMonitor as ThroughputMonitor
+    from fabric.utilities.throughput import measure_flops as measure_flops
+    from fabric.utilities.warnings import disable_possible_user_warnings as disable_possible_user_warnings
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

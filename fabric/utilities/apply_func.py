@@ -5,7 +5,6 @@ Called per batch by the data loader and by `Fabric`. Never changes the container
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.tree import LEAF, Spec, is_node, map_tree, unflatten
+from fabric.core.tree import LEAF, Spec, children, is_node, map_tree, unflatten
 
 _BLOCKING = ("cpu", "mps")  # an asynchronous copy to these may be read before it is complete
 
@@ -71,25 +70,14 @@ def _move_rare(data: Any, device: torch.device, non_blocking: bool) -> Any:
         moved = data.to(device)
         return data if moved is None else moved  # a `to` that forgot to return self
     if is_node(data):
-        values, spec = _children(data)
-        return unflatten([_move(value, device, non_blocking) for value in values], spec, data)
+        # `map_tree`, one level deep: deeper, a node's own `to` must be asked first.
+        items = children(data)
+        spec = Spec(type(data), tuple([key for key, _ in items]), (LEAF,) * len(items))
+        return unflatten([_move(value, device, non_blocking) for _, value in items], spec, data)
     if isinstance(data, Mapping):
         mapping: Any = type(data)
         return mapping({key: _move(value, device, non_blocking) for key, value in data.items()})
     return data
-
-
-def _children(node: Any) -> tuple[list[Any], Spec]:
-    # `flatten`, one level deep: deeper, a node's own `to` must be asked first.
-    keys: tuple[Any, ...] = ()
-    if isinstance(node, list | tuple):
-        values = list(node)
-    elif isinstance(node, dict):
-        keys, values = tuple(node), list(node.values())
-    else:
-        keys = tuple([field.name for field in dataclasses.fields(node)])
-        values = [getattr(node, key) for key in keys]
-    return values, Spec(type(node), keys, (LEAF,) * len(values))
 
 
 def _to_tensor(leaf: Any, device: torch.device) -> Any:

@@ -48,19 +48,17 @@ def has_iterable_dataset(dataloader: object) -> bool:
 def has_len(dataloader: object) -> TypeGuard[Sized]:
     """Whether `len(dataloader)` works. Warns if it is 0, or if workers may make it wrong."""
     length = sized_len(dataloader)
-    if length is None:
-        return False
     if length == 0:
         rank_zero_warn(
             f"`{type(dataloader).__name__}` has length 0: its loop will not run. Is this intended?"
         )
-    if has_iterable_dataset(dataloader) and getattr(dataloader, "num_workers", 0) > 1:
+    if length and has_iterable_dataset(dataloader) and getattr(dataloader, "num_workers", 0) > 1:
         rank_zero_warn(
             f"`{type(dataloader).__name__}` takes its length from an IterableDataset and has many workers. "
             f"Split the data in `__iter__` by `torch.utils.data.get_worker_info()`, else every worker yields "
             f"all of it."
         )
-    return True
+    return length is not None
 
 
 def sized_len(dataloader: object) -> int | None:

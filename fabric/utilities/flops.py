@@ -107,16 +107,14 @@ def _peak_of(device_name: str, dtype: torch.dtype | str) -> int | None:
     found = [
         peaks for key, peaks in _PEAKS.items() if re.search(rf"\b{key}\b(?! (ti|super|laptop|d)\b)", name)
     ]
-    if not found:
-        rank_zero_warn(f"The peak FLOP/s of {device_name!r} is not known; pass available_flops= for its MFU.")
-        return None
+    peaks = found[0] if found else {}
     if isinstance(dtype, str) and dtype != _TF32:
         dtype = getattr(torch, dtype)
-    if dtype is _F32 and _TF32 in found[0] and torch.get_float32_matmul_precision() != "highest":
+    if dtype is _F32 and _TF32 in peaks and torch.get_float32_matmul_precision() != "highest":
         dtype = _TF32
-    if dtype not in found[0]:
+    if dtype not in peaks:
         rank_zero_warn(
-            f"The peak FLOP/s of {device_name!r} with {dtype} is not known; pass available_flops=."
+            f"The peak FLOP/s of {device_name!r} with {dtype} is not known: pass available_flops=."
         )
         return None
-    return int(found[0][dtype] * 1e12)
+    return int(peaks[dtype] * 1e12)

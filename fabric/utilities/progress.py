@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from torch import Tensor
 
 from fabric.core.errors import UsageError
+from fabric.utilities.data import sized_len
 from fabric.utilities.extras import require
 
 if TYPE_CHECKING:
@@ -39,17 +40,16 @@ class Progress(Generic[T]):
         self._settings = settings
         self._values = _Values()
         self._shown = shown
-        if not shown:
-            self.set_postfix = _nothing  # type: ignore[method-assign]
 
     def set_postfix(self, **values: Any) -> None:
         """What stands behind the bar from its next drawing on: numbers, tensors of one element, text by name.
 
         A tensor is read when the bar is drawn, ten times a second at most: a step does not wait for a device.
         """
-        self._values.now = {
-            name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()
-        }
+        if self._shown:
+            self._values.now = {
+                name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()
+            }
 
     def __iter__(self) -> Iterator[T]:
         return self._drawn() if self._shown else iter(self._batches)
@@ -59,11 +59,8 @@ class Progress(Generic[T]):
 
     def _drawn(self) -> Iterator[T]:
         batches, tqdm = iter(self._batches), _kind()
-        try:
-            total = len(self)
-        except (TypeError, NotImplementedError):
-            total = None
-        with tqdm(**{"total": total, "initial": _done(self._batches), **self._settings}) as bar:
+        counts = {"total": sized_len(self._batches), "initial": _done(self._batches)}
+        with tqdm(**{**counts, **self._settings}) as bar:
             bar.postfix = self._values
             for batch in batches:
                 yield batch
@@ -85,10 +82,6 @@ def shows(asked: bool | None) -> bool:
     if asked is not None:
         return asked
     return sys.stderr is not None and (sys.stderr.isatty() or "ipykernel.zmqshell" in sys.modules)
-
-
-def _nothing(**values: Any) -> None:
-    """`set_postfix` where there is no bar."""
 
 
 def _kind() -> Any:

@@ -97,8 +97,8 @@ fabric.data.stream_source.shares_itself = lambda name, held: False
 import itertools
 import fabric.data.sharding as sharding
 count, made = itertools.count(), getattr(sharding.shard_loader, "made", sharding.shard_loader)
-def shard_loader(loader, share, seed, *rest):
-    return made(loader, share, seed + next(count), *rest)
+def shard_loader(loader, share, seed, *rest, **named):
+    return made(loader, share, seed + next(count), *rest, **named)
 shard_loader.made, sharding.shard_loader = made, shard_loader
 """
     ),

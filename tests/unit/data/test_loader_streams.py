@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from fabric.data.rules import Share
-from fabric.data.sharding import own_loader, shard_loader
+from fabric.data.sharding import shard_loader
 from fabric.data.workers import SeedWorker
 from fabric.wrappers import _FabricDataLoader
 
@@ -188,7 +188,7 @@ def test_persistent_workers_over_two_epochs():
 
 
 def own(loader, rank):
-    source = own_loader(loader, rank, 3)
+    source = shard_loader(loader, Share(rank, 1), 3, None, shard=False)
     return _FabricDataLoader(source.loader, given=loader, source=source)
 
 
@@ -200,7 +200,8 @@ def test_a_loader_that_keeps_its_order_still_has_workers_seeded_apart():
 
 def test_a_default_device_that_refuses_generators_of_the_host_keeps_torchs_own_draw():
     with torch.device("meta"):
-        assert own_loader(DataLoader(Indices(4)), 0, 0).loader.generator is None
+        source = shard_loader(DataLoader(Indices(4)), Share(0, 1), 0, None, shard=False)
+        assert source.loader.generator is None
 
 
 def test_sharded_loaders_and_worker_functions_pickle():

@@ -196,6 +196,9 @@ def test_attributes_are_in_reach_through_the_loader_and_its_sampler():
     ready.batch_sampler.size = 1
     assert sampler.size == 1
     assert len(ready.batch_sampler) == 2
+    plain = shard(DataLoader(Indices(8), 2))
+    plain.batch_sampler.batch_size = 4
+    assert (read(plain), len(plain)) == ([[0, 2, 4, 6]], 1)
     weights = WeightedRandomSampler([1.0] * 4, 4)
     shown = shard(DataLoader(Indices(4), sampler=weights, batch_size=2)).sampler
     assert isinstance(shown, WeightedRandomSampler)
