@@ -9,17 +9,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from torch.utils.data import DataLoader
 from typing_extensions import TypeVarTuple, Unpack
 
 from fabric.checks import (
-    check_loaders,
+    check_given,
     check_module,
     check_optimizers,
     check_owned,
     warn_of_batch_norm,
     warn_of_workers,
 )
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
 from fabric.utilities.compile import is_compiled, recompile
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
 
 # For type checkers a model and an optimizer that were set up are of the user's own classes.
 M = TypeVar("M", bound="Module")
@@ -108,8 +108,9 @@ class SetupVerbs(RankFacts):
             UsageError: The model has DDP, or FSDP1, inside.
         """
         self._require_launch("setup()")
-        check_optimizers(optimizers, "fabric.setup")
-        module = check_module(module, "fabric.setup", self._strategy.traits.needs_launch)
+        if optimizers:
+            check_optimizers(optimizers, "fabric.setup")
+        module = check_module(module, "fabric.setup", self._strategy)
         if optimizers:
             check_owned(optimizers, [unwrap(module), *self._strategy.modules], "fabric.setup")
         wrapped, stepped, scheduler = self._wrap(
@@ -149,8 +150,6 @@ class SetupVerbs(RankFacts):
             ArgumentTypeError: Not an optimizer.
         """
         self._require_launch("setup_optimizers()")
-        if not optimizers:
-            raise ConfigurationError("fabric.setup_optimizers() needs at least one optimizer.")
         check_optimizers(optimizers, "fabric.setup_optimizers")
         for optimizer in optimizers:
             self._strategy.layout.follow(optimizer)
@@ -225,7 +224,7 @@ class SetupVerbs(RankFacts):
             ArgumentTypeError: Not a DataLoader.
         """
         self._require_launch("setup_dataloaders()")
-        check_loaders(dataloaders)
+        check_given(dataloaders, DataLoader, "fabric.setup_dataloaders")
         self._without_loader = False
         if self._strategy.topology.world_size > 1:
             self._strategy.meet("setup_dataloaders", f"{len(dataloaders)} loaders")
@@ -286,11 +285,6 @@ class SetupVerbs(RankFacts):
         self, module: Any, optimizers: list[Any], scheduler: Any, move_to_device: bool, reapply_compile: bool
     ) -> tuple[_FabricModule, list[Any], Any]:
         original = unwrap(module)
-        if original in self._strategy.modules:
-            raise ConfigurationError(
-                f"This {type(original).__name__} is set up already: its gradients would be averaged twice. "
-                f"Set each model up once and keep the result."
-            )
         empty = has_meta_parameters(original)
         if empty and self._strategy.layout.fills:
             move_to_device = False  # where the values are made
