@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import DataParallel, Module, SyncBatchNorm
@@ -18,9 +18,6 @@ from fabric.utilities.compile import is_compiled, recompile
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 from fabric.wrappers import _FabricModule, is_wrapped, unwrap
-
-if TYPE_CHECKING:
-    from fabric.strategies.strategy import Strategy
 
 
 def check_given(objects: tuple[Any, ...], kind: type, verb: str) -> None:
@@ -43,7 +40,7 @@ def _set_up(given: Any, verb: str) -> ConfigurationError:
     )
 
 
-def check_module(module: Any, verb: str, strategy: Strategy) -> Module:
+def check_module(module: Any, verb: str, strategy: Any) -> Module:
     """The module to set up, not yet wrapped; one that is in a DDP of the user's own is taken out of it.
 
     Args:
