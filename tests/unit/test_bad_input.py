@@ -219,11 +219,17 @@ REFUSED = {
         ConfigurationError,
         ["precision='16-true'"],
     ),
+    "flag in other words": (
+        {"precision": 16},
+        {"flags": {"precision": "16-mixed"}},
+        ConfigurationError,
+        ["precision=16", "precision='16-mixed' from `fabric run`"],
+    ),
     "flag that is no number": (
         {},
         {"flags": {"num_nodes": "two"}},
         ConfigurationError,
-        ["FABRIC_NUM_NODES='two'", "whole number"],
+        ["num_nodes='two'", "whole number"],
     ),
     "flag that is no name": (
         {},
