@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 from torch.utils.data import DataLoader
 from typing_extensions import TypeVarTuple, Unpack
@@ -40,6 +40,15 @@ O1 = TypeVar("O1", bound="Optimizer")
 O2 = TypeVar("O2", bound="Optimizer")
 S = TypeVar("S")
 Rest = TypeVarTuple("Rest")
+
+
+class Sharing(TypedDict, total=False):
+    """How loaders are shared out, for type checkers."""
+
+    use_distributed_sampler: bool
+    move_to_device: bool
+    uneven: str | None
+    shard_iterable: bool | None
 
 
 class SetupVerbs(RankFacts):
@@ -163,14 +172,7 @@ class SetupVerbs(RankFacts):
 
     @overload
     def setup_dataloaders(
-        self,
-        dataloader: DataLoader[Any],
-        /,
-        *,
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        uneven: str | None = None,
-        shard_iterable: bool | None = None,
+        self, dataloader: DataLoader[Any], /, **how: Unpack[Sharing]
     ) -> _FabricDataLoader: ...
 
     @overload
@@ -180,10 +182,7 @@ class SetupVerbs(RankFacts):
         second: DataLoader[Any],
         /,
         *dataloaders: DataLoader[Any],
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        uneven: str | None = None,
-        shard_iterable: bool | None = None,
+        **how: Unpack[Sharing],
     ) -> list[_FabricDataLoader]: ...
 
     def setup_dataloaders(
