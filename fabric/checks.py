@@ -180,15 +180,6 @@ def check_forward_module(module: Any, verb: str) -> Module:
     return joined
 
 
-def check_optimizer(optimizer: Any, verb: str) -> None:
-    """Raise unless `optimizer` is one, as `setup` gave it or the user's own."""
-    if not isinstance(unwrap(optimizer), Optimizer):
-        raise ArgumentTypeError(
-            f"{verb} needs optimizer= as fabric.setup gave it, but got {type(optimizer).__name__}. "
-            f"Leave it out for all gradients of the model."
-        )
-
-
 def is_metric(value: Any) -> bool:
     """Whether `value` is a metric, or a collection, of torchmetrics; does not import it."""
     metrics = sys.modules.get("torchmetrics")

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import TypeVarTuple, Unpack
 
 from fabric.checks import (
+    check_forward_module,
     check_given,
     check_module,
     check_optimizers,
@@ -20,7 +21,7 @@ from fabric.checks import (
     warn_of_batch_norm,
     warn_of_workers,
 )
-from fabric.core.errors import ArgumentTypeError, UsageError
+from fabric.core.errors import UsageError
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
 from fabric.utilities.compile import is_compiled, recompile
@@ -250,14 +251,10 @@ class SetupVerbs(RankFacts):
             model: What `setup` gave.
 
         Raises:
-            ArgumentTypeError: Not a model that was set up.
+            UsageError: Not a model that was set up.
         """
         self._require_launch("whole()")
-        if not isinstance(model, _FabricModule):
-            raise ArgumentTypeError(
-                f"fabric.whole takes a model that was set up, but got {type(model).__name__}. Write model = "
-                "fabric.setup(model) before."
-            )
+        check_forward_module(model, "fabric.whole")
         strategy = self._strategy
         if self.world_size > 1:
             strategy.meet("whole", f"of {type(model.module).__name__}")

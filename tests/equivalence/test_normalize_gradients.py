@@ -477,7 +477,7 @@ BAD = {
     "too large": (SET_UP, 2**63, None, ConfigurationError, "less than 2**63"),
     "not set up": (nn.Linear(1, 1), 1, None, UsageError, "needs a model that is set up, but got Linear"),
     "an optimizer first": ("optimizer", 1, None, UsageError, "needs a model that is set up, but got"),
-    "no optimizer": (SET_UP, 1, "sgd", ArgumentTypeError, "needs optimizer= as fabric.setup gave it"),
+    "no optimizer": (SET_UP, 1, "sgd", ArgumentTypeError, "needs torch's Optimizer, but got str"),
 }
 
 
