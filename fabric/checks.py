@@ -60,19 +60,19 @@ def check_module(module: Any, verb: str, strategy: Any) -> Module:
         wrappers = (*wrappers, DataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
     outer = inner = unwrap(module)
     if isinstance(outer, DistributedDataParallel | DataParallel) and isinstance(outer, wrappers):
-        inner = outer.module
+        inner = unwrap(outer.module)
         rank_zero_warn(
-            f"{verb} took {type(outer).__name__} off your {type(unwrap(inner)).__name__}: the strategy "
+            f"{verb} took {type(outer).__name__} off your {type(inner).__name__}: the strategy "
             "synchronises gradients itself. Leave it out; its settings belong into the strategy."
         )
-        module = recompile(inner, like=module) if is_compiled(module) else inner
+        module = recompile(outer.module, like=module) if is_compiled(module) else outer.module
     for path, part in inner.named_modules():
         if isinstance(part, wrappers):
             raise UsageError(
                 f"{verb}: {path or 'this model'} is wrapped in {type(part).__name__} already, and the "
                 f"strategy synchronises gradients itself. Give {verb} a model without it."
             )
-    if unwrap(module) in strategy.modules:
+    if inner in strategy.modules:
         raise _set_up(module, verb)
     plain: Module = module
     return plain
