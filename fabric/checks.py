@@ -20,44 +20,60 @@ from fabric.utilities.warnings import PossibleUserWarning
 from fabric.wrappers import _FabricModule, is_wrapped, unwrap
 
 
-def check_module(module: Any, verb: str, launches: bool) -> Module:
+def check_given(objects: tuple[Any, ...], kind: type, verb: str) -> None:
+    """Raise unless there is at least one, and all are of torch's class `kind` and not set up yet."""
+    if not objects:
+        raise ConfigurationError(f"{verb} needs at least one {kind.__name__}.")
+    for given in objects:
+        if is_wrapped(given):
+            raise _set_up(given, verb)
+        if not isinstance(given, kind):
+            scheduler = " Schedulers need no setup: keep using yours." * hasattr(given, "get_last_lr")
+            raise ArgumentTypeError(
+                f"{verb} needs torch's {kind.__name__}, but got {type(given).__name__}.{scheduler}"
+            )
+
+
+def _set_up(given: Any, verb: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{verb}: this {type(unwrap(given)).__name__} is set up already. Set each up once and keep it."
+    )
+
+
+def check_module(module: Any, verb: str, strategy: Any) -> Module:
     """The module to set up, not yet wrapped; one that is in a DDP of the user's own is taken out of it.
 
     Args:
         module: What was given to `verb`.
         verb: For the messages.
-        launches: Whether the strategy synchronises gradients between processes.
+        strategy: Whose models are set up already; it may synchronise gradients between processes.
 
     Raises:
         ConfigurationError: It is set up already.
         ArgumentTypeError: No module.
         UsageError: A DDP is inside of it, or FSDP1: gradients would be synchronised twice.
     """
-    if is_wrapped(module):
-        raise ConfigurationError(
-            f"{verb}: this {type(unwrap(module)).__name__} is set up already. Set each model up once and "
-            "keep the result."
-        )
-    if not isinstance(module, Module):
-        raise ArgumentTypeError(f"{verb} needs a torch.nn.Module first, but got {type(module).__name__}.")
+    check_given((module,), Module, verb)
     wrappers: tuple[Any, ...] = (DistributedDataParallel,)
-    if launches:
+    if strategy.traits.needs_launch:
         fsdp = sys.modules.get("torch.distributed.fsdp")
         wrappers = (*wrappers, DataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
     outer = inner = unwrap(module)
     if isinstance(outer, DistributedDataParallel | DataParallel) and isinstance(outer, wrappers):
-        inner = outer.module
+        inner = unwrap(outer.module)
         rank_zero_warn(
-            f"{verb} took {type(outer).__name__} off your {type(unwrap(inner)).__name__}: the strategy "
+            f"{verb} took {type(outer).__name__} off your {type(inner).__name__}: the strategy "
             "synchronises gradients itself. Leave it out; its settings belong into the strategy."
         )
-        module = recompile(inner, like=module) if is_compiled(module) else inner
+        module = recompile(outer.module, like=module) if is_compiled(module) else outer.module
     for path, part in inner.named_modules():
         if isinstance(part, wrappers):
             raise UsageError(
                 f"{verb}: {path or 'this model'} is wrapped in {type(part).__name__} already, and the "
                 f"strategy synchronises gradients itself. Give {verb} a model without it."
             )
+    if inner in strategy.modules:
+        raise _set_up(module, verb)
     plain: Module = module
     return plain
 
@@ -123,18 +139,7 @@ def warn_of_loaders(parts: int) -> None:
 
 def check_optimizers(optimizers: tuple[Any, ...], verb: str) -> None:
     """Raise unless all can be set up: optimizers, each once, not yet wrapped."""
-    for optimizer in optimizers:
-        if is_wrapped(optimizer):
-            raise ConfigurationError(
-                f"{verb}: this {type(unwrap(optimizer)).__name__} is set up already. Set each optimizer up "
-                "once and keep the result."
-            )
-        if not isinstance(optimizer, Optimizer):
-            scheduler = hasattr(optimizer, "get_last_lr")
-            hint = " Schedulers need no setup: keep using yours as it is." if scheduler else ""
-            raise ArgumentTypeError(
-                f"{verb} needs torch optimizers, but got {type(optimizer).__name__}.{hint}"
-            )
+    check_given(optimizers, Optimizer, verb)
     if len({id(o) for o in optimizers}) != len(optimizers):
         raise ConfigurationError(f"{verb}: the same optimizer was passed twice. Pass each once.")
 
@@ -175,15 +180,6 @@ def check_forward_module(module: Any, verb: str) -> Module:
     return joined
 
 
-def check_optimizer(optimizer: Any, verb: str) -> None:
-    """Raise unless `optimizer` is one, as `setup` gave it or the user's own."""
-    if not isinstance(unwrap(optimizer), Optimizer):
-        raise ArgumentTypeError(
-            f"{verb} needs optimizer= as fabric.setup gave it, but got {type(optimizer).__name__}. "
-            f"Leave it out for all gradients of the model."
-        )
-
-
 def is_metric(value: Any) -> bool:
     """Whether `value` is a metric, or a collection, of torchmetrics; does not import it."""
     metrics = sys.modules.get("torchmetrics")
@@ -200,13 +196,8 @@ def item_count(value: Any, verb: str) -> int | float:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
-        given = type(value).__name__
-        if isinstance(value, torch.Tensor):
-            given = f"a tensor of shape {list(value.shape)} on {value.device.type}"
-        elif isinstance(value, bool | complex):
-            given = repr(value)
         raise ArgumentTypeError(
-            f"{verb} needs num_items as a number or a one-element tensor, but got {given}. "
+            f"{verb} needs num_items as a number or a one-element tensor, but got {value!r}. "
             f"Count the items of all micro-batches of the step on this rank: num_items += mask.sum()"
         )
     count = int(value) if isinstance(value, Integral) else float(value)
@@ -216,19 +207,3 @@ def item_count(value: Any, verb: str) -> int | float:
             f"than 2**63. Count the items of all micro-batches of the step on this rank."
         )
     return count
-
-
-def check_loaders(loaders: tuple[Any, ...]) -> None:
-    """Raise unless all can be set up: at least one, all DataLoaders, none wrapped yet."""
-    if not loaders:
-        raise ConfigurationError("fabric.setup_dataloaders() needs at least one DataLoader.")
-    for loader in loaders:
-        if is_wrapped(loader):
-            raise ConfigurationError(
-                "fabric.setup_dataloaders: this loader is set up already. Set each up once."
-            )
-        if not isinstance(loader, torch.utils.data.DataLoader):
-            raise ArgumentTypeError(
-                "fabric.setup_dataloaders needs torch.utils.data.DataLoader objects, but got "
-                f"{type(loader).__name__}."
-            )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checks import check_forward_module, check_optimizer, item_count, warn_of_loaders
+from fabric.checks import check_forward_module, check_given, item_count, warn_of_loaders
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.resolve import Machine, Request, resolve
 from fabric.saving import CheckpointVerbs
@@ -244,7 +244,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         try:
             check_forward_module(module, "fabric.normalize_gradients")
             if optimizer is not None:
-                check_optimizer(optimizer, "fabric.normalize_gradients")
+                check_given((unwrap(optimizer),), torch.optim.Optimizer, "fabric.normalize_gradients")
             count = item_count(num_items, "fabric.normalize_gradients")
         except FabricError as error:
             strategy.refuse("normalize_gradients", error)

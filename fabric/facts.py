@@ -4,14 +4,13 @@ nothing.
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fabric.core.errors import UsageError
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -151,9 +150,7 @@ class RankFacts:
             )
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method `hook_name` of every callback that has it, with `args`, and those of `kwargs` that
-        it takes.
-        """
+        """Call the method `hook_name` of every callback that has it, with `args` and `kwargs`."""
         for callback in self._callbacks:
             method = getattr(callback, hook_name, None)
             if method is None:
@@ -163,15 +160,4 @@ class RankFacts:
                     f"{type(callback).__name__}.{hook_name} is not a method, so fabric.call skips it."
                 )
                 continue
-            method(*args, **_taken(method, kwargs))
-
-
-def _taken(method: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of `kwargs` that `method` has parameters for; all where it takes any."""
-    try:
-        parameters = inspect.signature(method).parameters
-    except (TypeError, ValueError):  # not written in Python
-        return kwargs
-    if any([parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()]):
-        return kwargs
-    return {name: value for name, value in kwargs.items() if name in parameters}
+            method(*args, **kwargs)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.accelerators.select import ACCELERATOR_REGISTRY, first_device, select_accelerator, select_devices
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
-from fabric.core.precision import find_policy
 from fabric.core.traits import Traits
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from fabric.plugins.environments.detect import find_environment
@@ -109,7 +108,7 @@ def merge_flags(request: Request, flags: dict[str, str]) -> Request:
     defaults = Request()
     for name, value in flags.items():
         written = getattr(request, name)
-        if value == "auto" or _spelled(name, written) == _spelled(name, value):
+        if value == "auto" or str(written).lower() == value.lower():
             continue
         if written != getattr(defaults, name):
             raise ConfigurationError(
@@ -117,8 +116,8 @@ def merge_flags(request: Request, flags: dict[str, str]) -> Request:
                 f"(FABRIC_{name.upper()}). Remove {name}= from the code, or leave --{name.replace('_', '-')} "
                 "out."
             )
-        read: Any = _read_nodes(value) if name == "num_nodes" else value
-        request = replace(request, **{name: read})
+        number = name == "num_nodes" and value.strip().isdecimal()
+        request = replace(request, **{name: int(value) if number else value})  # type: ignore[arg-type]
     return request
 
 
@@ -349,22 +348,6 @@ def check_interactive(
 
 def _is_auto(devices: Any) -> bool:
     return isinstance(devices, str) and devices.strip() == "auto"
-
-
-def _spelled(name: str, value: Any) -> str:
-    """One spelling for what means the same: [0, 1] and "0,1", 16 and "16-mixed"."""
-    if name == "precision" and value is not None:
-        policy = find_policy(value)
-        return str(value) if policy is None else policy.name
-    if name == "devices" and isinstance(value, list | tuple):
-        return ",".join(map(str, value)) + ("," if len(value) == 1 else "")
-    return str(value).replace(" ", "").lower()
-
-
-def _read_nodes(value: str) -> int:
-    if not value.strip().isdecimal():
-        raise ConfigurationError(f"FABRIC_NUM_NODES={value!r} must be a whole number of machines, 1 or more.")
-    return int(value)
 
 
 def _places(plugin: Any, strategy: Strategy, name: str) -> dict[str, Any]:

@@ -7,19 +7,21 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
+from torch.utils.data import DataLoader
 from typing_extensions import TypeVarTuple, Unpack
 
 from fabric.checks import (
-    check_loaders,
+    check_forward_module,
+    check_given,
     check_module,
     check_optimizers,
     check_owned,
     warn_of_batch_norm,
     warn_of_workers,
 )
-from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.errors import UsageError
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
 from fabric.utilities.compile import is_compiled, recompile
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
 
 # For type checkers a model and an optimizer that were set up are of the user's own classes.
 M = TypeVar("M", bound="Module")
@@ -40,6 +41,15 @@ O1 = TypeVar("O1", bound="Optimizer")
 O2 = TypeVar("O2", bound="Optimizer")
 S = TypeVar("S")
 Rest = TypeVarTuple("Rest")
+
+
+class Sharing(TypedDict, total=False):
+    """How loaders are shared out, for type checkers."""
+
+    use_distributed_sampler: bool
+    move_to_device: bool
+    uneven: str | None
+    shard_iterable: bool | None
 
 
 class SetupVerbs(RankFacts):
@@ -108,8 +118,9 @@ class SetupVerbs(RankFacts):
             UsageError: The model has DDP, or FSDP1, inside.
         """
         self._require_launch("setup()")
-        check_optimizers(optimizers, "fabric.setup")
-        module = check_module(module, "fabric.setup", self._strategy.traits.needs_launch)
+        if optimizers:
+            check_optimizers(optimizers, "fabric.setup")
+        module = check_module(module, "fabric.setup", self._strategy)
         if optimizers:
             check_owned(optimizers, [unwrap(module), *self._strategy.modules], "fabric.setup")
         wrapped, stepped, scheduler = self._wrap(
@@ -149,8 +160,6 @@ class SetupVerbs(RankFacts):
             ArgumentTypeError: Not an optimizer.
         """
         self._require_launch("setup_optimizers()")
-        if not optimizers:
-            raise ConfigurationError("fabric.setup_optimizers() needs at least one optimizer.")
         check_optimizers(optimizers, "fabric.setup_optimizers")
         for optimizer in optimizers:
             self._strategy.layout.follow(optimizer)
@@ -164,14 +173,7 @@ class SetupVerbs(RankFacts):
 
     @overload
     def setup_dataloaders(
-        self,
-        dataloader: DataLoader[Any],
-        /,
-        *,
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        uneven: str | None = None,
-        shard_iterable: bool | None = None,
+        self, dataloader: DataLoader[Any], /, **how: Unpack[Sharing]
     ) -> _FabricDataLoader: ...
 
     @overload
@@ -181,10 +183,7 @@ class SetupVerbs(RankFacts):
         second: DataLoader[Any],
         /,
         *dataloaders: DataLoader[Any],
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        uneven: str | None = None,
-        shard_iterable: bool | None = None,
+        **how: Unpack[Sharing],
     ) -> list[_FabricDataLoader]: ...
 
     def setup_dataloaders(
@@ -225,7 +224,7 @@ class SetupVerbs(RankFacts):
             ArgumentTypeError: Not a DataLoader.
         """
         self._require_launch("setup_dataloaders()")
-        check_loaders(dataloaders)
+        check_given(dataloaders, DataLoader, "fabric.setup_dataloaders")
         self._without_loader = False
         if self._strategy.topology.world_size > 1:
             self._strategy.meet("setup_dataloaders", f"{len(dataloaders)} loaders")
@@ -252,14 +251,10 @@ class SetupVerbs(RankFacts):
             model: What `setup` gave.
 
         Raises:
-            ArgumentTypeError: Not a model that was set up.
+            UsageError: Not a model that was set up.
         """
         self._require_launch("whole()")
-        if not isinstance(model, _FabricModule):
-            raise ArgumentTypeError(
-                f"fabric.whole takes a model that was set up, but got {type(model).__name__}. Write model = "
-                "fabric.setup(model) before."
-            )
+        check_forward_module(model, "fabric.whole")
         strategy = self._strategy
         if self.world_size > 1:
             strategy.meet("whole", f"of {type(model.module).__name__}")
@@ -286,11 +281,6 @@ class SetupVerbs(RankFacts):
         self, module: Any, optimizers: list[Any], scheduler: Any, move_to_device: bool, reapply_compile: bool
     ) -> tuple[_FabricModule, list[Any], Any]:
         original = unwrap(module)
-        if original in self._strategy.modules:
-            raise ConfigurationError(
-                f"This {type(original).__name__} is set up already: its gradients would be averaged twice. "
-                f"Set each model up once and keep the result."
-            )
         empty = has_meta_parameters(original)
         if empty and self._strategy.layout.fills:
             move_to_device = False  # where the values are made

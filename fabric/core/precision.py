@@ -1,12 +1,12 @@
 """What a precision string means, parsed once for every strategy. The README's table is this table."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.registry import did_you_mean
+from fabric.core.registry import unknown_name_message
 
 PrecisionName = Literal["64-true", "32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
 PrecisionInput = (
@@ -65,7 +65,4 @@ def parse_precision(value: object) -> DtypePolicy:
     policy = find_policy(value)
     if policy is not None:
         return policy
-    raise ConfigurationError(
-        f"precision={value!r} names no precision.{did_you_mean(value, (*POLICIES, *_ALIASES))} Write one of "
-        f"{', '.join(repr(name) for name in get_args(PrecisionName))}, or 64, 32, 16, 'bf16' for short."
-    )
+    raise ConfigurationError(unknown_name_message("precision", value, [*POLICIES]))

@@ -14,7 +14,6 @@ from fabric.strategies.parallel import ParallelStrategy
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import CPUOffload, ShardingStrategy
     from torch.nn import Module
 
     from fabric.accelerators.accelerator import Accelerator
@@ -113,7 +112,7 @@ class FSDPStrategy(ParallelStrategy):
         settings = ShardSettings(**translate(own, kwargs))
         self.layout: FullyShard = FullyShard(settings)
         self.state_dict_type = state_dict_type
-        self._sharding = getattr(sharding_strategy, "name", sharding_strategy)
+        self.sharding_strategy, self.cpu_offload = sharding_strategy, cpu_offload
 
     @property
     def traits(self) -> Traits:
@@ -123,20 +122,6 @@ class FSDPStrategy(ParallelStrategy):
         unscaled = tuple([name for name, policy in POLICIES.items() if not policy.loss_scale])
         why = "torch's loss scaling does not reach gradients in host memory (cpu_offload)"
         return replace(self.layout.traits, precisions=unscaled, precisions_why=why)
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """What is split, in FSDP1's words."""
-        from torch.distributed.fsdp import ShardingStrategy
-
-        return ShardingStrategy[self._sharding]
-
-    @property
-    def cpu_offload(self) -> CPUOffload:
-        """Whether parameters stay in host memory, in FSDP1's words."""
-        from torch.distributed.fsdp import CPUOffload
-
-        return CPUOffload(offload_params=self.layout.settings.offload)
 
     @property
     def mixed_precision_config(self) -> Any:

@@ -25,10 +25,8 @@ _Tensor, _FLOAT = torch.Tensor, torch.float32
 
 
 def precision_plan(precision: Precision, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` with the precision around it; `call` itself where the precision adds nothing."""
+    """`call` with the precision around it, which adds something."""
     kind = type(precision)
-    if not overridden(kind, Precision, *CONVERSIONS):
-        return call
     if isinstance(precision, MixedPrecision) and not overridden(kind, MixedPrecision, *CONVERSIONS):
         return AutocastForward(call, precision.device, precision.dtype, precision.output_dtype)
     if isinstance(precision, TruePrecision) and not overridden(kind, TruePrecision, *CONVERSIONS):

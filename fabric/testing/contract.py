@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, ContractError, RankError
 from fabric.fabric import Fabric
-from fabric.resolve import name_strategy
+from fabric.resolve import Undecided, name_strategy
 from fabric.testing.failures import RankFailure
 from fabric.testing.pool import RankPool
 from fabric.testing.promises import OVERRIDABLE, PROMISES, Broken, overrides_take_effect
@@ -116,7 +116,7 @@ def _make(strategy: str | Callable[[], Strategy]) -> Strategy:
         ArgumentTypeError: What was made is no strategy, or the name is "auto", which is none by itself.
     """
     made = name_strategy(strategy if isinstance(strategy, str) else strategy())
-    if made is None:
+    if isinstance(made, Undecided):
         raise ArgumentTypeError('strategy="auto" stands for several strategies. Check each by its own name.')
     return made
 

@@ -461,14 +461,14 @@ def test_counts_are_exact_and_of_every_kind(ranks):
 
 SET_UP = object()
 BAD = {
-    "a list": (SET_UP, [3], None, ArgumentTypeError, "one-element tensor, but got list"),
-    "text": (SET_UP, "3", None, ArgumentTypeError, "one-element tensor, but got str"),
-    "None": (SET_UP, None, None, ArgumentTypeError, "one-element tensor, but got NoneType"),
+    "a list": (SET_UP, [3], None, ArgumentTypeError, "one-element tensor, but got [3]"),
+    "text": (SET_UP, "3", None, ArgumentTypeError, "one-element tensor, but got '3'"),
+    "None": (SET_UP, None, None, ArgumentTypeError, "one-element tensor, but got None"),
     "a bool": (SET_UP, True, None, ArgumentTypeError, "one-element tensor, but got True"),
     "a bool tensor": (SET_UP, torch.tensor(True), None, ArgumentTypeError, "but got True"),
-    "several": (SET_UP, torch.ones(3), None, ArgumentTypeError, "but got a tensor of shape [3] on cpu"),
-    "empty": (SET_UP, torch.ones(0), None, ArgumentTypeError, "but got a tensor of shape [0] on cpu"),
-    "meta": (SET_UP, torch.ones(1, device="meta"), None, ArgumentTypeError, "shape [1] on meta"),
+    "several": (SET_UP, torch.ones(3), None, ArgumentTypeError, "but got tensor([1., 1., 1.])"),
+    "empty": (SET_UP, torch.ones(0), None, ArgumentTypeError, "but got tensor([])"),
+    "meta": (SET_UP, torch.ones(1, device="meta"), None, ArgumentTypeError, "device='meta', size=(1,)"),
     "complex": (SET_UP, 1j, None, ArgumentTypeError, "but got 1j"),
     "negative": (SET_UP, -1, None, ConfigurationError, "num_items=-1 is not a number of items"),
     "negative tensor": (SET_UP, torch.tensor(-2.0), None, ConfigurationError, "num_items=-2.0 is not"),
@@ -477,7 +477,7 @@ BAD = {
     "too large": (SET_UP, 2**63, None, ConfigurationError, "less than 2**63"),
     "not set up": (nn.Linear(1, 1), 1, None, UsageError, "needs a model that is set up, but got Linear"),
     "an optimizer first": ("optimizer", 1, None, UsageError, "needs a model that is set up, but got"),
-    "no optimizer": (SET_UP, 1, "sgd", ArgumentTypeError, "needs optimizer= as fabric.setup gave it"),
+    "no optimizer": (SET_UP, 1, "sgd", ArgumentTypeError, "needs torch's Optimizer, but got str"),
 }
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fabric import Fabric
-from fabric.core.errors import ArgumentTypeError, CollectiveMismatch
+from fabric.core.errors import CollectiveMismatch, UsageError
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy, PipelineStrategy
 
 
@@ -133,9 +133,7 @@ def refused(case: str) -> None:
     fabric.launch()
     model = fabric.setup(Net())
     if case == "not set up":
-        with pytest.raises(
-            ArgumentTypeError, match=r"fabric\.whole takes a model that was set up, but got Net"
-        ):
+        with pytest.raises(UsageError, match=r"fabric\.whole needs a model that is set up, but got Net"):
             fabric.whole(Net()).__enter__()
     elif fabric.is_global_zero:
         with pytest.raises(CollectiveMismatch, match="whole"):

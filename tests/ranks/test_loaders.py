@@ -272,9 +272,9 @@ def test_bad_loaders_are_refused_on_all_ranks(ranks):
     assert first == second
     again, no_loader, none, unknown, uneven = first
     assert not again[0]
-    assert "this loader is set up already" in again[1]
+    assert "this DataLoader is set up already" in again[1]
     assert no_loader[0]
-    assert "needs torch.utils.data.DataLoader objects, but got list" in no_loader[1]
+    assert "needs torch's DataLoader, but got list" in no_loader[1]
     assert not none[0]
     assert unknown[1] == "uneven='some' is not one of 'pad', 'exact', 'drop', 'error'."
     assert uneven[1].startswith('uneven="error": the data do not divide by 2 ranks, 1 are left over.')

@@ -219,11 +219,17 @@ REFUSED = {
         ConfigurationError,
         ["precision='16-true'"],
     ),
+    "flag in other words": (
+        {"precision": 16},
+        {"flags": {"precision": "16-mixed"}},
+        ConfigurationError,
+        ["precision=16", "precision='16-mixed' from `fabric run`"],
+    ),
     "flag that is no number": (
         {},
         {"flags": {"num_nodes": "two"}},
         ConfigurationError,
-        ["FABRIC_NUM_NODES='two'", "whole number"],
+        ["num_nodes='two'", "whole number"],
     ),
     "flag that is no name": (
         {},
@@ -391,14 +397,14 @@ SETUP = {
     twice_a_model: (ConfigurationError, ["this Linear is set up already", "once"]),
     twice_a_model_alone: (ConfigurationError, ["fabric.setup:", "this Linear is set up already"]),
     twice_an_optimizer: (ConfigurationError, ["this SGD is set up already"]),
-    twice_a_loader: (ConfigurationError, ["loader is set up already"]),
+    twice_a_loader: (ConfigurationError, ["DataLoader is set up already"]),
     the_same_optimizer: (ConfigurationError, ["same optimizer was passed twice"]),
     anothers_parameters: (ConfigurationError, ["2 of 2 parameters of SGD", "(2, 2)", ".parameters()"]),
-    lambda f: f.setup("model"): (ArgumentTypeError, ["torch.nn.Module", "str"]),
-    lambda f: f.setup(linear(), "sgd"): (ArgumentTypeError, ["torch optimizers", "str"]),
-    lambda f: f.setup_optimizers(): (ConfigurationError, ["at least one optimizer"]),
+    lambda f: f.setup("model"): (ArgumentTypeError, ["torch's Module", "str"]),
+    lambda f: f.setup(linear(), "sgd"): (ArgumentTypeError, ["torch's Optimizer", "str"]),
+    lambda f: f.setup_optimizers(): (ConfigurationError, ["at least one Optimizer"]),
     lambda f: f.setup_dataloaders(): (ConfigurationError, ["at least one DataLoader"]),
-    lambda f: f.setup_dataloaders([1]): (ArgumentTypeError, ["DataLoader objects", "list"]),
+    lambda f: f.setup_dataloaders([1]): (ArgumentTypeError, ["torch's DataLoader", "list"]),
     lambda f: f.no_backward_sync(linear()): (UsageError, ["model = fabric.setup(model)"]),
     lambda f: f.broadcast(1, src=1): (ConfigurationError, ["src=1", "from 0 to 0"]),
     lambda f: f.broadcast(1, src=-1): (ConfigurationError, ["src=-1"]),
@@ -459,7 +465,7 @@ def test_a_number_instead_of_the_loss():
 def test_the_same_raw_model_twice():
     fabric, model = Fabric(accelerator="cpu"), torch.nn.Linear(1, 1)
     first = fabric.setup(model)
-    with pytest.raises(ConfigurationError, match="This Linear is set up already"):
+    with pytest.raises(ConfigurationError, match="this Linear is set up already"):
         fabric.setup_module(model)
     del first
 

@@ -175,27 +175,6 @@ def test_call_goes_through_the_callbacks_in_order():
     assert len(log) == 2
 
 
-def test_callbacks_get_the_keywords_that_they_take():
-    got = []
-
-    class Some:
-        def on_train_epoch_end(self, epoch):
-            got.append(("some", epoch))
-
-    class All:
-        def on_train_epoch_end(self, **kwargs):
-            got.append(("all", kwargs))
-
-    class NotPython:
-        on_train_epoch_end = dict
-
-    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[Some(), All(), NotPython()])
-    fabric.call("on_train_epoch_end", epoch=5, loss=0.1)
-    assert got == [("some", 5), ("all", {"epoch": 5, "loss": 0.1})]
-    with pytest.raises(TypeError, match="epoch"):
-        fabric.call("on_train_epoch_end", loss=0.1)
-
-
 def test_one_callback_needs_no_list():
     log = []
     Fabric(accelerator="cpu", callbacks=Recorder("only", log)).call("on_end")

@@ -375,7 +375,7 @@ def test_setup_refuses_a_scheduler_as_optimizer():
 
 def test_setup_refuses_what_is_no_optimizer():
     with pytest.raises(
-        ArgumentTypeError, match=re.escape("fabric.setup needs torch optimizers, but got float.")
+        ArgumentTypeError, match=re.escape("fabric.setup needs torch's Optimizer, but got float.")
     ):
         fabric_on_cpu().setup(nn.Linear(4, 2), 0.1)
 
@@ -412,7 +412,7 @@ def test_setup_refuses_parameters_of_no_model(verb):
 
 
 def test_setup_optimizers_needs_one():
-    with pytest.raises(ConfigurationError, match="needs at least one optimizer"):
+    with pytest.raises(ConfigurationError, match="needs at least one Optimizer"):
         fabric_on_cpu().setup_optimizers()
 
 

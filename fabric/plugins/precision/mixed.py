@@ -9,7 +9,7 @@ import torch
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import COUNTED_STEP, STEPPED
 from fabric.core.traits import overridden
-from fabric.plugins.precision.precision import PASSES, Precision
+from fabric.plugins.precision.precision import PASSES, Precision, policy_of
 from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.core.types import Optimizable
-
-_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
 
 class MixedPrecision(Precision):
@@ -49,11 +47,7 @@ class MixedPrecision(Precision):
         *,
         output_dtype: torch.dtype | None = torch.float32,
     ) -> None:
-        if precision not in _DTYPES:
-            raise ConfigurationError(
-                f"MixedPrecision(precision={precision!r}) is not one of {', '.join(map(repr, _DTYPES))}. "
-                f"Write Fabric(precision={precision!r}) to get the plugin that fits."
-            )
+        self.dtype = policy_of(self, precision, "16-mixed", "bf16-mixed").compute
         if scaler is not None and precision != "16-mixed":
             raise ConfigurationError(
                 f"A scaler was given with precision={precision!r}, which needs none: bfloat16 has float32's "
@@ -63,7 +57,6 @@ class MixedPrecision(Precision):
             scaler = torch.amp.GradScaler(device=torch.device(device).type)
         self.precision = precision
         self.device = torch.device(device).type
-        self.dtype = _DTYPES[precision]
         self.scaler = scaler
         self.output_dtype = output_dtype
         self._update_due = False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.errors import ConfigurationError
 from fabric.core.precision import POLICIES, DtypePolicy
 from fabric.core.traits import overridden
 
@@ -114,6 +115,20 @@ class Precision:
 
     def teardown(self) -> None:
         """Undo what the plugin changed in the process."""
+
+
+def policy_of(plugin: Precision, precision: object, *fits: str) -> DtypePolicy:
+    """What `precision`, one of those that a plugin is for, means.
+
+    Raises:
+        ConfigurationError: It is none of `fits`.
+    """
+    if precision not in fits:
+        raise ConfigurationError(
+            f"{type(plugin).__name__}(precision={precision!r}) is not one of {', '.join(map(repr, fits))}. "
+            f"Write Fabric(precision={precision!r}) to get the plugin that fits."
+        )
+    return POLICIES[precision]
 
 
 class DefaultDtype:

@@ -6,16 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fabric.core.errors import ConfigurationError
-from fabric.plugins.precision.precision import DefaultDtype, Precision
+from fabric.plugins.precision.precision import DefaultDtype, Precision, policy_of
 from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch.nn import Module
-
-_HALVES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
 class TruePrecision(Precision):
@@ -79,10 +76,5 @@ class HalfPrecision(TruePrecision):
         *,
         output_dtype: torch.dtype | None = None,
     ) -> None:
-        if precision not in _HALVES:
-            raise ConfigurationError(
-                f"HalfPrecision(precision={precision!r}) is not one of {', '.join(map(repr, _HALVES))}. "
-                f"Write Fabric(precision={precision!r}) to get the plugin that fits."
-            )
-        super().__init__(_HALVES[precision], output_dtype)
+        super().__init__(policy_of(self, precision, "16-true", "bf16-true").compute, output_dtype)
         self.precision = precision

@@ -58,15 +58,15 @@ def test_the_table_is_complete():
 @pytest.mark.parametrize("wrong", [8, "8", True, 16.0, 32.5, None, "", [16], {}, "half", "fp16", -16])
 def test_what_names_no_precision(wrong):
     assert find_policy(wrong) is None
-    with pytest.raises(ConfigurationError, match="names no precision") as caught:
+    with pytest.raises(ConfigurationError, match="is not known") as caught:
         parse_precision(wrong)
     assert repr(wrong) in str(caught.value)
-    assert "'bf16-mixed'" in str(caught.value), "all names are shown"
+    assert ", bf16-mixed" in str(caught.value), "all names are shown"
 
 
 @pytest.mark.parametrize(
     ("wrong", "close"),
-    [("bf16-mix", "bf16-mixed"), ("32true", "32-true"), ("BF16", "bf16"), ("16-tru", "16-true")],
+    [("bf16-mix", "bf16-mixed"), ("32true", "32-true"), ("16-tru", "16-true")],
 )
 def test_close_names_are_shown(wrong, close):
     with pytest.raises(ConfigurationError, match=r"Did you mean .*") as caught:

@@ -172,5 +172,5 @@ def test_the_precision_of_fsdp_by_its_own_name(name, kind):
         assert strategy.precision.precision == plugin.precision
         assert getattr(strategy.precision, "scaler", None) is plugin.scaler
     assert FSDPPrecision("bf16-mixed").mixed_precision_config.param_dtype is torch.bfloat16
-    with pytest.raises(ConfigurationError, match="names no precision"):
+    with pytest.raises(ConfigurationError, match="is not known"):
         FSDPPrecision("bf17")
