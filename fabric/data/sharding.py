@@ -84,7 +84,7 @@ def _of_torch(loader: DataLoader[Any]) -> DataLoader[Any]:
     sampler: Any = loader.sampler
     batches: Any = loader.batch_sampler
     if type(sampler).__module__.startswith(_TORCHDATA):  # the one for shuffle=True
-        replacement, count = sampler.replacement, sampler._num_samples
+        replacement, count = sampler.replacement, sampler.num_samples
         sampler = RandomSampler(sampler.data_source, replacement, count, loader.generator)
     if type(batches).__module__.startswith(_TORCHDATA):
         batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
