@@ -144,10 +144,12 @@ class Watchdog:
         """Where each rank is from now on, as its own watchdog tells it. May be called by any thread."""
         waits, end = self._waits, time.monotonic() + max(_ANSWER, 3 * self._period)
         ranks = {*range(waits.world_size)} - {waits.rank}
-        before = found = waits.read(self._store)
+        # A connection that has a call of another thread on its way would seem to be silent.
+        store = self._store if threading.current_thread() is self._watcher else waits.store
+        before = found = waits.read(store)
         while ranks and time.monotonic() < end:
             time.sleep(max(self._period / 2, waits.world_size / 1024))
-            found = waits.read(self._store)
+            found = waits.read(store)
             ranks = {r for r in ranks if found.get(r) == before.get(r) and not _has_left(found.get(r))}
         found[waits.rank] = self._stands()._replace(told=time.monotonic())
         for rank in ranks:

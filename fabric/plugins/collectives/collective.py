@@ -18,6 +18,17 @@ CollectibleGroup: TypeAlias = Any
 """An engine's group object."""
 
 
+class Done:
+    """What there is to wait for where a message has gone already."""
+
+    def wait(self) -> None:
+        """Nothing."""
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+
 class Collective(ABC):
     """Operations on tensors across one group of ranks, which must all make each call, in one order.
 
@@ -76,8 +87,9 @@ class Collective(ABC):
         """The reduction over ranks, written into `tensor` on every rank."""
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
-        """As `all_reduce`, without waiting: gives what to `.wait()` for; None: it is done."""
+        """As `all_reduce`, without waiting: gives what to `.wait()` for, as torch's Work."""
         self.all_reduce(tensor, op)
+        return Done()
 
     @abstractmethod
     def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
@@ -89,9 +101,10 @@ class Collective(ABC):
 
     def start_all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
         """Every rank's 1-D tensor, one after the other in `output` of shape (world_size * numel,), once what
-        this gives was waited for; None: it is done.
+        this gives was waited for.
         """
         self.all_gather(list(output.view(self.world_size, -1)), tensor)
+        return Done()
 
     @abstractmethod
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:

@@ -59,8 +59,7 @@ def gather_tree(
 
     def finish() -> Any:
         for work in works:
-            if work is not None:
-                work.wait()
+            work.wait()
         if not takes:
             return None
         gathered: list[Any] = [None if t.nbytes else t.new_empty(world, *t.shape) for t in tensors]

@@ -22,12 +22,12 @@ class Handle:
 
     Args:
         verb: The call, for the report.
-        works: What the engine gave for each message; None for those that are done.
+        works: What the engine gave for each message.
         finish: Waits for all messages, and makes the result.
     """
 
     def __init__(self, verb: str, works: list[Any], finish: Callable[[], Any]) -> None:
-        self._works = [work for work in works if work is not None]
+        self._works = works
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
         self.verb, self.place = verb, user_place()

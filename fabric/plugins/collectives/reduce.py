@@ -73,8 +73,7 @@ def reduce_tree(
     def finish() -> Any:
         for work, parcel in zip(works, parcels if works else [], strict=True):
             with _writable(parcel.tensors):
-                if work is not None:
-                    work.wait()
+                work.wait()
                 parcel.deliver(parcel.sent)
         return result
 
