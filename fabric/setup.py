@@ -121,8 +121,6 @@ class SetupVerbs(RankFacts):
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
         module = check_module(module, "fabric.setup", self._strategy)
-        if optimizers:
-            check_owned(optimizers, [unwrap(module), *self._strategy.modules], "fabric.setup")
         wrapped, stepped, scheduler = self._wrap(
             module, list(optimizers), scheduler, move_to_device, _reapply_compile
         )
@@ -281,6 +279,8 @@ class SetupVerbs(RankFacts):
         self, module: Any, optimizers: list[Any], scheduler: Any, move_to_device: bool, reapply_compile: bool
     ) -> tuple[_FabricModule, list[Any], Any]:
         original = unwrap(module)
+        if optimizers:
+            check_owned(tuple(optimizers), [original, *self._strategy.modules], "fabric.setup")
         empty = has_meta_parameters(original)
         if empty and self._strategy.layout.fills:
             move_to_device = False  # where the values are made

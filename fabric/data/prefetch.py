@@ -6,7 +6,7 @@ Used by the data loader. Never copies ahead what could be written over while the
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,12 +102,10 @@ class SideStream:
         self._module: Any = torch.get_device_module(device)
         index = self._module.current_device() if device.index is None else device.index
         self._stream = _stream_of(torch.device(device.type, index))
+        self._current = partial(self._module.current_stream, self._stream.device)
         self._reader = self._current()
         """The stream that was given the last batch."""
         self._copied: Any = None
-
-    def _current(self) -> Any:
-        return self._module.current_stream(self._stream.device)
 
     @contextmanager
     def ahead(self) -> Iterator[None]:

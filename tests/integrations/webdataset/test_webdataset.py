@@ -131,7 +131,7 @@ def test_the_rest_of_an_epoch_is_read_again_up_to_the_position(ranks, urls, tmp_
 def loader_of_webdataset(urls):
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
-    with pytest.raises(TypeError, match=r"needs torch\.utils\.data\.DataLoader objects, but got WebLoader"):
+    with pytest.raises(TypeError, match=r"needs torch's DataLoader, but got WebLoader"):
         fabric.setup_dataloaders(webdataset.WebLoader(split(urls), batch_size=4))
 
 
