@@ -222,7 +222,8 @@ def test_an_example_that_is_started_cold(example, name):
 def test_precision_is_the_users_choice(example, precision, tolerance):
     usual = results(example("digits", devices=1).stdout, "digits")
     other = results(example("digits", "--precision", precision, devices=2).stdout, "digits")
-    assert other == pytest.approx(usual, rel=tolerance)
+    assert other[0] == pytest.approx(usual[0], rel=tolerance)
+    assert other[1] == pytest.approx(usual[1], abs=max(tolerance, 2 / 360))  # an image or two by rounding
 
 
 @pytest.mark.smoke
@@ -238,10 +239,12 @@ STEPS = 58  # two epochs of 1,797 images in global batches of 64
 
 def test_the_resume_example_compares_and_says_so():
     done = run(PYTHON, str(EXAMPLES / "resume.py"))
-    assert done.stderr == ""
+    assert re.fullmatch(
+        r"fabric: rank [01] on \S+ failed first: killed by SIGKILL; rank [01] .*\n", done.stderr
+    )
     assert done.stdout.splitlines() == [
         f"undisturbed: step 1 to step {STEPS}, exit code 0",
-        "killed: step 1 to step 42, exit code -9",
+        "killed: step 1 to step 42, exit code 137",
         f"started again: step 41 to step {STEPS}, exit code 0",
         f"resume: all {STEPS} losses identical",
     ]
