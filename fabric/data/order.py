@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from fabric.data.randomness import PrivateRandomness
@@ -54,14 +55,20 @@ class Order:
     def stream(self, skip: int = 0, keep: int = 0) -> Iterator[Any]:
         """The items of the epoch from number `skip` on; before them the first `keep` of those skipped."""
         # No generator function: the epoch is that of this moment, also if the first item is asked for later.
-        private = None
+        private, keep = None, min(skip, keep)
+        if skip and self.is_sequential:
+            items: Any = self.sampler
+            items = range(len(items)) if isinstance(items, SequentialSampler) else items
+            return chain(items[:keep], items[skip:])  # no walk over what is skipped
         if self.seed is not None and not self.is_sequential:
             private = PrivateRandomness(derive_seed(self.seed, self.epoch))
         elif self.states is not None:
             private = PrivateRandomness(0, self.states)
+        if type(self.sampler) is RandomSampler and not self.sampler.replacement:
+            return self._drawn(_permuted(self.sampler, skip, keep), private, keep, keep)
         with private or nullcontext():
             stream = iter(self.sampler)
-        return self._drawn(stream, private, skip, min(skip, keep))
+        return self._drawn(stream, private, skip, keep)
 
     def _drawn(
         self, stream: Iterator[Any], private: PrivateRandomness | None, skip: int, keep: int
@@ -88,6 +95,21 @@ class Order:
 def _copied(items: Iterable[Any]) -> list[Any]:
     """The items, drawn ahead; batches as they are now, should the sampler use one list for all of them."""
     return [item.copy() if type(item) is list else item for item in items]
+
+
+def _permuted(sampler: RandomSampler, skip: int, keep: int) -> Iterator[int]:
+    """What torch's RandomSampler yields, from `skip` on, after the first `keep`; makes no list of all."""
+    total, generator = len(sampler.data_source), sampler.generator
+    if generator is None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    # One more than is needed where they come out even: the next epoch of the user's generator depends on it.
+    for at in range(0, sampler.num_samples + 1, total):
+        order = torch.randperm(total, generator=generator)[: sampler.num_samples - at]
+        for start, end in ((0, keep), (skip, sampler.num_samples)):
+            part = order[max(0, start - at) : max(0, end - at)]
+            for chunk in part.split(_GROWTH * 16) if len(part) else ():
+                yield from chunk.tolist()
 
 
 def tell(part: Any, epoch: int) -> None:

@@ -28,17 +28,20 @@ def trees():
     return [*one, *several, [], torch.tensor(2.0), torch.tensor(4.0), {}, small.double()]
 
 
-def exchange():
-    """Rank 0 sends all; rank 1 takes them."""
+def exchange(ahead):
+    """Rank 0 sends all; rank 1 takes them, the next one asked for before or not."""
     wire = Wire(torch.device("cpu"), ("cpu",), torch.device("cpu"))
     rank, sent = dist.get_rank(), trees()
     link = Link(1 - rank, dist.group.WORLD, wire, 5)
-    for tree in sent:
+    for number, tree in enumerate(sent):
         if rank == 0:
-            link.send(tree)
+            link.send(tree, flag=number % 3 == 0)
             assert len(link._sent) <= links._ON_THE_WAY
             continue
         got = link.take()
+        assert link.flag == (number % 3 == 0)
+        if ahead and number + 1 < len(sent):
+            link.expect()
         assert type(got) is type(tree)
         if isinstance(tree, Failed):
             assert got == tree
@@ -52,4 +55,35 @@ def exchange():
 
 
 def test_trees_and_failures_arrive_in_order(ranks):
-    ranks.run(exchange, world_size=2)
+    for ahead in (False, True):
+        ranks.run(exchange, ahead, world_size=2)
+
+
+def messages():
+    """How many rank 0 sends for the second of two trees of one form, whatever their sizes."""
+    counts, wire = [], Wire(torch.device("cpu"), ("cpu",), torch.device("cpu"))
+    pair = {"a": torch.ones(3, dtype=torch.bool), "b": None, "c": torch.ones(2)}
+    link = Link(1 - dist.get_rank(), dist.group.WORLD, wire, 5)
+    for tree in (pair, (torch.ones(1 << 16), torch.ones(3)), [], {}):
+        for _ in range(2):
+            if dist.get_rank():
+                got = link.take()
+                continue
+            link.send(tree)
+            count = len(link._sent[-1])
+        if dist.get_rank():
+            assert all(
+                [
+                    torch.equal(a, b)
+                    for a, b in zip(flatten(got)[0], flatten(tree)[0], strict=True)
+                    if b is not None
+                ]
+            )
+        else:
+            counts.append(count)
+    link.flush()
+    return counts
+
+
+def test_a_tree_is_one_message(ranks):
+    assert ranks.run(messages, world_size=2)[0] == [1, 1, 1, 1]

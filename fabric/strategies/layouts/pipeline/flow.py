@@ -88,7 +88,7 @@ class Flow:
                 runner.note(error, work, "joining the outputs")
         told = runner.report(work, runner.stage.count - 1, out)
         self.finish(work, "forward")
-        runner.go_on()
+        runner.random.go_on()
         return out if here else self._connected(told, work, calls)
 
     def backward(self, work: Pass, grads: tuple[Any, ...]) -> list[Any]:
@@ -207,7 +207,7 @@ class Flow:
         total = runner.report(work, stage.count - 1, total)
         runner.report(work, 0, None)
         self.finish(work, "pipeline_step")
-        runner.go_on()
+        runner.random.go_on()
         if trains:
             self.after(self)
         result: Tensor = total

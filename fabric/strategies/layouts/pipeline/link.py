@@ -1,6 +1,8 @@
 """`Link`: trees of tensors from one rank of a pipeline to another, of any shapes, and word of a failure.
 
-A message says what it is in a head of fixed size; its tensors follow, one by one.
+A message is one piece: a head of fixed size, and the tensors of the form that both ends know, so that the
+receiver has asked for it before. (Two pieces, where tensors of a device travel by themselves.) When the form
+changes, a head says so, with room for tensors of the old one that nobody reads, and the new form follows.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ if TYPE_CHECKING:
 
     from fabric.plugins.collectives.channel import Wire
 
-_HEAD = 1024
-"""Bytes of a head: a size, and as much of what is told as there is room for; the rest follows."""
-_SIZE = 8
+_KNOWN, _NEW, _FAILED = 0, 1, 2
+_HEAD = 32
+"""Bytes: kind, size of what follows, flag, nothing."""
+_ALIGN = 16
 _ON_THE_WAY = 2
 """Messages. With one or more, no stages wait in a circle: each comes to what it has not taken yet."""
 
@@ -42,6 +45,54 @@ class Leaf(NamedTuple):
     on_host: bool
 
 
+class Form(NamedTuple):
+    """What a tree looks like: enough to make room for it."""
+
+    spec: Any
+    leaves: tuple[Leaf | None, ...]
+    """None: the leaf is None."""
+
+
+_NOTHING = Form(None, ())
+
+
+class Room:
+    """Memory of one message, alike at both ends.
+
+    Args:
+        form: Of its tensors.
+        host: Where the head is, and what is on the host.
+        via: Where the other tensors travel.
+    """
+
+    def __init__(self, form: Form, host: torch.device, via: torch.device) -> None:
+        sizes = {host: _HEAD, via: _HEAD if via == host else 0}
+        spans = []
+        for leaf in form.leaves:
+            where = host if leaf is None or leaf.on_host else via
+            size = 0 if leaf is None else leaf.shape.numel() * leaf.dtype.itemsize
+            spans.append((where, slice(sizes[where], sizes[where] + size)))
+            sizes[where] -= -size // _ALIGN * _ALIGN
+        pieces = {where: torch.empty(size, dtype=torch.uint8, device=where) for where, size in sizes.items()}
+        self.pieces = [piece for piece in pieces.values() if len(piece)]
+        """What travels."""
+        self.head = pieces[host][:_HEAD].view(torch.int64)
+        self.leaves = [
+            None if leaf is None else pieces[where][span].view(leaf.dtype).view(leaf.shape)
+            for leaf, (where, span) in zip(form.leaves, spans, strict=True)
+        ]
+
+
+def form_of(tree: Any) -> tuple[list[Tensor | None], Form]:
+    """The leaves of a tree of tensors (and Nones), and its form."""
+    leaves, spec = flatten(tree)
+    known = [
+        None if leaf is None else Leaf(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device.type == "cpu")
+        for leaf in leaves
+    ]
+    return leaves, Form(spec, tuple(known))
+
+
 class Link:
     """One direction between two ranks. What one end sends, the other must receive, in the same order.
 
@@ -55,70 +106,88 @@ class Link:
     def __init__(self, peer: int, group: Any, wire: Wire, tag: int) -> None:
         self.peer, self._group, self._wire, self._tag = peer, group, wire, tag
         self._host = torch.device("cpu") if "cpu" in wire.sendable else wire.via
+        self._form = _NOTHING
+        """Of the next messages, until there is word of another one."""
+        self._expected: tuple[Room, list[Any]] | None = None
         self._sent: deque[list[tuple[Any, Tensor]]] = deque()
+        self.flag = False
+        """A bit that rides along; of the last message that was taken."""
 
-    def send(self, tree: Any) -> None:
-        """Start to send a tree of tensors (and Nones), or a `Failed`.
+    def send(self, tree: Any, flag: bool = False) -> None:
+        """Start to send a tree of tensors, or a `Failed`.
 
         A few messages may be on the way; then it waits until the first of them has been taken. (gloo does not
         tell without waiting, and a sender that is far ahead would hold all that it has sent.)
         """
         while len(self._sent) >= _ON_THE_WAY:
             _wait(self._sent.popleft())
-        leaves, spec = ([], None) if isinstance(tree, Failed) else flatten(tree)
-        forms = [None if leaf is None else _form_of(leaf) for leaf in leaves]
-        what = pickle.dumps(tree if isinstance(tree, Failed) else (spec, forms))
-        raw = bytearray((len(what).to_bytes(_SIZE, "little") + what).ljust(_HEAD, b"\0"))
-        told = torch.frombuffer(raw, dtype=torch.uint8).to(self._host)
-        sent = [told[:_HEAD], told[_HEAD:]]
-        for leaf, form in zip(leaves, forms, strict=True):
-            if form is not None:
-                room, place = self._room(form)
-                place.copy_(leaf.detach())
-                sent.append(room)
-        pieces = [piece for piece in sent if len(piece)]
-        self._sent.append([(dist.isend(p, self.peer, self._group, self._tag), p) for p in pieces])
+        self._sent.append([])
+        if isinstance(tree, Failed):
+            self._tell(_FAILED, flag, tuple(tree))
+            return
+        leaves, form = form_of(tree)
+        if form != self._form:
+            self._tell(_NEW, flag, form)
+            self._form = form
+        self._start(_KNOWN, 0, flag, leaves)
+
+    def expect(self) -> None:
+        """Ask for the next message, so that it comes while something else is computed."""
+        if self._expected is None:
+            room = Room(self._form, self._host, self._wire.via)
+            self._expected = room, [self._ask(piece) for piece in room.pieces]
 
     def take(self) -> Any:
         """The next message: a tree whose leaves require gradients where the sender's do, or a `Failed`."""
-        told = self._take_bytes(_HEAD)
-        end = _SIZE + int.from_bytes(told[:_SIZE], "little")
-        if end > _HEAD:
-            told += self._take_bytes(end - _HEAD)
-        what = pickle.loads(told[_SIZE:end])
-        if isinstance(what, Failed):
-            return what
-        spec, forms = what
-        return unflatten([None if form is None else self._take_tensor(form) for form in forms], spec, None)
+        self.expect()
+        (room, asked), self._expected = self._expected, None  # type: ignore[misc]
+        _wait(asked)
+        kind, size, flag, _ = room.head.tolist()
+        self.flag = bool(flag)
+        if kind != _KNOWN:
+            raw = torch.empty(size, dtype=torch.uint8, device=self._host)
+            _wait([self._ask(raw)])
+            told = pickle.loads(raw.cpu().numpy().tobytes())
+            if kind == _FAILED:
+                return Failed(*told)
+            self._form = told
+            return self.take()
+        # .data: each counts its changes in place by itself, as they share memory, and nothing in it.
+        found = [
+            None
+            if leaf is None or known is None
+            else leaf.data.to("cpu" if known.on_host else self._wire.device).requires_grad_(known.needs_grad)
+            for leaf, known in zip(room.leaves, self._form.leaves, strict=True)
+        ]
+        return unflatten(found, self._form.spec, None)
 
     def flush(self) -> None:
         """Wait until all that was sent has been taken."""
         while self._sent:
             _wait(self._sent.popleft())
 
-    def _room(self, form: Leaf) -> tuple[Tensor, Tensor]:
-        """The bytes that travel of a tensor, and the tensor."""
-        raw = torch.empty(
-            form.shape.numel() * form.dtype.itemsize,
-            dtype=torch.uint8,
-            device=self._host if form.on_host else self._wire.via,
-        )
-        return raw, raw.view(form.dtype).view(form.shape)
+    def _tell(self, kind: int, flag: bool, what: Any) -> None:
+        raw = torch.frombuffer(bytearray(pickle.dumps(what)), dtype=torch.uint8).to(self._host)
+        self._start(kind, len(raw), flag, [])
+        self._give(raw)
 
-    def _take_bytes(self, size: int) -> bytes:
-        raw = torch.empty(size, dtype=torch.uint8, device=self._host)
-        dist.recv(raw, self.peer, self._group, self._tag)
-        return raw.cpu().numpy().tobytes()
+    @torch.no_grad()
+    def _start(self, kind: int, size: int, flag: bool, leaves: list[Tensor | None]) -> None:
+        """Send a message of the form that is known."""
+        room = Room(self._form, self._host, self._wire.via)
+        room.head.copy_(torch.tensor([kind, size, flag, 0]))
+        for place, leaf in zip(room.leaves, leaves, strict=False):
+            if place is not None and leaf is not None:
+                place.copy_(leaf)
+        for piece in room.pieces:
+            self._give(piece)
 
-    def _take_tensor(self, form: Leaf) -> Tensor:
-        raw, tensor = self._room(form)
-        if len(raw):
-            dist.recv(raw, self.peer, self._group, self._tag)
-        return tensor.to("cpu" if form.on_host else self._wire.device).requires_grad_(form.needs_grad)
+    def _give(self, piece: Tensor) -> None:
+        work = dist.isend(piece, self.peer, group=self._group, tag=self._tag)
+        self._sent[-1].append((work, piece))
 
-
-def _form_of(leaf: Tensor) -> Leaf:
-    return Leaf(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.device.type == "cpu")
+    def _ask(self, piece: Tensor) -> tuple[Any, Tensor]:
+        return dist.irecv(piece, self.peer, group=self._group, tag=self._tag), piece
 
 
 def _wait(works: list[tuple[Any, Tensor]]) -> None:

@@ -7,6 +7,7 @@ end of a pass all ranks know.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ from fabric.core.torch_internals import backward_pass
 from fabric.core.tree import flatten, map_tree
 from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.processes.endings import describe
-from fabric.strategies.layouts.agree import on_any_rank
 from fabric.strategies.layouts.pipeline.link import Failed, Link
 from fabric.strategies.layouts.pipeline.stage import own
 from fabric.utilities.random_stream import RandomStream
@@ -90,9 +90,11 @@ class Runner:
 
     def run(self, order: Order, work: Pass) -> None:
         """One pass. Afterwards, and not before, ask `finish`."""
+        left = Counter([kind for kind, _ in order])
         self._around = backward_pass()
         for kind, index in order:
-            self._pass_on(kind, index, work)
+            left[kind] -= 1
+            self._pass_on(kind, index, work, more=left[kind] > 0)
         self._around = None
 
     def passing(self) -> bool:
@@ -102,8 +104,9 @@ class Runner:
     def report(self, work: Pass, place: int, tree: Any) -> Any:
         """The tree that the stage at `place` has, on all ranks; on failure a `Failed`."""
         here = self.stage.index == place
-        sent = (work.failed or map_tree(_leaf_like, tree)) if here else None
-        told = broadcast_tree(sent, self.ranks[place], self.channel)
+        sent = (work.failed or map_tree(_leaf_like, tree), self.random.drawn) if here else None
+        told, drawn = broadcast_tree(sent, self.ranks[place], self.channel)
+        self.random.drawn |= drawn
         if isinstance(told, Failed):
             work.failed = work.failed or told
         return told if work.failed or not here else tree
@@ -124,22 +127,20 @@ class Runner:
             error.fabric_raised_by = work.failed.rank  # type: ignore[attr-defined]
             raise error
 
-    def go_on(self) -> None:
-        """After a forward: outside of stages all ranks draw alike, also where a stage has drawn."""
-        self.random.drawn = any(on_any_rank([self.random.drawn], self.channel))
-        self.random.go_on()
-
     def note(self, error: Exception, work: Pass, doing: str) -> None:
         """This stage has failed: it raises at the end of the pass, and the others hear of it."""
         where = f"{describe(error)}, in {self.stage.name}, {doing}"
         work.error, work.failed = error, Failed(self.ranks[self.stage.index], where)
 
-    def _pass_on(self, kind: str, index: int, work: Pass) -> None:
+    def _pass_on(self, kind: str, index: int, work: Pass, more: bool) -> None:
         """Take a message, if another stage is before, and send one, if another is after, whatever happens."""
         arriving, leaving = self._arriving[kind], self._leaving[kind]
         given: Any = None
         if arriving is not None:
             given = arriving.take()
+            self.random.drawn |= arriving.flag
+            if more:
+                arriving.expect()
         if isinstance(given, Failed):
             work.failed = work.failed or given
         found: Any = None
@@ -150,7 +151,7 @@ class Runner:
                 doing = "forward" if kind == "F" else "backward"
                 self.note(error, work, f"{doing} of micro-batch {index + 1} of {len(work.calls)}")
         if leaving is not None:
-            leaving.send(work.failed or found)
+            leaving.send(work.failed or found, self.random.drawn)
 
     def _compute(self, index: int, arrived: Any, work: Pass) -> Any:
         call = work.calls[index] if self.stage.is_first else ((arrived,), {})
