@@ -135,7 +135,7 @@ class Checkpoints(Exchange):
         storage, where = self.checkpoint_io, path
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
             checkpoint = states.gather(self, state, filter)
-            from fabric.plugins.io.formats import is_safetensors
+            from fabric.plugins.io.beside import is_safetensors
             from fabric.plugins.io.torch_io import TorchCheckpointIO
 
             ours = type(storage) is TorchCheckpointIO

@@ -26,28 +26,32 @@ if TYPE_CHECKING:
 
 Names = list[list[str]]
 """By parameter group."""
+Known = dict[Any, list[tuple[str | None, str]]]
+"""By parameter: the places in a state of modules that have it, and its names there."""
 
 
-def owners(state: Any, others: Iterable[Module]) -> dict[Module, str | None]:
-    """The modules that name parameters, and where each stands in `state`; None: among `others` only.
+def known_names(state: Any, others: Iterable[Module]) -> Known:
+    """Each parameter's names, and the places in `state` of the modules in which it has them; None: among
+    `others` only. A tied one has several.
 
-    A part of another module is none of them: the name of a parameter must not depend on what else is saved.
+    Modules that are part of another name none: a name must not depend on what else is saved.
     """
-    found: dict[Module, str | None] = {}
-    for place, module in _modules(state, ""):
-        found.setdefault(module, place)
-    for module in others:
-        found.setdefault(module, None)
-    parts = {part for module in found for part in module.modules() if part is not module}
-    return {module: place for module, place in found.items() if module not in parts}
+    places: dict[Module, str | None] = {}
+    for place, module in [*_modules(state, ""), *[(None, module) for module in others]]:
+        places.setdefault(module, place)
+    parts = {part for module in places for part in module.modules() if part is not module}
+    known: Known = {}
+    for module, place in places.items():
+        for name, parameter in module.named_parameters(remove_duplicate=False) if module not in parts else ():
+            known.setdefault(parameter, []).append((place, clean_key(name)))
+    return known
 
 
-def names_of(optimizer: Optimizer, modules: dict[Module, str | None]) -> Names | None:
+def names_of(optimizer: Optimizer, known: Known) -> Names | None:
     """The names of an optimizer's parameters in their modules; None: not all have one.
 
     Of several modules, in which different parameters have the same names, also where these are in the state.
     """
-    known = _all_names(modules)
     groups = [group["params"] for group in optimizer.param_groups]
     held = list(dict.fromkeys(chain(*groups)))
     if not all([parameter in known for parameter in held]):
@@ -71,7 +75,7 @@ def with_names(saved: dict[str, Any], names: Names | None) -> dict[str, Any]:
 
 
 def by_name(
-    saved: dict[str, Any], optimizer: Optimizer, modules: dict[Module, str | None], strict: bool, what: str
+    saved: dict[str, Any], optimizer: Optimizer, known: Known, strict: bool, what: str
 ) -> dict[str, Any]:
     """An optimizer's saved state as if it had been saved with this one's order of parameters, and its groups.
 
@@ -80,7 +84,7 @@ def by_name(
     Args:
         saved: As torch writes it, or `with_names`.
         optimizer: What to load it into.
-        modules: What names its parameters, as from `owners`.
+        known: What names its parameters, as from `known_names`.
         strict: False: what has no place here is left out, with a warning, and groups of other parameters
             keep their settings.
         what: How the user calls the optimizer, for the error text.
@@ -89,10 +93,10 @@ def by_name(
         UsageError: With `strict`, there are other names in the file, or in other groups, or other shapes.
     """
     saved, theirs = _without_names(saved)
-    names, fitted = names_of(optimizer, modules), saved
+    names, fitted = names_of(optimizer, known), saved
     there = here = [f"parameter {number}" for number in _packed(saved)]
     if names is not None and _is_unique(theirs, [group["params"] for group in saved["param_groups"]]):
-        theirs = _as_here(theirs, names, _aliases(optimizer, names, modules))
+        theirs = _as_here(theirs, names, _aliases(optimizer, names, known))
         if strict:
             _check(names, theirs, what)
         there, here = [*chain(*theirs)], [*chain(*names)]
@@ -120,18 +124,8 @@ def by_name(
     return {**fitted, "state": kept}
 
 
-def _all_names(modules: dict[Module, str | None]) -> dict[Any, list[tuple[str | None, str]]]:
-    """Each parameter's names, and the places of the modules in which it has them. A tied one has several."""
-    found: dict[Any, list[tuple[str | None, str]]] = {}
-    for module, place in modules.items():
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            found.setdefault(parameter, []).append((place, clean_key(name)))
-    return found
-
-
-def _aliases(optimizer: Optimizer, names: Names, modules: dict[Module, str | None]) -> dict[str, str]:
+def _aliases(optimizer: Optimizer, names: Names, known: Known) -> dict[str, str]:
     """By each name that is one parameter's only: the one by which it goes here."""
-    known = _all_names(modules)
     found: dict[str, set[str]] = {}
     parameters = chain(*[group["params"] for group in optimizer.param_groups])
     for parameter, own in zip(parameters, chain(*names), strict=True):

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
-from fabric.plugins.io.beside import hold, is_held, named, put_in_place, remove
+from fabric.plugins.io.beside import hold, is_held, is_safetensors, named, put_in_place, remove
 from fabric.plugins.io.directory import begin
-from fabric.plugins.io.formats import is_safetensors
 from fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabric.processes.garbage import nothing_collected
 from fabric.strategies import state as states

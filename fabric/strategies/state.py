@@ -11,7 +11,7 @@ import torch
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError, UsageError
 from fabric.core.tree import flatten
 from fabric.plugins.io.portable import Stored, from_portable, module_entries, to_portable
-from fabric.strategies.optimizer_names import by_name, names_of, owners, with_names
+from fabric.strategies.optimizer_names import by_name, known_names, names_of, with_names
 from fabric.utilities.state_keys import like
 from fabric.wrappers import unwrap
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fabric.core.types import Filter
-
-    Modules = dict[torch.nn.Module, str | None]
+    from fabric.strategies.optimizer_names import Known
 
 
 class MissingKeysError(ConfigurationError, KeyError):
@@ -42,8 +41,8 @@ def gather(strategy: Any, state: dict[str, Any], filter: Filter | None) -> dict[
             f'Write fabric.save(path, {{"model": model, "optimizer": optimizer}}).'
         )
     filter = _checked_filter(filter, state)
-    modules = owners(state, strategy.modules)
-    plain = {key: _state_of(strategy, value, modules) for key, value in state.items()}
+    known = known_names(state, strategy.modules)
+    plain = {key: _state_of(strategy, value, known) for key, value in state.items()}
     if strategy.layout.splits and any([_is_part(leaf) for leaf in flatten(plain)[0]]):
         plain = strategy.layout.whole_tree(plain)  # else a file had the parts of rank zero only
     strategy.layout.check_saved(plain)
@@ -70,7 +69,7 @@ def restore(strategy: Any, checkpoint: dict[str, Any], state: Any | None, strict
         MissingKeysError: With `strict`, `state` has keys that the checkpoint lacks.
         UsageError: What the checkpoint holds does not fit the objects of `state`.
     """
-    load = _Load(strategy, strict, owners(state, strategy.modules))
+    load = _Load(strategy, strict, known_names(state, strategy.modules))
     if state is not None and not isinstance(state, dict):
         load.into(state, checkpoint, "the object to load")
         return {}
@@ -141,19 +140,19 @@ def _checked_filter(filter: Filter | None, state: dict[str, Any]) -> Filter:
     return filter or {}
 
 
-def _state_of(strategy: Any, value: Any, modules: Modules) -> Any:
+def _state_of(strategy: Any, value: Any, known: Known) -> Any:
     inner = unwrap(value)
     if isinstance(inner, torch.nn.Module):
         return strategy.get_module_state_dict(value)
     if isinstance(inner, torch.optim.Optimizer):
-        return with_names(strategy.get_optimizer_state(value), names_of(inner, modules))
+        return with_names(strategy.get_optimizer_state(value), names_of(inner, known))
     if _is_stateful(value):
         return value.state_dict()
     if not _holds_stateful(value):
         return value
     if isinstance(value, dict):
-        return like(value, {key: _state_of(strategy, child, modules) for key, child in value.items()})
-    return type(value)([_state_of(strategy, child, modules) for child in value])
+        return like(value, {key: _state_of(strategy, child, known) for key, child in value.items()})
+    return type(value)([_state_of(strategy, child, known) for child in value])
 
 
 def _is_part(value: Any) -> bool:
@@ -163,8 +162,8 @@ def _is_part(value: Any) -> bool:
 class _Load:
     """One load into the objects of a state, in place."""
 
-    def __init__(self, strategy: Any, strict: bool, modules: Modules) -> None:
-        self.strategy, self.strict, self.modules = strategy, strict, modules
+    def __init__(self, strategy: Any, strict: bool, known: Known) -> None:
+        self.strategy, self.strict, self.known = strategy, strict, known
 
     def entries(self, state: dict[Any, Any], saved: Any, name: str) -> Any:
         """Load `saved` into the entries of `state`, a dictionary that holds objects; gives the rest."""
@@ -219,7 +218,7 @@ class _Load:
             self.strategy.load_module_state_dict(target, module_entries(value), strict=self.strict)
         elif isinstance(inner, torch.optim.Optimizer):
             if _is_optimizer_state(value, inner, name):
-                value = _entries(by_name(value, inner, self.modules, self.strict, name), inner)
+                value = _entries(by_name(value, inner, self.known, self.strict, name), inner)
             else:
                 value = from_portable(value, stored=True)
             self.strategy.load_optimizer_state(target, value)

@@ -1,6 +1,5 @@
-"""What will have a path is written beside it, locked, flushed, and put in its place by a rename.
-
-Of files and of directories, on a disk. Nothing here needs torch.
+"""What is at a path. What will be there is written beside it, locked, flushed, and put in its place by a
+rename: files and directories, on a disk. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -28,6 +27,12 @@ if TYPE_CHECKING:
 MANIFEST = "fabric.json"
 METADATA = ".metadata"
 """torch's own file: which tensor lies where."""
+SINGLE = "model.safetensors"
+INDICES = ".safetensors.index.json"
+INDEX = f"model{INDICES}"
+"""In a directory of Hugging Face: which tensor is in which file."""
+LENGTH = 8
+"""Bytes at the start of a safetensors file that say how long its header is."""
 _held: dict[Path, int | None] = {}
 """What this process writes beside paths, and the descriptors that lock it; None: there are no locks."""
 
@@ -47,6 +52,24 @@ def sharded_at(path: PathLike, only_ours: bool = False) -> Path | None:
     names = (MANIFEST,) if only_ours else (MANIFEST, METADATA)
     there = local is not None and any([os.path.isfile(local / name) for name in names])  # noqa: PTH113 - never raises
     return local if there else None
+
+
+def is_safetensors(path: PathLike) -> bool:
+    """Whether a file of this name is written as safetensors."""
+    return str(path).endswith(".safetensors")
+
+
+def safetensors_at(path: Path, name: PathLike) -> bool:
+    """Whether at `path` is a safetensors file, or a directory of Hugging Face with one or more. A file whose
+    name ends so counts as one, unless it is a ZIP archive, which is torch's.
+    """
+    if path.is_dir():
+        return any([(path / name).is_file() for name in (SINGLE, INDEX)])
+    if not path.is_file() or path.name.endswith(INDICES):
+        return path.is_file()
+    with path.open("rb") as file:
+        start = file.read(LENGTH + 1)
+    return start[LENGTH:] == b"{" or (is_safetensors(name) and not start.startswith(b"PK"))
 
 
 def part_of(path: Path, directory: bool) -> Path:
@@ -72,42 +95,30 @@ def part_of(path: Path, directory: bool) -> Path:
 
 
 def hold(path: Path) -> None:
-    """Lock a file or directory of this process until it is removed or put in place, or the process ends.
-
-    Raises:
-        BlockingIOError: Another process holds it.
-    """
+    """Lock a file or directory of this process until it is removed or put in place, or the process ends."""
     _held[path] = _lock(path)
 
 
 def is_held(path: Path) -> bool:
     """Whether a living process holds it, as far as this file system tells."""
-    try:
-        lock = _lock(path)
-    except OSError:
-        return True
+    lock = _lock(path)
     if lock is not None:
         os.close(lock)
     return lock is None
 
 
 def _lock(path: Path, wait: bool = False) -> int | None:
-    """Lock a file or directory until the descriptor is closed; None: there are no locks here.
-
-    Raises:
-        BlockingIOError: It is locked, and may not `wait`.
-    """
+    """Lock a file or directory until the descriptor is closed; None: it is locked, or there are no locks."""
     if fcntl is None:
         return None
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            raise
-        return None
-    return descriptor
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return descriptor
+        except OSError:
+            os.close(descriptor)
+    return None
 
 
 def _let_go(part: Path) -> None:
@@ -119,9 +130,7 @@ def _let_go(part: Path) -> None:
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
     """Let other saves into this directory wait, where there are locks."""
-    lock = None
-    with suppress(OSError):
-        lock = _lock(directory, wait=True)
+    lock = _lock(directory, wait=True)
     try:
         yield
     finally:

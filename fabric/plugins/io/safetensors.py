@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ConfigurationError, MissingExtraError
-from fabric.plugins.io.archives import place_of, values
+from fabric.plugins.io.beside import INDEX, INDICES, LENGTH, SINGLE
 from fabric.plugins.io.digest import crc_of, damaged, write_all
-from fabric.plugins.io.formats import INDEX, INDICES, LENGTH, SINGLE
 from fabric.plugins.io.portable import TAG, Stored, read_stored
+from fabric.plugins.io.snapshot import place_of, values
 from fabric.utilities.state_keys import PLAIN_DICTS
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def write(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], file: Any) ->
 
 
 def read(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
-    """The tensors at `path` (see `found_at`), `Stored`: each is read when it is used, and no more of it.
+    """The tensors at `path` (see `safetensors_at`), `Stored`: each is read when it is used, and no more.
 
     Of a directory that has a single file and an index the file counts, as for `from_pretrained`.
 

@@ -13,9 +13,11 @@ import tempfile
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from io import BytesIO
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
+from zipfile import ZipFile
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
@@ -27,20 +29,23 @@ from torch.distributed.tensor import DTensor
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import place_in_file
 from fabric.core.tree import map_tree
-from fabric.plugins.io.archives import place_of, write_archive
-from fabric.plugins.io.beside import MANIFEST, METADATA, sharded_at
+from fabric.plugins.io.beside import MANIFEST, METADATA, is_safetensors, sharded_at
 from fabric.plugins.io.digest import LARGE, DigestWriter, damaged
 from fabric.plugins.io.directory import check, write_manifest
-from fabric.plugins.io.formats import is_safetensors
 from fabric.plugins.io.portable import Stored, is_elsewhere
-from fabric.plugins.io.snapshot import Snapshot
+from fabric.plugins.io.snapshot import Snapshot, place_of, values
 from fabric.plugins.io.torch_io import TorchCheckpointIO, saving, untrusted
+from fabric.utilities.dtypes import as_bytes
 from fabric.utilities.state_keys import PLAIN_DICTS, like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor
+
+
+_LARGE = 16 << 20
+"""Bytes of a tensor from which on torch itself writes it, for which the time does not count."""
 
 
 class Pickled(NamedTuple):
@@ -127,7 +132,7 @@ class Part:
                         torch.save(value.value if isinstance(value, Pickled) else value, stream)
                     else:
                         part: Any = self._planner.resolve_data(item)
-                        write_archive(part, stream)
+                        _write_archive(part, stream)
                     places[item.index] = place_in_file(name, start, stream.tell() - start)
         return places, digests
 
@@ -168,6 +173,34 @@ class Part:
                 return MetadataIndex(name)
         self.values[name] = node
         return MetadataIndex(name)
+
+
+def _write_archive(tensor: Tensor, stream: Any) -> None:
+    """Write what `torch.save` writes of the values of `tensor`, without a ZIP archive made for each."""
+    if tensor.numel() * tensor.dtype.itemsize > _LARGE:
+        flat = as_bytes(tensor.cpu())
+        if flat.untyped_storage().nbytes() > flat.numel():  # of a part all would be written
+            flat = flat.clone()
+        torch.save(flat.view(tensor.dtype).view(tensor.shape), stream)
+        return
+    head, tail = _around(tensor.dtype, tensor.shape)
+    stream.write(head)
+    stream.write(values(tensor))
+    stream.write(tail)
+
+
+@lru_cache(256)
+def _around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+    """What stands before and after the values: the same for all tensors of one dtype and shape."""
+    made = BytesIO()
+    torch.save(torch.empty(shape, dtype=dtype), made)
+    with ZipFile(made) as archive:
+        entry = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
+    held = made.getbuffer()
+    # Source: the ZIP format (APPNOTE 4.3.7): 30 bytes, the lengths of name and padding in the last four.
+    start = entry.header_offset + 30
+    start += sum([int.from_bytes(held[start - n : start - n + 2], "little") for n in (4, 2)])
+    return bytes(held[:start]), bytes(held[start + entry.file_size :])
 
 
 class Checkpoint:

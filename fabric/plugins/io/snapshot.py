@@ -1,4 +1,4 @@
-"""Copies of checkpoint data in host memory, which a loop may not change any more."""
+"""Checkpoint data in host memory: copies, which a loop may not change any more; bytes; what is one tensor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from fabric.core.torch_internals import memory_of
 from fabric.core.tree import map_tree
+from fabric.plugins.io.portable import Stored
+from fabric.utilities.dtypes import as_bytes
 
 
 class Snapshot:
@@ -60,3 +63,18 @@ class Snapshot:
             return self._free.pop(0)
         self._free.clear()
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned).untyped_storage()
+
+
+def values(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor's values in their order; of a copy, unless it lies so in host memory."""
+    flat: Any = as_bytes(tensor.cpu()).numpy()
+    return memoryview(flat)
+
+
+def place_of(tensor: torch.Tensor) -> Any:
+    """What two names of one tensor have in common, and of two tensors differs."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not local.numel() or isinstance(tensor, Stored):
+        return id(tensor)
+    view = local.storage_offset(), local.stride(), local.is_conj(), local.is_neg()
+    return memory_of(tensor), view, tensor.shape, tensor.dtype, getattr(tensor, "placements", None)

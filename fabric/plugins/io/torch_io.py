@@ -16,10 +16,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.plugins.io.beside import named, part_of, put_in_place, remove, sharded_at
+from fabric.plugins.io.beside import (
+    is_safetensors,
+    named,
+    part_of,
+    put_in_place,
+    remove,
+    safetensors_at,
+    sharded_at,
+)
 from fabric.plugins.io.checkpoint_io import CheckpointIO
 from fabric.plugins.io.digest import DigestWriter, check, damaged
-from fabric.plugins.io.formats import found_at, is_safetensors
 from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
 
 if TYPE_CHECKING:
@@ -115,7 +122,7 @@ class TorchCheckpointIO(CheckpointIO):
             filesystem.rm(str(path), recursive=True)
 
     def _read(self, path: Path, name: PathLike, map_location: Any, safe: bool) -> dict[str, Any]:
-        if found_at(path, name):
+        if safetensors_at(path, name):
             from fabric.plugins.io import safetensors
 
             return safetensors.read(path, self.verify, name)
