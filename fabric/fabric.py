@@ -15,6 +15,7 @@ import torch
 
 from fabric.checks import check_forward_module, check_given, item_count, warn_of_loaders
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
+from fabric.plugins.environments.local import LAUNCHED
 from fabric.resolve import Machine, Request, resolve
 from fabric.saving import CheckpointVerbs
 from fabric.setup import SetupVerbs
@@ -73,14 +74,12 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         plan = resolve(Request(accelerator, strategy, devices, num_nodes, precision, plugins), Machine.look())
         self._strategy: Strategy = plan.strategy
         self._strategy.bind(plan)
-        self._accelerator = plan.accelerator
         self._callbacks = _as_list(callbacks)
         self._loggers = _as_list(loggers)
         self._stopper = None
         self._launched = False
-        self._ready = not self._strategy.traits.needs_launch
         # `fabric run` started this process as a rank: loops written for it need no launch().
-        if self._ready or os.environ.get("FABRIC_LAUNCHED") == "cli":
+        if not self._strategy.traits.needs_launch or os.environ.get(LAUNCHED) == "cli":
             self._enter_rank()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -135,7 +134,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
     def _enter_rank(self) -> None:
         if not self._launched:
             self._strategy.setup_environment()
-        self._launched = self._ready = True
+        self._launched = True
 
     def backward(
         self, tensor: torch.Tensor, *args: Any, model: _FabricModule | None = None, **kwargs: Any
@@ -309,10 +308,13 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             workers: Kept for compatibility: workers of set-up loaders always have streams of their own.
             verbose: Whether to log the seed.
             per_rank: Give each rank a stream of its own (dropout masks), after models are initialised alike.
+                Comes after `launch()`: before, nobody knows which rank this is, or will be.
 
         Returns:
             The seed.
         """
+        if per_rank:
+            self._require_launch("seed_everything(per_rank=True)")
         used = seed_everything(seed, workers=True if workers is None else workers, verbose=verbose)
         if per_rank:
             seed_rank(used, self._data_rank)

@@ -27,15 +27,14 @@ class RankFacts:
     """Who and where this process is, for loops that ask; and its callbacks."""
 
     _strategy: Strategy
-    _accelerator: Accelerator
     _loggers: list[Logger]
     _callbacks: list[Any]
-    _ready: bool
+    _launched: bool
 
     @property
     def accelerator(self) -> Accelerator:
         """Where tensors live."""
-        return self._accelerator
+        return self._strategy.accelerator  # type: ignore[return-value]  # bound
 
     @property
     def strategy(self) -> Strategy:
@@ -143,7 +142,7 @@ class RankFacts:
         return (self._strategy.distributed_sampler_kwargs or {"rank": self.global_rank})["rank"]
 
     def _require_launch(self, verb: str) -> None:
-        if not self._ready:
+        if not self._launched:
             raise UsageError(
                 f"fabric.{verb} came before fabric.launch(): the other ranks are not there yet. "
                 f"Write fabric.launch() right after Fabric(...)."

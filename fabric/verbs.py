@@ -37,7 +37,7 @@ def together(verb: Verb) -> Verb:
     @functools.wraps(verb)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal plain
-        if not self._ready:
+        if not self._launched:
             self._require_launch(f"{verb.__name__}()")
         if "torch._dynamo" not in sys.modules:
             return verb(self, *args, **kwargs)

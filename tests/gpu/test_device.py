@@ -65,7 +65,7 @@ def test_ddp_over_the_devices_backend_with_host_tensors_beside_it(ranks):
 def ddp_on_one_device():
     fabric = Fabric(accelerator=KIND, devices=1, strategy="ddp_spawn")
     fabric.strategy.setup_environment()
-    fabric._launched = fabric._ready = True
+    fabric._launched = True
     try:
         losses = train(fabric)
         reference = train(Fabric(accelerator=KIND, devices=1))

@@ -429,6 +429,12 @@ def test_ranks_are_seeded_apart_on_demand(ranks):
     assert all(a != b for a, b in zip(first, other, strict=True))
 
 
+def test_ranks_are_not_seeded_apart_before_there_are_any():
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_fork")
+    with pytest.raises(RuntimeError, match=r"seed_everything\(per_rank=True\) came before fabric.launch"):
+        fabric.seed_everything(7, per_rank=True)  # all forked ranks would draw as rank zero
+
+
 def test_the_verb_and_the_function_seed_alike(fabric):
     fabric.seed_everything(3, verbose=False)
     first = draws()
