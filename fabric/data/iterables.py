@@ -7,25 +7,33 @@ on another number of ranks. Notes travel with batches, so what workers have read
 from __future__ import annotations
 
 import copy
+import reprlib
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fabric.core.torch_internals import pin_memory, without_worker_info
-from fabric.data.heads import Head
-from fabric.data.randomness import PrivateRandomness, seed_draws
+from fabric.core.tree import flatten
+from fabric.data.order import PrivateRandomness, has_state, seed_draws
 from fabric.data.rules import Share
-from fabric.data.workers import Dataset
+from fabric.data.stand_ins import StandIn
+from fabric.data.streams import digest
 from fabric.utilities.seed import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fabric.data.rules import Rule
+
+
+_COMPARED = 32
+"""Samples at a stream's beginning by which it is known."""
+_COLUMNS = 8
+"""Values of each of them that are looked at by themselves."""
 
 
 @dataclass(slots=True)
@@ -39,6 +47,26 @@ class Batch:
     def pin_memory(self) -> Batch:
         """Asked by torch of types that it does not know."""
         return Batch(pin_memory(self.items), self.note)
+
+
+class Head(NamedTuple):
+    """The first samples of one rank's stream."""
+
+    samples: list[str]
+    """A digest of each."""
+    columns: list[list[str]]
+    """Where samples are tuples, dictionaries, ...: the digests of the first, second, ... value in each."""
+    shown: str
+    """The first one, for messages."""
+
+    @classmethod
+    def of(cls, samples: list[Any]) -> Head:
+        """The head of a stream that begins with these."""
+        compared = samples[:_COMPARED]
+        rows = [[digest(leaf) for leaf in flatten(sample)[0][:_COLUMNS]] for sample in compared]
+        columns = [list(column) for column in zip(*rows, strict=False)]
+        shown = " ".join(reprlib.repr(samples[0]).split()) if samples else "nothing"
+        return cls([digest(sample) for sample in compared], columns, f"{shown:.70}")
 
 
 class Collate:
@@ -56,7 +84,7 @@ class Collate:
         return Batch(self.then(batch.items), batch.note)
 
 
-class Batched(Dataset, IterableDataset[Batch]):
+class Batched(StandIn, IterableDataset[Batch]):
     """This rank's batches of a stream: Fabric deals it out, or the dataset has shared itself out.
 
     Dealt out, every process reads the whole stream, under random streams that are the same everywhere, and
@@ -64,19 +92,17 @@ class Batched(Dataset, IterableDataset[Batch]):
     worker k's. A dataset that shares itself out keeps all, and each worker's part is a stream of its own.
 
     Args:
-        dataset: The user's.
+        given: The user's dataset.
         dealt: How it is dealt out, unless it shares itself out.
         salts: Of random streams: the loader's seed and the rank.
         asks: Whether a pass begins with a message that shows the first samples, by which ranks compare.
         persistent: Whether workers live through several epochs, and hear of a new one through shared memory.
     """
 
-    _OWN = frozenset({"dataset", "dealt", "salts", "asks", "own", "apart", "saved", "cell"})
+    _OWN = frozenset({"given", "dealt", "salts", "asks", "own", "apart", "saved", "cell"})
 
-    def __init__(
-        self, dataset: Any, dealt: Rule, salts: tuple[int, int], asks: bool, persistent: bool
-    ) -> None:
-        self.dataset = dataset
+    def __init__(self, given: Any, dealt: Rule, salts: tuple[int, int], asks: bool, persistent: bool) -> None:
+        super().__init__(given)
         self.dealt = dealt
         self.salts = salts
         self.asks = asks
@@ -91,8 +117,8 @@ class Batched(Dataset, IterableDataset[Batch]):
             self.cell.share_memory_()
 
     @property
-    def whole(self) -> bool:
-        """Whether each worker must read all of it, since Fabric deals it out."""
+    def whole(self) -> bool:  # type: ignore[override]
+        """See the base: where Fabric deals it out."""
         return not self.own
 
     @property
@@ -107,7 +133,7 @@ class Batched(Dataset, IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, resumes = self.cell.tolist()
-        set_epoch = getattr(self.dataset, "set_epoch", None)
+        set_epoch = getattr(self.given, "set_epoch", None)
         if callable(set_epoch):  # workers have copies, which the loop does not reach
             set_epoch(epoch)
         info = get_worker_info()
@@ -139,7 +165,7 @@ class Batched(Dataset, IterableDataset[Batch]):
         def mark(count: int) -> Any:
             if count % turns != worker % turns or not self.has_state or (count + 1) * rule.size < len(block):
                 return None, None
-            return copy.deepcopy(self.dataset.state_dict()), private.states()
+            return copy.deepcopy(self.given.state_dict()), private.states
 
         for count, dealt in enumerate(rule.deal(draw, start, first, mark)):
             if count % turns == worker % turns:
@@ -160,9 +186,9 @@ class Batched(Dataset, IterableDataset[Batch]):
         # Dealt out, a dataset that splits itself by worker gives all it has.
         as_read = nullcontext if self.own else without_worker_info
         if entry and jumps:
-            self.dataset.load_state_dict(copy.deepcopy(entry["dataset"]))
+            self.given.load_state_dict(copy.deepcopy(entry["dataset"]))
         with private, as_read():
-            stream = iter(self.dataset)
+            stream = iter(self.given)
             first = [] if jumps else list(islice(stream, min(start, self.rule.share.world)))
             if not jumps:
                 next(islice(stream, start - len(first), start - len(first)), None)
@@ -175,11 +201,8 @@ class Batched(Dataset, IterableDataset[Batch]):
 
     @property
     def has_state(self) -> bool:
-        """Whether it can say where it is, and go there without reading again. Padding reads: it needs the
-        epoch's first samples.
-        """
-        names = ("state_dict", "load_state_dict")
-        return self.rule.uneven != "pad" and all([callable(getattr(self.dataset, n, None)) for n in names])
+        """Whether it need not be read again. Padding reads: it needs the epoch's first samples."""
+        return self.rule.uneven != "pad" and has_state(self.given)
 
 
 def _after(block: list[Any], draw: Callable[[int], list[Any]]) -> Callable[[int], list[Any]]:

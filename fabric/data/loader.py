@@ -28,12 +28,11 @@ _OF_THE_USER = ("dataset", "collate_fn", "worker_init_fn", "generator")
 
 
 class _Pass:
-    """One iteration: its epoch, the note of the last batch that the loop received, whether it is over."""
+    """One iteration: its epoch, and the note of the last batch that the loop received."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.note: Any = None
-        self.over = False
 
 
 class _FabricDataLoader(Loader):
@@ -112,7 +111,7 @@ class _FabricDataLoader(Loader):
         """
         if self._saved is not None:  # loaded, and not gone on from yet
             epoch, state = self._epoch, self._saved
-        elif self._pass is None or self._pass.over:
+        elif self._pass is None:
             epoch, state = self._epoch, self._source.fresh()
         else:
             epoch, state = self._pass.epoch, self._source.state(self._pass.note)
@@ -199,7 +198,8 @@ class _FabricDataLoader(Loader):
                     break
                 batch, run.note = found
                 yield batch
-            run.over = True
+            if self._pass is run:
+                self._pass = None
         finally:  # an error's traceback must not keep workers alive
             close = getattr(pairs, "close", None)
             if close is not None:
@@ -214,8 +214,8 @@ class _FabricDataLoader(Loader):
         Raises:
             UsageError: The loader cannot say where it is.
         """
-        run = self._pass
-        done = 0 if run is None or run.over else self._source.done(run.note)
+        state = self._saved if self._pass is None else self._source.at(self._pass.note)
+        done = 0 if state is None else self._source.done(state)
         if done is None:
             raise UsageError(f"{type(self._dataloader).__name__} does not say how many batches it has given.")
         return done
@@ -229,7 +229,7 @@ class _FabricDataLoader(Loader):
         found = getattr(self._given if name in _OF_THE_USER else self._dataloader, name)
         if name not in ("sampler", "batch_sampler") or found is None:
             return found
-        from fabric.data.streams import Shown
+        from fabric.data.stand_ins import Shown
 
         return Shown(getattr(self._given, name), found, self.set_epoch)
 

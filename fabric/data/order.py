@@ -1,7 +1,11 @@
-"""`Order`: a user's sampler whose draws are equal on all ranks and leave the loop's own streams alone."""
+"""`Order`: a user's sampler whose draws are equal on all ranks and leave the loop's own streams alone.
+
+Random generators: the global ones, which the loop and the data share, and those of the user's own.
+"""
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -9,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from fabric.data.randomness import PrivateRandomness
-from fabric.utilities.seed import derive_seed
+from fabric.utilities.seed import derive_seed, host_states, loaded_numpy, set_rng_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -124,6 +127,78 @@ def epoch_of(part: Any) -> int | None:
     return next((epoch for epoch in epochs if isinstance(epoch, int)), None)
 
 
+def has_state(part: Any) -> bool:
+    """Whether it can say where it is, and go there without reading again."""
+    return all([callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict")])
+
+
 def _told(part: Any) -> list[Any]:
     both = (part, getattr(part, "sampler", None))
     return [each for each in both if callable(getattr(each, "set_epoch", None))]
+
+
+class PrivateRandomness:
+    """Context in which the host's global generators hold a private state, kept from one `with` to the next.
+
+    Args:
+        seed: Of the private state.
+        states: The private state, as it was between two uses, instead.
+    """
+
+    def __init__(self, seed: int, states: dict[str, Any] | None = None) -> None:
+        self._seed = seed
+        self.states = states
+        """The private state, for a checkpoint; between two uses."""
+        self._theirs: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        self._theirs = host_states()
+        if self.states is None:
+            seed_draws(self._seed)
+        else:
+            set_rng_states(self.states)
+
+    def __exit__(self, *exc: object) -> None:
+        self.states = host_states()
+        set_rng_states(self._theirs)
+
+
+def seed_draws(seed: int) -> None:
+    """Seed this process's streams for one order or batch; quicker than `seed_streams`, for the host only."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed ^ 1)
+    if (numpy := loaded_numpy()) is not None:
+        numpy.random.seed((seed ^ 2) % 2**32)
+
+
+def generators_of(holders: list[Any], but: Any) -> list[Any]:
+    """The generators, torch's, python's and numpy's, that are attributes of `holders`; not `but`."""
+    found: dict[int, Any] = {}
+    for holder in holders:
+        values = [*getattr(holder, "__dict__", {}).values(), getattr(holder, "generator", None)]
+        found.update({id(value): value for value in values if value is not but and ways(value) is not None})
+    return list(found.values())
+
+
+def ways(value: Any) -> Any:
+    """(get, set) of the state of a generator object, in types that safe loading reads; None for others."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, lambda state: value.set_state(state.cpu())
+    if isinstance(value, random.Random):
+        return value.getstate, lambda state: value.setstate((state[0], tuple(state[1]), state[2]))
+    numpy = loaded_numpy()
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        return lambda: _plain(bits.state), lambda state: setattr(bits, "state", state)
+    if isinstance(value, numpy.random.RandomState):
+        return lambda: _plain(value.get_state(legacy=False)), value.set_state
+    return None
+
+
+def _plain(state: Any) -> Any:
+    """Lists in place of arrays, which numpy takes as well."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tolist() if hasattr(state, "dtype") else state

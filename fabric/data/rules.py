@@ -77,8 +77,9 @@ class Rule(NamedTuple):
         Raises:
             ConfigurationError: Items are left over under "error".
         """
-        (rank, world), size, holds = self.share, self.size, self._joins
-        first = list(first or [])
+        (rank, world), size, first = self.share, self.size, list(first or [])
+        # Whether the last few items may join the global batch before.
+        holds = self.uneven == "exact" and world > 1 and self.batch is not None and not self.drop_last
         held: Dealt | None = None  # one global batch back, where the last few items may join it
         at, number = start, 0
         while len(block := draw(size)) == size:
@@ -101,13 +102,6 @@ class Rule(NamedTuple):
             yield held
         if mine:
             yield Dealt(mine, end, len(block) < world, True, mark and mark(number))
-
-    @property
-    def _joins(self) -> bool:
-        """Whether the last few items may join the global batch before."""
-        return (
-            self.uneven == "exact" and self.share.world > 1 and self.batch is not None and not self.drop_last
-        )
 
     def _evened(self, block: list[Any], first: list[Any]) -> list[Any]:
         """The last, incomplete global batch as the ranks share it."""

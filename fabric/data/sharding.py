@@ -100,7 +100,7 @@ def _copied(loader: DataLoader[Any], rank: int, seed: int) -> tuple[DataLoader[A
     fields = copied.__dict__  # DataLoader.__setattr__ refuses to change some of these after construction
     drop_workers(copied)
     if loader.num_workers > 0:
-        from fabric.data.workers import SeedWorker
+        from fabric.data.stand_ins import SeedWorker
 
         fields["worker_init_fn"] = SeedWorker(rank, loader.worker_init_fn)
     # torch draws on the default device, and a generator of another device would be refused.
@@ -117,7 +117,7 @@ def _index_source(loader: DataLoader[Any], stream: IndexStream, seed: int, rank:
     if type(loader).__iter__ is not DataLoader.__iter__:  # what it yields need not be one for one
         return Source(copied)
     if loader.num_workers:
-        from fabric.data.workers import SeededDataset
+        from fabric.data.stand_ins import SeededDataset
 
         copied.__dict__["dataset"] = SeededDataset(loader.dataset)
     return source

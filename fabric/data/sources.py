@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
-from fabric.data.order import epoch_of, tell
-from fabric.data.randomness import generators_of, set_state, state_of
+from fabric.data.order import epoch_of, generators_of, has_state, tell, ways
 from fabric.data.rules import Share
 from fabric.utilities.data import sized_len
 from fabric.utilities.seed import derive_seed, host_states
@@ -59,9 +58,7 @@ class Source:
 
     def state(self, note: Any) -> dict[str, Any]:
         """The position after the batch with this note; None: at the beginning of this iteration."""
-        if not all(
-            [callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict")]
-        ):
+        if not has_state(self.loader):
             raise UsageError(
                 f"{type(self.loader).__name__} cannot say how far it has come. Give fabric.setup_dataloaders "
                 "a DataLoader without an __iter__ of its own, or one with state_dict() and load_state_dict()."
@@ -114,8 +111,12 @@ class Source:
         """What all ranks must have alike at the second batch of an iteration; None: they need not."""
         return None
 
-    def done(self, note: Any) -> int | None:
-        """How many batches of the epoch this rank has received after this note; None: unknown."""
+    def at(self, note: Any) -> dict[str, Any]:
+        """As `state`, of a source that counts batches by it; never raises."""
+        return {}
+
+    def done(self, state: dict[str, Any]) -> int | None:
+        """How many batches of the epoch this rank has received at this position; None: unknown."""
         return None
 
 
@@ -147,19 +148,23 @@ class Drawing(Source):
         if saved is not None:
             check_same("random generators of its own", len(saved["generators"]), len(self.generators))
             for generator, state in zip(self.generators, saved["generators"], strict=True):
-                set_state(generator, state)
+                ways(generator)[1](state)
             self.seed = saved["seed"]
         if self.own is not None:
             self.own.manual_seed(derive_seed(self.seed, epoch, _WORKERS))
         self.start = saved or self.fresh()
 
-    def drawn_from(self) -> list[Any]:
-        """The states of the user's generators."""
-        return [state_of(generator) for generator in self.generators]
+    def fresh(self) -> dict[str, Any]:
+        """See the base. Here: what orders are drawn from."""
+        return {"seed": self.seed, "generators": [ways(generator)[0]() for generator in self.generators]}
 
     def moved(self, note: Any) -> dict[str, Any]:
         """What of the position has changed by the batch with this note."""
         raise NotImplementedError
+
+    def at(self, note: Any) -> dict[str, Any]:
+        """See the base."""
+        return self.start if note is None else {**self.start, **self.moved(note)}
 
     def state(self, note: Any) -> dict[str, Any]:
         """See the base.
@@ -172,7 +177,7 @@ class Drawing(Source):
                 "A loader with in_order=False cannot say how far it has come: batches arrive in any order. "
                 "Leave in_order=False out, or ask for the position between epochs only."
             )
-        return self.start if note is None else {**self.start, **self.moved(note)}
+        return self.at(note)
 
 
 class IndexSource(Drawing):
@@ -251,8 +256,7 @@ class IndexSource(Drawing):
 
     def fresh(self) -> dict[str, Any]:
         """See the base."""
-        parts = {"samples": 0, "length": self._items(), "check": None}
-        state = {**parts, "seed": self.seed, "generators": self.drawn_from()}
+        state = {"samples": 0, "length": self._items(), "check": None, **super().fresh()}
         return state if self.dealt else {**state, "random": host_states()}
 
     def length(self) -> int:
@@ -261,11 +265,11 @@ class IndexSource(Drawing):
 
     def left(self) -> int | None:
         """See the base."""
-        return None if self._items() is None else self.length() - self.done(None)
+        return None if self._items() is None else self.length() - self.done(self.start)
 
-    def done(self, note: Any) -> int:
+    def done(self, state: dict[str, Any]) -> int:
         """See the base."""
-        return self.stream.rule.count(self.stream.start if note is None else note)
+        return self.stream.rule.count(state["samples"])
 
     def _items(self) -> int | None:
         return sized_len(self.stream.order)
@@ -282,7 +286,7 @@ def _stored(dataset: Any) -> str | None:
     as_stored = getattr(dataset, "with_format", None)
     if not callable(as_stored):
         return None
-    from fabric.data.heads import Head
+    from fabric.data.iterables import Head
 
     rows = as_stored(None)
     head = Head.of([rows[0], rows[len(rows) - 1]])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.errors import ArgumentTypeError, UsageError
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import drop_workers
-from fabric.data.heads import ONE_STREAM, shares_itself
 from fabric.data.rules import check_padding
 from fabric.data.sources import Drawing, check_same
 from fabric.data.streams import digest
@@ -19,8 +19,7 @@ from fabric.utilities.warnings import PossibleUserWarning
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fabric.data.heads import Head
-    from fabric.data.iterables import Batched
+    from fabric.data.iterables import Batched, Head
     from fabric.data.together import Peers
 
 _FEWER = (
@@ -28,6 +27,12 @@ _FEWER = (
     'are left out, so that all ranks take the same number of steps. Write uneven="exact" to get them, or '
     "evaluate under torch.no_grad()."
 )
+
+_ONE_STREAM = (
+    "Where all ranks shall read one stream, seed its order alike on all of them, and sort what comes from a "
+    "set or a directory."
+)
+"""What to do about ranks that begin differently, and should not."""
 
 
 class StreamSource(Drawing):
@@ -47,25 +52,15 @@ class StreamSource(Drawing):
         super().__init__(loader, seed, own)
         self.dataset = dataset
         self.uneven = uneven
-        self.settled = not dataset.asks
         self._open = not dataset.own
         self._head: Head | None = None
-
-    @property
-    def kind(self) -> str:  # type: ignore[override]
-        """See the base."""
-        return "own stream" if self.dataset.own else "stream"
-
-    @property
-    def per_rank(self) -> bool:  # type: ignore[override]
-        """See the base."""
-        return self.dataset.own
+        self._share(dataset.own, dataset.apart)
 
     def become(self, kind: str) -> bool:
         """See the base: a position says who shared the samples out."""
         if not self._open or kind not in ("stream", "own stream"):
             return False
-        self._share(own=kind == "own stream")
+        self._share(kind == "own stream", self.loader.num_workers > 0)
         return True
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
@@ -102,7 +97,7 @@ class StreamSource(Drawing):
         held = peers.exchange((self.dataset.dealt.share.rank, self._head))
         if any([head is None for _, head in held]):  # a finished epoch was resumed
             return False
-        name = type(self.dataset.dataset).__name__
+        name = type(self.dataset.given).__name__
         if not shares_itself(name, held):
             self.settled = True
             return False
@@ -117,18 +112,19 @@ class StreamSource(Drawing):
             f"The ranks' streams of {name} begin with other samples:\n"
             f"{table([head.shown for _, head in held])}\n"
             "So it is taken to share itself out over ranks: each rank sees all that its stream gives, and "
-            f"len(loader) is that of torch. shard_iterable=False says so beforehand. {ONE_STREAM}",
+            f"len(loader) is that of torch. shard_iterable=False says so beforehand. {_ONE_STREAM}",
             category=PossibleUserWarning,
         )
-        self._share(own=True)
+        self._share(True, self.loader.num_workers > 0)
         self.start = {**self.fresh(), "generators": self.start["generators"]}
         drop_workers(self.loader)
         return bool(self.loader.num_workers)
 
-    def _share(self, own: bool) -> None:
-        self.dataset.own, self.settled = own, own or not self.dataset.asks
-        # In the loop's process the stream has begun with random numbers that are alike on all ranks.
-        self.dataset.apart = own and self.loader.num_workers > 0
+    def _share(self, own: bool, apart: bool) -> None:
+        # In the loop's process a stream that was asked has begun with random numbers alike on all ranks.
+        self.dataset.own, self.dataset.apart = own, own and apart
+        self.kind, self.per_rank = ("own stream" if own else "stream"), own
+        self.settled = own or not self.dataset.asks
 
     def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """See the base."""
@@ -136,7 +132,7 @@ class StreamSource(Drawing):
         turns = max(1, self.loader.num_workers) if self.dataset.own else 1
         stops = self.uneven is None and self.dataset.rule.batch is None and torch.is_grad_enabled()
         if any([not each["ended"] and each["dataset"] is None for each in streams.values()]):
-            name = type(self.dataset.dataset).__name__
+            name = type(self.dataset.given).__name__
             rank_zero_warn(
                 f"{name} is read again from the epoch's beginning up to the saved "
                 "position. Give it state_dict() and load_state_dict() to go on at once."
@@ -159,8 +155,7 @@ class StreamSource(Drawing):
     def fresh(self) -> dict[str, Any]:
         """See the base."""
         workers = self.loader.num_workers if self.dataset.own else None
-        drawn = {"seed": self.seed, "generators": self.drawn_from()}
-        return {"streams": {}, "next": 0, "num_workers": workers, **drawn}
+        return {"streams": {}, "next": 0, "num_workers": workers, **super().fresh()}
 
     def length(self) -> int:
         """As torch's own loader says, of a dataset that shares itself out.
@@ -168,7 +163,7 @@ class StreamSource(Drawing):
         Raises:
             ArgumentTypeError: A stream whose end is not known.
         """
-        dataset = self.dataset.dataset
+        dataset = self.dataset.given
         if not hasattr(dataset, "__len__"):
             raise ArgumentTypeError(
                 f"{type(dataset).__name__} is a stream without a length, and so is its loader. Write `for "
@@ -184,7 +179,44 @@ class StreamSource(Drawing):
         first = self.start["streams"].get(0, {"samples": 0})
         return {"position": first["samples"], "order": self._head and digest(self._head.samples)}
 
-    def done(self, note: Any) -> int:
+    def done(self, state: dict[str, Any]) -> int:
         """See the base."""
-        streams = self.start["streams"] if note is None else note[0]
-        return sum([self.dataset.rule.count(entry["samples"]) for entry in streams.values()])
+        return sum([self.dataset.rule.count(entry["samples"]) for entry in state["streams"].values()])
+
+
+def shares_itself(name: str, held: list[tuple[int, Head]]) -> bool:
+    """Whether a dataset has shared itself out; else all ranks read one stream.
+
+    Args:
+        name: The dataset's, for messages.
+        held: Of each rank the number of its share, and its head. Ranks of one share must read the same.
+
+    Raises:
+        ConfigurationError: Neither: the same samples in another order, or it cannot be told.
+    """
+    heads = [head for _, head in held]
+    if all([head.samples == heads[0].samples for head in heads]):
+        return False
+    parts = dict(reversed(held))
+    shares = list(parts.values())
+    # Samples that are the only ones of their kind in their stream.
+    single = [{x for x, count in Counter(head.samples).items() if count == 1} for head in shares]
+    if (
+        all([head.samples == parts[share].samples for share, head in held])
+        and len(set().union(*single)) == sum(map(len, single))
+        and not any([_alike(columns) for columns in zip(*[head.columns for head in shares], strict=False)])
+    ):
+        return True
+    raise ConfigurationError(
+        f"The ranks' streams of {name} are neither one stream nor shares of their own: some of their "
+        "samples, or parts of them, are the same, or ranks that must see the same data (of one pipeline, "
+        "sequence or model) do not. They begin with\n"
+        f"{table([head.shown for head in heads])}\n{_ONE_STREAM} Else say what it is: "
+        "setup_dataloaders(loader, shard_iterable=False) where each rank's samples are its own share, "
+        "shard_iterable=True where all read the same samples in the same order, with noise of their own."
+    )
+
+
+def _alike(columns: tuple[list[str], ...]) -> bool:
+    """Whether all streams have the same values at one place, and not one value only."""
+    return len(set(columns[0])) > 1 and all([column == columns[0] for column in columns])

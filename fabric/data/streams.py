@@ -20,7 +20,7 @@ from fabric.utilities.dtypes import as_bytes
 from fabric.utilities.seed import derive_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from fabric.data.order import Order
     from fabric.data.rules import Rule
@@ -113,65 +113,6 @@ class IndexStream:
 
     def __len__(self) -> int:
         return self.rule.count(len(self.order))
-
-
-class Forwarding:
-    """Stands in for an object of the user's: what it does not have itself is that object's."""
-
-    _OWN: frozenset[str] = frozenset()
-    """Its own attributes, by name."""
-
-    def users(self) -> Any:
-        """The user's object."""
-        raise NotImplementedError
-
-    def __getattr__(self, name: str) -> Any:
-        # Dunder names belong to protocols (pickle, copy) that must not reach the user's object through this.
-        if name in self._OWN or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.users(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.users(), name, value)
-
-
-class Shown(Forwarding):
-    """A user's (batch) sampler as a loader shows it: `set_epoch` chooses the loader's next epoch.
-
-    Args:
-        sampler: The user's.
-        stream: What the loader draws from in its place.
-        set_epoch: The loader's.
-    """
-
-    _OWN = frozenset({"_sampler", "_stream", "set_epoch"})
-
-    def __init__(self, sampler: Any, stream: Any, set_epoch: Callable[[int], None]) -> None:
-        self._sampler = sampler
-        self._stream = stream
-        self.set_epoch = set_epoch
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # isinstance() is for the user's
-        return type(self._sampler)
-
-    @property
-    def sampler(self) -> Any:
-        """The one inside a batch sampler, likewise."""
-        return Shown(self._sampler.sampler, self._sampler.sampler, self.set_epoch)
-
-    def users(self) -> Any:
-        """The user's sampler."""
-        return self._sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._stream)
-
-    def __len__(self) -> int:
-        return len(self._stream)
 
 
 def _check(items: list[Any]) -> list[Any]:

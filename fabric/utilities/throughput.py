@@ -61,9 +61,10 @@ class Throughput:
         """The last ones."""
         self._points: deque[tuple[float, int, int]] = deque(maxlen=window_size)
         """(time, batches, samples)"""
+        self._flops: deque[Any] = deque(maxlen=window_size)
+        """Of the same updates."""
         self._lengths: deque[tuple[float, int]] = deque(maxlen=window_size)
         """(time, lengths) of the updates that have lengths."""
-        self._flops: deque[int] = deque(maxlen=window_size)
 
     def update(
         self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
@@ -76,7 +77,8 @@ class Throughput:
             samples: Samples seen by this rank; at least `batches`.
             lengths: Items (tokens, frames) seen by this rank; at least `samples`. Updates may leave it out:
                 its rate is that of the last `window_size` which have it.
-            flops: Floating-point operations of this rank since the update before.
+            flops: Floating-point operations of this rank since the update before. Their rate needs those of
+                all updates in the window.
 
         Raises:
             ConfigurationError: A total did not grow or contradicts another; nothing was recorded.
@@ -96,10 +98,9 @@ class Throughput:
                 )
         self._totals.update(totals)
         self._points.append((time, batches, samples))
+        self._flops.append(flops)
         if lengths is not None:
             self._lengths.append((time, lengths))
-        if flops is not None:
-            self._flops.append(flops)
 
     def compute(self) -> dict[str, int | float]:
         """The metrics; rates are in units per second."""
@@ -119,9 +120,9 @@ class Throughput:
         if len(self._lengths) > 1:
             over, items = [new - old for old, new in zip(self._lengths[0], self._lengths[-1], strict=True)]
             rates["items_per_sec"] = items / over
-        if len(self._flops) == self._flops.maxlen:
-            done = sum(self._flops) - self._flops[0]  # that one before the window's first time
-            rates["flops_per_sec"] = done / seconds
+        _, *done = self._flops  # the first one's came before the window's first time
+        if None not in done:
+            rates["flops_per_sec"] = sum(done) / seconds
         device = f"device{self.separator}"
         metrics = {f"{device}{name}": rate for name, rate in rates.items()}
         if self.world_size > 1:

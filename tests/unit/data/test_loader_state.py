@@ -305,6 +305,7 @@ def test_batches_of_the_epoch_are_counted_also_after_a_resume(fabric, data):
     next(batches), next(batches)
     again = ready(fabric, data)
     again.load_state_dict(loader.state_dict())
+    assert again.batches_done == 2, "enumerate(loader, loader.batches_done) asks before the loop begins"
     assert [again.batches_done for _ in again] == [3, 4, 5, 6]
 
 

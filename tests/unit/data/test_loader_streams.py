@@ -13,7 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fabric.data.rules import Share
 from fabric.data.sharding import shard_loader
-from fabric.data.workers import SeedWorker
+from fabric.data.stand_ins import SeedWorker
 from fabric.wrappers import _FabricDataLoader
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from fabric.data import randomness as order_module
+from fabric.data import order as order_module
 from fabric.data.order import Order
 
 

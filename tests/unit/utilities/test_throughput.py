@@ -94,6 +94,14 @@ def test_lengths_in_some_updates_only():
     assert throughput.compute() == {"time": 1.0, "batches": 1, "samples": 1, "lengths": 1}
 
 
+def test_flops_of_some_updates_are_no_rate_of_all():
+    throughput = Throughput(window_size=3)
+    for i, flops in enumerate([1000, None, 1000, None, 1000, 3000], start=1):
+        throughput.update(time=2.0 * i, batches=i, samples=4 * i, flops=flops)
+        assert ("device/flops_per_sec" in throughput.compute()) == (i == 6)
+    assert throughput.compute()["device/flops_per_sec"] == 1000
+
+
 @pytest.mark.parametrize("arguments", [{"window_size": 1}, {"world_size": 0}])
 def test_impossible_settings(arguments):
     with pytest.raises(ConfigurationError, match=next(iter(arguments))):
