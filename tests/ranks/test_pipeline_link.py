@@ -4,7 +4,9 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.tree import flatten
-from fabric.plugins.collectives.channel import Wire
+from fabric.plugins.collectives.channel import Channel, Wire
+from fabric.plugins.collectives.objects import Dumped
+from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.strategies.layouts.pipeline import link as links
 from fabric.strategies.layouts.pipeline.link import Failed, Link
 
@@ -30,12 +32,12 @@ def trees():
 
 def exchange():
     """Rank 0 sends all; rank 1 takes them."""
-    wire = Wire(torch.device("cpu"), ("cpu",), torch.device("cpu"))
+    channel = Channel(TorchCollective(), Wire(torch.device("cpu"), ("cpu",), torch.device("cpu")))
     rank, sent = dist.get_rank(), trees()
-    link = Link(1 - rank, dist.group.WORLD, wire, 5)
+    link = Link(1 - rank, dist.group.WORLD, channel, 5)
     for tree in sent:
         if rank == 0:
-            link.send(tree)
+            link.send(Dumped(tree, "send"))
             assert len(link._sent) <= links._ON_THE_WAY
             continue
         got = link.take()

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from fabric.core.errors import RankError
 from fabric.core.torch_internals import backward_pass
 from fabric.core.tree import flatten, map_tree
-from fabric.plugins.collectives.objects import broadcast_tree
+from fabric.plugins.collectives.objects import Dumped, broadcast_tree
 from fabric.processes.endings import describe
 from fabric.strategies.layouts.agree import on_any_rank
 from fabric.strategies.layouts.pipeline.link import Failed, Link
@@ -80,10 +80,10 @@ class Runner:
         self.stage, self.ranks, self.channel = stage, ranks, channel
         self._around: int | None = None
         self.random = RandomStream(stage.index if len(ranks) > 1 else None, channel.wire.device)
-        here, wire = stage.index, channel.wire
+        here = stage.index
 
         def link(to: int, lane: int) -> Link | None:
-            return Link(ranks[to], lanes[lane], wire, lane) if 0 <= to < len(ranks) else None
+            return Link(ranks[to], lanes[lane], channel, lane) if 0 <= to < len(ranks) else None
 
         self._arriving = {"F": link(here - 1, 0), "B": link(here + 1, 1)}
         self._leaving = {"F": link(here + 1, 0), "B": link(here - 1, 1)}
@@ -137,20 +137,20 @@ class Runner:
     def _pass_on(self, kind: str, index: int, work: Pass) -> None:
         """Take a message, if another stage is before, and send one, if another is after, whatever happens."""
         arriving, leaving = self._arriving[kind], self._leaving[kind]
-        given: Any = None
-        if arriving is not None:
-            given = arriving.take()
+        given = None if arriving is None else arriving.take()
         if isinstance(given, Failed):
             work.failed = work.failed or given
-        found: Any = None
+        message = None
         if work.failed is None:
             try:
                 found = (self._compute if kind == "F" else self._differentiate)(index, given, work)
+                if leaving is not None:
+                    message = Dumped(map_tree(_leaf_like, found), "pipeline", "what goes to the next stage")
             except Exception as error:
                 doing = "forward" if kind == "F" else "backward"
                 self.note(error, work, f"{doing} of micro-batch {index + 1} of {len(work.calls)}")
         if leaving is not None:
-            leaving.send(work.failed or found)
+            leaving.send(message or Dumped(work.failed, "pipeline"))
 
     def _compute(self, index: int, arrived: Any, work: Pass) -> Any:
         call = work.calls[index] if self.stage.is_first else ((arrived,), {})
