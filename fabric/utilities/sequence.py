@@ -70,7 +70,8 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_last: list[Part] = []
+part_sizes: set[int] = set()
+"""How many positions the parts have had in forwards so far, in any thread."""
 
 
 def current_part() -> Part | None:
@@ -82,16 +83,10 @@ def current_part() -> Part | None:
 def seeing(part: Part) -> Iterator[None]:
     """Context in which modules see this part, in this thread."""
     before, _here.part = _here.part, part
-    _last[:] = [part]
     try:
         yield
     finally:
         _here.part = before
-
-
-def last_part() -> Part | None:
-    """The part that was entered last, in any thread: what a forward that is computed again has seen."""
-    return _last[0] if _last else None
 
 
 def sequence_positions(length: int, device: torch.device | None = None) -> Tensor:
@@ -105,13 +100,17 @@ def sequence_positions(length: int, device: torch.device | None = None) -> Tenso
         device: Where the positions are wanted.
 
     Raises:
-        UsageError: This rank's part has another length.
+        UsageError: This rank's part has another length; or it cannot be told whether this is a part.
     """
     part = _here.part
-    if part is None and backward_pass() != -1:  # a forward is computed again, for backward
-        part = last_part()
-        part = None if part is None or length == part.length else part
     if part is None:
+        if length in part_sizes and backward_pass() != -1:
+            raise UsageError(
+                f"sequence_positions({length}) was asked where a forward is computed again for a backward, "
+                "and it cannot be told whether it saw a whole sequence or a part of a longer one. Give "
+                "torch.utils.checkpoint a module inside of what ContextParallel divides, not a function; or "
+                "ask for the positions before it, and pass them as an argument."
+            )
         return torch.arange(length, device=device)
     if length != part.size:
         raise UsageError(

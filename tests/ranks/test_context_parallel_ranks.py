@@ -634,6 +634,41 @@ def test_a_function_that_is_computed_again_is_refused(ranks):
     ranks.run(a_function_is_computed_again, world_size=2)
 
 
+class Beside(nn.Module):
+    """A whole sequence outside of what is divided, computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.project = Attend(), nn.Linear(4, 4)
+
+    def forward(self, x, short):
+        return self.inner(x) + checkpoint(self.beside, short, use_reentrant=False).mean(1, keepdim=True)
+
+    def beside(self, short):
+        here = sequence_positions(short.shape[1])
+        return (self.project(short) * here[:, None]).tanh()
+
+
+def beside():
+    fabric = launched(blocks={Attend})
+    torch.manual_seed(1)
+    plain = Beside()
+    model = fabric.setup(copy.deepcopy(plain))
+    x = torch.randn(2, 16, 4)
+    for length in (37, 16):
+        short = torch.randn(2, length, 4)
+        fabric.backward(model(x, short).square().mean())
+        plain(x, short).square().mean().backward()
+        assert_same_gradients(model, plain)
+    loss = model(x, torch.randn(2, 8, 4))  # as long as a part
+    with pytest.raises(UsageError, match="it cannot be told whether it saw a whole sequence or a part"):
+        fabric.backward(loss.square().mean())
+
+
+def test_positions_of_what_is_computed_again_are_not_guessed(ranks):
+    ranks.run(beside, world_size=2)
+
+
 def drop_in_evaluation():
     fabric = launched()
     model = fabric.setup(Attend("dropout")).eval()

@@ -35,7 +35,7 @@ def exchange(ahead):
     link = Link(1 - rank, dist.group.WORLD, wire, 5)
     for number, tree in enumerate(sent):
         if rank == 0:
-            link.send(tree, flag=number % 3 == 0)
+            link.send(tree if isinstance(tree, Failed) else link.message(tree), flag=number % 3 == 0)
             assert len(link._sent) <= links._ON_THE_WAY
             continue
         got = link.take()
@@ -69,7 +69,7 @@ def messages():
             if dist.get_rank():
                 got = link.take()
                 continue
-            link.send(tree)
+            link.send(link.message(tree))
             count = len(link._sent[-1])
         if dist.get_rank():
             assert all(

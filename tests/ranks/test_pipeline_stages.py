@@ -5,6 +5,7 @@ import copy
 import io
 import re
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -623,6 +624,28 @@ def test_gradients_that_would_be_wrong_are_refused(ranks):
 
 
 # A stage fails
+
+
+def not_pickled():
+    """A container of a class that other processes do not know by name."""
+
+    class Pair(NamedTuple):
+        one: torch.Tensor
+
+    class Pairs(nn.Linear):
+        def forward(self, x):
+            return Pair(super().forward(x))
+
+    fabric = start(balance=[1, 1], num_microbatches=2)
+    model = fabric.setup(nn.Sequential(Pairs(4, 4), nn.Identity()))
+    expected = ArgumentTypeError if fabric.global_rank == 0 else RankError
+    with pytest.raises(expected, match="what goes to the next stage cannot be pickled"):
+        model(X)
+    fabric.barrier()
+
+
+def test_an_output_that_cannot_be_sent_leaves_nobody_waiting(ranks):
+    ranks.run(not_pickled, world_size=2)
 
 
 class Failing(nn.Module):

@@ -45,6 +45,11 @@ def await_ranks(store: Store, rank: int, world_size: int, timeout: timedelta) ->
         # A counter, not a wait on every key: the host answers each rank once, whatever the world size.
         if store.add(ARRIVED, 1) == world_size:
             store.set(f"{ARRIVED}/all", "1")
+        if timeout > _NOTE_AFTER and rank == 0:
+            with suppress(DistError, RuntimeError):
+                store.wait([f"{ARRIVED}/all"], _NOTE_AFTER)
+            if not store.check([f"{ARRIVED}/all"]):
+                say(absent(store, rank, world_size, _NOTE_AFTER))
         store.wait([f"{ARRIVED}/all"], timeout)
     except (DistError, RuntimeError) as error:
         raise LaunchError(absent(store, rank, world_size, timeout)) from error

@@ -100,11 +100,18 @@ def run_commands(
     def pass_on(number: int, _: FrameType | None) -> None:
         supervisor.pass_on(number)
 
+    def halt(*_: object) -> None:  # Ctrl-Z: ranks are in sessions of their own, where the terminal does not reach
+        supervisor.send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)  # until the shell lets it go on
+        supervisor.send(signal.SIGCONT)
+
     # By the last two schedulers announce an end; the ranks know what they mean.
     numbers = (*ENDS, signal.SIGUSR1, signal.SIGUSR2)
     takes = threading.current_thread() is threading.main_thread()
     heard = [n for n in numbers if takes and signal.getsignal(n) != signal.SIG_IGN]
     previous = {number: signal.signal(number, pass_on) for number in heard}
+    if takes and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+        previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, halt)
     try:
         supervisor.start()
         if listener is not None:

@@ -72,8 +72,11 @@ def original_command() -> tuple[list[str], str | None]:
         )
     argv, directory = [sys.executable, *original[1:]], None
     file = getattr(main, "__file__", None)
-    if getattr(main, "__spec__", None) is not None:  # python -m: found from the directory of the start
-        directory = sys.path[0] if sys.path and Path(sys.path[0]).is_dir() else None
+    if (spec := getattr(main, "__spec__", None)) is not None:
+        # python -m: found from the directory of the start, if nobody has put another one before it.
+        start = sys.path[0] if sys.path else ""
+        if str(Path(start, *spec.name.split(".")).with_suffix(".py")) == spec.origin:
+            directory = start
     elif file and sys.argv[0] in argv:
         # The script may have left its directory; the ranks start where this process did.
         given, absolute = sys.argv[0], str(Path(file).absolute())

@@ -21,6 +21,7 @@ from fabric.strategies.layouts.blocks import check_policy, choose_blocks
 from fabric.strategies.layouts.context.region import Region, Row
 from fabric.strategies.layouts.rows import InRows, check_number, check_rows, make_rows
 from fabric.utilities.compile import eager
+from fabric.utilities.sequence import part_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -151,6 +152,7 @@ class ContextParallel(InRows):
     def teardown(self) -> None:
         """Let go of the groups."""
         self.row.channel = self.mesh = None
+        part_sizes.clear()
 
 
 class _Entrance:

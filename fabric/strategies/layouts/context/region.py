@@ -19,7 +19,7 @@ from fabric.strategies.layouts.context.exchange import Exchange
 from fabric.strategies.layouts.context.trial import try_parts
 from fabric.utilities.compile import eager
 from fabric.utilities.random_stream import RandomStream
-from fabric.utilities.sequence import Part, current_part
+from fabric.utilities.sequence import Part, current_part, part_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,6 +93,7 @@ class Region:
             self._tried[key] += 1
         exchange = Exchange(channel, Part(parts.length, place, count))
         self._note(exchange.part)
+        part_sizes.add(exchange.part.size)
         own_args, own_kwargs = parts.divided(exchange)
         self.random = self.random or RandomStream(place, channel.wire.device)
         with self.random(), divided(exchange):

@@ -7,7 +7,6 @@ changes, a head says so, with room for tensors of the old one that nobody reads,
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.tree import flatten, unflatten
+from fabric.plugins.collectives.objects import Arrived, Dumped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +51,15 @@ class Form(NamedTuple):
     spec: Any
     leaves: tuple[Leaf | None, ...]
     """None: the leaf is None."""
+
+
+class Message(NamedTuple):
+    """A tree that can be sent."""
+
+    leaves: list[Tensor | None]
+    form: Form
+    told: Dumped | None
+    """The form, if it is another one than before."""
 
 
 _NOTHING = Form(None, ())
@@ -113,8 +122,18 @@ class Link:
         self.flag = False
         """A bit that rides along; of the last message that was taken."""
 
-    def send(self, tree: Any, flag: bool = False) -> None:
-        """Start to send a tree of tensors, or a `Failed`.
+    def message(self, tree: Any) -> Message:
+        """What `send` takes for a tree of tensors (and Nones), if that is the next one.
+
+        Raises:
+            ArgumentTypeError: Its containers cannot be pickled.
+        """
+        leaves, form = form_of(tree)
+        told = None if form == self._form else Dumped(form, "pipeline", "what goes to the next stage")
+        return Message(leaves, form, told)
+
+    def send(self, message: Message | Failed, flag: bool = False) -> None:
+        """Start to send a message.
 
         A few messages may be on the way; then it waits until the first of them has been taken. (gloo does not
         tell without waiting, and a sender that is far ahead would hold all that it has sent.)
@@ -122,14 +141,13 @@ class Link:
         while len(self._sent) >= _ON_THE_WAY:
             _wait(self._sent.popleft())
         self._sent.append([])
-        if isinstance(tree, Failed):
-            self._tell(_FAILED, flag, tuple(tree))
+        if isinstance(message, Failed):
+            self._tell(_FAILED, flag, Dumped(tuple(message), "pipeline"))
             return
-        leaves, form = form_of(tree)
-        if form != self._form:
-            self._tell(_NEW, flag, form)
-            self._form = form
-        self._start(_KNOWN, 0, flag, leaves)
+        if message.told is not None:
+            self._tell(_NEW, flag, message.told)
+            self._form = message.form
+        self._start(_KNOWN, 0, flag, message.leaves)
 
     def expect(self) -> None:
         """Ask for the next message, so that it comes while something else is computed."""
@@ -147,7 +165,7 @@ class Link:
         if kind != _KNOWN:
             raw = torch.empty(size, dtype=torch.uint8, device=self._host)
             _wait([self._ask(raw)])
-            told = pickle.loads(raw.cpu().numpy().tobytes())
+            told = Arrived(raw.cpu()).whole(self._host)
             if kind == _FAILED:
                 return Failed(*told)
             self._form = told
@@ -166,8 +184,8 @@ class Link:
         while self._sent:
             _wait(self._sent.popleft())
 
-    def _tell(self, kind: int, flag: bool, what: Any) -> None:
-        raw = torch.frombuffer(bytearray(pickle.dumps(what)), dtype=torch.uint8).to(self._host)
+    def _tell(self, kind: int, flag: bool, what: Dumped) -> None:
+        raw = what.message().to(self._host)
         self._start(kind, len(raw), flag, [])
         self._give(raw)
 

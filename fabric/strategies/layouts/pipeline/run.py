@@ -143,15 +143,17 @@ class Runner:
                 arriving.expect()
         if isinstance(given, Failed):
             work.failed = work.failed or given
-        found: Any = None
+        message = None
         if work.failed is None:
             try:
                 found = (self._compute if kind == "F" else self._differentiate)(index, given, work)
+                if leaving is not None:
+                    message = leaving.message(found)
             except Exception as error:
                 doing = "forward" if kind == "F" else "backward"
                 self.note(error, work, f"{doing} of micro-batch {index + 1} of {len(work.calls)}")
         if leaving is not None:
-            leaving.send(work.failed or found, self.random.drawn)
+            leaving.send(message or work.failed, self.random.drawn)
 
     def _compute(self, index: int, arrived: Any, work: Pass) -> Any:
         call = work.calls[index] if self.stage.is_first else ((arrived,), {})
