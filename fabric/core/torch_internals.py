@@ -14,24 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _utils as torch_utils
-from torch.nn.modules import batchnorm, dropout
+from torch import nn
 
 from fabric.core.tree import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-BatchNorm = batchnorm._BatchNorm
-"""What all batch norms are, SyncBatchNorm too."""
+BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""In the place of torch's private class of all batch norms: for `isinstance`."""
 
-Dropout = dropout._DropoutNd
-"""What all dropouts are."""
+Dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""Likewise, of all dropouts."""
 
 flatten_tensors: Callable[[Any], torch.Tensor] = torch_utils._flatten_dense_tensors
 """torch.cat of the flat tensors, in C++."""
 
-foreach_clamp_max_ = torch._foreach_clamp_max_
-foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
@@ -142,7 +140,7 @@ value_of: Any = torch.ops.aten._local_scalar_dense.default
 
 def memory_of(tensor: Any) -> int:
     """A number of the memory that a tensor (a DTensor: this rank's part) views, on the meta device, too."""
-    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+    return id(getattr(tensor, "_local_tensor", tensor).untyped_storage())  # one object as long as it lives
 
 
 def leave_out_of_ddp(module: Any, names: list[str]) -> None:
@@ -362,11 +360,6 @@ def hang(state: Any, out: Any) -> Any:
 def has_hooks(parameter: Any) -> bool:
     """Whether something is to be done with its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def default_store() -> Any:
-    """The store of torch's default process group."""
-    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def group_names() -> list[str]:

@@ -62,6 +62,13 @@ def test_gathered_shapes_in_one_process():
     assert gather_in_one_process_shapes() == {"number": (1,), "matrix": (1, 2, 3)}
 
 
+def test_many_rows_are_joined_in_one_process():
+    """More bytes than a frame holds: they follow it, also where there is nobody to send them to."""
+    data, fabric = torch.ones(5000, 4), Fabric(accelerator="cpu")
+    assert fabric.all_gather(data, uneven="cat").equal(data)
+    assert [part.shape for part in fabric.all_gather(data, uneven="list")] == [data.shape]
+
+
 def contrast(embeddings: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A loss in which every sample meets every other one."""
     scores = embeddings @ embeddings.t()

@@ -754,7 +754,7 @@ def late_for_the_verdict():
     rank = fabric.global_rank
     pair = dist.new_group([0, 1])
     fabric.barrier()
-    store = dist.distributed_c10d._get_default_store()
+    store = dist.group.WORLD.get_group_store()
     if rank == 2:
         store.wait(["test/given up"])
     text = mismatch(lambda: fabric.all_reduce(1.0, group=pair if rank == 1 else None))
@@ -884,7 +884,7 @@ def test_the_table_shows_where_long_trees_differ(ranks):
 
 def many_turns():
     fabric = launched()
-    store = dist.distributed_c10d._get_default_store()
+    store = dist.group.WORLD.get_group_store()
     with fabric.rank_zero_first():
         pass
     before = store.num_keys()
@@ -906,7 +906,7 @@ class Alarm(Exception):
 def interrupted_while_waiting():
     """Rank 0 gives up waiting, as by Ctrl+C, and goes on; its call stands, and rank 1 comes to it later."""
     fabric = launched()
-    rank, store = fabric.global_rank, dist.distributed_c10d._get_default_store()
+    rank, store = fabric.global_rank, dist.group.WORLD.get_group_store()
     fabric.barrier()
     if rank == 0:
 
@@ -933,7 +933,7 @@ def test_a_call_that_was_interrupted_leaves_the_group_usable(ranks):
 def interrupted_while_opening():
     """Ctrl+C in the first call of a group, for which the other rank has not come; then both make it again."""
     fabric = launched()
-    rank, store = fabric.global_rank, dist.distributed_c10d._get_default_store()
+    rank, store = fabric.global_rank, dist.group.WORLD.get_group_store()
     group = dist.new_group([0, 1])
     if rank == 0:
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)

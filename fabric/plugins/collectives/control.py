@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
-from fabric.core.torch_internals import default_store, group_timeout
+from fabric.core.torch_internals import group_timeout
 from fabric.plugins.collectives.frames import Said
 from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.star import PATIENCE, Listener, Star, Turn, connect
@@ -51,9 +51,9 @@ def guard_of(group: Any) -> Guard | None:
 
 def waits_of_world() -> Waits:
     """This rank's view of the job, in the store of torch's default group."""
-    world = dist.group.WORLD
+    world: Any = dist.group.WORLD
     if world not in _waits:
-        _waits[world] = Waits(default_store(), dist.get_rank(), dist.get_world_size())
+        _waits[world] = Waits(world.get_group_store(), dist.get_rank(), dist.get_world_size())
     return _waits[world]
 
 

@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import (
     dtensor_handlers,
-    foreach_clamp_max_,
-    foreach_clamp_min_,
     memory_of,
     value_of,
 )
@@ -197,8 +195,8 @@ def spread_gradients(parameters: Iterable[Tensor]) -> list[tuple[list[Tensor], l
 def clip_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clamp every gradient element to [-clip_value, clip_value]."""
     for group in _local_grads(parameters).values():
-        foreach_clamp_min_(group, -clip_value)
-        foreach_clamp_max_(group, clip_value)
+        for grad in group:
+            grad.clamp_(-clip_value, clip_value)
 
 
 def _full(tensor: DTensor, keep: bool) -> Tensor:
