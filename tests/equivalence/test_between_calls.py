@@ -298,6 +298,35 @@ def test_a_step_with_gradients_of_this_rank_alone_is_refused(ranks, strategy, ho
         assert f"{words} came while gradients of backwards under no_backward_sync()" in str(error)
 
 
+def step_with_gradients(kind: str) -> None:
+    """Gradients of a rank alone that have the same sums on all ranks, or are zeros on one and not on the
+    other, or differ in their imaginary parts.
+    """
+    fabric = Loop("ddp").fabric
+    rank, layer = fabric.global_rank, nn.Linear(2, 2)
+    if kind == "imaginary":
+        layer = nn.Linear(2, 2, dtype=torch.complex64)
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.3, weight_decay=0.5))
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.zero_()
+    if kind == "elsewhere":
+        with fabric.no_backward_sync(model):
+            fabric.backward(nn.functional.cross_entropy(model(torch.ones(1, 2)), torch.tensor([rank])))
+    elif kind == "imaginary":
+        layer.weight.grad = torch.full_like(layer.weight, 1 + rank * 1j)
+    elif rank:
+        layer.weight.grad = torch.zeros_like(layer.weight)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["elsewhere", "zeros", "imaginary"])
+def test_gradients_of_this_rank_alone_are_told_apart(ranks, kind):
+    for error in ranks.run_expecting_errors(step_with_gradients, kind, world_size=2):
+        assert isinstance(error, UsageError)
+        assert "were never synchronised: they differ between ranks" in str(error)
+
+
 def steps_by_hand(strategy: str, average: bool) -> list[float]:
     """Gradients that no backward has put there, beside a model that backwards train."""
     loop, model = Loop(strategy), net(1)
@@ -327,12 +356,12 @@ def test_gradients_made_by_hand_are_averaged_by_hand(ranks, strategy):
 
 def step_beside_a_teacher() -> list[int]:
     loop = Loop("ddp")
-    local = loop.fabric.strategy.layout._local
-    before = len(local.replicas)
+    layout = loop.fabric.strategy.layout
+    before = sum(known.local for known in layout._replicas.values())
     loop.backward(loss_of(loop.models[0], loop.batch()))
-    local._layout = SimpleNamespace(channel=None)  # through which it would ask the others
+    layout.channel = SimpleNamespace()  # through which it would ask the others
     loop.optimizers[0].step()
-    return [before, len(local.replicas)]
+    return [before, sum(known.local for known in layout._replicas.values())]
 
 
 def test_a_teacher_that_is_never_trained_costs_a_step_no_message(ranks):

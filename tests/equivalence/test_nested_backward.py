@@ -17,7 +17,7 @@ from fabric import Fabric
 from fabric.core.errors import UsageError
 from fabric.strategies import DDPStrategy, FSDPStrategy, ZeRO1Strategy
 from fabric.strategies.layouts import replicate
-from fabric.utilities import backward_passes
+from fabric.utilities import passes
 
 STEPS, ROWS = 3, 4
 STRATEGIES = {
@@ -306,11 +306,11 @@ class Counter:
 
 def test_who_attends_is_told_of_passes_inside_and_only_of_those(monkeypatch):
     monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
-    monkeypatch.setattr(backward_passes, "_installed", False)
+    monkeypatch.setattr(passes, "_installed", False)
     told = []
     counters = [Counter(told) for _ in range(20)]
     for counter in [*counters, counters[7]]:
-        backward_passes.attend_passes(counter)
+        passes.attend_passes(counter)
     counter = counters[7]
     x = torch.ones(2, 4, requires_grad=True)
     nn.Linear(4, 4)(x).sum().backward()

@@ -33,8 +33,8 @@ RootGate.begin, RootGate.end = begin, lambda self: None
     ),
     "unsynchronised steps are refused": Mend(
         """
-from fabric.strategies.layouts.local_gradients import LocalGradients
-LocalGradients.check = lambda *_: None
+from fabric.strategies.layouts.replicate import Replicate
+Replicate.check_synced = lambda *_: None
 """,
         DDP,
     ),
@@ -119,12 +119,12 @@ ParallelStrategy.step_plan = Strategy.step_plan
     ),
     "gradients made by hand are compared": Mend(
         """
-from fabric.strategies.layouts.local_gradients import LocalGradients
-made = getattr(LocalGradients.begin, "made", LocalGradients.begin)
-def begin(self, replica, new=False):
-    if not new:
-        made(self, replica)
-begin.made, LocalGradients.begin = made, begin
+from fabric.strategies.layouts.replicate import Replicate
+made = getattr(Replicate._keep_local, "made", Replicate._keep_local)
+def keep_local(self, known):
+    if self._unsynced:
+        made(self, known)
+keep_local.made, Replicate._keep_local = made, keep_local
 """,
         DDP,
     ),

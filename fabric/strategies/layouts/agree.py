@@ -55,6 +55,24 @@ def on_any_rank(truths: list[bool], channel: Channel) -> list[bool]:
     return [bool(flag) for flag in flags.tolist()]
 
 
+def differ(tensors: list[Tensor | None], channel: Channel) -> bool:
+    """Whether ranks have other values in any of them, by two sums of each. All ranks must call this."""
+    values = [float(number) for tensor in tensors for number in _sums(tensor)]
+    own = torch.tensor(values, dtype=torch.float64).nan_to_num(nan=1.0)
+    both = torch.cat([own, -own]).to(channel.wire.via)
+    channel.collective.all_reduce(both, "max")
+    return not torch.equal(both[: len(own)], -both[len(own) :])
+
+
+def _sums(tensor: Tensor | None) -> tuple[Any, Any]:
+    if tensor is None:
+        return 0.0, -1.0  # zeros are something else: they decay weights, and momentum
+    dense = tensor.to_dense() if tensor.is_sparse else tensor
+    flat = (torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense).double().flatten()
+    # Each place by a weight of its own: ranks may have the same numbers in other rows (one-hot labels).
+    return flat.sum(), (flat * torch.arange(flat.numel(), device=flat.device).double().cos()).sum()
+
+
 def copy_from_first(tensors: list[Tensor], channel: Channel) -> None:
     """The values that the first rank of the group has. All its ranks must call this."""
     first = dist.get_process_group_ranks(channel.collective.group)[0]

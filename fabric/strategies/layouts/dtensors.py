@@ -19,6 +19,7 @@ from fabric.core.torch_internals import (
 )
 from fabric.core.tree import map_tree
 from fabric.plugins.io.portable import Stored, kept_elsewhere
+from fabric.utilities.passes import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -111,7 +112,7 @@ def _is_whole(value: Any) -> bool:
 
 def place_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's full state, cut to this rank's part where it is split like its parameter."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     placed = {
         index: {key: part_like(value, parameters[index]) for key, value in entry.items()}
         if isinstance(index, int) and index < len(parameters)

@@ -22,8 +22,8 @@ from fabric.plugins.collectives.reduce import reduce_tree
 from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.layout import Whole
+from fabric.utilities.passes import parameters_of, watch_steps
 from fabric.utilities.state_keys import OUTER
-from fabric.utilities.steps import watch_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +69,7 @@ class Round:
         self.alike: list[Tensor] = []
         self.outer: Optimizer | None = None
         if outer is not None:
-            held = _parameters(optimizer)
+            held = parameters_of(optimizer)
             self.alike = [torch.nn.Parameter(p.detach().clone(), _has_mean(p)) for p in held]
             self.outer = outer(self.alike)
             if not isinstance(self.outer, torch.optim.Optimizer):
@@ -93,13 +93,9 @@ class Round:
             parameter.copy_(before)
 
 
-def _parameters(optimizer: Any) -> list[Any]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _entries(optimizer: Any) -> list[dict[str, Any]]:
     """Of each parameter: what the optimizer knows of it, a `_Mean` for what is averaged."""
-    known = [(p, optimizer.state.get(p, {})) for p in _parameters(optimizer)]
+    known = [(p, optimizer.state.get(p, {})) for p in parameters_of(optimizer)]
     return [{key: _told(key, value, p) for key, value in entry.items()} for p, entry in known]
 
 
@@ -108,7 +104,7 @@ def _take(optimizer: Any, ranks: list[list[dict[str, Any]]]) -> list[tuple[Tenso
     else is the first rank's that has it. Gives what is averaged, and the part of ranks that had it.
     """
     averaged = []
-    for parameter, entries in zip(_parameters(optimizer), zip(*ranks, strict=True), strict=True):
+    for parameter, entries in zip(parameters_of(optimizer), zip(*ranks, strict=True), strict=True):
         for key, value in {key: v for entry in reversed(entries) for key, v in entry.items()}.items():
             own = optimizer.state[parameter]
             if not isinstance(value, _Mean):
@@ -160,8 +156,8 @@ class LocalSteps(Whole):
             UsageError: It holds parameters of set-up modules, was not set up, and is no part of one that was:
                 it would step with the gradients of this rank alone.
         """
-        held = {*_parameters(optimizer)}
-        if any([held <= {*_parameters(outside)} for outside in self._stepping]):
+        held = {*parameters_of(optimizer)}
+        if any([held <= {*parameters_of(outside)} for outside in self._stepping]):
             return
         if any([not held.isdisjoint(module.parameters()) for module in self._modules]):
             raise UsageError(
@@ -229,7 +225,7 @@ class LocalSteps(Whole):
         """Load a full state dict; new rounds begin, from its values."""
         told, loaded = super().load_module_state(module, state, strict), {*module.parameters()}
         for optimizer, held in self._rounds.items():
-            parameters = _parameters(optimizer)
+            parameters = parameters_of(optimizer)
             if not loaded.isdisjoint(parameters):
                 held.steps = 0
             for before, parameter in zip(held.alike, parameters, strict=False):
@@ -265,7 +261,7 @@ class LocalSteps(Whole):
         return held
 
     def _end(self, rounds: dict[Optimizer, Round], moments: Sequence[Tensor] = ()) -> None:
-        parameters = dict.fromkeys([p for optimizer in rounds for p in _parameters(optimizer)])
+        parameters = dict.fromkeys([p for optimizer in rounds for p in parameters_of(optimizer)])
         shared = [*parameters, *moments]
         for module in self._modules:
             if not parameters.keys().isdisjoint(module.parameters()):
@@ -275,4 +271,4 @@ class LocalSteps(Whole):
             with torch.no_grad():
                 reduce_tree(shared, "mean", self.channel, label="end of a round")
         for optimizer, held in rounds.items():
-            held.go_on(_parameters(optimizer))
+            held.go_on(parameters_of(optimizer))

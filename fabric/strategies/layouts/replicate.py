@@ -28,11 +28,10 @@ from fabric.core.torch_internals import (
 )
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
-from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, on_any_rank
+from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, differ, on_any_rank
 from fabric.strategies.layouts.layout import Whole
-from fabric.strategies.layouts.local_gradients import LocalGradients, stamp
-from fabric.utilities.backward_passes import attend_passes
 from fabric.utilities.compile import uncompiled
+from fabric.utilities.passes import attend_passes, parameters_of, watch_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -64,8 +63,9 @@ class Replicate(Whole):
         self._replicas: weakref.WeakKeyDictionary[DistributedDataParallel, _Known]
         self._replicas = weakref.WeakKeyDictionary()
         self._frozen: list[tuple[str, weakref.ref[Parameter]]] = []
-        self._local = LocalGradients(self)
-        self._failed = False
+        self._unwatch: Callable[[], None] | None = None
+        """What ends the look at each step; None: no gradients were local since all were averaged."""
+        self._unsynced = self._failed = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {"settings": self.settings}
@@ -116,7 +116,7 @@ class Replicate(Whole):
             UsageError: It trains parameters that came into a model after its setup.
         """
         if self._replicas:
-            self.check_added([p for group in optimizer.param_groups for p in group["params"]])
+            self.check_added(parameters_of(optimizer))
         return optimizer
 
     def check_added(self, parameters: list[Tensor]) -> None:
@@ -137,19 +137,49 @@ class Replicate(Whole):
 
     @contextmanager
     def no_sync(self, wrapped: Module) -> Iterator[None]:
-        """DDP's no_sync; what it leaves is known until a backward averages it."""
+        """DDP's no_sync; what it leaves is known until a backward averages it.
+
+        Before such gradients are stepped with or clipped, ranks compare them: a loop may have dropped them,
+        or averaged them itself. A loop that averages before each step compares nothing.
+        """
         replica = self._replica_of(wrapped)
         if replica is None:
             yield
             return
-        self._local.begin(replica)
+        self._unsynced = True
+        self._keep_local(self._replicas[replica])
         disarm(replica.reducer)  # armed for a pass that is not this one it would reduce
         with replica.no_sync():
             yield
 
     def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
-        """Raise on all ranks if gradients that no_sync left differ between them. All ranks."""
-        self._local.check(parameters, doing)
+        """Raise on all ranks if gradients that no backward has averaged differ between them. All ranks.
+
+        Raises:
+            UsageError: They do.
+        """
+        local = [known.at_setup for known in self._replicas.values() if known.local]
+        grads = [p.grad for p in parameters if any([id(p) in held for held in local])]
+        if not grads or self.channel is None:
+            return
+        self.channel.meet(call_of(doing, "with gradients that no backward has averaged"))
+        if differ(grads, self.channel):
+            raise UsageError(
+                f"{doing} came while gradients of backwards under no_backward_sync(), or put there by hand "
+                "(torch.autograd.grad), were never synchronised: they differ between ranks, which would step "
+                "apart. Let the last backward of each step run outside of it, call zero_grad() to drop them, "
+                "or average them: fabric.all_reduce(p.grad)."
+            )
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Before a step of any optimizer; a closure makes gradients in the step."""
+        if len(args) == 1 and not kwargs:
+            self.check_synced(parameters_of(optimizer), f"{type(optimizer).__name__}.step()")
+
+    def _keep_local(self, known: _Known) -> None:
+        """The replica's next backwards average nothing; or it is new, and none has averaged anything yet."""
+        known.local = True
+        self._unwatch = self._unwatch or watch_steps(self)
 
     def _replica_of(self, wrapped: Module) -> DistributedDataParallel | None:
         replica: DistributedDataParallel = uncompiled(wrapped)
@@ -161,7 +191,7 @@ class Replicate(Whole):
             # Passes begin with the last; which rest may differ between ranks where some are unused.
             for parameter in known.trained if replica.find_unused_parameters else known.trained[-1:]:
                 parameter.register_post_accumulate_grad_hook(partial(self._came, weakref.ref(replica)))
-            self._local.begin(replica, new=True)
+            self._keep_local(known)
             hook_again(replica)  # a copy has another reducer
         return replica
 
@@ -182,10 +212,10 @@ class Replicate(Whole):
             self._failed = False
             self.channel.meet(call_of("backward after one that failed"))
         start = [t for t in (tensors if isinstance(tensors, Sequence) else [tensors]) if torch.is_tensor(t)]
-        local = self._local.before_pass(syncing) if self._local.replicas else []
+        local = [(known, known.stamps()) for r in syncing if (known := self._replicas[r]).local]
         # Frozen since a forward: torch's backward leaves them out, and the reducer would give them zeros.
-        known = [p for replica in syncing for p in self._replicas[replica].trained]
-        resting = [p for p in known if not p.requires_grad and p.grad is None]
+        trained = [p for replica in syncing for p in self._replicas[replica].trained]
+        resting = [p for p in trained if not p.requires_grad and p.grad is None]
         for replica in syncing:
             self._replicas[replica].came, self._replicas[replica].reduced = False, None
             replica.reducer.prepare_for_backward(start if replica.find_unused_parameters else [])
@@ -208,8 +238,12 @@ class Replicate(Whole):
                 from fabric.strategies.layouts.replica_errors import thawed_late
 
                 raise thawed_late(name)
-        if local:
-            self._local.after_pass(local)
+        for known, stamps in local:
+            known.local = stamps == known.stamps()
+        if local and not self._unsynced and not any([known.local for known in self._replicas.values()]):
+            unwatch, self._unwatch = self._unwatch, None  # this loop pays for no more looks
+            if unwatch is not None:
+                unwatch()
         for parameter in resting:
             parameter.grad = None
         for replica in syncing:
@@ -253,7 +287,7 @@ class Replicate(Whole):
         for replica, known in self._replicas.items():
             # A parameter came, and now its reducer waits for no gradient.
             if known.came and known.reduced is None and _is_finished(replica):
-                known.reduced = [stamp(p) for p in known.trained]
+                known.reduced = known.stamps()
 
     def _average_rest(self, known: _Known) -> None:
         """At the end of a pass: average gradients that have grown after their reduction, on any rank.
@@ -261,7 +295,7 @@ class Replicate(Whole):
         They are the mean, the same on all ranks, and what each rank has added; the mean of that is the sum of
         both means. Ranks may differ in what they add, but not in that a pass inside has reduced.
         """
-        grown = known.reduced != [stamp(p) for p in known.trained]
+        grown = known.reduced != known.stamps()
         channel: Any = self.channel
         if any(on_any_rank([grown], channel)):
             trained = [p for p in known.trained if p.requires_grad]
@@ -278,10 +312,22 @@ class _Known:
         self.at_setup = {id(p) for p in replica.module.parameters()}
         self.buffered = syncs_buffers and next(replica.buffers(), None) is not None
         """Whether there are buffers to keep alike."""
+        self.local = False
+        """Whether its gradients may be those of this rank only."""
         self.came = False
         """Whether the last pass that synchronised has come to it."""
         self.reduced: list[Any] | None = None
         """Stamps of the gradients, as a reduction inside of that pass left them."""
+
+    def stamps(self) -> list[Any]:
+        """Of the gradients."""
+        return [stamp(p) for p in self.trained]
+
+
+def stamp(parameter: Tensor) -> Any:
+    """Something that changes when a gradient is accumulated: in place, or as the first one."""
+    grad = parameter.grad
+    return None if grad is None else (id(grad), grad._version)
 
 
 def _is_finished(replica: DistributedDataParallel) -> bool:

@@ -13,8 +13,8 @@ from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.gathered import GatheredCall, Meets, RootGate
 from fabric.strategies.layouts.hooked import HookedCall
 from fabric.strategies.layouts.split import Split, is_split
-from fabric.utilities.backward_passes import attend_passes
 from fabric.utilities.compile import uncompiled
+from fabric.utilities.passes import attend_passes, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -131,7 +131,7 @@ class Sharded(Split):
 
     def _check_own(self, optimizer: Any, own: dict[int, str]) -> None:
         """Raise if the optimizer trains parameters whose gradients would stay this rank's."""
-        foreign = [p for p in _parameters(optimizer) if p.requires_grad and id(p) not in own]
+        foreign = [p for p in parameters_of(optimizer) if p.requires_grad and id(p) not in own]
         if foreign and own:
             shapes = ", ".join([str(tuple(p.shape)) for p in foreign[:3]])
             raise UsageError(
@@ -151,7 +151,7 @@ class Sharded(Split):
         FSDP2 reduces what it finds. Where ranks used different parameters it mixes them up without an error.
         """
         super().before_step(optimizer, args, kwargs)
-        own, held = self._own(), _parameters(optimizer)
+        own, held = self._own(), parameters_of(optimizer)
         if self.channel is None or not any([id(p) in own for p in held]):
             return
         self._check_own(optimizer, own)
@@ -160,10 +160,6 @@ class Sharded(Split):
         bare = ", ".join([own.get(id(p), "a parameter") for p in held if p.grad is None and p.requires_grad])
         told = f"no gradient for {bare}" if bare else "all parameters have gradients"
         self.channel.meet(call_of(f"{type(optimizer).__name__}.step", told))
-
-
-def _parameters(optimizer: Any) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _gate(root: Any) -> Any:

@@ -18,7 +18,7 @@ from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.deferred import DeferredInit
 from fabric.utilities.init import has_meta_parameters
-from fabric.utilities.steps import watch_steps
+from fabric.utilities.passes import parameters_of, watch_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -116,8 +116,8 @@ class Split(Whole):
         Raises:
             UsageError: It has parameters whose place has been taken, and would train nothing.
         """
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        stale = [tuple(p.shape) for p in held if self._now(p) is not p] if self._moved else []
+        held = parameters_of(optimizer) if self._moved else []
+        stale = [tuple(p.shape) for p in held if self._now(p) is not p]
         if stale:
             raise UsageError(
                 f"{type(optimizer).__name__} holds {len(stale)} parameters (shapes "

@@ -19,6 +19,7 @@ from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
 from fabric.plugins.io.portable import elsewhere, read_stored
 from fabric.strategies.layouts.replicate import Replicate
 from fabric.strategies.layouts.shares import Share, Step, WholeStateOnly, divide, send, stand_in
+from fabric.utilities.passes import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,7 +159,7 @@ class ShardedStates(Replicate):
     def _current(self, optimizer: Optimizer) -> Share:
         """The optimizer's share, divided anew if its parameters have changed. All ranks must call this."""
         share = self._shares[optimizer]
-        params = _parameters(optimizer)
+        params = list(dict.fromkeys(parameters_of(optimizer)))  # each once
         if len(params) != len(share.params) or any(
             [new is not old for new, old in zip(params, share.params, strict=True)]
         ):
@@ -205,7 +206,7 @@ class ShardedStates(Replicate):
         """Load hook: without what other ranks own, so that it never gets memory on this device."""
         share = self._shares.get(optimizer)
         ids = [i for group in state["param_groups"] for i in group["params"]]
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = parameters_of(optimizer)
         if share is None or len(ids) != len(params):  # torch raises in that case
             return None
         foreign = {i for i, p in zip(ids, params, strict=True) if not share.is_own(p)}
@@ -248,11 +249,6 @@ class JointStep:
             with suppress(CollectiveMismatch, RankError):  # what went wrong here comes first
                 self.layout.finish(optimizer, error)
             raise
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer's parameters in its order, each once."""
-    return list(dict.fromkeys([p for group in optimizer.param_groups for p in group["params"]]))
 
 
 def _check_divisible(optimizer: Optimizer) -> None:

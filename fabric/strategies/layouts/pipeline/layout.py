@@ -31,7 +31,7 @@ from fabric.strategies.layouts.pipeline.tied import Tied
 from fabric.strategies.layouts.pipeline.trial import warn_of_modules
 from fabric.strategies.layouts.rows import InRows, check_rows, make_rows
 from fabric.utilities.compile import is_compiled
-from fabric.utilities.steps import watch_steps
+from fabric.utilities.passes import watch_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

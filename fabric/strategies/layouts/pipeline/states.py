@@ -17,6 +17,7 @@ from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.norms import norm_over_ranks
 from fabric.strategies.layouts.shares import WholeStateOnly, stand_in
 from fabric.strategies.layouts.split import Split
+from fabric.utilities.passes import parameters_of
 from fabric.utilities.state_keys import like
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class PipelineStates(Split):
         if optimizer in self._attended:
             return
         super().before_step(optimizer, args, kwargs)
-        if not all([p.numel() for group in optimizer.param_groups for p in group["params"]]):
+        if not all([p.numel() for p in parameters_of(optimizer)]):
             self.attend(optimizer)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -209,7 +210,7 @@ def names_of(module: Module, own: Blocks) -> tuple[str, ...]:
 
 def _numbers_here(optimizer: Optimizer, state: dict[str, Any]) -> set[int]:
     """The numbers in an optimizer's state dict of the parameters that this stage holds."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = parameters_of(optimizer)
     numbers = [n for group in state["param_groups"] for n in group["params"]]
     # Of another number of parameters torch says so, when it loads them.
     return {number for number, p in zip(numbers, held, strict=False) if p.numel()}

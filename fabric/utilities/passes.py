@@ -1,4 +1,5 @@
 """Backward passes, whoever starts them: `fabric.backward`, a plain `loss.backward()`, one inside of another.
+And steps of any optimizer of this process, those that nobody set up among them.
 
 DDP is armed by its forward only, FSDP2 has no word for a pass that failed, and both take the first pass
 inside of another (checkpoints with `use_reentrant=True`) that looks complete for the whole. torch tells
@@ -14,6 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fabric.core.torch_internals import backward_pass
 
@@ -55,3 +57,24 @@ def _telling(backward: Callable[..., None]) -> Callable[..., None]:
         run(*args, **kwargs)
 
     return tell
+
+
+def watch_steps(watcher: Any) -> Callable[[], None]:
+    """From now on call `watcher.before_step(optimizer, args, kwargs)` before each step, with its arguments
+    (the optimizer is the first one); it may raise to refuse it. Held weakly. Gives what ends this.
+    """
+    method = weakref.WeakMethod(watcher.before_step)
+
+    def tell(optimizer: Any, args: Any, kwargs: Any) -> None:
+        call = method()
+        if call is not None:
+            call(optimizer, args, kwargs)
+
+    handle = register_optimizer_step_pre_hook(tell)
+    weakref.finalize(watcher, handle.remove)
+    return handle.remove
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    """An optimizer's parameters, in its order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
