@@ -33,33 +33,24 @@ class RandomStream:
         self._generators: list[Any] = [] if place is None else [torch.default_generator]
         if place is not None and _has_streams(device):
             self._generators.append(_DeviceGenerator(device))
-        self._fresh: list[Tensor] = []
         self.drawn = False
-        """Whether this rank, or one that it has heard of, has drawn."""
+        """Whether anything was drawn inside, once the context has ended; who hears of others adds them."""
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Context in which the generators are this rank's."""
         before = [generator.get_state() for generator in self._generators]
-        self.drawn = False
         base = zlib.crc32(b"".join([state.numpy().tobytes() for state in before]))
         for number, generator in enumerate(self._generators):
             generator.manual_seed(derive_seed(base, self._place, number) & (2**63 - 1))
-        self._fresh = [generator.get_state() for generator in self._generators]
+        fresh = [generator.get_state() for generator in self._generators]
         try:
             yield
         finally:
+            now = [generator.get_state() for generator in self._generators]
+            self.drawn = not all([torch.equal(*pair) for pair in zip(now, fresh, strict=True)])
             for generator, state in zip(self._generators, before, strict=True):
                 generator.set_state(state)
-
-    def look(self) -> bool:
-        """Whether anything has been drawn so far, here or where `heard` knows of."""
-        if not self.drawn:
-            now = [generator.get_state() for generator in self._generators]
-            self.drawn = not all(
-                [torch.equal(one, other) for one, other in zip(now, self._fresh, strict=True)]
-            )
-        return self.drawn
 
     def go_on(self) -> None:
         """After the context: one step, if any rank has drawn."""

@@ -7,8 +7,8 @@ from fabric.core.tree import flatten
 from fabric.plugins.collectives.channel import Channel, Wire
 from fabric.plugins.collectives.objects import Dumped
 from fabric.plugins.collectives.torch_collective import TorchCollective
-from fabric.strategies.layouts.pipeline import link as links
-from fabric.strategies.layouts.pipeline.link import Failed, Link
+from fabric.strategies.layouts.pipeline import run
+from fabric.strategies.layouts.pipeline.run import Failed, Link
 
 
 def trees():
@@ -38,7 +38,7 @@ def exchange():
     for tree in sent:
         if rank == 0:
             link.send(Dumped(tree, "send"))
-            assert len(link._sent) <= links._ON_THE_WAY
+            assert len(link._sent) <= run._ON_THE_WAY
             continue
         got = link.take()
         assert type(got) is type(tree)
