@@ -118,15 +118,23 @@ def warn_of_workers(loaders: tuple[Any, ...], ranks: int) -> None:
         )
 
 
-def warn_of_loaders(parts: int) -> None:
-    """Of a DataLoader that is iterated now and goes over a whole dataset, where none was set up.
-
-    Looked at once, before the first backward; loaders that share the data out themselves have other samplers.
+def warn_of_raw(parts: int, model: bool, loader: bool) -> None:
+    """Of what was not set up, before the first backward: of a model; of a DataLoader that is iterated now and
+    goes over a whole dataset (those that share the data out themselves have other samplers).
 
     Args:
         parts: Among how many the data are shared out.
+        model: Whether no model was set up.
+        loader: Whether no loader was.
     """
-    for dataset, sampler in iterated():
+    if model:
+        rank_zero_warn(
+            "fabric.backward came, and no model was set up: each rank's gradients are its own, and the ranks "
+            "drift apart. Write model, optimizer = fabric.setup(model, optimizer); or average the gradients "
+            "yourself.",
+            category=PossibleUserWarning,
+        )
+    for dataset, sampler in iterated() if loader else ():
         if type(sampler) in (RandomSampler, SequentialSampler):
             rank_zero_warn(
                 f"No loader was set up, and a DataLoader goes over all of its {type(dataset).__name__}: "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checks import check_forward_module, check_given, item_count, warn_of_loaders
+from fabric.checks import check_forward_module, check_given, item_count, warn_of_raw
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.plugins.environments.local import LAUNCHED
 from fabric.resolve import Machine, Request, resolve
@@ -157,10 +157,11 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
                 f"Write fabric.backward(loss) without .item()."
             )
         strategy = self._strategy
-        if self._without_loader:
-            self._without_loader = False
+        if not self._looked:
+            self._looked = True
+            self._require_launch("backward()")
             if strategy.is_global_zero and strategy.world_size > 1 and strategy.data_rank[1] > 1:
-                warn_of_loaders(strategy.data_rank[1])
+                warn_of_raw(strategy.data_rank[1], self._without_model, self._without_loader)
         gate = strategy.gate
         gate.open = True
         try:

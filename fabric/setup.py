@@ -56,7 +56,10 @@ class SetupVerbs(RankFacts):
     """setup, setup_module, setup_optimizers, setup_dataloaders, whole, rng_state."""
 
     _without_loader = True
-    """Whether no loader was set up, until the first backward has looked for one."""
+    _without_model = True
+    """Whether no loader, and no model, was set up."""
+    _looked = False
+    """Whether the first backward has asked for them."""
 
     @overload
     def setup(
@@ -118,6 +121,7 @@ class SetupVerbs(RankFacts):
             UsageError: The model has DDP, or FSDP1, inside.
         """
         self._require_launch("setup()")
+        self._without_model = False
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
         module = check_module(module, "fabric.setup", self._strategy)

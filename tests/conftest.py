@@ -30,6 +30,7 @@ PRELOAD = [
 ]
 IGNORED = (
     ".*batch norm in training sees only",
+    "fabric.backward came, and no model was set up",
     "No loader was set up",  # loops here hold what is compared with ranks, too
     r"num_workers=\d+ on each of the \d+ ranks",  # on the cores of wherever the tests run
     "Validating sparse tensor invariants",  # torch >= 2.14: of all that this process has unpickled before

@@ -135,6 +135,37 @@ def test_a_chdir_before_the_launch_does_not_hurt(tmp_path):
     assert (code, len(lines), err) == (0, 2, "")
 
 
+def states(pids):
+    return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
+
+
+@pytest.mark.parametrize("how", ["cli", "script"])
+def test_ctrl_z_stops_the_ranks_too_and_fg_lets_them_go_on(how, tmp_path):
+    script = tmp_path / "ticking.py"
+    script.write_text(
+        textwrap.dedent("""
+        import json, os, sys
+        from fabric import Fabric
+        fabric = Fabric(accelerator="cpu", devices=2)
+        fabric.launch()
+        os.write(1, (json.dumps({"pid": os.getpid()}) + "\\n").encode())
+        while fabric.broadcast(not os.path.exists(sys.argv[-1])):
+            pass
+        """)
+    )
+    process = start(how, tmp_path / "end", script=script)
+    pids = [*started_pids(process, 2), process.pid]
+    process.send_signal(signal.SIGTSTP)
+    deadline = time.monotonic() + 30
+    while states(pids) != ["T"] * 3 and time.monotonic() < deadline:
+        time.sleep(0.05)  # waits for states of other processes that nothing tells of
+    assert states(pids) == ["T"] * 3
+    process.send_signal(signal.SIGCONT)
+    (tmp_path / "end").touch()
+    assert finish(process)[0] == 0
+    assert_gone(pids)
+
+
 def test_a_script_from_standard_input_says_what_to_do():
     source = textwrap.dedent("""
         from fabric.plugins.environments import LocalEnvironment

@@ -50,6 +50,23 @@ def loop(fabric, model, optimizer, train_loader):
     return messages(caught)
 
 
+def raw_model():
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    loader = fabric.setup_dataloaders(DataLoader(DATA, batch_size=2))
+    model = nn.Linear(4, 1)
+    return loop(fabric, model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+
+def test_a_model_that_was_never_set_up_is_said_once(ranks):
+    (told,), others = ranks.run(raw_model, world_size=2)
+    assert told == (
+        "fabric.backward came, and no model was set up: each rank's gradients are its own, and the ranks drift "
+        "apart. Write model, optimizer = fabric.setup(model, optimizer); or average the gradients yourself."
+    )
+    assert others == []
+
+
 def never_set_up(shuffle):
     return loop(*started(), DataLoader(DATA, batch_size=2, shuffle=shuffle))
 

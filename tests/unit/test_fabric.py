@@ -435,6 +435,12 @@ def test_ranks_are_not_seeded_apart_before_there_are_any():
         fabric.seed_everything(7, per_rank=True)  # all forked ranks would draw as rank zero
 
 
+def test_a_backward_before_launch_is_refused():
+    loss = torch.ones(1, requires_grad=True).sum()
+    with pytest.raises(RuntimeError, match=r"backward\(\) came before fabric.launch"):
+        Fabric(accelerator="cpu", devices=2, strategy="ddp_fork").backward(loss)
+
+
 def test_the_verb_and_the_function_seed_alike(fabric):
     fabric.seed_everything(3, verbose=False)
     first = draws()

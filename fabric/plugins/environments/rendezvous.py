@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
+from fabric.core.messages import say
 from fabric.processes.system import require_posix
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     from torch.distributed import Store
 
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 ARRIVED = "fabric/arrived"
+_NOTE_AFTER = timedelta(seconds=30)
+"""Then rank zero says who is missing, and waits on."""
 
 
 def rendezvous(environment: ClusterEnvironment, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -45,8 +48,8 @@ def await_ranks(store: Store, rank: int, world_size: int, timeout: timedelta) ->
         # A counter, not a wait on every key: the host answers each rank once, whatever the world size.
         if store.add(ARRIVED, 1) == world_size:
             store.set(f"{ARRIVED}/all", "1")
-        if timeout > _NOTE_AFTER and rank == 0:
-            with suppress(DistError, RuntimeError):
+        if rank == 0 and timeout > _NOTE_AFTER:
+            with suppress(DistError):
                 store.wait([f"{ARRIVED}/all"], _NOTE_AFTER)
             if not store.check([f"{ARRIVED}/all"]):
                 say(absent(store, rank, world_size, _NOTE_AFTER))

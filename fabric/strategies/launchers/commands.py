@@ -100,7 +100,9 @@ def run_commands(
     def pass_on(number: int, _: FrameType | None) -> None:
         supervisor.pass_on(number)
 
-    def halt(*_: object) -> None:  # Ctrl-Z: ranks are in sessions of their own, where the terminal does not reach
+    def halt(
+        *_: object,
+    ) -> None:  # Ctrl-Z: ranks are in sessions of their own, where the terminal does not reach
         supervisor.send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)  # until the shell lets it go on
         supervisor.send(signal.SIGCONT)

@@ -74,7 +74,7 @@ def difference(expected: list[Any], found: list[Any], numbers: bool = False) -> 
                 return f"they differ by {off:.1e} of their size, where rounding makes {limit:.0e} at most"
         elif isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
             return f"{_shown(other)} in place of {_shown(one)}"
-        elif numbers and not _same_number(one, other):
+        elif numbers and isinstance(one, int | float) and not _is_close(one, other):
             return f"{other} in place of {one}"
     return ""
 
@@ -110,11 +110,8 @@ def rounding(tensor: Tensor, compute: torch.dtype | None = None) -> float:
     return 2e-3 if coarse or (tensor.is_cuda and torch.backends.cuda.matmul.allow_tf32) else 2e-5
 
 
-def _same_number(one: Any, other: Any) -> bool:
-    """Whether two leaves are one number, or the first is none."""
-    if not isinstance(one, int | float):
-        return True
-    return isinstance(other, int | float) and (one == other or math.isclose(one, other, rel_tol=1e-4))
+def _is_close(one: float, other: Any) -> bool:
+    return isinstance(other, int | float) and math.isclose(one, other, rel_tol=1e-4)
 
 
 def _shown(leaf: Any) -> str:

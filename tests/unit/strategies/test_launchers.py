@@ -246,10 +246,16 @@ def test_a_launched_rank_starts_nothing(monkeypatch):
         ),
         ({}, ["-c"], ["python", "-c", "pass"], (["-c", "pass"], None)),
         (  # -m: found from where Python was started
-            {"__file__": "/a/m.py", "__spec__": SimpleNamespace(name="m")},
+            {"__file__": "/a/m.py", "__spec__": SimpleNamespace(name="a.m", origin="/a/m.py")},
             ["/a/m.py", "1"],
-            ["python", "-m", "m", "1"],
-            (["-m", "m", "1"], "/"),
+            ["python", "-m", "a.m", "1"],
+            (["-m", "a.m", "1"], "/"),
+        ),
+        (  # a tool that runs a script: what it has put before its path says nothing of the start
+            {"__file__": "/a/m.py", "__spec__": SimpleNamespace(name="cProfile", origin="/lib/cProfile.py")},
+            ["m.py"],
+            ["python", "-m", "cProfile", "m.py"],
+            (["-m", "cProfile", "m.py"], None),
         ),
     ],
 )

@@ -95,12 +95,12 @@ def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, n
 class Trial(TorchFunctionMode):
     """While this is entered, functions get made-up values in the place of parameters, and drop nothing out.
 
-    They are the same on all ranks, near to the parameter's own where it is whole, and there are a few at a
-    time.
+    They are the same on all ranks, know nothing of the parameter's own, which may be split (by FSDP2), and
+    there are a few at a time.
 
     Args:
         module: Whose parameters are meant.
-        device: Where values are wanted for parameters that are split (by FSDP2).
+        device: Where values are wanted.
         dtype: Of those values; None: the parameter's.
     """
 
@@ -133,8 +133,6 @@ class Trial(TorchFunctionMode):
     def _make(self, number: int) -> Tensor:
         own = self._parameters[number]
         size = own.shape[-1] ** -0.5 if own.dim() > 1 else 0.2
-        if not hasattr(own, "device_mesh"):
-            return own.detach() + 0.5 * size * noise(own, number)
         random = noise(torch.empty(own.shape, dtype=self._dtype or own.dtype, device=self.device), number)
         return size * random if own.dim() > 1 else 1 + size * random  # what scales or shifts
 

@@ -1,12 +1,17 @@
-"""Where a model can be cut: its blocks in the order of its forward, and what they share. Changes nothing."""
+"""Where a model can be cut: its blocks in the order of its forward, what they share, and whose they are.
+
+Changes nothing. All ranks come to the same by themselves.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import itertools
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module, Sequential
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.messages import say
 from fabric.strategies.layouts.rows import check_number
 
 if TYPE_CHECKING:
@@ -74,13 +79,8 @@ def _check(model: Module, blocks: Blocks) -> None:
         )
 
 
-class Shared(NamedTuple):
-    """A tensor that several stages use (tied weights)."""
-
-    names: list[str]
-    """All paths in the model."""
-    stages: dict[int, str]
-    """Those stages, each with one of the names."""
+Shared = dict[int, str]
+"""A tensor that several stages use (tied weights): those stages, each with one of its paths in the model."""
 
 
 def shared_parameters(blocks: Blocks, stage_of: list[int]) -> list[Shared]:
@@ -95,8 +95,8 @@ def shared_parameters(blocks: Blocks, stage_of: list[int]) -> list[Shared]:
     """
     for buffer in _shared([(path, b.named_buffers(remove_duplicate=False)) for path, b in blocks], stage_of):
         raise UsageError(
-            f"{' and '.join(buffer.names)} are one buffer, used by stages "
-            f"{' and '.join(map(str, buffer.stages))}: each would change it by itself. Give each block its "
+            f"{' and '.join(buffer.values())} are one buffer, used by stages "
+            f"{' and '.join(map(str, buffer))}: each would change it by itself. Give each block its "
             "own, or choose balance= so that one stage has all of them."
         )
     return _shared([(path, b.named_parameters(remove_duplicate=False)) for path, b in blocks], stage_of)
@@ -106,10 +106,8 @@ def _shared(named: list[tuple[str, Iterable[tuple[str, Tensor]]]], stage_of: lis
     found: dict[int, Shared] = {}
     for (path, tensors), stage in zip(named, stage_of, strict=True):
         for name, tensor in tensors:
-            shared = found.setdefault(id(tensor), Shared([], {}))
-            shared.names.append(f"{path}.{name}")
-            shared.stages.setdefault(stage, f"{path}.{name}")
-    return [shared for shared in found.values() if len(shared.stages) > 1]
+            found.setdefault(id(tensor), {}).setdefault(stage, f"{path}.{name}")
+    return [shared for shared in found.values() if len(shared) > 1]
 
 
 def checked_balance(balance: Any, stages: int | None = None) -> list[int] | None:
@@ -147,3 +145,45 @@ def check_fits(balance: list[int] | None, stages: int, blocks: Blocks, kind: str
             f"{len(blocks)}, use {len(blocks)} devices or fewer, or num_stages={max(len(blocks), 1)} (the "
             "other ranks see different data)."
         )
+
+
+def even_balance(blocks: Blocks, stages: int, tell: bool) -> list[int]:
+    """How many blocks each stage has, so that the parameters are spread evenly.
+
+    Args:
+        blocks: All blocks, as many as stages or more.
+        stages: How many there are.
+        tell: Whether this rank says what was chosen.
+    """
+    # A block without parameters counts as a little.
+    costs = [sum([p.numel() for p in block.parameters()]) + 1e-3 for _, block in blocks]
+    balance = partition(costs, stages)
+    if tell and stages > 1:
+        ends = itertools.accumulate(balance)
+        sums = [f"{sum(costs[end - size : end]):,.0f}" for size, end in zip(balance, ends, strict=True)]
+        say(f"pipeline: balance={balance}; parameters of the stages: {', '.join(sums)}.")
+    return balance
+
+
+def partition(costs: list[float], stages: int) -> list[int]:
+    """Numbers of consecutive blocks such that the dearest stage is as cheap as can be, the others even.
+
+    Args:
+        costs: Of each block, as many as stages or more.
+        stages: How many parts, each of 1 block or more.
+    """
+    sums = [0.0, *itertools.accumulate(costs)]
+    # Of the first blocks, by their number: the dearest part, the sum of squares, where the parts end.
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for used in range(1, stages + 1):
+        best = {
+            end: min(
+                [
+                    (max(dearest, cost := sums[end] - sums[start]), squares + cost**2, [*ends, end])
+                    for start, (dearest, squares, ends) in best.items()
+                    if start < end
+                ]
+            )
+            for end in range(used, len(sums) - (stages - used))
+        }
+    return [end - start for start, end in itertools.pairwise([0, *best[len(costs)][2]])]

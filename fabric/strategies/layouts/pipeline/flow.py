@@ -14,9 +14,8 @@ from fabric.forward import differentiable
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.alike import Alike
 from fabric.strategies.layouts.parts import CallParts
-from fabric.strategies.layouts.pipeline.joined import joined
 from fabric.strategies.layouts.pipeline.run import Pass, alternating, backwards, forwards
-from fabric.strategies.layouts.pipeline.trial import try_rows
+from fabric.strategies.layouts.pipeline.trial import joined, try_rows
 from fabric.utilities.compile import eager
 from fabric.utilities.dtypes import CastTo
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from fabric.core.precision import DtypePolicy
     from fabric.strategies.layouts.pipeline.run import Runner
-    from fabric.strategies.layouts.pipeline.tied import Tied
+    from fabric.strategies.layouts.pipeline.states import Tied
 
 _INTO = "micro-batches"
 

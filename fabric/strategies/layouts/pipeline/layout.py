@@ -21,13 +21,11 @@ from fabric.plugins.collectives.channel import Channel
 from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, copy_from_first
 from fabric.strategies.layouts.materialise import Materialiser
-from fabric.strategies.layouts.pipeline.balance import even_balance
-from fabric.strategies.layouts.pipeline.cut import check_fits, find_blocks, shared_parameters
+from fabric.strategies.layouts.pipeline.cut import check_fits, even_balance, find_blocks, shared_parameters
 from fabric.strategies.layouts.pipeline.flow import Flow
 from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
-from fabric.strategies.layouts.pipeline.states import PipelineStates, emptied, names_of, tensors_of
-from fabric.strategies.layouts.pipeline.tied import Tied
+from fabric.strategies.layouts.pipeline.states import PipelineStates, Tied, emptied, names_of, tensors_of
 from fabric.strategies.layouts.pipeline.trial import warn_of_modules
 from fabric.strategies.layouts.rows import InRows, check_rows, make_rows
 from fabric.utilities.compile import is_compiled
@@ -252,10 +250,10 @@ class Pipeline(InRows, PipelineStates):
         """What this stage shares with others. All ranks must call this."""
         made = []
         for one in shared:
-            group = self._group_of(one.stages)
-            if self._place in one.stages:
-                parameter = module.get_parameter(one.stages[self._place])
-                parameter._fabric_answers = self._place == min(one.stages)  # type: ignore[attr-defined]
+            group = self._group_of(one)
+            if self._place in one:
+                parameter = module.get_parameter(one[self._place])
+                parameter._fabric_answers = self._place == min(one)  # type: ignore[attr-defined]
                 channel = Channel(TorchCollective(group=group), self.pipeline.wire)
                 made.append(Tied(parameter, channel, runner.passing))
         return made

@@ -90,8 +90,8 @@ class Runner:
 
     def run(self, order: Order, work: Pass) -> None:
         """One pass. Afterwards, and not before, ask `finish`."""
-        left = Counter([kind for kind, _ in order])
         self._around = backward_pass()
+        left = Counter([kind for kind, _ in order])
         for kind, index in order:
             left[kind] -= 1
             self._pass_on(kind, index, work, more=left[kind] > 0)
@@ -135,7 +135,7 @@ class Runner:
     def _pass_on(self, kind: str, index: int, work: Pass, more: bool) -> None:
         """Take a message, if another stage is before, and send one, if another is after, whatever happens."""
         arriving, leaving = self._arriving[kind], self._leaving[kind]
-        given: Any = None
+        given = None
         if arriving is not None:
             given = arriving.take()
             self.random.drawn |= arriving.flag
@@ -153,7 +153,8 @@ class Runner:
                 doing = "forward" if kind == "F" else "backward"
                 self.note(error, work, f"{doing} of micro-batch {index + 1} of {len(work.calls)}")
         if leaving is not None:
-            leaving.send(message or work.failed, self.random.drawn)
+            sent: Any = message or work.failed
+            leaving.send(sent, self.random.drawn)
 
     def _compute(self, index: int, arrived: Any, work: Pass) -> Any:
         call = work.calls[index] if self.stage.is_first else ((arrived,), {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,8 @@ from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
 from fabric.strategies.layouts.trial import kept_buffers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
     from torch.nn import Module
 
@@ -68,16 +69,9 @@ class Stage:
         if saves and torch.is_grad_enabled() and any([block.training for _, block in self.blocks]):
             from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-            again = _Again(self.modules)
             # To its end: an operation that fills what it has saved (RReLU) would be left before it has.
             with set_checkpoint_early_stop(False):
-                out = checkpoint(
-                    self._chain_of_copies,
-                    *args,
-                    use_reentrant=False,
-                    context_fn=lambda: (nullcontext(), again),
-                    **kwargs,
-                )
+                out = checkpoint(self._made_again(), *args, use_reentrant=False, **kwargs)
         else:
             out = self._chain(*args, **kwargs)
         for path, leaf in iter_paths(out):
@@ -96,34 +90,28 @@ class Stage:
             out = block(out)
         return out
 
-    def _chain_of_copies(self, *args: Any, **kwargs: Any) -> Any:
-        # The first block may change its input in place, which is needed once more.
-        args, kwargs = map_tree(_copy, (args, kwargs))
-        return self._chain(*args, **kwargs)
+    def _made_again(self) -> Callable[..., Any]:
+        """The chain; from its second call on with the default dtype of the first one, and buffers stay."""
+        dtypes: list[torch.dtype] = []
+
+        def chain(*args: Any, **kwargs: Any) -> Any:
+            # The first block may change its input in place, which is needed once more.
+            args, kwargs = map_tree(_copy, (args, kwargs))
+            dtypes.append(outside := torch.get_default_dtype())
+            if len(dtypes) == 1:
+                return self._chain(*args, **kwargs)
+            torch.set_default_dtype(dtypes[0])
+            try:
+                with kept_buffers(self.modules):
+                    return self._chain(*args, **kwargs)
+            finally:
+                torch.set_default_dtype(outside)
+
+        return chain
 
     def _last_name(self) -> str:
         path, block = self.blocks[-1]
         return f"Block {self.first + len(self.blocks) - 1} ({path}, a {type(block).__name__})"
-
-
-class _Again:
-    """Context of computing a forward again: with the default dtype of then; buffers stay.
-
-    torch enters it in each backward through the same graph.
-    """
-
-    def __init__(self, modules: list[Module]) -> None:
-        self._modules, self._dtype = modules, torch.get_default_dtype()
-
-    def __enter__(self) -> None:
-        self._outside = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
-        self._kept = kept_buffers(self._modules)
-        self._kept.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        torch.set_default_dtype(self._outside)
-        self._kept.__exit__(*error)
 
 
 class _Own(torch.autograd.Function):

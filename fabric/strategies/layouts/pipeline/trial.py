@@ -1,4 +1,7 @@
-"""Whether micro-batches give what the batch gives: as far as modules tell, and one row and two rows show."""
+"""Whether micro-batches give what the batch gives: as far as modules tell, and one row and two rows show.
+
+And `joined`: the outputs of micro-batches as the output of the batch, where that is possible.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,8 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import BatchNorm
-from fabric.core.tree import flatten, map_tree
+from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
 from fabric.plugins.collectives.objects import broadcast_tree
-from fabric.strategies.layouts.pipeline.joined import joined
 from fabric.strategies.layouts.pipeline.run import Pass, forwards
 from fabric.strategies.layouts.trial import distance, rounding, untouched
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -92,6 +94,7 @@ def _look(name: str, work: Pass, compute: torch.dtype) -> tuple[str, bool]:
     one, again, two = work.outputs.values()
     try:
         joined([one, two], [1, 2])
+        joined([one, again], [1, 1])
     except UsageError as error:
         return str(error), False
     columns = zip(*[flatten(tree)[0] for tree in (one, again, two)], strict=True)
@@ -106,3 +109,49 @@ def _copy(leaf: Any) -> Any:
 def _differ(one: Tensor, two: Tensor, compute: torch.dtype) -> bool:
     """Whether the part of the first row is another where there is a second; more than by rounding."""
     return distance(one, two[: len(one)]) > max(1e-3, 3 * rounding(one, compute))
+
+
+def joined(outputs: list[Any], rows: list[int]) -> Any:
+    """One output in place of several; differentiable.
+
+    Args:
+        outputs: Of each micro-batch, trees of tensors (and Nones).
+        rows: Of each micro-batch.
+
+    Raises:
+        UsageError: They differ in structure, or have no rows to join by.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [flatten(output) for output in outputs]
+    spec = flat[0][1]
+    if any([other != spec for _, other in flat]):
+        raise UsageError(
+            "The last stage returned other containers for some micro-batches than for others. Return the "
+            "same for any rows."
+        )
+    columns = zip(*[leaves for leaves, _ in flat], strict=True)
+    paths = [path for path, _ in iter_paths(outputs[0])]
+    leaves = [_join(column, rows, path) for column, path in zip(columns, paths, strict=True)]
+    return unflatten(leaves, spec, outputs[0])
+
+
+def _join(column: tuple[Any, ...], rows: list[int], path: str) -> Any:
+    """The parts of one leaf, which may have several rows for each of the input."""
+    held = [leaf for leaf in column if leaf is not None]
+    if not held:
+        return None
+    sizes = [len(leaf) if leaf is not None and leaf.dim() else -1 for leaf in column]
+    even = all(
+        [size >= 0 and size * rows[0] == sizes[0] * row for size, row in zip(sizes, rows, strict=True)]
+    )
+    if len({leaf.shape[1:] for leaf in held}) > 1 or not even:
+        where = f" at output{path}" if path else ""
+        shapes = ", ".join([str(list(leaf.shape)) if leaf is not None else "None" for leaf in column])
+        raise UsageError(
+            f"The last stage returned shapes {shapes}{where} for micro-batches of "
+            f"{', '.join(map(str, rows))} rows, which cannot be joined along dim 0. Return outputs whose "
+            "first dimension is that of the batch (in place of a mean or a sum: a value for each row, which "
+            "your loop reduces), or write PipelineStrategy(num_microbatches=1)."
+        )
+    return torch.cat(held)

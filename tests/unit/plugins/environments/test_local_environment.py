@@ -9,6 +9,7 @@ from torch.distributed import HashStore
 
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments import LightningEnvironment, LocalEnvironment
+from fabric.plugins.environments import rendezvous as meeting
 from fabric.plugins.environments.rendezvous import await_ranks
 from fabric.strategies.launchers.place import place_here
 
@@ -139,6 +140,14 @@ def test_missing_ranks_are_named():
     store = LocalEnvironment().make_store(0, 3, SECOND)
     with pytest.raises(LaunchError, match=r"1 of 3 ranks arrived within 1 s; missing: ranks 1, 2\."):
         await_ranks(store, 0, 3, SECOND)
+
+
+def test_rank_zero_says_early_who_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(meeting, "_NOTE_AFTER", SECOND / 10)
+    store = LocalEnvironment().make_store(0, 2, SECOND)
+    with pytest.raises(LaunchError, match=r"within 1 s; missing: rank 1\."):
+        await_ranks(store, 0, 2, SECOND)
+    assert "1 of 2 ranks arrived within 0.1 s; missing: rank 1." in capsys.readouterr().err
 
 
 def test_settings_that_contradict_the_launcher(monkeypatch):
