@@ -1,4 +1,5 @@
-"""The forward plan that guards a backward pass: outputs whose plain `loss.backward()` would be wrong raise.
+"""Forward plans whose outputs notice a backward: it is refused where it would be wrong, or a layout hears of
+it, to synchronise something after it.
 
 What precisions add to a forward: strategies/precise_forward.py.
 """
@@ -66,6 +67,29 @@ class GuardedForward(HookedForward):
             "loss.backward() was called where it gives wrong gradients: this strategy or precision has to "
             "scale, move or synchronise them. Write fabric.backward(loss) instead."
         )
+
+
+class HookedCall(HookedForward):
+    """A forward or bound method whose outputs tell the layout when a backward reaches them.
+
+    Buffers are sent at the end of a backward pass, where all ranks are: so an evaluation forward sends none.
+    """
+
+    __slots__ = ("layout", "replica")
+
+    def __init__(self, call: Callable[..., Any], layout: Any, replica: torch.nn.Module) -> None:
+        super().__init__(call)
+        self.layout = layout
+        self.replica = replica
+
+    def reached(self, grad: torch.Tensor) -> None:
+        """Tell the layout."""
+        self.layout.on_reached(self.replica)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("call", *HookedCall.__slots__):  # not set yet, while copying
+            raise AttributeError(name)
+        return getattr(self.call, name)
 
 
 def differentiable(tree: Any) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment as ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO as CheckpointIO
     from fabric.plugins.io.torch_io import TorchCheckpointIO as TorchCheckpointIO
-    from fabric.plugins.precision.fsdp import FSDPPrecision as FSDPPrecision
+    from fabric.plugins.precision.mixed import FSDPPrecision as FSDPPrecision
     from fabric.plugins.precision.mixed import MixedPrecision as MixedPrecision
     from fabric.plugins.precision.precision import Precision as Precision
     from fabric.plugins.precision.true import DoublePrecision as DoublePrecision
@@ -21,7 +21,7 @@ __getattr__, __dir__ = lazy_exports(
         "CheckpointIO": "fabric.plugins.io.checkpoint_io",
         "ClusterEnvironment": "fabric.plugins.environments.cluster_environment",
         "DoublePrecision": "fabric.plugins.precision.true",
-        "FSDPPrecision": "fabric.plugins.precision.fsdp",
+        "FSDPPrecision": "fabric.plugins.precision.mixed",
         "HalfPrecision": "fabric.plugins.precision.true",
         "MixedPrecision": "fabric.plugins.precision.mixed",
         "Precision": "fabric.plugins.precision.precision",

@@ -6,8 +6,8 @@ from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fabric.strategies.ddp import DDPStrategy as DDPStrategy
-    from fabric.strategies.ddp2 import DDP2Strategy as DDP2Strategy
     from fabric.strategies.dp import DataParallelStrategy as DataParallelStrategy
+    from fabric.strategies.dp import DDP2Strategy as DDP2Strategy
     from fabric.strategies.fsdp import FSDPStrategy as FSDPStrategy
     from fabric.strategies.layouts.context.part import ContextParallel as ContextParallel
     from fabric.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
@@ -24,7 +24,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "STRATEGY_REGISTRY": "fabric.strategies.registry",
         "ContextParallel": "fabric.strategies.layouts.context.part",
-        "DDP2Strategy": "fabric.strategies.ddp2",
+        "DDP2Strategy": "fabric.strategies.dp",
         "DDPStrategy": "fabric.strategies.ddp",
         "DataParallelStrategy": "fabric.strategies.dp",
         "FSDPStrategy": "fabric.strategies.fsdp",

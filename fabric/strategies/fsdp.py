@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from fabric.core.precision import POLICIES
 from fabric.strategies.fsdp_keywords import translate
 from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings
 from fabric.strategies.parallel import ParallelStrategy
@@ -17,7 +15,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from fabric.accelerators.accelerator import Accelerator
-    from fabric.core.traits import Traits
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
@@ -113,15 +110,6 @@ class FSDPStrategy(ParallelStrategy):
         self.layout: FullyShard = FullyShard(settings)
         self.state_dict_type = state_dict_type
         self.sharding_strategy, self.cpu_offload = sharding_strategy, cpu_offload
-
-    @property
-    def traits(self) -> Traits:
-        """As of the layout; loss scaling is not there for offloaded parameters."""
-        if not self.layout.settings.offload:
-            return self.layout.traits
-        unscaled = tuple([name for name, policy in POLICIES.items() if not policy.loss_scale])
-        why = "torch's loss scaling does not reach gradients in host memory (cpu_offload)"
-        return replace(self.layout.traits, precisions=unscaled, precisions_why=why)
 
     @property
     def mixed_precision_config(self) -> Any:

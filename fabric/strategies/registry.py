@@ -20,7 +20,7 @@ _NAMES: list[tuple[str, str, str, dict[str, Any]]] = [
         {"device": None},
     ),
     ("dp", f"{_OWN}dp:DataParallelStrategy", "one process, the batch split over its devices", {}),
-    ("ddp2", f"{_OWN}ddp2:DDP2Strategy", "one process per machine: dp in it, ddp across machines", {}),
+    ("ddp2", f"{_OWN}dp:DDP2Strategy", "one process per machine: dp in it, ddp across machines", {}),
     ("fsdp", f"{_OWN}fsdp:FSDPStrategy", "parameters, gradients and optimizer states split (FSDP2)", {}),
     ("zero3", f"{_OWN}fsdp:FSDPStrategy", "the same as fsdp", {}),
     ("fsdp_cpu_offload", f"{_OWN}fsdp:FSDPStrategy", "fsdp in host memory", {"cpu_offload": True}),

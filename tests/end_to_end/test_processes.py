@@ -148,7 +148,7 @@ def test_ctrl_z_stops_the_ranks_too_and_fg_lets_them_go_on(how, tmp_path):
         from fabric import Fabric
         fabric = Fabric(accelerator="cpu", devices=2)
         fabric.launch()
-        os.write(1, (json.dumps({"pid": os.getpid()}) + "\\n").encode())
+        os.write(1, (json.dumps({"pid": os.getpid()}) + chr(10)).encode())
         while fabric.broadcast(not os.path.exists(sys.argv[-1])):
             pass
         """)

@@ -146,3 +146,30 @@ def refused(case: str) -> None:
 @pytest.mark.parametrize("case", ["not set up", "on rank zero only"])
 def test_what_whole_refuses(ranks, case):
     ranks.run(refused, case, world_size=2)
+
+
+class Exported:
+    """What a user saves, made of the whole model while a save gathers."""
+
+    def __init__(self, fabric, model) -> None:
+        self.fabric, self.model = fabric, model
+
+    def state_dict(self):
+        with self.fabric.whole(self.model) as plain:
+            return {} if plain is None else {"sum": plain.head.weight.detach().sum()}
+
+    def load_state_dict(self, state) -> None:
+        """Nothing is loaded."""
+
+
+def save_of_whole(path: str) -> float:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="fsdp")
+    fabric.launch()
+    model = fabric.setup(Net())
+    fabric.save(path, {"export": Exported(fabric, model), "model": model}, format="full")
+    return torch.load(path)["model"]["head.weight"].sum().item()
+
+
+def test_a_whole_model_inside_of_a_save(ranks, tmp_path):
+    first, second = ranks.run(save_of_whole, str(tmp_path / "x.pt"), world_size=2)
+    assert first == second == pytest.approx(Net().head.weight.sum().item())

@@ -61,8 +61,9 @@ def raw_model():
 def test_a_model_that_was_never_set_up_is_said_once(ranks):
     (told,), others = ranks.run(raw_model, world_size=2)
     assert told == (
-        "fabric.backward came, and no model was set up: each rank's gradients are its own, and the ranks drift "
-        "apart. Write model, optimizer = fabric.setup(model, optimizer); or average the gradients yourself."
+        "fabric.backward came, and no model was set up: each rank's gradients are its own, and the ranks "
+        "drift apart. Write model, optimizer = fabric.setup(model, optimizer); or average the gradients "
+        "yourself."
     )
     assert others == []
 

@@ -1,4 +1,6 @@
-"""`MixedPrecision`: the plugin behind "16-mixed" and "bf16-mixed". Only "16-mixed" has a GradScaler."""
+"""`MixedPrecision`: the plugin behind "16-mixed" and "bf16-mixed". Only "16-mixed" has a GradScaler.
+`FSDPPrecision`: the name under which Lightning Fabric has the precision of sharded strategies.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.precision import parse_precision
 from fabric.core.torch_internals import COUNTED_STEP, STEPPED
 from fabric.core.traits import overridden
-from fabric.plugins.precision.precision import PASSES, Precision, policy_of
+from fabric.plugins.precision.precision import PASSES, Precision, make_precision, policy_of
 from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:
@@ -148,3 +151,34 @@ class MixedPrecision(Precision):
             self.scaler.update()
             self._update_due = False
             self._unscaled_at.clear()
+
+
+class FSDPPrecision(Precision):
+    """The same as `Fabric(precision=...)`: the plugin of that name takes this one's place.
+
+    Args:
+        precision: A name or an alias of it.
+        scaler: A GradScaler for "16-mixed"; None makes one.
+
+    Raises:
+        ConfigurationError: `precision` names no precision.
+    """
+
+    def __init__(self, precision: Any, scaler: Any = None) -> None:
+        self.precision = parse_precision(precision).name
+        self.scaler = scaler
+
+    def for_device(self, device_type: str) -> Precision:
+        """The plugin that does it on devices of this type."""
+        if self.scaler is not None:
+            return MixedPrecision(self.precision, device_type, self.scaler)  # type: ignore[arg-type]
+        return make_precision(self.precision, device_type)
+
+    @property
+    def mixed_precision_config(self) -> Any:
+        """torch's MixedPrecisionPolicy: how FSDP2 gathers parameters and reduces gradients."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        policy = self.policy
+        half = policy.compute if policy.autocast else None
+        return MixedPrecisionPolicy(half, policy.reduce if half else None, cast_forward_inputs=not half)

@@ -1,14 +1,18 @@
-"""`Precision`: the base of precision plugins. It leaves everything as it is; users subclass it."""
+"""`Precision`: the base of precision plugins, which leaves everything as it is; users subclass it. And from
+a precision's name to its plugin: what names there are, and their dtypes, is in `core/precision.py`.
+"""
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.precision import POLICIES, DtypePolicy
+from fabric.core.precision import POLICIES, DtypePolicy, find_policy
+from fabric.core.registry import Registry
 from fabric.core.traits import overridden
 
 if TYPE_CHECKING:
@@ -25,6 +29,23 @@ CONVERSIONS = ("forward_context", "convert_input", "convert_output")
 
 PASSES = ("pre_backward", "backward", "post_backward")
 """Methods that add something to a backward pass."""
+
+PRECISION_REGISTRY = Registry("precision", "fabric.precisions")
+"""Precision plugins by name; a factory with a parameter `device` gets the accelerator's device type."""
+
+_HOME = "fabric.plugins.precision."
+PRECISION_REGISTRY.register("64-true", f"{_HOME}true:DoublePrecision", "all float64")
+PRECISION_REGISTRY.register("32-true", f"{_HOME}precision:Precision", "as the model is")
+for _name in ("16-true", "bf16-true"):
+    PRECISION_REGISTRY.register(_name, f"{_HOME}true:HalfPrecision", "all half", precision=_name)
+for _name in ("16-mixed", "bf16-mixed"):
+    PRECISION_REGISTRY.register(_name, f"{_HOME}mixed:MixedPrecision", "autocast", precision=_name)
+PRECISION_REGISTRY.register(
+    "float8", "fabric.integrations.torchao.precision:TorchAOPrecision", "linear layers multiply in float8"
+)
+_ENGINE = "fabric.integrations.transformer_engine.precision:TransformerEnginePrecision"
+for _name, _dtype in (("transformer-engine", torch.bfloat16), ("transformer-engine-float16", torch.float16)):
+    PRECISION_REGISTRY.register(_name, _ENGINE, "NVIDIA's Transformer Engine", weights_dtype=_dtype)
 
 
 class Precision:
@@ -129,6 +150,19 @@ def policy_of(plugin: Precision, precision: object, *fits: str) -> DtypePolicy:
             f"Write Fabric(precision={precision!r}) to get the plugin that fits."
         )
     return POLICIES[precision]
+
+
+def make_precision(value: object, device_type: str) -> Precision:
+    """The plugin for what a user wrote as `precision=`.
+
+    Raises:
+        ConfigurationError: The value names no precision.
+    """
+    policy = find_policy(value)
+    name: Any = value if policy is None else policy.name
+    takes_device = "device" in inspect.signature(PRECISION_REGISTRY.entry(name).load()).parameters
+    plugin: Precision = PRECISION_REGISTRY.get(name, **({"device": device_type} if takes_device else {}))
+    return plugin
 
 
 class DefaultDtype:

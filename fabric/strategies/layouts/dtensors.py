@@ -12,11 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import (
-    dtensor_handlers,
-    memory_of,
-    value_of,
-)
+from fabric.core.torch_internals import dtensor_handlers, memory_of, value_of
 from fabric.core.tree import map_tree
 from fabric.plugins.io.portable import Stored, kept_elsewhere
 from fabric.utilities.passes import parameters_of
@@ -191,13 +187,6 @@ def spread_gradients(parameters: Iterable[Tensor]) -> list[tuple[list[Tensor], l
         (grads, [layout[0].get_group(dim) for dim, one in enumerate(layout[1]) if not one.is_replicate()])
         for layout, grads in _local_grads(parameters).items()
     ]
-
-
-def clip_value_(parameters: Iterable[Tensor], clip_value: float) -> None:
-    """Clamp every gradient element to [-clip_value, clip_value]."""
-    for group in _local_grads(parameters).values():
-        for grad in group:
-            grad.clamp_(-clip_value, clip_value)
 
 
 def _full(tensor: DTensor, keep: bool) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.precision import POLICIES
 from fabric.core.torch_internals import BatchNorm, has_hooks
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
@@ -78,7 +79,10 @@ class FullyShard(Sharded):
     def __init__(self, settings: ShardSettings | None = None) -> None:
         super().__init__()
         self.settings = settings or ShardSettings()
-        self.traits = replace(self.traits, late_optimizers=self.settings.offload)
+        if self.settings.offload:
+            unscaled = tuple([name for name, policy in POLICIES.items() if not policy.loss_scale])
+            why = "torch's loss scaling does not reach gradients in host memory (cpu_offload)"
+            self.traits = replace(self.traits, late_optimizers=True, precisions=unscaled, precisions_why=why)
         self._matched: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ from fabric.core.torch_internals import (
 from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
 from fabric.plugins.collectives.frames import ALONE
-from fabric.strategies.layouts.split_errors import split_error
+from fabric.strategies.layouts.explained import split_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -105,11 +105,12 @@ class Whole:
             RuntimeError: The gradients that were clipped last had a norm that is not finite.
         """
         self.finite.look()
+        before = self.keeps_full, self.keeps_parts
         self.keeps_full, self.keeps_parts = keep, parts
         try:
             yield
         finally:
-            del self.keeps_full, self.keeps_parts
+            self.keeps_full, self.keeps_parts = before
 
     def check_saved(self, state: dict[str, Any]) -> None:
         """Raise if rank zero, which writes, lacks something of this state. All ranks must call this."""
@@ -168,8 +169,12 @@ class Whole:
 
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
         """The gradients, and their norm in the whole model. All ranks must call this."""
-        grads = [p.grad for p in parameters if p.grad is not None]
+        grads = self.own_gradients(parameters)
         return grads, torch.nn.utils.get_total_norm(grads, norm_type)
+
+    def own_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """The gradients, each once; of split ones this rank's parts, which are whole sums."""
+        return [*{id(p.grad): p.grad for p in parameters if p.grad is not None}.values()]
 
     @cached_property
     def finite(self) -> FiniteNorms:
@@ -178,24 +183,22 @@ class Whole:
 
         return FiniteNorms()
 
+    @torch.no_grad()
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
-        held = [p for p in parameters if p.grad is not None]
-        if held:  # torch takes no empty list
-            torch.nn.utils.clip_grad_value_(held, clip_value)
+        for grad in self.own_gradients(parameters):
+            grad.clamp_(-clip_value, clip_value)
 
     def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
         """Raise if gradients of `parameters` wait beside `.grad` for a backward that synchronises them."""
 
+    @torch.no_grad()
     def divide_gradients(self, parameters: Iterable[Tensor], divisor: float) -> None:
-        """Divide every gradient by `divisor`, in place; of split ones this rank's part. Sends nothing."""
+        """Divide every gradient by `divisor`, in place."""
         from fabric.strategies.layouts.norms import alike
 
-        grads: dict[int, Any] = {id(p.grad): p.grad for p in parameters if p.grad is not None}  # each once
-        with torch.no_grad():
-            own = [grad.to_local() if hasattr(grad, "device_mesh") else grad for grad in grads.values()]
-            for group in alike(own).values():
-                foreach_div_(group, divisor)
+        for group in alike(self.own_gradients(parameters)).values():
+            foreach_div_(group, divisor)
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """Context around the construction of modules; `empty_init` leaves weights without values."""

@@ -226,7 +226,7 @@ class Replicate(Whole):
                 renew_reducer(replica, self._replicas[replica].trained)
                 self._failed = True
             if isinstance(error, RuntimeError) and syncing:
-                from fabric.strategies.layouts.replica_errors import tell_apart
+                from fabric.strategies.layouts.explained import tell_apart
 
                 tell_apart(error, graph=kwargs.get("create_graph") or True in args[2:3])
             raise
@@ -235,15 +235,11 @@ class Replicate(Whole):
                 self._average_rest(self._replicas[replica])
         for name, parameter, before in thawed:
             if stamp(parameter) != before:  # this backward went through it
-                from fabric.strategies.layouts.replica_errors import thawed_late
+                from fabric.strategies.layouts.explained import thawed_late
 
                 raise thawed_late(name)
-        for known, stamps in local:
-            known.local = stamps == known.stamps()
-        if local and not self._unsynced and not any([known.local for known in self._replicas.values()]):
-            unwatch, self._unwatch = self._unwatch, None  # this loop pays for no more looks
-            if unwatch is not None:
-                unwatch()
+        if local:
+            self._averaged(local)
         for parameter in resting:
             parameter.grad = None
         for replica in syncing:
@@ -253,11 +249,20 @@ class Replicate(Whole):
             if replica.training and self._replicas[replica].buffered and self._replicas[replica].came:
                 broadcast_from_zero(list(replica.buffers()))
 
+    def _averaged(self, before: list[tuple[_Known, list[Any]]]) -> None:
+        """A backward has averaged the gradients of those that it came to."""
+        for known, stamps in before:
+            known.local = stamps == known.stamps()
+        local = self._unsynced or any([known.local for known in self._replicas.values()])
+        if self._unwatch is not None and not local:  # a loop that always averages pays for no look
+            self._unwatch()
+            self._unwatch = None
+
     def _end(self, replica: DistributedDataParallel) -> None:
         try:
             check_reduced(replica)
         except RuntimeError as error:
-            from fabric.strategies.layouts.replica_errors import unused_parameters
+            from fabric.strategies.layouts.explained import unused_parameters
 
             raise unused_parameters(replica.module, self._replicas[replica].names, error) from error
         if has_built_buckets(replica):

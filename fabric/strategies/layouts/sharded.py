@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states
+from fabric.forward import HookedCall
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.gathered import GatheredCall, Meets, RootGate
-from fabric.strategies.layouts.hooked import HookedCall
 from fabric.strategies.layouts.split import Split, is_split
 from fabric.utilities.compile import uncompiled
 from fabric.utilities.passes import attend_passes, parameters_of

@@ -147,11 +147,11 @@ class Split(Whole):
         via = self.mesh.device_type if self.mesh is not None else self.device
         return grads, norm_over_ranks(spread, norm_type, via).to(grads[0].device, grads[0].dtype)
 
-    def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clamp every gradient element to [-clip_value, clip_value]."""
-        from fabric.strategies.layouts.dtensors import clip_value_
+    def own_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """See the base."""
+        from fabric.strategies.layouts.dtensors import spread_gradients
 
-        clip_value_(parameters, clip_value)
+        return [grad for part, _ in spread_gradients(parameters) for grad in part]
 
     def whole_values(self, module: Module) -> dict[str, Tensor]:
         """Tensors of the user's module, in host memory. All ranks must call this."""
