@@ -10,6 +10,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.torch_internals import is_fsdp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,10 +47,8 @@ def check_whole(model: Module) -> None:
     Raises:
         UsageError: It was; the message names the part.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     for path, module in model.named_modules():
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             raise UsageError(
                 f"{path or 'This model'} ({type(module).__name__.removeprefix('FSDP')}) is sharded already: "
                 f"fully_shard was called on it before, by you or by a fabric.setup of its own. Set the whole "

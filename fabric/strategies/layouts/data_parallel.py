@@ -42,12 +42,19 @@ class SplitBatch(Whole):
     traits = Traits(data_parallel=True, accelerators=ACCELERATORS)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
-        """The module that splits its batches; `module` itself where there is one device."""
-        return super().wrap(split_module(module, self.devices), topology)
+        """The module that splits its batches; `module` itself where nothing is gained by it: for a single
+        device, and on the CPU, as torch's DataParallel has it.
+        """
+        split: Module = module
+        if len(self.devices) > 1 and self.devices[0].type != "cpu":
+            split = DeviceSplit(module, self.devices)
+            leave_out_of_ddp(split, [f"module.{name}" for name in getattr(module, _NOT_AVERAGED, [])])
+        return super().wrap(split, topology)
 
     def unwrap(self, wrapped: Module) -> Module:
         """The user's module."""
-        return unsplit(super().unwrap(wrapped))
+        inner: Module = uncompiled(super().unwrap(wrapped))
+        return inner.module if isinstance(inner, DeviceSplit) else inner
 
 
 class ReplicatedSplitBatch(SplitBatch, Replicate):
@@ -63,23 +70,6 @@ class ReplicatedSplitBatch(SplitBatch, Replicate):
         one_process_per_node=True,
         accelerators=ACCELERATORS,
     )
-
-
-def split_module(module: Module, devices: list[torch.device]) -> Module:
-    """`module` behind a forward that splits batches over `devices`; `module` itself where nothing is gained
-    by it: for a single one, and on the CPU, as torch's DataParallel has it.
-    """
-    if len(devices) < 2 or devices[0].type == "cpu":
-        return module
-    split = DeviceSplit(module, devices)
-    leave_out_of_ddp(split, [f"module.{name}" for name in getattr(module, _NOT_AVERAGED, [])])
-    return split
-
-
-def unsplit(wrapped: Module) -> Module:
-    """The module that `split_module` was given, also behind torch.compile."""
-    inner: Module = uncompiled(wrapped)
-    return inner.module if isinstance(inner, DeviceSplit) else inner
 
 
 class DeviceSplit(DataParallel[Module]):

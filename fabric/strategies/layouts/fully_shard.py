@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.precision import POLICIES
-from fabric.core.torch_internals import BatchNorm, has_hooks
+from fabric.core.torch_internals import BatchNorm, has_hooks, is_fsdp
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import broadcast_from_zero
@@ -260,11 +260,9 @@ class FullyShard(Sharded):
 
 def _own_modules(block: Module) -> Iterator[Module]:
     """The block and the modules in it, less those that are split already."""
-    from torch.distributed.fsdp import FSDPModule
-
     yield block
     for child in block.children():
-        if not isinstance(child, FSDPModule):
+        if not is_fsdp(child):
             yield from _own_modules(child)
 
 

@@ -140,8 +140,7 @@ class LocalSteps(Whole):
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module, with rank zero's values on all ranks. All ranks must call this."""
-        if topology.world_size > 1:
-            broadcast_from_zero([*module.parameters(), *module.buffers()])
+        broadcast_from_zero([*module.parameters(), *module.buffers()])
         self.adopt(module)
         return module
 
@@ -256,8 +255,7 @@ class LocalSteps(Whole):
 
     def _begin(self, optimizer: Optimizer) -> Round:
         held = self._rounds[optimizer] = Round(optimizer, self.outer_optimizer)
-        if held.alike and self.channel is not None and self.channel.world_size > 1:
-            broadcast_from_zero(held.alike)  # others' steps may have moved what it takes
+        broadcast_from_zero(held.alike)  # others' steps may have moved what it takes
         return held
 
     def _end(self, rounds: dict[Optimizer, Round], moments: Sequence[Tensor] = ()) -> None:
@@ -267,7 +265,7 @@ class LocalSteps(Whole):
             if not parameters.keys().isdisjoint(module.parameters()):
                 shared += module.buffers()
         shared = [tensor for tensor in dict.fromkeys(shared) if _has_mean(tensor)]
-        if shared and self.channel is not None and self.channel.world_size > 1:
+        if shared and self.channel is not None:
             with torch.no_grad():
                 reduce_tree(shared, "mean", self.channel, label="end of a round")
         for optimizer, held in rounds.items():

@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.torch_internals import memory_of
+from fabric.core.torch_internals import is_fsdp, memory_of
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten
 from fabric.strategies.layouts.agree import broadcast_from_zero
@@ -136,11 +136,10 @@ class Mesh(InRows, Sharded):
 
     def _share_gradients(self, module: Module) -> None:
         """Shard what is left over data parallel ranks, so that their gradients are averaged."""
-        from torch.distributed.fsdp import FSDPModule, fully_shard
+        from torch.distributed.fsdp import fully_shard
 
         mesh: Any = self.mesh
-        parts = any([isinstance(part, FSDPModule) for part in module.modules()])
-        if (mesh.size(0) > 1 or parts) and not isinstance(module, FSDPModule):
+        if not is_fsdp(module) and (mesh.size(0) > 1 or any([is_fsdp(part) for part in module.modules()])):
             fully_shard(module, mesh=mesh[DIMS[0]])
 
     def _give_values(self, places: Places, topology: Topology) -> None:
@@ -169,9 +168,7 @@ class Mesh(InRows, Sharded):
             slots[name] = made[id(source)]
 
     def _note(self, module: Any) -> None:
-        from torch.distributed.fsdp import FSDPModule
-
-        if isinstance(module, FSDPModule):
+        if is_fsdp(module):
             self.open_gate(module, in_lockstep=self.mesh is not None and self.mesh.size(1) > 1)
             return
         hooked = [m for m in module.modules() if m._forward_hooks or m._forward_pre_hooks or _holds_parts(m)]

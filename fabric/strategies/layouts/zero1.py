@@ -103,7 +103,7 @@ class ShardedStates(Replicate):
                 gathered.update(mine if own else part)
                 continue
             # One owner's tensors at a time: all of them on the device is what this layout is there to avoid.
-            gathered.update(map_tree(partial(_full, keep=self.keeps_full, copy=own), part))
+            gathered.update(map_tree(partial(_on_host, copy=own) if self.keeps_full else elsewhere, part))
         state: defaultdict[Any, Any] = defaultdict(dict)
         state.update({share.params[i]: gathered[i] for i in sorted(gathered)})
         state.update({key: value for key, value in optimizer.state.items() if key not in share.owners})
@@ -266,10 +266,5 @@ def _check_divisible(optimizer: Optimizer) -> None:
         )
 
 
-def _full(leaf: Any, keep: bool, copy: bool) -> Any:
-    """A tensor of a state in host memory; without `keep` zeros of the same shape, in memory for one."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    if not keep:
-        return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)
-    return leaf.detach().to("cpu", copy=copy)
+def _on_host(leaf: Any, copy: bool) -> Any:
+    return leaf.detach().to("cpu", copy=copy) if isinstance(leaf, torch.Tensor) else leaf
