@@ -520,6 +520,34 @@ def test_different_branches_are_an_error_before_weights_change(ranks, policy):
     ranks.run(different_branches, policy, world_size=2)
 
 
+class Turned(nn.Sequential):
+    """Layers of one size that can be called in two orders: FSDP2 would mix up what it gathers and reduces."""
+
+    def forward(self, x, turned: bool):
+        one, other, last = self
+        first, second = (other, one) if turned else (one, other)
+        return last(second(first(x).tanh()))
+
+
+def another_order() -> None:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FSDPStrategy(auto_wrap_policy={nn.Linear}))
+    fabric.launch()
+    torch.manual_seed(6)
+    model, optimizer = fabric.setup(*with_sgd(Turned(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2))))
+    before, x = model.state_dict(), batches(1)[0, fabric.global_rank]
+    fabric.backward(model(x, turned=fabric.global_rank == 0).pow(2).mean())
+    with pytest.raises(CollectiveMismatch, match=r"SGD.step.*layers were called in the order \w{8}"):
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
+    optimizer.zero_grad()
+    fabric.backward(model(x, turned=True).pow(2).mean())
+    optimizer.step()
+
+
+def test_layers_in_another_order_are_an_error_before_weights_change(ranks):
+    ranks.run(another_order, world_size=2)
+
+
 def models_let_go() -> list[bool]:
     fabric = start()
     model = fabric.setup(Net())

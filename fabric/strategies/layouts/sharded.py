@@ -148,7 +148,8 @@ class Sharded(Split):
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """All ranks have gradients of the same parameters, and all of the optimizer's are a model's.
 
-        FSDP2 reduces what it finds. Where ranks used different parameters it mixes them up without an error.
+        FSDP2 gathers what it is asked for and reduces what it finds. Where ranks used different parameters,
+        or layers in another order, it mixes them up without an error.
         """
         super().before_step(optimizer, args, kwargs)
         own, held = self._own(), parameters_of(optimizer)
@@ -159,6 +160,11 @@ class Sharded(Split):
             return  # a closure makes gradients in the step
         bare = ", ".join([own.get(id(p), "a parameter") for p in held if p.grad is None and p.requires_grad])
         told = f"no gradient for {bare}" if bare else "all parameters have gradients"
+        gates = [gate for model in self.models() if (gate := _gate(model)) is not None]
+        if order := [gate.meets.passed for gate in gates if gate.meets.passed]:
+            told += f", layers were called in the order {' '.join([f'{passed:08x}' for passed in order])}"
+        for gate in gates:
+            gate.meets.passed = 0
         self.channel.meet(call_of(f"{type(optimizer).__name__}.step", told))
 
 
