@@ -30,8 +30,6 @@ Dropout = dropout._DropoutNd
 flatten_tensors: Callable[[Any], torch.Tensor] = torch_utils._flatten_dense_tensors
 """torch.cat of the flat tensors, in C++."""
 
-foreach_clamp_max_ = torch._foreach_clamp_max_
-foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_

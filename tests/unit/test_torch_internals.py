@@ -185,14 +185,6 @@ def test_function_transforms_say_that_they_run() -> None:
     assert seen == [False, True, True]
 
 
-def test_values_are_clamped_in_lists() -> None:
-    """Clipping by value of parameters that are split."""
-    values = [torch.tensor([-3.0, 3.0])]
-    internals.foreach_clamp_min_(values, -1.0)
-    internals.foreach_clamp_max_(values, 2.0)
-    assert values[0].tolist() == [-1.0, 2.0]
-
-
 def test_views_have_the_number_of_their_memory() -> None:
     """Tied weights are gathered once; parts on the meta device find the tensor that they are parts of."""
     for device in ("cpu", "meta"):

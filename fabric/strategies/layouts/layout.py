@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.torch_internals import foreach_clamp_max_, foreach_clamp_min_, foreach_div_
+from fabric.core.torch_internals import foreach_div_
 from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
 from fabric.plugins.io.portable import read_stored
@@ -183,14 +183,11 @@ class Whole:
 
         return FiniteNorms()
 
-    @torch.no_grad()
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
-        from fabric.strategies.layouts.norms import alike
-
-        for group in alike(self.own_gradients(parameters)).values():
-            foreach_clamp_min_(group, -clip_value)
-            foreach_clamp_max_(group, clip_value)
+        held = [p for p in parameters if p.grad is not None]
+        if held:  # torch takes no empty list
+            torch.nn.utils.clip_grad_value_(held, clip_value)
 
     def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
         """Raise if gradients of `parameters` wait beside `.grad` for a backward that synchronises them."""
