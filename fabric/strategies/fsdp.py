@@ -1,18 +1,25 @@
-"""`FSDPStrategy`: parameters, gradients and optimizer states split over ranks. FSDP2 underneath."""
+"""`FSDPStrategy`: parameters, gradients and optimizer states split over ranks. FSDP2 underneath: what users
+write for FSDP1 is said in its terms, by one table of what each keyword may be, and translations.
+"""
 
 from __future__ import annotations
 
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from fabric.strategies.fsdp_keywords import translate
+import torch
+from torch.nn import Module
+
+from fabric.core.errors import ConfigurationError
+from fabric.core.registry import did_you_mean
+from fabric.strategies.layouts.blocks import check_policy
 from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings
 from fabric.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
+
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn import Module
 
     from fabric.accelerators.accelerator import Accelerator
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -20,6 +27,64 @@ if TYPE_CHECKING:
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.layouts.context.part import ContextParallel
     from fabric.strategies.parallel import StartMethod
+
+
+_SHARDING: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"reshard_after_forward": False},
+    "HYBRID_SHARD": {"hybrid": True},
+    "_HYBRID_SHARD_ZERO2": {"hybrid": True, "reshard_after_forward": False},
+    "NO_SHARD": {"whole": True},
+}
+
+
+def _is_mesh(mesh: Any) -> bool:
+    if not isinstance(mesh, tuple | list):
+        return mesh is None or hasattr(mesh, "mesh_dim_names")
+    return 1 <= len(mesh) <= 2 and all([type(size) is int and size > 0 for size in mesh])
+
+
+_FLAG: tuple[Callable[[Any], bool], str] = (lambda value: isinstance(value, bool), "True or False")
+_SETTLED: tuple[Callable[[Any], bool], str] = (lambda value: value is True, "True, which is how FSDP2 works")
+_FITS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "sharding_strategy": (
+        lambda value: getattr(value, "name", value) in [*_SHARDING],
+        f"one of {', '.join(map(repr, _SHARDING))}",
+    ),
+    "state_dict_type": (lambda value: value in ("full", "sharded"), "'full' or 'sharded'"),
+    "device_mesh": (
+        _is_mesh,
+        "(replicate, shard) sizes, two whole numbers of 1 or more, or a DeviceMesh. Write device_mesh=(2, 4) "
+        "for 2 replicas that are split over 4 ranks each",
+    ),
+    "cpu_offload": (
+        lambda value: isinstance(value, bool | None) or "Offload" in type(value).__name__,
+        "True, False or a CPUOffload(offload_params=...)",
+    ),
+    "mixed_precision": (
+        lambda value: value is None or type(value).__name__ in ("MixedPrecision", "MixedPrecisionPolicy"),
+        "a MixedPrecision or MixedPrecisionPolicy of torch.distributed.fsdp. For a name write "
+        'Fabric(precision="bf16-mixed")',
+    ),
+    "param_init_fn": (
+        lambda value: value is None or callable(value),
+        "a function (module) that initialises its own parameters",
+    ),
+    "reshard_after_forward": (
+        lambda value: isinstance(value, bool | None) or (isinstance(value, int) and value > 1),
+        "True (parameters are freed after forward), False (they stay), or a number of ranks above 1, over "
+        "which they are split between forward and backward",
+    ),
+    "find_unused_parameters": _FLAG,
+    "forward_prefetch": _FLAG,
+    "use_orig_params": _SETTLED,
+    "limit_all_gathers": _SETTLED,
+    "sync_module_states": _SETTLED,
+}
+"""Of keywords: what fits, and what they must be."""
+
+_OTHERS = ("ignored_modules", "ignored_states", "backward_prefetch", "device_id")
+"""Keywords that any value fits, or that are looked at elsewhere. FSDP2 decides the last two by itself."""
 
 
 class FSDPStrategy(ParallelStrategy):
@@ -106,7 +171,7 @@ class FSDPStrategy(ParallelStrategy):
             "device_mesh": device_mesh,
             "find_unused_parameters": find_unused_parameters,
         }
-        settings = ShardSettings(**translate(own, kwargs))
+        settings = ShardSettings(**_translate(own, kwargs))
         self.layout: FullyShard = FullyShard(settings)
         self.state_dict_type = state_dict_type
         self.sharding_strategy, self.cpu_offload = sharding_strategy, cpu_offload
@@ -116,3 +181,105 @@ class FSDPStrategy(ParallelStrategy):
         """The MixedPrecisionPolicy that parameters are gathered and gradients reduced by."""
         self.layout.policy = self._precision.policy
         return self.layout.precision_policy()
+
+
+def _translate(signature: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
+    """`ShardSettings` by name, from the arguments of `FSDPStrategy`.
+
+    Args:
+        signature: Those of its signature, by name.
+        further: Other keywords of FSDP1.
+
+    Raises:
+        ConfigurationError: An unknown keyword, or a value that FSDP2 has nothing like.
+        ArgumentTypeError: A policy of the wrong kind.
+    """
+    for name in further:
+        if name not in _FITS and name not in _OTHERS:
+            close = did_you_mean(name, {*signature, *_FITS, *_OTHERS})
+            raise ConfigurationError(f"FSDPStrategy has no keyword {name!r}.{close}")
+    given = {**signature, **further}
+    for name, (fits, must) in _FITS.items():
+        if name in given and not fits(given[name]):
+            raise ConfigurationError(f"{name}={given[name]!r} must be {must}.")
+    strategy, mesh, blocks = given["sharding_strategy"], given["device_mesh"], given["auto_wrap_policy"]
+    if getattr(strategy, "name", strategy) == "NO_SHARD" and mesh is not None:
+        raise ConfigurationError(
+            f"sharding_strategy='NO_SHARD' keeps a replica on every rank, but device_mesh={mesh!r} says over "
+            f"which ranks to split. Leave one of the two out."
+        )
+    check_policy(blocks, "auto_wrap_policy")
+    settings = {
+        **_SHARDING[getattr(strategy, "name", strategy)],
+        "mesh": mesh,
+        "unused": given["find_unused_parameters"],
+        "blocks": set() if given["find_unused_parameters"] and blocks is None else blocks,
+        "checkpointed": _checkpointed(given),
+        "offload": _offload(given["cpu_offload"]),
+        "mixed_precision": _precision(given["mixed_precision"]),
+        "ignored": _ignored(given),
+        "init": given.get("param_init_fn"),
+        "prefetch": given.get("forward_prefetch", False),
+    }
+    if "reshard_after_forward" in given:
+        settings["reshard_after_forward"] = given["reshard_after_forward"]
+    return settings
+
+
+def _checkpointed(given: dict[str, Any]) -> Any:
+    """What is computed again in backward: modules and policy are two words for it."""
+    modules, policy = given["activation_checkpointing"], given["activation_checkpointing_policy"]
+    if modules is not None and policy is not None:
+        raise ConfigurationError(
+            "activation_checkpointing and activation_checkpointing_policy say the same thing. "
+            "Keep the policy."
+        )
+    check_policy(modules, "activation_checkpointing")
+    check_policy(policy, "activation_checkpointing_policy")
+    return modules or policy
+
+
+def _offload(value: Any) -> bool:
+    """True, False, or what torch's CPUOffload, CPUOffloadPolicy or OffloadPolicy says."""
+    return bool(getattr(value, "offload_params", value is True or type(value).__name__ == "CPUOffloadPolicy"))
+
+
+def _precision(value: Any) -> Any:
+    """FSDP2's policy for FSDP1's MixedPrecision; None stays None."""
+    if type(value).__name__ != "MixedPrecision":
+        return value
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    for name in ("buffer_dtype", "keep_low_precision_grads"):
+        if getattr(value, name):
+            raise ConfigurationError(
+                f"mixed_precision.{name}={getattr(value, name)} cannot be had: FSDP2 leaves buffers as they "
+                "are, and gradients have the dtype of their parameters. Leave it out and cast buffers in the "
+                'model, or write Fabric(precision="bf16-true").'
+            )
+    return MixedPrecisionPolicy(
+        param_dtype=value.param_dtype,
+        reduce_dtype=value.reduce_dtype or value.param_dtype,  # FSDP1's default, whatever FSDP2's is
+        cast_forward_inputs=value.cast_forward_inputs or value.cast_root_forward_inputs,
+    )
+
+
+def _ignored(given: dict[str, Any]) -> set[Any]:
+    """The parameters behind `ignored_modules` and `ignored_states`."""
+    found: list[Any] = []
+    for name, kinds in (("ignored_modules", Module), ("ignored_states", Module | torch.nn.Parameter)):
+        value = given.get(name)
+        one = isinstance(value, Module | torch.Tensor) or not hasattr(value, "__iter__")
+        listed = [] if value is None else [None] if one else list(value)
+        if not all([isinstance(item, kinds) for item in listed]):
+            raise ConfigurationError(
+                f"{name}={value!r} must be a list of parts of the model. Write {name}=[model.head]."
+            )
+        for item in listed:
+            found += item.parameters() if isinstance(item, Module) else [item]
+    if any([parameter.is_meta for parameter in found]):
+        raise ConfigurationError(
+            "Ignored parameters are on the meta device: setup would replace them with others, which it "
+            "splits. Give them values before FSDPStrategy(...) is made."
+        )
+    return set(found)

@@ -1132,8 +1132,8 @@ def gathered_by_one():
     shapes = [[v.shape for v in entry.values()] for entry in full["state"].values()]
     assert [[v.shape for v in entry.values()] for entry in state["state"].values()] == shapes
     return (
-        same(full, state),
-        sum(t.untyped_storage().nbytes() for t in tensors if t.numel()) // 4,
+        fabric.is_global_zero and same(full, state),
+        sum(t.untyped_storage().nbytes() for t in tensors if not t.is_meta) // 4,
         len(tensors),
     )
 
@@ -1142,7 +1142,7 @@ def test_while_saving_only_the_rank_that_writes_keeps_the_states(ranks):
     (first, elements, count), *others_ = ranks.run(gathered_by_one, world_size=3)
     assert first
     assert elements == 2 * sum(p.numel() for p in Net().parameters()) + count // 3
-    assert [size <= number for _, size, number in others_] == [True, True]
+    assert [size for _, size, _ in others_] == [0, 0]
 
 
 # What travels, and who owns what

@@ -183,11 +183,11 @@ class Whole:
 
         return FiniteNorms()
 
-    @torch.no_grad()
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
-        for grad in self.own_gradients(parameters):
-            grad.clamp_(-clip_value, clip_value)
+        held = [p for p in parameters if p.grad is not None]
+        if held:  # torch takes no empty list
+            torch.nn.utils.clip_grad_value_(held, clip_value)
 
     def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
         """Raise if gradients of `parameters` wait beside `.grad` for a backward that synchronises them."""

@@ -147,6 +147,11 @@ class Split(Whole):
         via = self.mesh.device_type if self.mesh is not None else self.device
         return grads, norm_over_ranks(spread, norm_type, via).to(grads[0].device, grads[0].dtype)
 
+    def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element to [-clip_value, clip_value]."""
+        for grad in self.own_gradients(parameters):
+            grad.clamp_(-clip_value, clip_value)
+
     def own_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """See the base."""
         from fabric.strategies.layouts.dtensors import spread_gradients

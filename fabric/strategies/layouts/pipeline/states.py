@@ -60,7 +60,7 @@ class PipelineStates(Split):
         norm = norm_over_ranks([(counted, [pipeline.collective.group])], norm_type, pipeline.wire.via)
         return [p.grad for p in held], norm.to(self.device, held[0].grad.dtype if held else torch.float32)
 
-    own_gradients = Whole.own_gradients
+    clip_value, own_gradients = Whole.clip_value, Whole.own_gradients
 
     def note_absent(self, module: Module, absent: dict[int, Tensor]) -> None:
         """Note where tensors of other stages stood: by id of the emptied one, what it was like."""
