@@ -96,8 +96,8 @@ def test_lengths_in_some_updates_only():
 
 def test_flops_of_some_updates_are_no_rate_of_all():
     throughput = Throughput(window_size=3)
-    for i, flops in enumerate([1000, None, 1000, None, 1000, 3000], start=1):
-        throughput.update(time=2.0 * i, batches=i, samples=4 * i, flops=flops)
+    for i, done in enumerate([1000, None, 1000, None, 1000, 3000], start=1):
+        throughput.update(time=2.0 * i, batches=i, samples=4 * i, flops=done)
         assert ("device/flops_per_sec" in throughput.compute()) == (i == 6)
     assert throughput.compute()["device/flops_per_sec"] == 1000
 
