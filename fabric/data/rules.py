@@ -152,13 +152,3 @@ def check_padding(uneven: str | None, name: str) -> None:
             f'uneven="pad" repeats samples, and {name} deals out its data itself. Write "drop" to stop with '
             'the rank that ends first, "error" to be told, or "exact" to let each rank see all it has.'
         )
-
-
-def check_uneven(uneven: str | None) -> None:
-    """Raise unless `uneven` is one of its values.
-
-    Raises:
-        ConfigurationError: It is not.
-    """
-    if uneven is not None and uneven not in UNEVEN:
-        raise ConfigurationError(f"uneven={uneven!r} is not one of {', '.join(map(repr, UNEVEN))}.")

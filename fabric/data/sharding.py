@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from fabric.core.errors import ConfigurationError
 from fabric.core.torch_internals import drop_workers, loader_iterator
 from fabric.data.order import Order
-from fabric.data.rules import Rule, Share, check_padding, check_uneven
+from fabric.data.rules import UNEVEN, Rule, Share, check_padding
 from fabric.data.sources import IndexSource, Source, samplers_of
 from fabric.data.streams import IndexStream
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -52,10 +52,12 @@ def shard_loader(
         ConfigurationError: Unknown `uneven`, or "pad" where Fabric does not deal; samples left over under
             "error"; a loader that cannot be sharded.
     """
-    check_uneven(uneven)
+    if uneven not in (None, *UNEVEN):
+        raise ConfigurationError(f"uneven={uneven!r} is not one of {', '.join(map(repr, UNEVEN))}.")
     loader = _of_torch(loader)
     streams = isinstance(loader.dataset, IterableDataset)
-    opaque = _is_opaque(loader)
+    # What goes on between dataset and loop is not torch's own way, which we could follow.
+    opaque = type(loader).__iter__ is not DataLoader.__iter__ or isinstance(loader.dataset, IterDataPipe)
     parts = [loader.dataset] if streams else samplers_of(loader)
     own = not shard or (streams and shard_iterable is False) or any([_knows_its_rank(part) for part in parts])
     if not own and streams and opaque and share.world > 1:
@@ -65,14 +67,24 @@ def shard_loader(
         check_padding(uneven, type(loader).__name__)
     elif share.world > 1:
         _refuse_running(loader)
-    if streams and opaque:
-        return Source(_copied(loader, share.rank, seed)[0])
+    copied, generator = _copied(loader, share.rank, seed)
+    if not streams:
+        stream = _stream(loader, share, seed, uneven, own)
+        stream.check_even()
+        # Before the samplers go: generators are in them.
+        source = IndexSource(copied, stream, seed, share.rank, generator)
+        copied.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = stream
+    if opaque:  # what it yields need not be one for one
+        return Source(copied)
     if streams:
         asks = not own and shard_iterable is None and ranks > 1
-        return _stream_loader(loader, share, seed, uneven, asks, own)
-    stream = _stream(loader, share, seed, uneven, own)
-    stream.check_even()
-    return _index_source(loader, stream, seed, share.rank)
+        rule = Rule(share, loader.batch_size, loader.drop_last, uneven or "exact")
+        return _stream_source(copied, rule, seed, generator, uneven, asks, own)
+    if loader.num_workers:
+        from fabric.data.stand_ins import SeededDataset
+
+        copied.__dict__["dataset"] = SeededDataset(loader.dataset)
+    return source
 
 
 def _of_torch(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -110,23 +122,11 @@ def _copied(loader: DataLoader[Any], rank: int, seed: int) -> tuple[DataLoader[A
     return copied, own
 
 
-def _index_source(loader: DataLoader[Any], stream: IndexStream, seed: int, rank: int) -> Source:
-    copied, own = _copied(loader, rank, seed)
-    source = IndexSource(copied, stream, seed, rank, own)  # before the samplers go: generators are in them
-    copied.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = stream
-    if type(loader).__iter__ is not DataLoader.__iter__:  # what it yields need not be one for one
-        return Source(copied)
-    if loader.num_workers:
-        from fabric.data.stand_ins import SeededDataset
-
-        copied.__dict__["dataset"] = SeededDataset(loader.dataset)
-    return source
-
-
-def _stream_loader(
+def _stream_source(
     loader: DataLoader[Any],
-    share: Share,
+    rule: Rule,
     seed: int,
+    generator: torch.Generator | None,
     uneven: str | None,
     asks: bool,
     own: bool,
@@ -134,15 +134,13 @@ def _stream_loader(
     from fabric.data.iterables import Batched, Collate
     from fabric.data.stream_source import StreamSource
 
-    copied, generator = _copied(loader, share.rank, seed)
-    rule = Rule(share, loader.batch_size, loader.drop_last, uneven or "exact")
     persistent = loader.num_workers > 0 and loader.persistent_workers
-    dataset = Batched(loader.dataset, rule, (seed, share.rank), asks, persistent)
+    dataset = Batched(loader.dataset, rule, (seed, rule.share.rank), asks, persistent)
     dataset.own = dataset.apart = own
     # The dataset gives whole batches, one for each index that torch draws.
     collate: Any = Collate(loader.collate_fn)
-    copied.__dict__.update(dataset=dataset, batch_sampler=None, collate_fn=collate)
-    return StreamSource(copied, dataset, seed, generator, uneven)
+    loader.__dict__.update(dataset=dataset, batch_sampler=None, collate_fn=collate)
+    return StreamSource(loader, dataset, seed, generator, uneven)
 
 
 def _stream(loader: DataLoader[Any], share: Share, seed: int, uneven: str | None, own: bool) -> IndexStream:
@@ -155,11 +153,6 @@ def _stream(loader: DataLoader[Any], share: Share, seed: int, uneven: str | None
     order = Order(batches.sampler, seed, batches.batch_size * share.world)
     policy = uneven or ("exact" if order.is_sequential else "pad")
     return IndexStream(order, Rule(share, batches.batch_size, batches.drop_last, policy), batches)
-
-
-def _is_opaque(loader: DataLoader[Any]) -> bool:
-    """Whether what goes on between dataset and loop is not torch's own way, which we could follow."""
-    return isinstance(loader.dataset, IterDataPipe) or type(loader).__iter__ is not DataLoader.__iter__
 
 
 def _knows_its_rank(part: Any) -> bool:

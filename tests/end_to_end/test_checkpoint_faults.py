@@ -29,19 +29,21 @@ SHARDED |= {"set aside", "delete", "torn delete", "deleted"}
     [
         pytest.param("full", 0, 4, marks=pytest.mark.smoke),
         pytest.param("sharded", 0, 3, marks=pytest.mark.smoke),
-        *[("full", 12, 100), ("sharded", 6, 100)],
+        *[("full", 48, 50), ("sharded", 6, 70)],  # the fewest trials that have every point, and some more
     ],
 )
 def test_whoever_is_killed_whenever_the_newest_valid_one_loads_and_is_what_was_saved(
     tmp_path, format, first, count
 ):
     command = [PYTHON, str(SCRIPTS / "killed_saves.py"), str(tmp_path), format, str(first), str(count)]
-    with Job(command, tmp_path / "job", limit=900, OMP_NUM_THREADS="1") as job:
+    # Whoever is left need not ask where the dead one stood, for which it would wait three seconds.
+    quick = {"OMP_NUM_THREADS": "1", "FABRIC_HANG_REPORT_AFTER": "off"}
+    with Job(command, tmp_path / "job", limit=900, **quick) as job:
         assert job.ends() == 0, job.err
         trials = [json.loads(line) for line in job.out.splitlines()]
     assert [trial for trial in trials if trial["problem"]] == []
     assert [trial["number"] for trial in trials] == list(range(first, first + count))
-    if count >= 100:
+    if count >= 50:
         assert {trial["point"] for trial in trials} == (FULL if format == "full" else SHARDED)
         cells = {(trial["kind"], trial["wait"], trial["ranks"]) for trial in trials}
         assert len(cells) == 3 * 2 * (2 if format == "full" else 1)

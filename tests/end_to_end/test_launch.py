@@ -73,22 +73,12 @@ def test_the_same_script_gives_the_same_numbers(way, alone):
         assert err == ""
 
 
-def test_the_users_own_thread_count_is_kept():
-    lines, _ = finish(start(WAYS["script"], env={"OMP_NUM_THREADS": "2"}))
+def test_a_module_that_changes_its_directory_keeps_the_users_number_of_threads(tmp_path):
+    (tmp_path / "job.py").write_text(f"import os; os.chdir('/')\n{SCRIPT.read_text()}")
+    command = [PYTHON, "-m", "job", "--devices=2"]
+    lines, err = finish(start(command, cwd=tmp_path, env={"OMP_NUM_THREADS": "2"}))
     assert [line["threads"] for line in lines] == [2, 2]
-
-
-def test_a_script_that_changes_its_directory_before_launch(tmp_path):
-    (tmp_path / "train.py").write_text(f"import os; os.chdir('/')\n{SCRIPT.read_text()}")
-    lines, err = finish(start([PYTHON, "train.py", "--devices=2"], cwd=tmp_path))
-    assert len(lines) == 2
     assert err == ""
-
-
-def test_a_module_started_with_m(tmp_path):
-    (tmp_path / "job.py").write_text(SCRIPT.read_text())
-    lines, _ = finish(start([PYTHON, "-m", "job", "--devices=2"], cwd=tmp_path))
-    assert len(lines) == 2
 
 
 ERRORS = """

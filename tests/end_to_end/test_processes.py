@@ -74,24 +74,21 @@ def assert_gone(pids, within=10.0):
 def test_two_ranks_meet_and_the_parents_environment_is_as_before(how):
     code, lines, err = finish(start(how, "sum", cwd=SUBJECT.parent))
     assert (code, err) == (0, "")
-    ranks = sorted(line["rank"] for line in lines if "rank" in line)
-    assert ranks == [0, 1]
-    assert all(line["sum"] == 3.0 and line["world_size"] == 2 for line in lines if "rank" in line)
+    found = sorted([line for line in lines if "rank" in line], key=lambda line: line["rank"])
+    assert [(line["rank"], line["world_size"], line["sum"]) for line in found] == [(0, 2, 3.0), (1, 2, 3.0)]
+    assert {line["threads"] for line in found} == {max(1, len(os.sched_getaffinity(0)) // 2)}
     if how in FUNCTION_METHODS:  # the result of rank zero, tensors by value
         assert {"result": [0, 3.0], "shared": False} in lines
 
 
 @pytest.mark.parametrize("how", FUNCTION_METHODS)
 def test_a_second_launch_in_the_same_process(how):
-    code, lines, err = finish(start(how, "sum", "twice"))
+    env = {"OMP_NUM_THREADS": "1"} if how == "fork" else {}
+    code, lines, err = finish(start(how, "sum", "twice", env=env))
     assert (code, err) == (0, "")
     assert [line["result"] for line in lines if "result" in line] == [[0, 3.0]] * 2
-
-
-def test_the_launching_process_forks_before_it_starts_threads():
-    code, lines, err = finish(start("fork", "sum", "twice", env={"OMP_NUM_THREADS": "1"}))
-    assert (code, err) == (0, "")
-    assert {"threads_at_forks": [1, 1, 1, 1]} in lines
+    if how == "fork":
+        assert {"threads_at_forks": [1, 1, 1, 1]} in lines, "it forks before it starts threads"
 
 
 def test_forked_ranks_compute_after_the_parent_has():
@@ -99,17 +96,14 @@ def test_forked_ranks_compute_after_the_parent_has():
     assert (code, err) == (0, "")
 
 
-def test_four_jobs_at_once():
-    jobs = [start("script", "sum") for _ in range(4)]
+def test_several_jobs_at_once():
+    jobs = [start("script", "sum") for _ in range(2)]
     for job in jobs:
         code, lines, err = finish(job, timeout=240)
         assert (code, len(lines), err) == (0, 2, "")
 
 
-def test_threads_are_shared_and_the_users_number_is_kept():
-    _, lines, _ = finish(start("spawn", "sum"))
-    share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert {line["threads"] for line in lines if "rank" in line} == {share}
+def test_the_users_number_of_threads_is_kept():
     _, lines, _ = finish(start("fork", "sum", env={"OMP_NUM_THREADS": "3"}))
     assert {line["threads"] for line in lines if "rank" in line} == {3}
 

@@ -270,8 +270,9 @@ def test_the_first_may_take_longer_than_collectives_wait(ranks, tmp_path, local)
             assert took >= 4
 
 
-def first_falls_silent(watch):
+def first_falls_silent(folder, watch):
     """Rank 0 does not come out of its block, and cannot say so: its process stands still."""
+    told = Path(folder, "told")
     watched = mock.patch.dict(os.environ, FABRIC_HANG_REPORT_AFTER=watch)
     with watched, impatient(seconds=2):
         fabric = launched()
@@ -279,12 +280,14 @@ def first_falls_silent(watch):
             fabric.strategy._watchdog._over.set()
         if fabric.global_rank == 0:
             with fabric.rank_zero_first():
-                time.sleep(15)
+                while not told.exists():
+                    time.sleep(0.05)
             with pytest.raises(RankError):
                 fabric.barrier()  # the other has given this one up
             return ""
         with pytest.raises(RankError) as caught, fabric.rank_zero_first():
             pass
+        told.touch()
         return str(caught.value)
 
 
@@ -293,8 +296,8 @@ def first_falls_silent(watch):
     ("watch", "why"),
     [("60", "rank 0 ended, or does not answer"), ("off", "rank 0 ended, or did not come within 2 s")],
 )
-def test_nobody_waits_for_ever_for_a_first_rank_that_is_silent(ranks, watch, why):
-    _, one = ranks.run(first_falls_silent, watch, world_size=2, group=False)
+def test_nobody_waits_for_ever_for_a_first_rank_that_is_silent(ranks, tmp_path, watch, why):
+    _, one = ranks.run(first_falls_silent, str(tmp_path), watch, world_size=2, group=False)
     assert why in one
     assert "rank_zero_first(local=False) at " in one
 

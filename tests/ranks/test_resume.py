@@ -335,9 +335,9 @@ def test_every_place_to_end_at_in_new_processes(ranks, tmp_path, kind, workers):
     arguments = (kind, 18, 4, workers)
     whole = ranks.run(train, *arguments, tmp_path / "whole.pt", None, None, world_size=2)
     steps = len(whole[0]) // 2
-    for stop in (0, 1, steps // 2, steps - 1, steps, steps + 1, 2 * steps):
-        path = tmp_path / f"{stop}.pt"
-        first = ranks.run(train, *arguments, path, None, stop, world_size=2)
-        with RankPool(2) as others:
+    with RankPool(2) as others:
+        for stop in (0, 1, steps // 2, steps - 1, steps, steps + 1, 2 * steps):
+            path = tmp_path / f"{stop}.pt"
+            first = ranks.run(train, *arguments, path, None, stop, world_size=2)
             rest = others.run(train, *arguments, path, stop, None, world_size=2)
-        assert [one + other for one, other in zip(first, rest, strict=True)] == whole, stop
+            assert [one + other for one, other in zip(first, rest, strict=True)] == whole, stop
