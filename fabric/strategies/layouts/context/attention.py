@@ -92,6 +92,7 @@ def _attend(
     _check_lengths("scaled_dot_product_attention", exchange, query, (key, value), -2)
     own = [key, value]
     key, value = exchange.see(own, -2)
+    keeps = not packs_saved_tensors()  # else nothing is kept, or it is elsewhere
     if not is_causal or attn_mask is not None:  # both together torch refuses, in its own words
         mask = _own_rows(attn_mask, exchange)
         out = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **kwargs)
@@ -99,16 +100,21 @@ def _attend(
         each, pieces = [], query.split([end - start for start, end in part.own], -2)
         for rows, (start, end) in zip(pieces, part.own, strict=True):
             seen = key.narrow(-2, 0, end), value.narrow(-2, 0, end)
-            mask = _causal(exchange, end - start, end, query)
+            mask = _causal(end - start, end, query.dtype, query.device)
             each.append(F.scaled_dot_product_attention(rows, *seen, mask, dropout_p, **kwargs))
+            if keeps and each[-1].requires_grad and type(mask) is torch.Tensor:
+                again = partial(_causal, end - start, end, query.dtype, query.device)
+                _lend([mask], lambda again=again: [again()], each[-1], [rows, *seen])  # type: ignore[misc]
         out = torch.cat(each, -2)
-    if out.requires_grad and not packs_saved_tensors():  # which keeps nothing, or has it elsewhere
-        _lend([key, value], lambda: exchange.gather(own, -2), out)
+    if keeps and out.requires_grad:
+        _lend([key, value], lambda: exchange.gather(own, -2), out, [key, value])
     return out
 
 
-def _lend(tensors: list[Tensor], make: Callable[[], list[Tensor]], out: Tensor) -> None:
-    """Let the memory go of tensors of which `out` was made: a backward makes them again for itself."""
+def _lend(tensors: list[Tensor], make: Callable[[], list[Tensor]], out: Tensor, of: list[Tensor]) -> None:
+    """Let the memory go of tensors of which `out` was made: a backward makes them again for itself, until
+    the gradients of `of` are there.
+    """
     held = [tensor.data for tensor in tensors]  # without the graph, and without counting changes
 
     def empty(*_: Any) -> None:
@@ -122,7 +128,7 @@ def _lend(tensors: list[Tensor], make: Callable[[], list[Tensor]], out: Tensor) 
 
     empty()
     out.register_hook(fill)
-    for tensor in tensors:
+    for tensor in of:
         if tensor.requires_grad:
             tensor.register_hook(empty)
 
@@ -170,17 +176,13 @@ def _in_autocast(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _causal(exchange: Exchange, rows: int, keys: int, like: Tensor) -> Any:
+def _causal(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> Any:
     """Each of the last `rows` queries sees the keys up to its own."""
-    if like.device.type == "cuda":
+    if device.type == "cuda":
         from torch.nn.attention.bias import causal_lower_right
 
         return causal_lower_right(rows, keys)  # the fused kernels know it, and need no memory for it
-    known = (rows, keys, like.dtype)
-    if known not in exchange.masks:
-        hidden = torch.full((rows, keys), -torch.inf, dtype=like.dtype, device=like.device)
-        exchange.masks[known] = hidden.triu_(keys - rows + 1)
-    return exchange.masks[known]
+    return torch.full((rows, keys), -torch.inf, dtype=dtype, device=device).triu_(keys - rows + 1)
 
 
 def _own_rows(mask: Tensor | None, exchange: Exchange) -> Tensor | None:

@@ -34,8 +34,6 @@ class Exchange:
 
     def __init__(self, channel: Channel, part: Part) -> None:
         self.channel, self.part = channel, part
-        self.masks: dict[Any, Tensor] = {}
-        """What causal attention hides, for all layers of a forward."""
 
     def divide(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor that all ranks have whole."""
