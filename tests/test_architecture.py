@@ -93,8 +93,13 @@ def modules() -> list[str]:
     return [name for name in sources() if name not in packages()]
 
 
-def imports(name: str) -> Iterator[tuple[str, str, int]]:
+@cache
+def imports(name: str) -> list[tuple[str, str, int]]:
     """(imported module, name or "", line) for every import of this package, however deep it is nested."""
+    return list(_imports(name))
+
+
+def _imports(name: str) -> Iterator[tuple[str, str, int]]:
     for node in ast.walk(sources()[name]):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "", node.lineno) for alias in node.names if in_fabric(alias.name))
@@ -143,26 +148,27 @@ def test_no_cycle():
         pytest.fail(" imports\n  ".join(reversed(error.args[1])), pytrace=False)
 
 
-@pytest.mark.parametrize("name", modules())
-def test_every_module_has_a_level(name):
-    assert place(name) is not None, f"{name} has no place in ORDER (DESIGN.md, Order of imports)"
+def test_every_module_has_a_level():
+    without = [name for name in modules() if place(name) is None]
+    assert without == [], "no place in ORDER (DESIGN.md, Order of imports)"
 
 
-@pytest.mark.parametrize("name", modules())
-def test_imports_go_downwards(name):
+def test_imports_go_downwards():
     wrong = []
-    for imported, _, line in imports(name):
-        here, there = place(name), place(imported)
-        if here and there and here != there and LEVELS[there] >= LEVELS[here]:
-            wrong.append(f"line {line}: {imported} (level {LEVELS[there]}) into level {LEVELS[here]}")
+    for name in modules():
+        for imported, _, line in imports(name):
+            here, there = place(name), place(imported)
+            if here and there and here != there and LEVELS[there] >= LEVELS[here]:
+                levels = f"(level {LEVELS[there]}) into level {LEVELS[here]}"
+                wrong.append(f"{name}:{line}: {imported} {levels}")
     assert wrong == []
 
 
-@pytest.mark.parametrize("name", modules())
-def test_names_come_from_the_module_that_defines_them(name):
+def test_names_come_from_the_module_that_defines_them():
     """Inside the package nobody uses a lazy table, and nobody takes a private name of another module."""
-    facade = [f"line {line}: {imported}" for imported, _, line in imports(name) if imported in packages()]
-    private = [f"line {line}: {taken}" for _, taken, line in imports(name) if is_private(taken)]
+    every = [(f"{name}:{line}", *taken) for name in modules() for *taken, line in imports(name)]
+    facade = [f"{where}: {imported}" for where, imported, _ in every if imported in packages()]
+    private = [f"{where}: {taken}" for where, _, taken in every if is_private(taken)]
     assert (facade, private) == ([], [])
 
 
@@ -171,11 +177,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith(("__", "_Fabric"))
 
 
-@pytest.mark.parametrize("name", sorted(sources()))
-def test_nobody_imports_integrations(name):
-    if place(name) == "fabric.integrations":
-        return
-    assert [imported for imported, _, _ in imports(name) if place(imported) == "fabric.integrations"] == []
+def test_nobody_imports_integrations():
+    others = [name for name in sources() if place(name) != "fabric.integrations"]
+    every = [(name, imported) for name in others for imported, _, _ in imports(name)]
+    assert [pair for pair in every if place(pair[1]) == "fabric.integrations"] == []
 
 
 @pytest.mark.parametrize("name", sorted(packages()))
@@ -191,9 +196,9 @@ def test_packages_load_nothing_when_imported(name):
 # sizes
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=module_name)
-def test_files_are_short(path):
-    assert len(path.read_text().splitlines()) <= MAX_FILE
+def test_files_are_short():
+    lines = {module_name(path): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {name: count for name, count in lines.items() if count > MAX_FILE} == {}
 
 
 def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -264,7 +264,7 @@ def test_another_rank_fails_while_the_last_act_goes_on(tmp_path, how):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "how"),
-    [(start, how) for start in ("one", "script", "fork", "spawn", "forkserver") for how in ("late", "fails")]
+    [(start, how) for start in ("one", "script", "fork", "forkserver") for how in ("late", "fails")]
     + [("one", "fails and raises")],
 )
 def test_a_save_beside_the_loop_is_the_last_act(tmp_path, start, how):

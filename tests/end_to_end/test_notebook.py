@@ -3,12 +3,15 @@
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import nbclient
 import nbformat
@@ -76,28 +79,49 @@ def outputs(cell):
     )
 
 
+@contextmanager
+def kernel(folder, **env):
+    """`tell(story)`, which runs `story(notebook)` in a kernel that has executed HEAD."""
+    places = {
+        name: str(folder / name) for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")
+    }
+    loop, notebook = asyncio.new_event_loop(), Notebook()
+    tell = lambda story: loop.run_until_complete(story(notebook))  # noqa: E731
+
+    async def begin(notebook):
+        head = await notebook.run(HEAD)
+        assert (head.error, head.stderr) == (None, "")
+
+    try:
+        with mock.patch.dict(os.environ, places | env):
+            os.environ.pop("PYTEST_CURRENT_TEST", None)  # with it a kernel leaves its file descriptors alone
+            running = notebook.client.async_setup_kernel(cwd=str(folder))
+            loop.run_until_complete(running.__aenter__())
+            for number in (signal.SIGINT, signal.SIGTERM):  # the client's own, which would outlast a test
+                loop.remove_signal_handler(number)
+            tell(begin)
+        yield tell
+        loop.run_until_complete(running.__aexit__(None, None, None))
+    finally:
+        loop.close()
+
+
 @pytest.fixture
-def in_notebook(tmp_path, monkeypatch):
-    """Runs `story(notebook)` with a fresh kernel that has executed HEAD."""
-    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it a kernel leaves its file descriptors alone
+def in_notebook(tmp_path, request):
+    """A kernel of the test's own, with the variables of its parameter."""
+    with kernel(tmp_path, **getattr(request, "param", {})) as tell:
+        yield tell
 
-    def tell(story):
-        async def told():
-            notebook = Notebook()
-            async with notebook.client.async_setup_kernel(cwd=str(tmp_path)):
-                head = await notebook.run(HEAD)
-                assert (head.error, head.stderr) == (None, "")
-                await story(notebook)
 
-        asyncio.run(told())
-
-    return tell
+@pytest.fixture(scope="module")
+def in_this_notebook(tmp_path_factory):
+    """The kernel of all tests that leave it as it was."""
+    with kernel(tmp_path_factory.mktemp("notebook")) as tell:
+        yield tell
 
 
 @pytest.mark.smoke
-def test_two_launches_of_a_function_of_a_cell(in_notebook):
+def test_two_launches_of_a_function_of_a_cell(in_this_notebook):
     async def story(notebook):
         await notebook.run("""
             def add(fabric, factor):
@@ -119,10 +143,10 @@ def test_two_launches_of_a_function_of_a_cell(in_notebook):
         assert default.result == "300.0"
         assert (await notebook.run("multiprocessing.active_children()")).result == "[]"
 
-    in_notebook(story)
+    in_this_notebook(story)
 
 
-def test_all_that_the_ranks_print_is_shown(in_notebook):
+def test_all_that_the_ranks_print_is_shown(in_this_notebook):
     async def story(notebook):
         await notebook.run("""
             import sys
@@ -144,10 +168,10 @@ def test_all_that_the_ranks_print_is_shown(in_notebook):
             assert sorted(cell.stderr.splitlines()) == ["err 0", "err 1"]
             assert (lines.count("before"), lines.count("after")) == (1, 1)
 
-    in_notebook(story)
+    in_this_notebook(story)
 
 
-def test_an_exception_of_a_rank_is_shown_with_its_cause(in_notebook):
+def test_an_exception_of_a_rank_is_shown_with_its_cause(in_this_notebook):
     async def story(notebook):
         cell = await notebook.run("""
             def bad(fabric):
@@ -166,11 +190,11 @@ def test_an_exception_of_a_rank_is_shown_with_its_cause(in_notebook):
         again = await notebook.run("launch(lambda fabric: fabric.all_reduce(torch.ones(1), reduce_op='sum'))")
         assert again.result == "tensor([2.])", again.trace
 
-    in_notebook(story)
+    in_this_notebook(story)
 
 
 @pytest.mark.parametrize("place", ["in_python", "in_collective"])
-def test_an_interrupt_ends_the_ranks(in_notebook, place):
+def test_an_interrupt_ends_the_ranks(in_this_notebook, place):
     async def story(notebook):
         await notebook.run(f"""
             def wait(fabric):
@@ -190,11 +214,11 @@ def test_an_interrupt_ends_the_ranks(in_notebook, place):
         after = await notebook.run("launch(lambda fabric: fabric.all_reduce(torch.ones(1), reduce_op='sum'))")
         assert after.result == "tensor([2.])", after.trace
 
-    in_notebook(story)
+    in_this_notebook(story)
 
 
-def test_launches_after_computing_with_threads_and_a_backward(in_notebook, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+@pytest.mark.parametrize("in_notebook", [{"OMP_NUM_THREADS": "2"}], indirect=True, ids=["two threads"])
+def test_launches_after_computing_with_threads_and_a_backward(in_notebook):
     compute = """
         def compute():
             torch.manual_seed(0)
@@ -219,7 +243,7 @@ def test_launches_after_computing_with_threads_and_a_backward(in_notebook, monke
     in_notebook(story)
 
 
-def test_spawn_says_what_to_do_instead(in_notebook):
+def test_spawn_says_what_to_do_instead(in_this_notebook):
     async def story(notebook):
         await notebook.run("""
             class Net(torch.nn.Linear):
@@ -249,7 +273,7 @@ def test_spawn_says_what_to_do_instead(in_notebook):
         assert cell.error == "ConfigurationError"
         assert "ddp_notebook" in cell.trace
 
-    in_notebook(story)
+    in_this_notebook(story)
 
 
 TRAIN = """
@@ -266,7 +290,7 @@ def weights(net):
 """
 
 
-def test_training_gives_the_weights_of_plain_torch(in_notebook):
+def test_training_gives_the_weights_of_plain_torch(in_this_notebook):
     async def story(notebook):
         await notebook.run(TRAIN)
         await notebook.run("""
@@ -286,7 +310,7 @@ def test_training_gives_the_weights_of_plain_torch(in_notebook):
             plain(), abs=1e-6
         )
 
-    in_notebook(story)
+    in_this_notebook(story)
 
 
 def plain():
@@ -420,7 +444,7 @@ def train(fabric):
 """
 
 
-def test_a_progress_bar_in_a_cell_and_of_ranks_of_a_cell(in_notebook):
+def test_a_progress_bar_in_a_cell_and_of_ranks_of_a_cell(in_this_notebook):
     async def story(notebook):
         await notebook.run(PROGRESS)
         for call in ("train(Fabric(accelerator='cpu', devices=1))", "launch(train)"):
@@ -430,4 +454,4 @@ def test_a_progress_bar_in_a_cell_and_of_ranks_of_a_cell(in_notebook):
             assert re.search(r"rank 0: 100%\|.*\| 3/3 .*, number=2\]", shown), (call, cell)
             assert "rank 1" not in shown
 
-    in_notebook(story)
+    in_this_notebook(story)

@@ -115,7 +115,7 @@ def alone() -> dict:
     return facts(done.stdout)[0]
 
 
-@pytest.mark.parametrize(("engine", "devices"), [("fabric run", 1), ("fabric run", 2), ("torchrun", 1)])
+@pytest.mark.parametrize(("engine", "devices"), [("fabric run", 2), ("torchrun", 1)])
 def test_two_hosts_give_the_numbers_of_one_process(hosts, alone, engine, devices):
     with ExitStack() as stack:
         jobs = start(stack, hosts, engine, TRAIN, devices=devices)
