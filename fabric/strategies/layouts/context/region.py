@@ -98,6 +98,7 @@ class Region:
         self.random = self.random or RandomStream(place, channel.wire.device)
         with self.random(), divided(exchange):
             output = call(*own_args, **own_kwargs)
+            self.random.look()
         self.random.go_on()
         return parts.join(output, exchange)
 
