@@ -153,7 +153,7 @@ class Batched(StandIn, IterableDataset[Batch]):
         entry = saved["streams"].get(number) if saved else None
         if entry and entry["ended"]:
             return
-        draw, private, first, start = self._opened(epoch, entry, worker)
+        draw, private, first, start = self._opened(epoch, entry, worker, workers)
         block: list[Any] = []
         if self.asks and not self.own:
             block = draw(self.rule.size)
@@ -175,13 +175,14 @@ class Batched(StandIn, IterableDataset[Batch]):
                 seed = derive_seed(*self.salts, epoch, dealt.end, number) if workers else None
                 yield Batch(items, (number, note, dealt.short), seed)
 
-    def _opened(self, epoch: int, entry: dict[str, Any] | None, worker: int) -> Any:
+    def _opened(self, epoch: int, entry: dict[str, Any] | None, worker: int, workers: int) -> Any:
         """(function that draws, its randomness, the first items, position) of this process's stream."""
         start = entry["samples"] if entry else 0
         jumps = entry is not None and entry["dataset"] is not None
         private = PrivateRandomness(
             derive_seed(*self.salts, epoch, worker) if self.apart else derive_seed(self.salts[0], epoch),
             entry["random"] if entry and jumps else None,
+            restores=workers == 0,
         )
         # Dealt out, a dataset that splits itself by worker gives all it has.
         as_read = nullcontext if self.own else without_worker_info

@@ -106,8 +106,8 @@ def _permuted(sampler: RandomSampler, skip: int, keep: int) -> Iterator[int]:
     if generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    # One more than is needed where they come out even: the next epoch of the user's generator depends on it.
-    for at in range(0, sampler.num_samples + 1, total):
+    # Where they come out even torch draws once more: of a user's generator, whose next epoch depends on it.
+    for at in range(0, sampler.num_samples + (generator is sampler.generator), total):
         order = torch.randperm(total, generator=generator)[: sampler.num_samples - at]
         for start, end in ((0, keep), (skip, sampler.num_samples)):
             part = order[max(0, start - at) : max(0, end - at)]
@@ -143,16 +143,19 @@ class PrivateRandomness:
     Args:
         seed: Of the private state.
         states: The private state, as it was between two uses, instead.
+        restores: Whether the state outside is put back; False where nobody goes on with it (in workers, which
+            are seeded for every batch).
     """
 
-    def __init__(self, seed: int, states: dict[str, Any] | None = None) -> None:
+    def __init__(self, seed: int, states: dict[str, Any] | None = None, restores: bool = True) -> None:
         self._seed = seed
+        self._restores = restores
         self.states = states
         """The private state, for a checkpoint; between two uses."""
         self._theirs: dict[str, Any] = {}
 
     def __enter__(self) -> None:
-        self._theirs = host_states()
+        self._theirs = host_states() if self._restores else {}
         if self.states is None:
             seed_draws(self._seed)
         else:
@@ -160,7 +163,8 @@ class PrivateRandomness:
 
     def __exit__(self, *exc: object) -> None:
         self.states = host_states()
-        set_rng_states(self._theirs)
+        if self._restores:
+            set_rng_states(self._theirs)
 
 
 def seed_draws(seed: int) -> None:
