@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.distributed import GradBucket
 from torch.futures import Future
 
-from fabric.core.errors import RankError, UsageError
+from fabric.core.errors import UsageError
 from fabric.core.torch_internals import call_after_backward
+from fabric.integrations.horovod.package import others_may_end
 
 _sent: list[tuple[int, Any, Future[Tensor]]] = []
 """What is on its way. Ranks meet by name, and send in one order, as DDP does: a name is a place here."""
@@ -20,6 +21,7 @@ def mean_of_bucket(compression: str, bucket: GradBucket) -> Future[Tensor]:
 
     Raises:
         UsageError: A gradient is sparse.
+        RankError: Another rank has ended.
     """
     import horovod.torch as hvd
 
@@ -31,7 +33,8 @@ def mean_of_bucket(compression: str, bucket: GradBucket) -> Future[Tensor]:
         )
     compressor = getattr(hvd.Compression, compression)
     sent, context = compressor.compress(own)
-    handle = hvd.allreduce_async_(sent, name=f"gradients.{len(_sent)}", op=hvd.Average)
+    with others_may_end("averaged gradients"):
+        handle = hvd.allreduce_async_(sent, name=f"gradients.{len(_sent)}", op=hvd.Average)
     future: Future[Tensor] = Future(devices=None if own.is_cpu else [own.device])
     _sent.append((handle, partial(compressor.decompress, ctx=context), future))
     call_after_backward(_arrive)  # before DDP's own, which waits for the futures
@@ -44,11 +47,5 @@ def _arrive() -> None:
     came = _sent.copy()
     _sent.clear()
     for handle, decompress, future in came:
-        try:
+        with others_may_end("averaged gradients"):
             future.set_result(decompress(hvd.synchronize(handle)))
-        except hvd.HorovodInternalError as error:
-            raise RankError(
-                f"Horovod stopped while this rank averaged gradients ({error}). Another rank has ended, or "
-                "failed: its output says why. If it had fewer batches, let each rank call "
-                "fabric.strategy.join() after its last one."
-            ) from error

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+from fabric.core.errors import RankError
 from fabric.utilities.extras import needed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _INSTALL = "bash tests/integrations/horovod/install.sh VENV"
 
@@ -20,3 +25,22 @@ def load_horovod() -> Any:
     horovod = needed("horovod.torch", 'strategy="horovod"', _INSTALL, least="0.28", instead=instead)
     horovod.init()
     return horovod
+
+
+@contextmanager
+def others_may_end(doing: str) -> Iterator[None]:
+    """Around what meets other ranks by Horovod, whether it sends or waits.
+
+    Raises:
+        RankError: Horovod has stopped, as it does on all ranks when one ends.
+    """
+    import horovod.torch as hvd
+
+    try:
+        yield
+    except hvd.HorovodInternalError as error:
+        raise RankError(
+            f"Horovod stopped while this rank {doing} ({error}). Another rank has ended, or failed: its "
+            "output says why. If it had fewer batches, let each rank call fabric.strategy.join() after its "
+            "last one."
+        ) from error

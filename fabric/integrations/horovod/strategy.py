@@ -9,7 +9,7 @@ from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.core.registry import did_you_mean
 from fabric.integrations.horovod.environment import HorovodEnvironment
 from fabric.integrations.horovod.layout import ReducedByHorovod
-from fabric.integrations.horovod.package import load_horovod
+from fabric.integrations.horovod.package import load_horovod, others_may_end
 from fabric.strategies.ddp import DDPStrategy
 
 if TYPE_CHECKING:
@@ -81,7 +81,10 @@ class HorovodStrategy(DDPStrategy):
 
         Raises:
             UsageError: The model has buffers that are kept alike, or this rank had no batch.
+            RankError: Another rank has ended without this call.
         """
         self.layout.check_join()
-        last: int = load_horovod().join()
+        horovod = load_horovod()
+        with others_may_end("waited in join()"):
+            last: int = horovod.join()
         return last

@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -317,11 +318,29 @@ def loops(folder):
     return told
 
 
-def uneven(folder):
-    """Rank one has fewer batches, and says nothing of it."""
+def uneven(folder, waits=1):
+    """Rank one has fewer batches, and says nothing of it: it ends while rank zero waits for it."""
     fabric = launched()
     model, optimizer = ready(fabric)
-    train(fabric, model, optimizer, 2 if fabric.global_rank else 4)
+    train(fabric, model, optimizer, 2)
+    if fabric.global_rank == waits:
+        time.sleep(10)  # Horovod stops within a second of the other's end, or this one sends in one
+    if fabric.global_rank == 0:
+        train(fabric, model, optimizer, 1)
+
+
+def sends_late(folder):
+    """As `uneven`, but rank one has ended before rank zero sends."""
+    uneven(folder, waits=0)
+
+
+def joins_alone(folder):
+    """Rank one has as many batches, but does not join."""
+    fabric = launched()
+    model, optimizer = ready(fabric)
+    train(fabric, model, optimizer, 2)
+    if fabric.global_rank == 0:
+        fabric.strategy.join()
 
 
 def ddp(folder):

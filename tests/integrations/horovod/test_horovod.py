@@ -102,9 +102,17 @@ def test_what_is_refused(tmp_path):
     assert "A gradient is sparse (nn.Embedding(sparse=True)), which Horovod cannot average" in told["sparse"]
 
 
-def test_fewer_batches_on_a_rank_are_an_error_that_names_join(tmp_path):
-    told = job("uneven", tmp_path, code=1)
-    assert "RankError: Horovod stopped while this rank averaged gradients" in told
+ENDED = {
+    "uneven": "averaged gradients",
+    "sends_late": "averaged gradients",
+    "joins_alone": "waited in join()",
+}
+
+
+@pytest.mark.parametrize("how", ENDED)
+def test_a_rank_that_ends_first_is_an_error_that_names_join(tmp_path, how):
+    told = job(how, tmp_path, code=1)
+    assert f"RankError: Horovod stopped while this rank {ENDED[how]}" in told
     assert "let each rank call fabric.strategy.join() after its last one" in " ".join(told.split())
 
 
