@@ -201,21 +201,14 @@ def test_the_tensor_parallel_example_splits_over_both_axes(example, devices, hel
     assert results(done.stdout, "tensor_parallel") == pytest.approx(expected, rel=1e-4)
 
 
-STARTS = {
-    "digits": ((), ("--devices", "2")),
-    "custom_strategy": (("-m", "fabric", "run", "--devices", "2"), ()),
-}
-"""What stands before the script, what behind it. Every other way to start a script: test_launch."""
-
-
-@pytest.mark.parametrize("name", STARTS)
-def test_an_example_that_is_started_cold(example, name):
-    before, behind = STARTS[name]
-    script = str(EXAMPLES / f"{name}.py")
-    done = run(PYTHON, *before, script, "--accelerator", "cpu", *SHORT[name], *behind)
+def test_an_example_with_a_strategy_of_its_own_is_started_cold(example):
+    """Every other way to start a script: test_launch, and the README's program below."""
+    script = str(EXAMPLES / "custom_strategy.py")
+    start = ("-m", "fabric", "run", "--devices", "2", script, "--accelerator", "cpu")
+    done = run(PYTHON, *start, *SHORT["custom_strategy"])
     assert done.stderr == ""
-    expected = results(example(name, devices=2).stdout, name)
-    assert results(done.stdout, name) == pytest.approx(expected, rel=1e-5)
+    expected = results(example("custom_strategy", devices=2).stdout, "custom_strategy")
+    assert results(done.stdout, "custom_strategy") == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("64-true", 1e-4), ("bf16-mixed", 0.2)])

@@ -156,7 +156,7 @@ def test_the_page_has_every_strategy():
 
 
 def cases():
-    alike = ("dp", "zero1", "hsdp", "local_sgd")  # the layouts of others
+    alike = ("dp", "zero1", "zero2", "hsdp", "local_sgd")  # the layouts of others
     for row in rows():
         if row[2] != "refused":
             yield pytest.param(*row, marks=[pytest.mark.slow] if row[0] in alike else [])

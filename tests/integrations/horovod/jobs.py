@@ -1,4 +1,7 @@
-"""What ranks under horovodrun or mpirun do: `jobs.py NAME FOLDER`. Rank zero writes FOLDER/NAME.json."""
+"""What ranks under horovodrun or mpirun do: `jobs.py NAME,NAME FOLDER`, one after the other.
+
+Rank zero writes FOLDER/NAME.json.
+"""
 
 import copy
 import gc
@@ -362,10 +365,11 @@ def dies(folder):
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    name, folder = sys.argv[1], Path(sys.argv[2])
-    told = globals()[name](folder)
-    import horovod.torch as hvd
+    folder = Path(sys.argv[2])
+    for name in sys.argv[1].split(","):
+        told = globals()[name](folder)
+        import horovod.torch as hvd
 
-    told = hvd.allgather_object(told) if name == "promises" else told
-    if hvd.rank() == 0:
-        (folder / f"{name}.json").write_text(json.dumps(told))
+        told = hvd.allgather_object(told) if name == "promises" else told
+        if hvd.rank() == 0:
+            (folder / f"{name}.json").write_text(json.dumps(told))

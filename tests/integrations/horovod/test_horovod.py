@@ -15,6 +15,7 @@ from fabric import Fabric
 from fabric.core.errors import ConfigurationError
 from fabric.integrations.horovod import HorovodStrategy, scale_learning_rate
 
+together = pytest.mark.xdist_group("told")
 JOBS = Path(__file__).with_name("jobs.py")
 HOROVODRUN = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", "2", "-H", "localhost:2"]
 MPIRUN = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "-mca", "btl", "self,tcp"]
@@ -26,13 +27,21 @@ def has_mpi():
     return hvd.mpi_built() and shutil.which("mpirun") is not None
 
 
-def job(name, folder, launcher=HOROVODRUN, code=0):
+def job(names, folder, launcher=HOROVODRUN, code=0):
+    """What the ranks of one launch tell of each of these; with another exit code, what they said."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(JOBS.parents[3])}
-    command = [*launcher, sys.executable, str(JOBS), name, str(folder)]
+    command = [*launcher, sys.executable, str(JOBS), names, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ, cwd=folder)
     assert (done.returncode == 0) == (code == 0), done.stdout[-4000:] + done.stderr[-4000:]
-    file = folder / f"{name}.json"
-    return json.loads(file.read_text()) if file.exists() else done.stdout + done.stderr
+    if code:
+        return done.stdout + done.stderr
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in names.split(",")}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """Of what needs no ranks of its own, in one launch."""
+    return job("fp16,collected,mixed,joins,ddp,loops,refused", tmp_path_factory.mktemp("jobs"))
 
 
 NO_MPI = pytest.mark.skipif("not has_mpi()", reason="this Horovod was built without MPI")
@@ -41,7 +50,7 @@ LAUNCHERS = [HOROVODRUN, pytest.param(MPIRUN, marks=NO_MPI)]
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=["horovodrun", "mpirun"])
 def test_it_is_plain_torch_on_the_joined_batch(tmp_path, launcher):
-    told = job("equal", tmp_path, launcher)
+    told = job("equal", tmp_path, launcher)["equal"]
     assert told["kind"] is True
     for name in ("steps", "clipped", "accumulated", "sgd", "closure"):
         assert told[name] < 1e-5, name
@@ -50,40 +59,46 @@ def test_it_is_plain_torch_on_the_joined_batch(tmp_path, launcher):
 
 
 def test_every_promise_of_a_strategy_is_kept(tmp_path):
-    assert job("promises", tmp_path) == [{}, {}]
+    assert job("promises", tmp_path)["promises"] == [{}, {}]
 
 
-def test_gradients_in_half_precision(tmp_path):
-    assert 0 < job("fp16", tmp_path) < 1e-2
+@together
+def test_gradients_in_half_precision(told):
+    assert 0 < told["fp16"] < 1e-2
 
 
-def test_garbage_that_one_rank_collects_first_is_no_hang(tmp_path):
-    assert job("collected", tmp_path) < 1e-5
+@together
+def test_garbage_that_one_rank_collects_first_is_no_hang(told):
+    assert told["collected"] < 1e-5
 
 
-def test_mixed_precision(tmp_path):
-    assert 0 < job("mixed", tmp_path) < 5e-2
+@together
+def test_mixed_precision(told):
+    assert 0 < told["mixed"] < 5e-2
 
 
-def test_uneven_inputs_are_joined(tmp_path):
-    told = job("joins", tmp_path)
-    assert told["last"] == 0
-    assert told["error"] < 1e-5
+@together
+def test_uneven_inputs_are_joined(told):
+    assert told["joins"]["last"] == 0
+    assert told["joins"]["error"] < 1e-5
 
 
-def test_ddp_under_horovodrun(tmp_path):
-    world, error = job("ddp", tmp_path)
+@together
+def test_ddp_under_horovodrun(told):
+    world, error = told["ddp"]
     assert world == 2
     assert error < 1e-5
 
 
-def test_loops_are_those_of_ddp(tmp_path):
-    for name, apart in job("loops", tmp_path).items():
+@together
+def test_loops_are_those_of_ddp(told):
+    for name, apart in told["loops"].items():
         assert apart < 1e-6, name
 
 
-def test_what_is_refused(tmp_path):
-    told = job("refused", tmp_path)
+@together
+def test_what_is_refused(told):
+    told = told["refused"]
     assert told["bf16"].startswith(
         "ConfigurationError: HorovodStrategy does not run with precision='bf16-true': Horovod does not"
     )
