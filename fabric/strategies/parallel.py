@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
+import sys
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
@@ -207,6 +209,8 @@ class ParallelStrategy(Strategy):
             from fabric.watch.watchdog import watch_over
 
             self._watchdog = watch_over(self.root_device)
+            if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+                faulthandler.enable(sys.__stderr__)  # where a backend ends the process: at which line it was
 
     def explain(self, error: Exception) -> None:
         """See the base: an error of the process group gets the table of where all ranks are.

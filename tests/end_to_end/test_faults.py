@@ -122,6 +122,9 @@ class Job:
         assert re.fullmatch(f"{start}: {line}", self.lines[-1]), self.err
         assert self.err.count("Traceback (most recent") == (how == "raise") + function, self.err
         assert self.err.count("ValueError: boom") == 2 * (how == "raise"), self.err
+        assert bool(re.search(r'faults\.py", line \d+,? in end\n', self.err)) == (
+            how in ("raise", "abort")
+        ), self.err
         assert not [word for word in ECHOES if word in self.err], self.err
 
 
