@@ -94,13 +94,10 @@ class LocalSGDStrategy(ParallelStrategy):
     def save_checkpoint(
         self, path: PathLike, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> PendingSave | None:
-        """See the base; the round ends, and the scale of gradients becomes rank zero's, unless a backward
-        waits for its step. All ranks must call this.
+        """See the base; the round ends, and the scale of gradients becomes rank zero's. All ranks must call
+        this.
         """
         self.layout.end_rounds()
         if isinstance(self.precision, MixedPrecision) and self.precision.scaler is not None:
-            waits = self.precision.waits_for_step
-            scale = self.broadcast(self.precision.state_dict())
-            if not waits:
-                self.precision.load_state_dict(scale)
+            self.precision.load_state_dict(self.broadcast(self.precision.state_dict()))
         return super().save_checkpoint(path, state, *args, **kwargs)

@@ -159,17 +159,24 @@ def half_saved_before_a_step(path):
     fabric = launched(4, precision="16-mixed")
     model, optimizer = fabric.setup(net := nn.Linear(4, 3), SGD(net.parameters(), lr=0.1))
     train(fabric, model, optimizer, range(2), 1e30 if fabric.global_rank else 1.0)
-    optimizer.zero_grad()
-    fabric.backward(model(batch(2, 0)).pow(2).mean())
-    fabric.save(path, {"scaler": fabric.strategy.precision})
-    before = net.weight.grad.clone()
-    fabric.clip_gradients(model, optimizer, max_norm=1e9)
-    return before / net.weight.grad, fabric.global_rank
+    found = []
+    for saves in (False, True):
+        optimizer.zero_grad()
+        fabric.backward(model(batch(2, 0)).pow(2).mean())
+        if saves:
+            fabric.save(path, {"scaler": fabric.strategy.precision})
+        found.append(net.weight.grad.clone())
+        fabric.clip_gradients(model, optimizer, max_norm=1e9)
+        found.append(net.weight.grad.clone())
+    return found
 
 
-def test_gradients_that_wait_for_their_step_keep_their_scale(ranks, tmp_path):
-    for factor, rank in ranks.run(half_saved_before_a_step, tmp_path / "c", world_size=WORLD):
-        torch.testing.assert_close(factor, torch.full_like(factor, 2.0 ** (14 if rank else 16)))
+def test_gradients_that_wait_for_their_step_come_to_the_scale_of_rank_zero(ranks, tmp_path):
+    by_rank = ranks.run(half_saved_before_a_step, tmp_path / "c", world_size=WORLD)
+    for rank, (before, true, saved, clipped) in enumerate(by_rank):
+        torch.testing.assert_close(before / true, torch.full_like(true, 2.0 ** (14 if rank else 16)))
+        torch.testing.assert_close(saved / true, torch.full_like(true, 2.0**16))
+        torch.testing.assert_close(clipped, true)
 
 
 class Around(Optimizer):

@@ -263,8 +263,12 @@ def test_a_gan_equals_the_loop_by_hand():
 
 
 def test_a_step_before_any_backward():
-    _, _model, optimizer, _ = ready()
-    with pytest.raises(UsageError, match=r"came before any fabric.backward\(loss\)"):
+    _, model, optimizer, _ = ready()
+    optimizer.step()  # there is nothing to step
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    with pytest.raises(
+        UsageError, match=r'under precision="16-mixed", before any fabric.backward'
+    ):
         optimizer.step()
 
 

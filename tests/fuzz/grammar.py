@@ -164,7 +164,7 @@ def generate(seed: int, layout: str | None = None) -> Program:
     if layout is not None:
         chosen = BY_NAME[layout]
     precision = rng.choice([None] * 14 + ["64-true", "32-true", "bf16-mixed"])
-    precision = chosen.precision or precision
+    precision = precision if chosen.precision is None else chosen.precision or None
     scene = Scene(rng, chosen, precision)
     scene.by_hand = not (chosen.splits or chosen.shares_data) and scene.chance(0.04)
     make_models(scene)
@@ -221,7 +221,7 @@ def freeze_first(scene: Scene, model: Model) -> None:
         scene.build.append((first, ("p.requires_grad_(False)",)))
     if (frozen or model.kind.name == "partly") and scene.chance(0.5 if scene.layout.splits else 0.05):
         scene.late.append(("if step == 1:", ((first, ("p.requires_grad_(True)",)),)))
-        if scene.layout.splits and not scene.layout.precision and scene.chance(0.6):
+        if scene.layout.splits and scene.layout.precision is None and scene.chance(0.6):
             scene.precision = "bf16-mixed"  # what was frozen has no gradient dtype of its own yet
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Layout:
     extra: str = ""
     """Further arguments of Fabric."""
     precision: str | None = None
-    """The only one that it has."""
+    """The only one that it has; "": what the default is."""
     avoids: str = ""
     """A pattern of what means something else there."""
     zeros: bool = False
@@ -74,6 +74,22 @@ class MachineEach(ProcessGroupEnvironment):
 
     def local_world_size(self) -> int:
         return 1
+'''
+SCALED = '''
+class Scaled(MixedPrecision):
+    """A loss scaler without half precision, whose scale grows at each update: numbers stay as they are."""
+
+    policy = POLICIES["32-true"]
+
+    def __init__(self) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        super().__init__("16-mixed", "cpu", scaler, output_dtype=None)
+
+    def forward_context(self) -> Any:
+        return contextlib.nullcontext()
+
+    def convert_input(self, data: Any) -> Any:
+        return data
 '''
 FULLY_SHARD = "from torch.distributed.fsdp import fully_shard"
 TENSOR_IMPORTS = (
@@ -144,6 +160,23 @@ LAYOUTS = [
         before=MACHINES,
         extra=", num_nodes=dist.get_world_size(), plugins=MachineEach()",
     ),
+]
+SCALED_IMPORTS = (
+    "from fabric.core.precision import POLICIES\nfrom fabric.plugins.precision import MixedPrecision"
+)
+LAYOUTS += [
+    replace(
+        layout,
+        name=f"{layout.name}-scaled",
+        weight=1,
+        imports=SCALED_IMPORTS,
+        before=SCALED,
+        extra=", plugins=Scaled()",
+        precision="",
+        avoids=r"grads\(|by_hand\(fabric|LBFGS|closure|\.backward\(\)",  # who reads gradients sees the scale
+    )
+    for layout in LAYOUTS
+    if layout.name in ("single", "ddp", "ddp-unused", "zero1", "zero2", "fsdp-layers", "pipeline", "context")
 ]
 ENGINES = [
     Layout(

@@ -89,10 +89,11 @@ class Program:
     @property
     def replicas(self) -> int:
         """How many parts the joined batch has."""
+        name = self.layout.removesuffix("-scaled")
         return {
             "pipeline": 1, "pipeline-rows": 2, "tensor": 1, "tensor-data": 2, "dp": 1,
             "context": self.world // 2, "context-fsdp": self.world // 2,
-        }.get(self.layout, self.world)  # fmt: skip
+        }.get(name, self.world)  # fmt: skip
 
     def body(self) -> str:
         """`def program` alone."""

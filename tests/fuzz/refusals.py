@@ -34,6 +34,7 @@ OWED = [
     (r"torch\.autograd\.grad, or backward\(inputs", "torch.autograd.grad through a pipeline"),
     (r"a penalty on weights", "a term of split parameters in the loss"),
     (r"which is on stage \d+ of the pipeline", "a state dict of some stages in a file"),
+    (r"is that of an optimizer which was not set up", "scaled gradients, by an optimizer that was forgotten"),
     (r"is not finite", "clip_gradients of gradients that are not finite"),
     # Of engines, which programs meet by --layout only.
     (r"makes its engine of a model and its optimizer together", "DeepSpeed: an optimizer without its model"),

@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.core.types import Optimizable
+    from fabric.plugins.precision.loss_scale import LossScale
 
 
 class MixedPrecision(Precision):
     """Parameters stay as they are; matrix products and convolutions run in half precision through autocast.
 
-    Invariant of the scaler: `update()`, which may change the scale, runs at the start of the next backward,
-    or when the state is saved or loaded; not after each step. All optimizers that step after one backward so
-    see the scale that their gradients carry; updated in between, the second one would unscale wrongly.
+    With a scaler, `LossScale` knows which gradients carry which scale.
 
     Args:
         precision: "16-mixed" or "bf16-mixed".
@@ -62,9 +61,11 @@ class MixedPrecision(Precision):
         self.device = torch.device(device).type
         self.scaler = scaler
         self.output_dtype = output_dtype
-        self._update_due = False
-        self._backwards = 0
-        self._unscaled_at: dict[int, int] = {}
+        self._scale: LossScale | None = None
+        if scaler is not None:
+            from fabric.plugins.precision.loss_scale import LossScale
+
+            self._scale = LossScale(scaler, self.device)
 
     @property
     def needs_backward(self) -> bool:
@@ -76,10 +77,11 @@ class MixedPrecision(Precision):
         """True with a scaler, or where a subclass changes the step."""
         return self.scaler is not None or overridden(type(self), MixedPrecision, "optimizer_step")
 
-    @property
-    def waits_for_step(self) -> bool:
-        """Whether there may be gradients of the scale that is now."""
-        return self._backwards > 0 and not self._update_due
+    def convert_module(self, module: Module) -> Module:
+        """The module as it is."""
+        if self._scale is not None:
+            self._scale.follow(module)
+        return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast on the device; also what `fabric.autocast()` gives."""
@@ -95,19 +97,18 @@ class MixedPrecision(Precision):
 
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass, from the scaled loss where there is a scaler."""
-        if self.scaler is not None:
-            self._update_scale()
-            self._backwards += 1
-            tensor = self.scaler.scale(tensor)
+        if self._scale is not None:
+            tensor = self._scale.scale(tensor)
         tensor.backward(*args, **kwargs)
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         """Step the optimizer; with a scaler, the step is skipped on all ranks where a gradient is not finite.
 
         Raises:
-            UsageError: A closure with a scaler (the closure would have to unscale in the middle of the step).
+            UsageError: A closure with a scaler (the closure would have to unscale in the middle of the step);
+                or there was no backward yet.
         """
-        if self.scaler is None:
+        if self._scale is None:
             return optimizer.step(**kwargs)
         if kwargs.get("closure") is not None or isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
@@ -115,42 +116,28 @@ class MixedPrecision(Precision):
                 f'precision="16-mixed". Write precision="bf16-mixed" or "32-true", or use an optimizer '
                 f"without closure."
             )
-        if self._backwards == 0:
-            raise UsageError(
-                'optimizer.step() under precision="16-mixed" came before any fabric.backward(loss). '
-                "Write fabric.backward(loss) instead of loss.backward(), so that the loss is scaled."
-            )
         kwargs.pop("closure", None)
-        self._unscaled_at.pop(id(optimizer), None)
-        self._update_due = True
         if hasattr(optimizer.step, COUNTED_STEP):
             # A scheduler asks whether its optimizer was stepped first; a step that the scaler skips counts.
             setattr(optimizer, STEPPED, True)
-        return self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
+        return self._scale.step(optimizer, **kwargs)  # type: ignore[arg-type]
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the scale: once between a backward and its step, however often called."""
-        if self.scaler is None or self._unscaled_at.get(id(optimizer)) == self._backwards:
-            return
-        self.scaler.unscale_(optimizer)
-        self._unscaled_at[id(optimizer)] = self._backwards
+        if self._scale is not None:
+            self._scale.unscale(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state."""
-        self._update_scale()
-        return {} if self.scaler is None else self.scaler.state_dict()
+        if self._scale is None:
+            return {}
+        self._scale.update()
+        return self._scale.scaler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the scaler's state back."""
-        self._update_scale()  # what was due belongs to the state that is left
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state_dict)
-
-    def _update_scale(self) -> None:
-        if self._update_due and self.scaler is not None:
-            self.scaler.update()
-            self._update_due = False
-            self._unscaled_at.clear()
+        if self._scale is not None:
+            self._scale.load(state_dict)
 
 
 class FSDPPrecision(Precision):

@@ -1,0 +1,131 @@
+"""`LossScale`: a GradScaler, and which gradients carry its scale."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+
+from fabric.core.errors import UsageError
+from fabric.utilities.passes import parameters_of, watch_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+
+class LossScale:
+    """Whatever a loop does between its backwards, gradients that it adds up carry one scale.
+
+    A clip or a step brings gradients to their true size, in place. The scale changes when the next backward
+    begins (or the state is saved or loaded), so that all optimizers which step after one backward see the
+    scale that their gradients carry. What gradients are left then are brought to the new scale: of a step
+    that the loop left out, or without `zero_grad()` after it, or of an optimizer that has not stepped yet.
+
+    Args:
+        scaler: Has the scale, and counts the steps until it grows.
+        device: Device type of the gradients.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler, device: str) -> None:
+        self.scaler, self.device = scaler, device
+        self._models: WeakSet[Module] = WeakSet()
+        self._true: set[int] = set()
+        """Of parameters: those whose gradients have their true size."""
+        self._unscaled: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that have not stepped since theirs have it."""
+        self._begun = self._stepping = False
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.scaler, self.device)  # a copy follows what is set up with it
+
+    def follow(self, module: Module) -> None:
+        """From now on its gradients are looked after, and nobody else may step them."""
+        if not self._models:
+            watch_steps(self)
+        self._models.add(module)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss of a backward that begins."""
+        self.update()
+        self._begun = True
+        return self.scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> bool:
+        """Bring the gradients to their true size, however often called. Gives whether there are any.
+
+        Raises:
+            UsageError: There are, and there was no backward yet that scales.
+        """
+        held = {id(p) for p in parameters_of(optimizer) if p.grad is not None}
+        if held and not self._begun:
+            raise UsageError(
+                f'{type(optimizer).__name__} has gradients, under precision="16-mixed", before any '
+                "fabric.backward(loss). Write that instead of loss.backward(), so that the loss is scaled."
+            )
+        if held and optimizer not in self._unscaled:
+            if not held.isdisjoint(self._true):  # of its last step, or of another optimizer's
+                self.update()
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(optimizer)
+            self._true |= held
+        return bool(held)
+
+    def step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        """Step, unless a gradient is not finite; then the scale is too large, and the step is left out."""
+        if not self.unscale(optimizer):
+            return optimizer.step(**kwargs)
+        self._unscaled.discard(optimizer)
+        self._stepping = True
+        try:
+            return self.scaler.step(optimizer, **kwargs)
+        finally:
+            self._stepping = False
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Before a step of any optimizer.
+
+        Raises:
+            UsageError: It would take gradients as they are, scaled.
+        """
+        if self._stepping or not self._begun:
+            return
+        held = {id(p) for p in parameters_of(optimizer) if p.grad is not None}
+        if any([id(p) in held for model in self._models for p in model.parameters()]):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() is that of an optimizer which was not set up, and under "
+                'precision="16-mixed" gradients are scaled: it would step by a multiple of them. Write '
+                "model, optimizer = fabric.setup(model, optimizer), or optimizer = "
+                "fabric.setup_optimizers(optimizer)."
+            )
+
+    def update(self) -> None:
+        """What the steps since the last update make of the scale."""
+        if self._true:
+            with self._kept():
+                self.scaler.update()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take another run's scale."""
+        self.update()  # what was due belongs to the state that is left
+        with self._kept():
+            self.scaler.load_state_dict(state)
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Gradients that are there mean the same under the scale that comes. Waits for no device."""
+        before = self.scaler.scale(torch.ones((), device=self.device))
+        yield
+        after = self.scaler.scale(torch.ones((), device=self.device))
+        for p in {id(p): p for model in self._models for p in model.parameters()}.values():
+            if p.grad is not None:
+                own = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+                with torch.no_grad():
+                    own.mul_((after if id(p) in self._true else after / before).to(own.device))
+        self._true.clear()
+        self._unscaled.clear()

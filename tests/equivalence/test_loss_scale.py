@@ -1,0 +1,178 @@
+"""The loss scale of "16-mixed": whatever a loop does between its backwards, gradients mean what they meant.
+
+The scaler's scale grows at each update, and nothing runs in half precision: every number is that of a loop
+without a scaler.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from fabric import Fabric
+from fabric.core.errors import UsageError
+from fabric.plugins.precision import MixedPrecision
+
+
+class Scaled(MixedPrecision):
+    """Float32, and the loss times 8, 16, 32, ..."""
+
+    def __init__(self):
+        super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1))
+
+    def forward_context(self):
+        return nullcontext()
+
+
+class Loop:
+    """Two models in a row; an optimizer of both or of the first, and another one of the second."""
+
+    def __init__(self, precision, **settings):
+        self.fabric = Fabric(accelerator="cpu", plugins=precision, **{"devices": 1, **settings})
+        self.fabric.launch()
+        torch.manual_seed(0)
+        self.nets = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        self.first, self.second = [self.fabric.setup(net) for net in self.nets]
+
+    def optimizers(self, both):
+        held = [p for net in self.nets[: 1 + both] for p in net.parameters()]
+        one = torch.optim.SGD(held, lr=0.05, momentum=0.9)
+        two = torch.optim.Adam(self.nets[1].parameters(), lr=0.05, eps=1e-3)
+        return self.fabric.setup_optimizers(one, two)
+
+    def backward(self, step, through="both"):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        x = x.chunk(self.fabric.world_size)[self.fabric.global_rank]
+        out = self.second(x if through == "second" else self.first(x))
+        self.fabric.backward(out.square().mean())
+
+    def clip(self, optimizer):
+        self.fabric.clip_gradients(self.first, optimizer, max_norm=0.1)
+
+
+def steps_left_out(loop):
+    one, _ = loop.optimizers(both=True)
+    for step in range(4):
+        one.zero_grad()
+        loop.backward(step)
+        loop.clip(one)
+        if step % 2:
+            one.step()
+
+
+def clipped_in_between(loop):
+    one, _ = loop.optimizers(both=True)
+    for step in range(3):
+        one.zero_grad(set_to_none=False)
+        for part in range(3):
+            loop.backward(step + part)
+            loop.clip(one)
+        one.step()
+
+
+def never_cleared(loop):
+    one, _ = loop.optimizers(both=True)
+    for step in range(4):
+        loop.backward(step)
+        one.step()
+
+
+def stepped_twice(loop):
+    one, _ = loop.optimizers(both=True)
+    for step in range(3):
+        one.zero_grad()
+        one.step()
+        loop.backward(step)
+        one.step()
+        one.step()
+
+
+def two_of_one_model(loop):
+    one, two = loop.optimizers(both=True)
+    for step in range(3):
+        one.zero_grad()
+        loop.backward(step)
+        loop.clip(two)
+        one.step()
+        two.step()
+
+
+def added_up_over_the_steps_of_another(loop):
+    one, two = loop.optimizers(both=False)
+    for step in range(3):
+        one.zero_grad()
+        for part in range(3):
+            loop.backward(step + part)
+            two.zero_grad()
+            loop.backward(step, "second")
+            two.step()
+        one.step()
+
+
+LOOPS = [
+    steps_left_out,
+    clipped_in_between,
+    never_cleared,
+    stepped_twice,
+    two_of_one_model,
+    added_up_over_the_steps_of_another,
+]
+
+
+def ran(body, precision, **settings):
+    loop = Loop(precision, **settings)
+    body(loop)
+    return [value.clone() for model in (loop.first, loop.second) for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("body", LOOPS, ids=lambda body: body.__name__)
+def test_a_loop_gives_what_it_gives_without_a_scaler(body):
+    torch.testing.assert_close(ran(body, Scaled()), ran(body, None), rtol=1e-5, atol=1e-6)
+
+
+def on_ranks(strategy):
+    return {body.__name__: ran(body, Scaled(), devices=2, strategy=strategy) for body in LOOPS}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_on_ranks(ranks, strategy):
+    want = {body.__name__: ran(body, None) for body in LOOPS}
+    for found in ranks.run(on_ranks, strategy, world_size=2):
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_scale_that_is_too_large_shrinks_where_the_loop_leaves_steps_out():
+    loop = Loop(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**30)))
+    one, _ = loop.optimizers(both=True)
+    norms = []
+    for step in range(40):
+        one.zero_grad()
+        loop.backward(step)
+        norms.append(float(loop.fabric.clip_gradients(loop.first, one, max_norm=1.0)))
+        if math.isfinite(norms[-1]):
+            one.step()
+    assert not math.isfinite(norms[0])
+    assert all(map(math.isfinite, norms[-10:]))
+
+
+def test_an_optimizer_that_was_forgotten_is_refused():
+    loop = Loop(Scaled())
+    forgotten = torch.optim.Adam(loop.first.parameters())
+    forgotten.step()  # has nothing to step
+    loop.backward(0)
+    with pytest.raises(UsageError, match=r"Adam.step\(\) is that of an optimizer which was not set up, and"):
+        forgotten.step()
+    loop.fabric.setup_optimizers(forgotten).step()
+    foreign = nn.Linear(2, 2)
+    foreign(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(foreign.parameters(), lr=0.1).step()  # has nothing to do with it
+
+
+def test_a_copy_starts_anew():
+    precision = pickle.loads(pickle.dumps(Scaled()))
+    torch.testing.assert_close(ran(never_cleared, precision), ran(never_cleared, None), rtol=1e-5, atol=1e-6)
