@@ -198,8 +198,9 @@ def state(slurm, job: str) -> str:
     return next((word.removeprefix("JobState=") for word in shown.split() if "JobState=" in word), "")
 
 
-def ended(slurm, job: str) -> bool:
-    return until(lambda: state(slurm, job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", ""), SECONDS)
+def ended(slurm, job: str, programs: int = 1) -> bool:
+    over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "")
+    return until(lambda: state(slurm, job) in over, programs * SECONDS)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -236,7 +237,7 @@ def test_ways_inside_one_batch_script(slurm, alone, tmp_path):
         echo WAY alone; {train}
     """
     job, out = batch(slurm, tmp_path, body, "-N1", "-n2", "-J", "bash")
-    assert ended(slurm, job)
+    assert ended(slurm, job, programs=6)
     ways = dict(part.split("\n", 1) for part in out.read_text().split("WAY ")[1:])
     for way in ("srun", "wrapper", "torchrun", "fabric run", "script"):
         assert len(facts(ways[way])) == 2, ways[way]

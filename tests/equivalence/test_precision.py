@@ -266,9 +266,7 @@ def test_a_step_before_any_backward():
     _, model, optimizer, _ = ready()
     optimizer.step()  # there is nothing to step
     model[0].weight.grad = torch.ones_like(model[0].weight)
-    with pytest.raises(
-        UsageError, match=r'under precision="16-mixed", before any fabric.backward'
-    ):
+    with pytest.raises(UsageError, match=r'under precision="16-mixed", before any fabric.backward'):
         optimizer.step()
 
 

@@ -176,7 +176,7 @@ LAYOUTS += [
         avoids=r"grads\(|by_hand\(fabric|LBFGS|closure|\.backward\(\)",  # who reads gradients sees the scale
     )
     for layout in LAYOUTS
-    if layout.name in ("single", "ddp", "ddp-unused", "zero1", "zero2", "fsdp-layers", "pipeline", "context")
+    if layout.name in ("single", "ddp", "ddp-unused", "zero1", "zero2", "fsdp-layers", "context")
 ]
 ENGINES = [
     Layout(

@@ -155,6 +155,18 @@ parallel.DistributedDataParallel = functools.partial(made, static_graph=True)
 """,
         ("ddp-static",),
     ),
+    "gradients that are left come to the new scale": Mend(
+        """
+from fabric.plugins.precision.loss_scale import LossScale
+def update(self):
+    if self._true:
+        self.scaler.update()
+        self._true.clear()
+        self._unscaled.clear()
+LossScale.update = update
+""",
+        ("single-scaled", "ddp-scaled", "zero1-scaled", "fsdp-layers-scaled"),
+    ),
     "thawed groups know their dtypes": Mend(
         """
 import fabric.strategies.layouts.sharded as sharded
