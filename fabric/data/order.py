@@ -69,15 +69,14 @@ class Order:
             private = PrivateRandomness(0, self.states)
         if type(self.sampler) is RandomSampler and not self.sampler.replacement:
             return self._drawn(_permuted(self.sampler, skip, keep), private, keep, keep)
-        with private or nullcontext():
-            stream = iter(self.sampler)
-        return self._drawn(stream, private, skip, keep)
+        return self._drawn(self.sampler, private, skip, keep)
 
     def _drawn(
-        self, stream: Iterator[Any], private: PrivateRandomness | None, skip: int, keep: int
+        self, items: Iterable[Any], private: PrivateRandomness | None, skip: int, keep: int
     ) -> Iterator[Any]:
         size = self.chunk
         with private or nullcontext():
+            stream = iter(items)  # not before: torch asks twice for the iterator of a new group of workers
             drawn = list(islice(stream, keep))
             next(islice(stream, skip - keep, skip - keep), None)  # passes them over
             drawn += _copied(islice(stream, size))

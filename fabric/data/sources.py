@@ -138,6 +138,7 @@ class Drawing(Source):
         self.generators = generators_of([loader, *samplers_of(loader)], own)
         self.start: dict[str, Any] = {}
         """The position at which this iteration began."""
+        self._keeps_workers = False
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
         """See the base. The user's generators and the seed are those of the position.
@@ -150,9 +151,13 @@ class Drawing(Source):
             for generator, state in zip(self.generators, saved["generators"], strict=True):
                 ways(generator)[1](state)
             self.seed = saved["seed"]
+        self.start = saved or self.fresh()
         if self.own is not None:
             self.own.manual_seed(derive_seed(self.seed, epoch, _WORKERS))
-        self.start = saved or self.fresh()
+        elif self._keeps_workers and (given := self.loader.generator) is not None:
+            # As torch does for new workers: the order is that of a run which goes on here, and has new ones.
+            torch.empty((), dtype=torch.int64, device=given.device).random_(generator=given)
+        self._keeps_workers = getattr(self.loader, "persistent_workers", False)
 
     def fresh(self) -> dict[str, Any]:
         """See the base. Here: what orders are drawn from."""

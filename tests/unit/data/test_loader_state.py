@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from fabric import Fabric
 from fabric.core.errors import UsageError
@@ -221,6 +221,46 @@ def test_a_stream_in_workers_that_live_on_is_told_its_epochs(fabric):
     keywords = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
     loader = ready(fabric, Told(1), 1, **keywords)
     assert [list(loader) for _ in range(3)] == [[[0]], [[1]], [[2]]]
+
+
+class Drawn(Sampler):
+    """Draws as soon as it is asked for its iterator, from a generator of its own."""
+
+    def __init__(self, n):
+        self.n, self.generator = n, torch.Generator().manual_seed(5)
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        return iter(torch.randperm(self.n, generator=self.generator).tolist())
+
+
+def of_a_generator(fabric, kind, workers):
+    how = {0: {}, 1: {"persistent_workers": False}, 2: {"persistent_workers": True}}[workers]
+    how |= {"num_workers": 1, "multiprocessing_context": "fork"} if workers else {}
+    if kind == "drawn":
+        return ready(fabric, range(6), sampler=Drawn(6), **how)
+    return ready(fabric, range(6), shuffle=True, generator=torch.Generator().manual_seed(5), **how)
+
+
+@pytest.mark.parametrize("kind", ["drawn", "given"])
+@pytest.mark.parametrize("workers", [0, 1, 2], ids=["none", "new", "kept"])
+def test_an_order_of_a_generator_goes_on_in_other_workers(fabric, kind, workers):
+    """Kept workers, which torch seeds once only, or new ones: the generator has drawn as much."""
+    loader, states, seen = of_a_generator(fabric, kind, workers), [], []
+    for epoch in range(3):
+        states.append(((epoch, 0), loader.state_dict()))
+        for i, batch in enumerate(loader):
+            seen.append(batch)
+            states.append(((epoch, i + 1), loader.state_dict()))
+    plain = of_a_generator(fabric, kind, 0)
+    assert seen == [batch for _ in range(3) for batch in plain]
+    for (epoch, done), state in states:
+        again = of_a_generator(fabric, kind, workers)
+        again.load_state_dict(state)
+        found = [batch for _ in range(3 - epoch) for batch in again]
+        assert found == seen[3 * epoch + done :], (epoch, done)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
