@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 from data_cases import Indices, in_workers, launched
-from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 EPOCHS = 2
@@ -71,6 +71,19 @@ class OwnShare(Stream):
         return range(self.place + self.places * info.id, self.n, self.places * info.num_workers)
 
 
+class Drawn(Sampler):
+    """Draws at once, from a generator of its own."""
+
+    def __init__(self, n):
+        self.n, self.generator = n, torch.Generator().manual_seed(5)
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        return iter(torch.randperm(self.n, generator=self.generator).tolist())
+
+
 class Buckets:
     """A batch sampler in an order that the global streams decide."""
 
@@ -96,6 +109,11 @@ def made(program, batch, rank, world):
     keywords |= {"batch_size": batch, "drop_last": program["drop_last"]}
     if kind == "map":
         return DataLoader(Indices(n), shuffle=shuffled, **keywords)
+    if kind == "given":
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(Indices(n), shuffle=True, generator=generator, **keywords)
+    if kind == "drawn":
+        return DataLoader(Indices(n), sampler=Drawn(n), **keywords)
     if kind == "weighted":
         return DataLoader(Indices(n), sampler=WeightedRandomSampler([1.0] * n, n), **keywords)
     if kind == "distributed":
@@ -156,7 +174,18 @@ def of_epoch(seen, epoch):
 def drawn(seed):
     """A program, its number of ranks and its batch size."""
     rng = random.Random(seed)
-    kinds = ("map", "map", "weighted", "buckets", "stream", "stateful", "own", "distributed")
+    kinds = (
+        "map",
+        "map",
+        "weighted",
+        "given",
+        "drawn",
+        "buckets",
+        "stream",
+        "stateful",
+        "own",
+        "distributed",
+    )
     program = {
         "kind": rng.choice(kinds),
         "n": rng.choice([1, 2, 3, 5, 7, 8, 12, 13, 17, 24]),
@@ -206,7 +235,7 @@ def check(ranks, seed):
         return
     beside = ranks.run(run, program, batch, None, None, None, True, world_size=world)
     assert [seen for seen, _, _ in beside] == per_rank, "another loader made a difference"
-    if program["kind"] != "stateful":  # it goes on by itself where it was left
+    if program["kind"] not in ("stateful", "given"):  # which go on where they were left
         left = ranks.run(run, program, batch, None, None, 1, world_size=world)
         firsts = [[(e, items) for e in range(EPOCHS) for items in of_epoch(s, e)[:1]] for s in per_rank]
         assert [seen for seen, _, _ in left] == firsts, "leaving an epoch made a difference"
@@ -214,7 +243,10 @@ def check(ranks, seed):
     first = ranks.run(run, program, batch, None, stop, world_size=world)
     rest = ranks.run(run, program, batch, first[0][1], world_size=world)
     assert [a[0] + b[0] for a, b in zip(first, rest, strict=True)] == (per_rank if stop else [[]] * world)
-    if program["kind"] in ("map", "weighted", "stream", "stateful") and program["n"] % (world * batch) == 0:
+    if (
+        program["kind"] in ("map", "weighted", "given", "drawn", "stream", "stateful")
+        and program["n"] % (world * batch) == 0
+    ):
         ((alone, _, _),) = ranks.run(run, program, world * batch, first[0][1], world_size=1)
         joined = [
             sorted(x for _, part in step for x in part) for step in zip(*[r[0] for r in rest], strict=True)
