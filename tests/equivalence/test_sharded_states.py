@@ -303,6 +303,32 @@ def test_an_empty_model_has_the_dtype_of_the_precision(ranks, precision, dtype):
     assert ranks.run(built_in, precision, world_size=2) == [[dtype]] * 2
 
 
+def states_from_the_start(strategy: str) -> None:
+    """Adagrad has states before its first step, of parameters that have no memory yet."""
+    fabric = launched(strategy)
+    torch.manual_seed(21)
+    with fabric.init_module(empty_init=True):
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    model, optimizer = fabric.setup(model, optimizer)
+    torch.manual_seed(21)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    expected = torch.optim.Adagrad(plain.parameters(), lr=0.1, initial_accumulator_value=0.5)
+    states = optimizer.state_dict()["state"]
+    for number, state in expected.state_dict()["state"].items():
+        assert_states(states[number], state)
+    fabric.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.step()
+    plain(torch.ones(2, 4)).square().mean().backward()
+    expected.step()
+    assert_states(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["one-group", "layers"])
+def test_states_that_are_there_before_a_step_get_their_values_too(ranks, strategy):
+    ranks.run(states_from_the_start, strategy, world_size=2)
+
+
 class Unset(nn.Module):
     """A parameter that nothing initialises, two layers deep."""
 

@@ -1,6 +1,6 @@
 """`make fuzz`: random programs until the time is over. Failing ones are shrunk, printed and saved.
 
-python tests/fuzz --minutes 10 --seed 0 [--layout fsdp] [--count 500] [--keep fuzzed] [--one SEED[:LAYOUT]]
+python tests/fuzz --minutes 10 --seed 0 [--layout fsdp[:ddp]] [--count 500] [--one SEED[:LAYOUT]]
 python tests/fuzz --without all    (which programs find each mend of mends.py that is undone)
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import sys
 import time
 from collections import Counter
@@ -39,7 +38,7 @@ def main() -> int:
             if seed is None:
                 break
             program = generate(seed, layout)
-            if program.place.avoids and re.search(program.place.avoids, program.body()):
+            if program.avoided:
                 continue
             outcome = runner.run(program)
             if outcome.failed or outcome.word == FOREIGN:
@@ -51,10 +50,10 @@ def main() -> int:
                 text = outcome.lines[0]
                 errors[reason(text) if outcome.word == REFUSED and reason(text) else "?  " + brief(text)] += 1
                 if given.verbose or outcome.word == FOREIGN:
-                    print(f"seed {seed}, {program.layout}: {outcome.word}: {text[:200]}", flush=True)
+                    print(f"seed {seed}, {program.name}: {outcome.word}: {text[:200]}", flush=True)
             if outcome.failed and outcome.word == HANG and outcome.standing in hangs:
                 failed += 1
-                print(f"HANG: seed {seed}:{program.layout}, where another did", flush=True)
+                print(f"HANG: seed {seed}:{program.name}, where another did", flush=True)
             elif outcome.failed:
                 failed += 1
                 hangs.add(outcome.standing)
@@ -70,12 +69,14 @@ def found_without(name: str, given: argparse.Namespace) -> bool:
     with Runner(plant=mend.undone) as runner:
         for seed in range(given.seed * 1_000_000, 10**12):
             program = generate(seed, layouts[seed % len(layouts)])
+            if program.avoided:
+                continue
             outcome = runner.run(program)
             count += outcome.word != INVALID
             minutes = (time.monotonic() - begin) / 60
             said = outcome.word == FOREIGN and mend.torch and mend.torch in outcome.lines[0]
             if outcome.failed or said:
-                at = f"--one {seed}:{program.layout}"
+                at = f"--one {seed}:{program.name}"
                 print(f"{name}: {outcome.word} in program {count}, {minutes:.1f} min ({at})", flush=True)
                 return True
             if minutes > given.minutes:
@@ -89,7 +90,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0, help="another seed is another million of programs")
     parser.add_argument("--count", type=int, default=10**9, help="programs at most")
-    parser.add_argument("--layout", help="one layout only, see layouts.py")
+    parser.add_argument("--layout", help="one layout only, see layouts.py; fsdp:ddp: saved, then loaded")
     parser.add_argument("--one", help="one program, as its report names it: SEED or SEED:LAYOUT")
     parser.add_argument("--without", help="programs without one mend, or without each: all; see mends.py")
     parser.add_argument("--keep", default="fuzzed", help="where failing scripts go")
@@ -115,15 +116,17 @@ def report(
         if quick is not runner:
             quick.pool.close()
     keep.mkdir(exist_ok=True)
-    name = f"seed-{program.seed}-{program.layout}"
-    title = f"{last.word} under {small.layout} on {small.world} ranks: {(last.lines or ('',))[0][:200]}"
-    path = keep / f"{name}.py"
-    path.write_text(small.script(title.replace('"""', "'''").splitlines()[0], name))
-    named = f"--one {program.seed}:{program.layout}"
-    print(f"\n{outcome.word}: program {number} ({named}), {small.world} ranks, {path}")
+    name = f"seed-{program.seed}-{program.name.replace(':', '-')}"
+    ranks = " then ".join(f"{part.layout} on {part.world} ranks" for part in small.parts)
+    title = f"{last.word} under {ranks}: {(last.lines or ('',))[0][:200]}"
+    scripts = small.scripts(title.replace('"""', "'''").splitlines()[0], name)
+    for file, text in scripts.items():
+        (keep / file).write_text(text)
+    named = f"--one {program.seed}:{program.name}"
+    print(f"\n{outcome.word}: program {number} ({named}), {ranks}, {keep}: {', '.join(scripts)}")
     print("\n".join(f"  {line[:300]}" for line in last.lines[:4]))
     print(*(f"  owed an error: {text}" for text in outcome.owed))
-    print(small.body(), flush=True)
+    print(*(part.body() for part in small.parts), sep="\n", flush=True)
 
 
 def summary(tally: Counter, errors: Counter) -> str:

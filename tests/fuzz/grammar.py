@@ -130,6 +130,8 @@ class Scene:
     kept: int = 0
     by_hand: bool = False
     """Whether all turns make gradients without `fabric.backward`."""
+    quiet: bool = False
+    """Whether what many layouts refuse is left out."""
     late: list[Node] = field(default_factory=list)
     """What a loop begins with: parts are thawed."""
 
@@ -154,11 +156,19 @@ class Scene:
         return self.layout.name.startswith("pipeline")
 
 
+PAIRS = 0.2  # of all programs
+
+
 def generate(seed: int, layout: str | None = None) -> Program:
-    """The program of this seed."""
+    """The program of this seed; `layout` may be two, with a colon between them, either of them left out."""
     from loaders import data_loop
+    from pairs import pair
     from statements import interjection, turn
 
+    if layout is None and random.Random(f"pair {seed}").random() < PAIRS:
+        layout = ":"
+    if layout and ":" in layout:
+        return pair(seed, *layout.split(":"))
     rng = random.Random(seed)
     chosen = rng.choices(LAYOUTS, [entry.weight for entry in LAYOUTS])[0]
     if layout is not None:
@@ -183,8 +193,7 @@ def generate(seed: int, layout: str | None = None) -> Program:
 def make_models(scene: Scene) -> None:
     """One to three models, and what stands between their making and setup."""
     rng = scene.rng
-    named, without = scene.layout.kinds, scene.layout.without
-    kinds = [kind for kind in KINDS if (not named or kind.name in named) and kind.name not in without]
+    kinds = [kind for kind in KINDS if scene.layout.takes(kind.name)]
     count = rng.choices([1, 2, 3], [6, 4, 1])[0]
     for name in ("net", "other", "third")[:count]:
         kind = rng.choices(kinds, [kind.weight for kind in kinds])[0]
@@ -352,10 +361,13 @@ def resume(scene: Scene) -> list[Node]:
 def closing(scene: Scene) -> list[Node]:
     """What is compared at the end."""
     lines: list[Node] = [f"note.same('{m.name}', {m.name}.state_dict())" for m in scene.models]
-    ready = [
-        o for o in scene.optimizers if f"{o.name} = fabric.setup" in text(scene.build) or not scene.pipeline
-    ]
-    return [*lines, *(f"note.optimizer('{o.name}', {o.name})" for o in ready)]
+    raw = forgotten(scene) if scene.pipeline else []
+    return [*lines, *(f"note.optimizer('{o.name}', {o.name})" for o in scene.optimizers if o not in raw)]
+
+
+def forgotten(scene: Scene) -> list[Optimizer]:
+    """The optimizers that are not set up."""
+    return [o for o in scene.optimizers if f"{o.name} = fabric.setup" not in text(scene.build)]
 
 
 def text(lines: list[Node]) -> str:

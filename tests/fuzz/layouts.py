@@ -31,6 +31,10 @@ class Layout:
     zeros: bool = False
     """Whether what nobody uses has zeros for a gradient, as the strategy says."""
 
+    def takes(self, kind: str) -> bool:
+        """Whether it is for models of this kind."""
+        return (not self.kinds or kind in self.kinds) and kind not in self.without
+
     @property
     def shares_data(self) -> bool:
         """Whether several ranks get the same rows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grammar import Node, Scene, losses
+from grammar import Model, Node, Optimizer, Scene, losses
 
 SIZE = "batch_size=12 // parts(fabric)"
 TRAINED = [  # whose global batches are known
@@ -34,16 +34,30 @@ def data_loop(scene: Scene, interjection) -> list[Node]:
     """A loop over a loader, of whose models one is trained."""
     if scene.chance(0.4):
         return look_through(scene) if scene.chance(0.8) else order_kept(scene)
-    name, optimizer = scene.fresh("loader"), scene.one_of(scene.optimizers)
+    optimizer = scene.one_of(scene.optimizers)
     models = [m for m in optimizer.models if m.kind.x == "floats" and not m.kind.alike]
     if not models or optimizer.closes:
         return look_through(scene)
-    count = 12 * scene.rng.choice([1, 2, 3])
-    make: list[Node] = [
-        f"{name} = {scene.one_of(TRAINED).format(n=count)}",
-        f"{name} = fabric.setup_dataloaders({name})",
-    ]
-    loss = losses(scene, scene.one_of(models))
+    name, make = made_loader(scene)
+    rounds = epochs(scene, name, optimizer, scene.one_of(models), interjection)
+    if not scene.chance(0.3):
+        return [*make, *rounds]
+    path, state = f"folder / '{name}.pt'", f"{{'loader': {name}}}"
+    return [*make, *rounds, f"fabric.save({path}, {state})", *make, f"fabric.load({path}, {state})", *rounds]
+
+
+def made_loader(scene: Scene) -> tuple[str, list[Node]]:
+    """A loader's variable, and the lines that make it."""
+    name, count = scene.fresh("loader"), 12 * scene.rng.choice([1, 2, 3])
+    made = f"{name} = {scene.one_of(TRAINED).format(n=count)}"
+    return name, [made, f"{name} = fabric.setup_dataloaders({name})"]
+
+
+def epochs(
+    scene: Scene, name: str, optimizer: Optimizer, model: Model, interjection, broken: float = 0.3
+) -> list[Node]:
+    """Two epochs, or, where they are broken off, their beginnings."""
+    loss = losses(scene, model)
     if loss.alike:
         return look_through(scene)
     body: list[Node] = [
@@ -54,13 +68,9 @@ def data_loop(scene: Scene, interjection) -> list[Node]:
     ]
     if scene.chance(0.3):
         body[(at := scene.rng.randint(0, 4)) : at] = interjection(scene)
-    if scene.chance(0.3):
+    if scene.chance(broken):
         body.append((f"if {name}.batches_done == {scene.rng.randint(1, 3)}:", ("break",)))
-    epochs: Node = ("for step in range(2):", ((f"for ids, x in {name}:", tuple(body)),))
-    if not scene.chance(0.3):
-        return [*make, epochs]
-    path, state = f"folder / '{name}.pt'", f"{{'loader': {name}}}"
-    return [*make, epochs, f"fabric.save({path}, {state})", *make, f"fabric.load({path}, {state})", epochs]
+    return [("for step in range(2):", ((f"for ids, x in {name}:", tuple(body)),))]
 
 
 def order_kept(scene: Scene) -> list[Node]:

@@ -102,6 +102,21 @@ def shard_loader(loader, share, seed, *rest, **named):
 shard_loader.made, sharding.shard_loader = made, shard_loader
 """
     ),
+    "positions in data are for any number of ranks": Mend(
+        """
+from fabric.data.sources import IndexSource
+begun = getattr(IndexSource.begin, "made", IndexSource.begin)
+told = getattr(IndexSource.state, "made", IndexSource.state)
+def begin(self, epoch, saved):
+    begun(self, epoch, saved and {**saved, "samples": saved["samples"] * self.stream.rule.share.world})
+def state(self, note):
+    at = told(self, note)
+    return {**at, "samples": at["samples"] // self.stream.rule.share.world}
+begin.made, IndexSource.begin = begun, begin
+state.made, IndexSource.state = told, state
+""",
+        ("ddp:", "fsdp:", ":zero1", "single:"),
+    ),
     "state dicts of parts are saved whole": Mend(
         """
 from fabric.strategies.layouts import dtensors

@@ -360,6 +360,9 @@ class Plain:
     def init_module(self, empty_init: Any = None) -> Any:
         return contextlib.nullcontext()
 
+    def load_raw(self, path: Any, obj: Any) -> None:
+        obj.load_state_dict(torch.load(path, weights_only=True))
+
     def save(self, path: Any, state: dict, **_: Any) -> None:
         torch.save({k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()}, path)
 
@@ -372,6 +375,19 @@ class Plain:
             else:
                 state[key] = value
         return held
+
+    def save_latest(self, directory: Any, state: dict, step: int, **_: Any) -> None:
+        self.save(directory / f"step-{step}.pt", state)
+
+    def load_latest(self, directory: Any, state: dict, strict: bool = True) -> int:
+        path = max(directory.glob("step-*.pt"))
+        self.load(path, state)
+        return int(path.stem.removeprefix("step-"))
+
+    def rng_state(self) -> Any:
+        from fabric.utilities.seed import RngState
+
+        return RngState(0, None)
 
     @contextlib.contextmanager
     def whole(self, model: Any) -> Any:
@@ -441,7 +457,7 @@ def explodes(notes: list[Note], precision: str | None) -> bool:
 
 
 def rounding_decides(
-    program: Any, folder: Path, want: list[Note], world: int, precision: str | None, replicas: int | None
+    want: list[Note], program: Any, folder: Path, world: int, precision: str | None, replicas: int | None
 ) -> bool:
     """Whether one process differs from itself, too, if weights and gradients are rounded otherwise."""
     try:

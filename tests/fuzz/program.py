@@ -18,7 +18,7 @@ together (try, except); with a comment, lines of which none can be left out."""
 
 HEADER = '''"""{title}
 
-Run it: python {name}.py. It prints where {world} ranks of {layout} differ from plain torch in one process.
+Run it: {run}. It prints where {world} ranks of {layout} differ from plain torch in one process.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ if __name__ == "__main__":
     if dist.is_initialized():
         dist.barrier()
     if rank == 0:
-        private = Path(tempfile.mkdtemp())
+        private = folder / "plain"
+        private.mkdir(exist_ok=True)
         want, plain = run_plain(program, private, {world}, PRECISION, {replicas})
         by_rank = [torch.load(folder / f"notes-{{r}}.pt", weights_only=False) for r in range({world})]
         print("\\n".join(differences(want, by_rank, PRECISION)) or "equal")
@@ -81,6 +82,18 @@ class Program:
     world: int
     precision: str | None
     lines: tuple[Node, ...]
+    then: Program | None = None
+    """What goes on in the same folder, in other processes."""
+
+    @property
+    def parts(self) -> tuple[Program, ...]:
+        """It, and what goes on."""
+        return (self, *(self.then.parts if self.then else ()))
+
+    @property
+    def name(self) -> str:
+        """The layouts of all parts, as `generate` takes them."""
+        return ":".join(part.layout for part in self.parts)
 
     @property
     def place(self) -> Layout:
@@ -95,8 +108,13 @@ class Program:
             "context": self.world // 2, "context-fsdp": self.world // 2,
         }.get(name, self.world)  # fmt: skip
 
+    @property
+    def avoided(self) -> bool:
+        """Whether a part says what means something else under its layout."""
+        return any(part.place.avoids and re.search(part.place.avoids, part.body()) for part in self.parts)
+
     def body(self) -> str:
-        """`def program` alone."""
+        """`def program` alone, of this part."""
         return "def program(fabric, note, folder):\n" + "\n".join(written(self.lines, 1)) + "\n"
 
     def main(self) -> str:
@@ -106,9 +124,16 @@ class Program:
         made = MAIN.format(devices=devices, make=place.make, precision=self.precision, extra=place.extra)
         return f"{self.place.imports}\n{self.body()}\n{self.place.before}\n{made}"
 
-    def script(self, title: str = "A fuzzed program.", name: str = "failing") -> str:
-        """A file that stands alone."""
-        header = HEADER.format(title=title, name=name, world=self.world, layout=self.layout)
+    def scripts(self, title: str = "A fuzzed program.", name: str = "failing") -> dict[str, str]:
+        """Files that stand alone, by name, one of each part: those of two run in one FUZZ_FOLDER."""
+        names = [name + "-then" * place + ".py" for place in range(len(self.parts))]
+        run = "; ".join(f"python {file}" for file in names)
+        if self.then:
+            run = f"export FUZZ_FOLDER=$(mktemp -d); {run}"
+        return {file: part._script(title, run) for file, part in zip(names, self.parts, strict=True)}
+
+    def _script(self, title: str, run: str) -> str:
+        header = HEADER.format(title=title, run=run, world=self.world, layout=self.layout)
         header = "\n".join([*header.splitlines(), f"PRECISION = {self.precision!r}\n"])
         main, used = self.main(), needed(self.main())
         support = (

@@ -80,6 +80,11 @@ def namespace(program: Program) -> dict[str, Any]:
     return names
 
 
+def as_plain(program: Program, folder: Path) -> tuple[Any, ...]:
+    """What `run_plain` takes."""
+    return namespace(program)["program"], folder, program.world, program.precision, program.replicas
+
+
 def on_rank(program: Program, folder: str, plant: str | None = None) -> None:
     """The program on this rank; what it saw goes to a file, so that it is known whatever others do."""
     import torch.distributed as dist
@@ -163,29 +168,28 @@ class Runner:
         """How the program ends; `patience` times the limit is a hang."""
         folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
         try:
-            (folder / "plain").mkdir()
-            (folder / "ranks").mkdir()
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    want, plain = oracle.run_plain(
-                        namespace(program)["program"],
-                        folder / "plain",
-                        program.world,
-                        program.precision,
-                        program.replicas,
-                    )
-            except Exception as error:
-                return Outcome(INVALID, (described(error),), text=traceback.format_exc())
-            if oracle.explodes(want, program.precision):
-                return Outcome(INVALID, ("numbers explode",))
-            owed = tuple(dict.fromkeys(plain.owed))
-            outcome = self._on_ranks(program, folder / "ranks", want, owed, patience)
+            for name in ("plain", "ranks", "rounded"):
+                (folder / name).mkdir()
+            wanted, owed = [], ()
+            for part in program.parts:
+                try:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        want, plain = oracle.run_plain(*as_plain(part, folder / "plain"))
+                except Exception as error:
+                    return Outcome(INVALID, (described(error),), text=traceback.format_exc())
+                if oracle.explodes(want, part.precision):
+                    return Outcome(INVALID, ("numbers explode",))
+                wanted.append(want)
+                owed = tuple(dict.fromkeys((*owed, *plain.owed)))
+            for part, want in zip(program.parts, wanted, strict=True):
+                outcome = self._on_ranks(part, folder / "ranks", want, owed, patience)
+                if outcome.word != EQUAL:
+                    break
             if outcome.word == DIFFERENT and not owed:
-                (folder / "rounded").mkdir()
-                again = namespace(program)["program"], folder / "rounded", want
-                if oracle.rounding_decides(*again, program.world, program.precision, program.replicas):
-                    return Outcome(INVALID, ("rounding decides",))
+                for part, want in zip(program.parts, wanted, strict=True):
+                    if oracle.rounding_decides(want, *as_plain(part, folder / "rounded")):
+                        return Outcome(INVALID, ("rounding decides",))
             return outcome
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -203,6 +207,8 @@ class Runner:
         self, program: Program, folder: Path, want: list, owed: tuple[str, ...], patience: float
     ) -> Outcome:
         broken: BaseException | None = None
+        for path in folder.glob("report-*"):  # of the part before
+            path.unlink()
         if len(self.pool.pids) < program.world:
             self.pool.run(nothing, world_size=program.world, timeout=WARM_UP)
         try:

@@ -19,11 +19,11 @@ def shrunk(program: Program, still_fails: Callable[[Program], bool], seconds: fl
         for smaller in candidates(program):
             if time.monotonic() > end:
                 return program
-            text = smaller.main()
-            if text in tried:
+            if smaller in tried:
                 continue
-            tried.add(text)
-            if keeps_setups(smaller, program) and still_fails(smaller):
+            tried.add(smaller)
+            pairs = zip(smaller.parts, program.parts, strict=False)
+            if all(keeps_setups(*pair) for pair in pairs) and still_fails(smaller):
                 program, progress = smaller, True
                 break
     return program
@@ -40,7 +40,12 @@ def keeps_setups(smaller: Program, program: Program) -> bool:
 
 
 def candidates(program: Program) -> Iterator[Program]:
-    """Programs that are a little smaller, the smallest first."""
+    """Programs that are a little smaller, the smallest first; of two parts first without the second."""
+    if program.then:
+        yield replace(program, then=None)
+        yield from in_both(program)
+        for smaller in candidates(program.then):
+            yield replace(program, then=smaller)
     if program.world > min(program.place.worlds):
         yield replace(program, world=min(program.place.worlds))
     lines = program.lines
@@ -49,6 +54,18 @@ def candidates(program: Program) -> Iterator[Program]:
             yield program.with_lines(lines[:at] + lines[at + size :])
     for smaller in sorted(without_one(lines), key=weight):
         yield program.with_lines(smaller)
+
+
+def in_both(program: Program) -> Iterator[Program]:
+    """A line that is in both parts goes, or gets simpler, in both."""
+    then = program.then
+    for line in dict.fromkeys(node for node in program.lines if node in then.lines):
+        for shorter in [(), *((text,) for text in (simpler_lines(line) if isinstance(line, str) else ()))]:
+            parts = [
+                tuple(new for node in part.lines for new in (shorter if node == line else (node,)))
+                for part in (program, then)
+            ]
+            yield replace(program, lines=parts[0], then=then.with_lines(parts[1]))
 
 
 def weight(lines: tuple[Node, ...]) -> int:
@@ -96,4 +113,7 @@ def simpler_lines(line: str) -> list[str]:
         simple.append(re.sub(r", lr=.*\)$", ", lr=0.1)", line))
     if found := re.match(r"(\w+) = (?!mlp|share|score|fabric|copy|torch)\w+\(\)$", line):
         simple.append(f"{found[1]} = mlp()")
+    if re.match(r"state = \{|fabric\.save", line):  # an object less in a checkpoint
+        held = re.findall(r"'\w+': [\w.()]+, ", line)
+        simple += [line.replace(item, "", 1) for item in held]
     return [text for text in simple if text != line]

@@ -67,13 +67,13 @@ def zero(scene: Scene, optimizer: Optimizer) -> list[Node]:
 def one_backward(scene: Scene, model: Model, factor: str = "") -> list[Node]:
     """Forward, loss, backward; perhaps with something between them."""
     # What nobody uses has zeros for a gradient there, as FSDPStrategy says.
-    loss = losses(scene, model, whole=scene.chance(0.9) or scene.layout.zeros)
+    loss = losses(scene, model, whole=scene.chance(0.9) or scene.layout.zeros or scene.quiet)
     x, made = scene.fresh("x"), scene.fresh("loss")
     lines: list[Node] = [
         f"{x} = {scene.data(loss.x, loss.alike)}",
         f"{made} = {loss.text.replace('{x}', x)}{factor}",
     ]
-    form, noted = scene.rng.random(), made
+    form, noted = 1.0 if scene.quiet else scene.rng.random(), made
     if form < 0.08:  # a loss of two forwards
         second = loss.text.replace("{x}", f"({x} + 1)" if loss.x == "floats" else x)
         lines.append(f"{made} = {made} + {second}")
@@ -276,6 +276,8 @@ def interjection(scene: Scene) -> list[Node]:
         (1, whole_model),
         (0.3, lone_failure),
     ]
+    loud = (evaluation_by_rank, generation, failure, lone_failure, freeze) if scene.quiet else ()
+    makers = [(weight, maker) for weight, maker in makers if maker not in loud]
     maker = scene.rng.choices([m for _, m in makers], [w for w, _ in makers])[0]
     return maker(scene)
 

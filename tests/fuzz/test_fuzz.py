@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from grammar import generate
@@ -33,6 +35,15 @@ PLAIN = (
     ),
     "note.same('net', net.state_dict())",
 )
+SAVE = "fabric.save(folder / 'a.pt', {'net': net, 'opt': opt, 'epoch': 3})"
+GOING_ON = (
+    "torch.manual_seed(2)",
+    *PLAIN[1:4],
+    "state = {'net': net, 'opt': opt, 'epoch': 0}",
+    "fabric.load(folder / 'a.pt', state)",
+    "note.same('epoch', state['epoch'])",
+    *PLAIN[4:],
+)
 UNEQUAL = """
 _made = make_fabric
 def make_fabric():
@@ -45,6 +56,17 @@ def make_fabric():
 SLEEPING = UNEQUAL.replace(
     "type(fabric)", "fabric.global_rank and __import__('time').sleep(600) or type(fabric)"
 )
+FORGETTING = """
+_made = make_fabric
+def make_fabric():
+    fabric = _made()
+    def load(path, state):
+        held = {name: value for name, value in state.items() if name != "net"}
+        type(fabric).load(fabric, path, held)
+        state.update(held)
+    fabric.load = load
+    return fabric
+"""
 DYING = UNEQUAL.replace("type(fabric)", "fabric.global_rank and os._exit(3) or type(fabric)")
 
 
@@ -60,21 +82,52 @@ def program(lines=PLAIN, layout="ddp", world=2) -> Program:
 
 def test_fixed_seeds_end_well(pool):
     """The first programs, of all layouts in turn."""
+    ended = all_end_well(pool, [(seed, LAYOUTS[seed % len(LAYOUTS)].name) for seed in range(FIXED)])
+    assert ended.count(EQUAL) > len(ended) / 3, "the grammar makes too few programs that say something"
+
+
+def all_end_well(pool, asked):
+    """How the programs of these seeds and layouts end."""
     ended = []
-    for seed in range(FIXED):
-        made = generate(seed, LAYOUTS[seed % len(LAYOUTS)].name)
+    for seed, layout in asked:
+        made = generate(seed, layout)
+        if made.avoided:
+            continue
         outcome = pool.run(made)
         if outcome.failed:
             outcome = pool.confirmed(made)
         if outcome.word in FAILURES:
             pytest.fail(
-                f"python tests/fuzz --one {seed}:{made.layout} is {outcome.word}:\n"
-                + "\n".join(outcome.lines[:5])
-                + f"\n{made.body()}",
+                f"python tests/fuzz --one {seed}:{made.name} is {outcome.word}:\n"
+                + "\n".join([*outcome.lines[:5], *(part.body() for part in made.parts)]),
                 pytrace=False,
             )
         ended.append(outcome.word)
-    assert ended.count(EQUAL) > len(ended) / 3, "the grammar makes too few programs that say something"
+    return ended
+
+
+def test_fixed_pairs_end_well(pool):
+    """Programs of two parts: every second layout saves, or loads."""
+    names = [layout.name for layout in LAYOUTS[::2]]
+    asked = [f"{name}:" if place % 2 else f":{name}" for place, name in enumerate(names)]
+    ended = all_end_well(pool, enumerate(asked))
+    assert ended.count(EQUAL) > len(ended) / 3, "the grammar makes too few pairs that say something"
+
+
+@pytest.mark.parametrize(("first", "then"), [("ddp", "fsdp"), ("fsdp", "single"), ("pipeline", "zero1")])
+def test_a_plain_pair_is_equal(pool, first, then):
+    assert pool.run(plain_pair(first, then, 1 if then == "single" else 3)).word == EQUAL
+
+
+def test_what_is_not_loaded_is_found_and_shrunk():
+    with Runner(plant=FORGETTING) as planted:
+        made = plain_pair("ddp", "zero1", 3)
+        assert planted.run(made).word == DIFFERENT
+        small = shrunk(made, lambda smaller: planted.run(smaller).word == DIFFERENT)
+    assert "fabric.backward" not in small.body()
+    assert "fabric.load" in small.then.body()
+    assert "agree" not in small.then.body()
+    assert "'opt'" not in small.body() + small.then.body()
 
 
 @pytest.mark.parametrize("layout", ["single", "ddp", "zero1", "fsdp", "pipeline"])
@@ -135,14 +188,22 @@ def test_a_step_with_local_gradients_is_owed_an_error(pool):
     assert outcome.word == DIFFERENT or reason(outcome.lines[0])
 
 
-def test_a_script_stands_alone(tmp_path):
-    path = tmp_path / "alone.py"
-    path.write_text(program().script())
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.stdout.strip().endswith("equal"), done.stdout + done.stderr
+def test_scripts_stand_alone(tmp_path):
+    made = plain_pair("ddp", "single", 1)
+    environ = os.environ | {"FUZZ_FOLDER": str(tmp_path)}
+    for name, text in made.scripts().items():
+        (tmp_path / name).write_text(text)
+        done = subprocess.run(
+            [sys.executable, name], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environ
+        )
+        assert done.stdout.strip().endswith("equal"), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("layout", [layout.name for layout in LAYOUTS])
+def plain_pair(first, then, world) -> Program:
+    return replace(program((*PLAIN, SAVE), first), then=program(GOING_ON, then, world))
+
+
+@pytest.mark.parametrize("layout", [":", *(layout.name for layout in LAYOUTS)])
 def test_a_seed_always_makes_the_same_program(layout):
     assert generate(7, layout) == generate(7, layout)
     assert generate(7, layout).body() == generate(7, layout).body()

@@ -243,11 +243,14 @@ def deferred():
     with fabric.init_module(empty_init=True):
         model = Net()
     model.second.weight.data.normal_(std=0.02)
-    model, _ = fabric.setup(model, torch.optim.Adam(model.parameters()))
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)  # has states at once
+    model, optimizer = fabric.setup(model, optimizer)
     torch.manual_seed(4)
     plain = Net()
     plain.second.weight.data.normal_(std=0.02)
     assert_states(model.state_dict(), plain.state_dict())
+    states = optimizer.state_dict()["state"].values()
+    assert [state["sum"].unique().tolist() for state in states] == [[0.5]] * len([*plain.parameters()])
 
 
 def test_models_without_memory(ranks):

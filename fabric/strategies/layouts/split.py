@@ -16,7 +16,7 @@ from fabric.core.tree import map_tree
 from fabric.plugins.collectives.frames import call_of
 from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.layout import Whole
-from fabric.utilities.deferred import DeferredInit
+from fabric.utilities.deferred import DeferredInit, Unmade
 from fabric.utilities.init import has_meta_parameters
 from fabric.utilities.passes import parameters_of, watch_steps
 
@@ -103,7 +103,9 @@ class Split(Whole):
                 group["params"][i] = new
                 held = optimizer.state.pop(old, None)
                 if held is not None and not new.is_meta:
-                    optimizer.state[new] = {key: self._part(value, new) for key, value in held.items()}
+                    optimizer.state[new] = {
+                        key: self._part(_made(value, new), new) for key, value in held.items()
+                    }
             # torch takes several tensors at once on an accelerator, and cannot where they lie differently.
             asked = group.get("foreach", 0) is not None or group.get("fused")
             if self.device.type != "cpu" and not asked:
@@ -222,6 +224,11 @@ class Split(Whole):
 def is_split(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor; asked without importing it."""
     return hasattr(tensor, "device_mesh")
+
+
+def _made(value: Any, new: Tensor) -> Any:
+    """A state that an optimizer made of a parameter without memory (Adagrad does), with its values."""
+    return value.recorder.make(value) if isinstance(value, Unmade) and new.numel() else value
 
 
 def _assign(module: Module, state: dict[str, Any], strict: bool) -> Any:
