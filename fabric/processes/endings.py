@@ -56,8 +56,12 @@ def is_consequence(reason: str) -> bool:
 
 
 def describe(error: BaseException, tb: TracebackType | None = None) -> str:
-    """`ValueError: boom (train.py:31)`: type, first line of the message, and the user's line that raised."""
+    """`ValueError: boom (train.py:31)`: type, first line of the message (two, if it ends in a colon), and the
+    user's line that raised.
+    """
     lines = str(error).strip().splitlines() or [""]
+    if lines[0].endswith(":"):
+        lines[:2] = [" ".join(map(str.strip, lines[:2]))]
     frames = [
         (frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(tb or error.__traceback__)
     ]

@@ -119,13 +119,17 @@ class LossScale:
     @contextmanager
     def _kept(self) -> Iterator[None]:
         """Gradients that are there mean the same under the scale that comes. Waits for no device."""
-        before = self.scaler.scale(torch.ones((), device=self.device))
+        held = [p for model in self._models for p in model.parameters() if p.grad is not None]
+        left: dict[int, Any] = {id(p): p.grad for p in held}
+        before: Any = self._now() if left else None
         yield
-        after = self.scaler.scale(torch.ones((), device=self.device))
-        for p in {id(p): p for model in self._models for p in model.parameters()}.values():
-            if p.grad is not None:
-                own = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
-                with torch.no_grad():
-                    own.mul_((after if id(p) in self._true else after / before).to(own.device))
+        after: Any = self._now() if left else None
+        for key, grad in left.items():
+            own = grad.to_local() if hasattr(grad, "to_local") else grad
+            with torch.no_grad():
+                own.mul_((after if key in self._true else after / before).to(own.device))
         self._true.clear()
         self._unscaled.clear()
+
+    def _now(self) -> Any:
+        return self.scaler.scale(torch.ones((), device=self.device))

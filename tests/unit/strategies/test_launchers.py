@@ -129,6 +129,16 @@ def test_an_exception_of_a_loaders_worker_is_described_by_its_own_line():
     )
 
 
+def test_a_first_line_that_ends_in_a_colon_is_told_with_the_next():
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Linear(2, 2).load_state_dict({"weight": torch.zeros(3, 2)}, strict=False)
+    told = describe(caught.value)
+    assert told.startswith(
+        "RuntimeError: Error(s) in loading state_dict for Linear: size mismatch for weight"
+    )
+    assert describe(ValueError("nothing more:")) == "ValueError: nothing more:"
+
+
 def test_an_error_that_came_from_another_rank_is_an_echo():
     error = ValueError("download failed")
     error.fabric_raised_by = 0
