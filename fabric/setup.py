@@ -313,6 +313,7 @@ class SetupVerbs(RankFacts):
         if is_compiled(module) and reapply_compile:
             joined = recompile(joined, like=module)
         self._strategy.modules[inner] = None
+        precision.follow(inner)
         kind = _FabricContainer if hasattr(type(inner), "__getitem__") else _FabricModule
         return kind(joined, self._strategy, inner), optimizers, scheduler
 

@@ -215,6 +215,7 @@ class _FabricModule(Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._strategy.layout.adopt(self._fabric_joined)
+        self._strategy.precision.follow(self.module)
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})

@@ -138,7 +138,6 @@ class Drawing(Source):
         self.generators = generators_of([loader, *samplers_of(loader)], own)
         self.start: dict[str, Any] = {}
         """The position at which this iteration began."""
-        self._keeps_workers = False
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
         """See the base. The user's generators and the seed are those of the position.
@@ -151,13 +150,9 @@ class Drawing(Source):
             for generator, state in zip(self.generators, saved["generators"], strict=True):
                 ways(generator)[1](state)
             self.seed = saved["seed"]
-        self.start = saved or self.fresh()
         if self.own is not None:
             self.own.manual_seed(derive_seed(self.seed, epoch, _WORKERS))
-        elif self._keeps_workers and (given := self.loader.generator) is not None:
-            # As torch does for new workers: the order is that of a run which goes on here, and has new ones.
-            torch.empty((), dtype=torch.int64, device=given.device).random_(generator=given)
-        self._keeps_workers = getattr(self.loader, "persistent_workers", False)
+        self.start = saved or self.fresh()
 
     def fresh(self) -> dict[str, Any]:
         """See the base. Here: what orders are drawn from."""
@@ -205,6 +200,8 @@ class IndexSource(Drawing):
         own: torch.Generator | None,
     ) -> None:
         self.stream = stream
+        self._keeps_workers = False
+        """Whether this iteration has the workers of the last one."""
         super().__init__(loader, seed, own)
         self.rank = rank
         self.dealt = stream.order.seed is not None
@@ -228,6 +225,7 @@ class IndexSource(Drawing):
                 f"loader.set_epoch({epoch + 1})."
             )
         super().begin(epoch, saved)
+        self._draw_seed(saved)
         self.start = {**self.start, "length": self._items()}
         stream.start = self.start["samples"]
         stream.expected = self.start["check"] if stream.start else None
@@ -262,6 +260,7 @@ class IndexSource(Drawing):
     def fresh(self) -> dict[str, Any]:
         """See the base."""
         state = {"samples": 0, "length": self._items(), "check": None, **super().fresh()}
+        state["kept"] = self._keeps_workers
         return state if self.dealt else {**state, "random": host_states()}
 
     def length(self) -> int:
@@ -278,6 +277,19 @@ class IndexSource(Drawing):
 
     def _items(self) -> int | None:
         return sized_len(self.stream.order)
+
+    def _draw_seed(self, saved: dict[str, Any] | None) -> None:
+        """Let the user's generator draw as often as where the position was saved: torch draws the seed of
+        workers from it, but not again of workers that it keeps.
+        """
+        given, keeps = self.loader.generator, self._keeps_workers
+        kept = keeps if saved is None else saved.get("kept", keeps)
+        if self.own is None and given is not None and kept != keeps:
+            if kept:
+                self.loader.generator = torch.Generator(given.device)
+            else:
+                torch.empty((), dtype=torch.int64, device=given.device).random_(generator=given)
+        self._keeps_workers = bool(self.loader.num_workers) and self.loader.persistent_workers
 
 
 def samplers_of(loader: Any) -> list[Any]:

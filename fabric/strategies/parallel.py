@@ -6,6 +6,7 @@ import atexit
 import faulthandler
 import os
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
@@ -210,7 +211,8 @@ class ParallelStrategy(Strategy):
 
             self._watchdog = watch_over(self.root_device)
             if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-                faulthandler.enable(sys.__stderr__)  # where a backend ends the process: at which line it was
+                with suppress(OSError):  # a stream that is no file
+                    faulthandler.enable(sys.__stderr__)  # where a backend ends the process: at which line
 
     def explain(self, error: Exception) -> None:
         """See the base: an error of the process group gets the table of where all ranks are.

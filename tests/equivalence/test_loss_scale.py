@@ -6,6 +6,7 @@ without a scaler.
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from contextlib import nullcontext
@@ -27,6 +28,9 @@ class Scaled(MixedPrecision):
 
     def forward_context(self):
         return nullcontext()
+
+    def convert_input(self, data):
+        return data
 
 
 class Loop:
@@ -171,6 +175,106 @@ def test_an_optimizer_that_was_forgotten_is_refused():
     foreign = nn.Linear(2, 2)
     foreign(torch.ones(1, 2)).sum().backward()
     torch.optim.SGD(foreign.parameters(), lr=0.1).step()  # has nothing to do with it
+
+
+def a_new_group_after_a_clip(loop):
+    one, _ = loop.optimizers(both=False)
+    loop.backward(0)
+    loop.clip(one)
+    one.add_param_group({"params": list(loop.nets[1].parameters()), "lr": 0.1})
+    one.step()
+
+
+def a_copy_in_turn_with_its_model(loop):
+    one, _ = loop.optimizers(both=True)
+    first, second, two = copy.deepcopy((loop.first, loop.second, one))
+    for step in range(3):
+        one.zero_grad()
+        for part in range(2):
+            loop.backward(step + part)
+            two.zero_grad()
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            loop.fabric.backward(second(first(x)).square().mean())
+            two.step()
+        one.step()
+    loop.first, loop.second = nn.Sequential(loop.first, first), nn.Sequential(loop.second, second)
+
+
+def saved_before_its_step(loop):
+    one, _ = loop.optimizers(both=True)
+    for step in range(3):
+        one.zero_grad()
+        loop.backward(step)
+        loop.clip(one)
+        loop.fabric.strategy.precision.state_dict()
+        grads = [p.grad.clone() for p in loop.nets[0].parameters()]
+        one.step()
+        loop.nets[0].register_buffer(f"seen{step}", torch.cat([grad.flatten() for grad in grads]))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [a_new_group_after_a_clip, a_copy_in_turn_with_its_model, saved_before_its_step],
+    ids=lambda body: body.__name__,
+)
+def test_a_loop_on_one_rank(body):
+    torch.testing.assert_close(ran(body, Scaled()), ran(body, None), rtol=1e-5, atol=1e-6)
+
+
+def test_sparse_and_double_gradients_that_are_kept():
+    """Only the first is stepped; the other is brought from scale to scale."""
+    found = []
+    for precision in (Scaled(), None):
+        loop = Loop(precision)
+        table, wide = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4).double()
+        models = [loop.fabric.setup(table), loop.fabric.setup(wide)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (table, wide)]
+        optimizers = loop.fabric.setup_optimizers(*optimizers)
+        for step in range(3):
+            loop.fabric.backward(models[0](torch.tensor([step, 1])).square().mean())
+            loop.fabric.backward(models[1](torch.ones(2, 4).double()).square().mean())
+            optimizers[0].step()
+        optimizers[1].step()
+        found.append([p.detach().clone() for net in (table, wide) for p in net.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_goes_on_without_a_scaler():
+    loop = Loop(Scaled())
+    one, _ = loop.optimizers(both=True)
+    loop.backward(0)
+    one.step()
+    one.zero_grad()
+    after = torch.optim.SGD([p for net in loop.nets for p in net.parameters()], lr=0.1)
+    loop.nets[1](loop.nets[0](torch.ones(2, 4))).sum().backward()  # plain torch, while the Fabric lives on
+    before = loop.nets[0].bias.detach().clone()
+    after.step()
+    torch.testing.assert_close(loop.nets[0].bias, before - 0.1 * loop.nets[0].bias.grad)
+
+
+def test_a_scaler_that_is_put_in_later_and_one_that_is_off():
+    precision = Scaled()
+    precision.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    loop = Loop(precision)
+    loop.backward(0)
+    assert precision.state_dict()["scale"] == 4.0
+    off = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))
+    loop = Loop(off)
+    forgotten = torch.optim.SGD(loop.nets[0].parameters(), lr=0.1)
+    loop.backward(0)
+    forgotten.step()  # nothing is scaled
+
+
+class Converting(Scaled):
+    def convert_module(self, module):
+        return module.float()
+
+
+def test_a_subclass_that_converts_models_is_told_of_them():
+    want = ran(added_up_over_the_steps_of_another, None)
+    torch.testing.assert_close(
+        ran(added_up_over_the_steps_of_another, Converting()), want, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_copy_starts_anew():

@@ -212,7 +212,8 @@ def check_shares(ranks, program, batch, world, full):
         assert len(set(items)) == len(items)
         assert len(steps) == 1 if together else program["drop_last"] or items == list(range(program["n"]))
         return
-    alone = {**program, "workers": 0, "drop_last": False, "uneven": "exact"}
+    alone = {**program, "drop_last": False, "uneven": "exact"}
+    alone["workers"] *= kind == "given"  # torch draws their seed from the generator
     whole = kind == "buckets"
     ((seen, _, _),) = ranks.run(run, alone, batch if whole else 1, world_size=1)
     default = (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import foreach_mul_
 from fabric.utilities.passes import parameters_of, watch_steps
 
 if TYPE_CHECKING:
@@ -37,15 +38,15 @@ class LossScale:
         self._models: WeakSet[Module] = WeakSet()
         self._true: set[int] = set()
         """Of parameters: those whose gradients have their true size."""
-        self._unscaled: WeakSet[Optimizer] = WeakSet()
-        """Optimizers that have not stepped since theirs have it."""
+        self._unscaled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        """Optimizers that have brought theirs there since the last update; whether they are to step yet."""
         self._begun = self._stepping = False
 
     def __reduce__(self) -> Any:
         return type(self), (self.scaler, self.device)  # a copy follows what is set up with it
 
     def follow(self, module: Module) -> None:
-        """From now on its gradients are looked after, and nobody else may step them."""
+        """From now on its gradients are looked after, and nobody may step them as they are."""
         if not self._models:
             watch_steps(self)
         self._models.add(module)
@@ -68,11 +69,11 @@ class LossScale:
                 f'{type(optimizer).__name__} has gradients, under precision="16-mixed", before any '
                 "fabric.backward(loss). Write that instead of loss.backward(), so that the loss is scaled."
             )
-        if held and optimizer not in self._unscaled:
-            if not held.isdisjoint(self._true):  # of its last step, or of another optimizer's
-                self.update()
+        if held and not (self._unscaled.get(optimizer) and held <= self._true):
+            if optimizer in self._unscaled or not held.isdisjoint(self._true):
+                self.update()  # they are of its last step, or another optimizer's
             self.scaler.unscale_(optimizer)
-            self._unscaled.add(optimizer)
+            self._unscaled[optimizer] = True
             self._true |= held
         return bool(held)
 
@@ -80,7 +81,7 @@ class LossScale:
         """Step, unless a gradient is not finite; then the scale is too large, and the step is left out."""
         if not self.unscale(optimizer):
             return optimizer.step(**kwargs)
-        self._unscaled.discard(optimizer)
+        self._unscaled[optimizer] = False
         self._stepping = True
         try:
             return self.scaler.step(optimizer, **kwargs)
@@ -93,10 +94,10 @@ class LossScale:
         Raises:
             UsageError: It would take gradients as they are, scaled.
         """
-        if self._stepping or not self._begun:
+        if self._stepping or not self._begun or not self.scaler.is_enabled():
             return
-        held = {id(p) for p in parameters_of(optimizer) if p.grad is not None}
-        if any([id(p) in held for model in self._models for p in model.parameters()]):
+        held = {id(p) for p in parameters_of(optimizer) if p.grad is not None} - self._true
+        if held and any(id(p) in held for model in self._models for p in model.parameters()):
             raise UsageError(
                 f"{type(optimizer).__name__}.step() is that of an optimizer which was not set up, and under "
                 'precision="16-mixed" gradients are scaled: it would step by a multiple of them. Write '
@@ -110,6 +111,12 @@ class LossScale:
             with self._kept():
                 self.scaler.update()
 
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on from here needs; of gradients that wait for their step it needs none."""
+        if not any(self._unscaled.values()):
+            self.update()
+        return self.scaler.state_dict()
+
     def load(self, state: dict[str, Any]) -> None:
         """Take another run's scale."""
         self.update()  # what was due belongs to the state that is left
@@ -119,15 +126,17 @@ class LossScale:
     @contextmanager
     def _kept(self) -> Iterator[None]:
         """Gradients that are there mean the same under the scale that comes. Waits for no device."""
-        held = [p for model in self._models for p in model.parameters() if p.grad is not None]
-        left: dict[int, Any] = {id(p): p.grad for p in held}
+        left: dict[Any, list[Any]] = {}
+        for p in {id(p): p for model in self._models for p in model.parameters()}.values():
+            if (grad := p.grad) is not None:
+                own = grad.to_local() if hasattr(grad, "to_local") else grad
+                left.setdefault((id(p) in self._true, own.device, own.dtype, own.layout), []).append(own)
         before: Any = self._now() if left else None
         yield
         after: Any = self._now() if left else None
-        for key, grad in left.items():
-            own = grad.to_local() if hasattr(grad, "to_local") else grad
+        for (true, device, *_), grads in left.items():
             with torch.no_grad():
-                own.mul_((after if key in self._true else after / before).to(own.device))
+                foreach_mul_(grads, (after if true else after / before).to(device))
         self._true.clear()
         self._unscaled.clear()
 

@@ -59,9 +59,18 @@ class MixedPrecision(Precision):
             scaler = torch.amp.GradScaler(device=torch.device(device).type)
         self.precision = precision
         self.device = torch.device(device).type
+        self._scale: LossScale | None = None
         self.scaler = scaler
         self.output_dtype = output_dtype
-        self._scale: LossScale | None = None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The GradScaler of "16-mixed"; None: losses are not scaled."""
+        return None if self._scale is None else self._scale.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._scale = None
         if scaler is not None:
             from fabric.plugins.precision.loss_scale import LossScale
 
@@ -77,11 +86,10 @@ class MixedPrecision(Precision):
         """True with a scaler, or where a subclass changes the step."""
         return self.scaler is not None or overridden(type(self), MixedPrecision, "optimizer_step")
 
-    def convert_module(self, module: Module) -> Module:
-        """The module as it is."""
+    def follow(self, module: Module) -> None:
+        """See the base. With a scaler: what gradients there are at a backward come to the scale of that."""
         if self._scale is not None:
             self._scale.follow(module)
-        return module
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast on the device; also what `fabric.autocast()` gives."""
@@ -129,10 +137,7 @@ class MixedPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state."""
-        if self._scale is None:
-            return {}
-        self._scale.update()
-        return self._scale.scaler.state_dict()
+        return {} if self._scale is None else self._scale.state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the scaler's state back."""

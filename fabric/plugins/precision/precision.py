@@ -85,6 +85,9 @@ class Precision:
         """The module in the dtypes of this precision, changed in place; called once, by `fabric.setup`."""
         return module
 
+    def follow(self, module: Module) -> None:
+        """Called with every model that is set up, as it was converted, and with every copy of one."""
+
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Context in which new floating-point tensors get the dtype of this precision."""
         return nullcontext()

@@ -227,7 +227,9 @@ def is_split(tensor: Tensor) -> bool:
 
 
 def _made(value: Any, new: Tensor) -> Any:
-    """A state that an optimizer made of a parameter without memory (Adagrad does), with its values."""
+    """A state that an optimizer made of a parameter without memory (Adagrad does), with its values; those of
+    parameters on other stages of a pipeline have none.
+    """
     return value.recorder.make(value) if isinstance(value, Unmade) and new.numel() else value
 
 

@@ -236,31 +236,34 @@ class Drawn(Sampler):
         return iter(torch.randperm(self.n, generator=self.generator).tolist())
 
 
-def of_a_generator(fabric, kind, workers):
-    how = {0: {}, 1: {"persistent_workers": False}, 2: {"persistent_workers": True}}[workers]
-    how |= {"num_workers": 1, "multiprocessing_context": "fork"} if workers else {}
+def of_a_generator(kind, workers):
+    how = {"collate_fn": own_collate}
+    if workers != "none":
+        how |= {"num_workers": 1, "multiprocessing_context": "fork", "persistent_workers": workers == "kept"}
     if kind == "drawn":
-        return ready(fabric, range(6), sampler=Drawn(6), **how)
-    return ready(fabric, range(6), shuffle=True, generator=torch.Generator().manual_seed(5), **how)
+        return DataLoader(range(6), 2, sampler=Drawn(6), **how)
+    return DataLoader(range(6), 2, shuffle=True, generator=torch.Generator().manual_seed(5), **how)
 
 
 @pytest.mark.parametrize("kind", ["drawn", "given"])
-@pytest.mark.parametrize("workers", [0, 1, 2], ids=["none", "new", "kept"])
-def test_an_order_of_a_generator_goes_on_in_other_workers(fabric, kind, workers):
-    """Kept workers, which torch seeds once only, or new ones: the generator has drawn as much."""
-    loader, states, seen = of_a_generator(fabric, kind, workers), [], []
+@pytest.mark.parametrize("workers", ["none", "new", "kept"])
+def test_an_order_of_a_generator_is_that_of_torch_and_goes_on_in_other_workers(fabric, kind, workers):
+    """torch draws the seed of new workers from the generator; a sampler that draws at once draws once."""
+    loader, states, seen = fabric.setup_dataloaders(of_a_generator(kind, workers)), [], []
     for epoch in range(3):
         states.append(((epoch, 0), loader.state_dict()))
         for i, batch in enumerate(loader):
             seen.append(batch)
             states.append(((epoch, i + 1), loader.state_dict()))
-    plain = of_a_generator(fabric, kind, 0)
+    plain = of_a_generator(kind, "none" if kind == "drawn" else workers)
     assert seen == [batch for _ in range(3) for batch in plain]
+    alive = fabric.setup_dataloaders(of_a_generator(kind, workers))
+    list(alive)
     for (epoch, done), state in states:
-        again = of_a_generator(fabric, kind, workers)
-        again.load_state_dict(state)
-        found = [batch for _ in range(3 - epoch) for batch in again]
-        assert found == seen[3 * epoch + done :], (epoch, done)
+        for again in (fabric.setup_dataloaders(of_a_generator(kind, workers)), alive):
+            again.load_state_dict(state)
+            found = [batch for _ in range(3 - epoch) for batch in again]
+            assert found == seen[3 * epoch + done :], (epoch, done, again is alive)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
