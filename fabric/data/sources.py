@@ -200,6 +200,7 @@ class IndexSource(Drawing):
         own: torch.Generator | None,
     ) -> None:
         self.stream = stream
+        self._given = loader.generator
         self._keeps_workers = False
         """Whether this iteration has the workers of the last one."""
         super().__init__(loader, seed, own)
@@ -282,7 +283,7 @@ class IndexSource(Drawing):
         """Let the user's generator draw as often as where the position was saved: torch draws the seed of
         workers from it, but not again of workers that it keeps.
         """
-        given, keeps = self.loader.generator, self._keeps_workers
+        given, keeps = self._given, self._keeps_workers
         kept = keeps if saved is None else saved.get("kept", keeps)
         if self.own is None and given is not None and kept != keeps:
             if kept:
