@@ -106,6 +106,7 @@ def all_end_well(pool, asked):
     return ended
 
 
+@pytest.mark.slow
 def test_fixed_pairs_end_well(pool):
     """Programs of two parts: every second layout saves, or loads."""
     names = [layout.name for layout in LAYOUTS[::2]]
@@ -119,6 +120,7 @@ def test_a_plain_pair_is_equal(pool, first, then):
     assert pool.run(plain_pair(first, then, 1 if then == "single" else 3)).word == EQUAL
 
 
+@pytest.mark.slow
 def test_what_is_not_loaded_is_found_and_shrunk():
     with Runner(plant=FORGETTING) as planted:
         made = plain_pair("ddp", "zero1", 3)
