@@ -185,18 +185,18 @@ def a_new_group_after_a_clip(loop):
     one.step()
 
 
-def a_copy_in_turn_with_its_model(loop):
+def a_copy_that_adds_up_over_steps_of_its_model(loop):
     one, _ = loop.optimizers(both=True)
     first, second, two = copy.deepcopy((loop.first, loop.second, one))
     for step in range(3):
-        one.zero_grad()
+        two.zero_grad()
         for part in range(2):
-            loop.backward(step + part)
-            two.zero_grad()
             x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
             loop.fabric.backward(second(first(x)).square().mean())
-            two.step()
-        one.step()
+            one.zero_grad()
+            loop.backward(step + part)
+            one.step()
+        two.step()
     loop.first, loop.second = nn.Sequential(loop.first, first), nn.Sequential(loop.second, second)
 
 
@@ -212,11 +212,25 @@ def saved_before_its_step(loop):
         loop.nets[0].register_buffer(f"seen{step}", torch.cat([grad.flatten() for grad in grads]))
 
 
-@pytest.mark.parametrize(
-    "body",
-    [a_new_group_after_a_clip, a_copy_in_turn_with_its_model, saved_before_its_step],
-    ids=lambda body: body.__name__,
-)
+def goes_on_with_another_scaler(loop):
+    one, _ = loop.optimizers(both=True)
+    for step in range(3):
+        loop.backward(step)
+        if isinstance(precision := loop.fabric.strategy.precision, MixedPrecision):
+            precision.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**step, growth_interval=1)
+        loop.backward(step + 1)
+        one.step()
+
+
+ON_ONE_RANK = [
+    a_new_group_after_a_clip,
+    a_copy_that_adds_up_over_steps_of_its_model,
+    saved_before_its_step,
+    goes_on_with_another_scaler,
+]
+
+
+@pytest.mark.parametrize("body", ON_ONE_RANK, ids=lambda body: body.__name__)
 def test_a_loop_on_one_rank(body):
     torch.testing.assert_close(ran(body, Scaled()), ran(body, None), rtol=1e-5, atol=1e-6)
 

@@ -111,6 +111,12 @@ class LossScale:
             with self._kept():
                 self.scaler.update()
 
+    def replace(self, scaler: torch.amp.GradScaler) -> None:
+        """Go on with another scaler."""
+        self.update()
+        with self._kept():
+            self.scaler = scaler
+
     def state(self) -> dict[str, Any]:
         """What a run that goes on from here needs; of gradients that wait for their step it needs none."""
         if not any(self._unscaled.values()):

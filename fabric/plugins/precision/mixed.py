@@ -70,8 +70,11 @@ class MixedPrecision(Precision):
 
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        self._scale = None
-        if scaler is not None:
+        if scaler is None:
+            self._scale = None
+        elif self._scale is not None:
+            self._scale.replace(scaler)
+        else:
             from fabric.plugins.precision.loss_scale import LossScale
 
             self._scale = LossScale(scaler, self.device)
