@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fabric.core.errors import UsageError
+from fabric.core.errors import NoLoggerError, UsageError
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from fabric.accelerators.accelerator import Accelerator
     from fabric.loggers.logger import Logger
+    from fabric.plugins.precision.precision import Precision
     from fabric.strategies.strategy import Strategy
     from fabric.utilities.progress import Progress
 
@@ -97,10 +98,10 @@ class RankFacts:
         """The first logger.
 
         Raises:
-            UsageError: There is none.
+            NoLoggerError: There is none.
         """
         if not self._loggers:
-            raise UsageError(
+            raise NoLoggerError(
                 "fabric.logger: this Fabric has no logger. Write Fabric(loggers=CSVLogger('logs'))."
             )
         return self._loggers[0]
@@ -140,6 +141,13 @@ class RankFacts:
     def _data_rank(self) -> int:
         """Which part of the data this rank sees; ranks that split one model see the same part."""
         return (self._strategy.distributed_sampler_kwargs or {"rank": self.global_rank})["rank"]
+
+    @property
+    def _precision(self) -> Precision:
+        return self._strategy.precision
+
+    def _validate_launched(self) -> None:
+        self._require_launch("_validate_launched()")
 
     def _require_launch(self, verb: str) -> None:
         if not self._launched:

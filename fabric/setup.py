@@ -237,6 +237,8 @@ class SetupVerbs(RankFacts):
         ]
         return ready[0] if len(ready) == 1 else ready
 
+    _setup_dataloader = setup_dataloaders
+
     @contextmanager
     def whole(self, model: _FabricModule) -> Iterator[Module | None]:
         """A plain module with the whole values on rank zero, None on the others. All ranks must call this.

@@ -17,6 +17,7 @@ import torch
 from torch.nn import Module
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.lazy import lazy_names
 from fabric.core.torch_internals import MODULE_TABLES
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
     from typing_extensions import Self
+
+__getattr__ = lazy_names(__name__)
 
 _COMPILED = "_orig_mod."
 

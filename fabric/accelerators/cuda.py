@@ -39,6 +39,9 @@ class CUDAAccelerator(TorchAccelerator):
         return "" if visible is None else f" CUDA_VISIBLE_DEVICES={visible!r} renumbers them from 0."
 
 
+is_cuda_available, num_cuda_devices = CUDAAccelerator.is_available, CUDAAccelerator.auto_device_count
+
+
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """As `find_usable_devices`, of CUDA devices.
 

@@ -4,6 +4,7 @@ FabricError
 - ConfigurationError (ValueError): arguments that are wrong, impossible here, or contradict each other
 - ArgumentTypeError (TypeError): a value of the wrong kind
 - UsageError (RuntimeError): a call at the wrong time or on the wrong object
+- NoLoggerError (UsageError, IndexError): `fabric.logger` of a Fabric without loggers
 - DamagedCheckpointError (UsageError): a file of a checkpoint is not what was written
 - LaunchError (RuntimeError): processes that could not be started or joined
 - RankError (RuntimeError): another rank failed inside a call that all ranks make
@@ -27,6 +28,10 @@ class ArgumentTypeError(FabricError, TypeError):
 
 class UsageError(FabricError, RuntimeError):
     """A call came at the wrong time or on the wrong object."""
+
+
+class NoLoggerError(UsageError, IndexError):
+    """`fabric.logger` was read, and there is none."""
 
 
 class DamagedCheckpointError(UsageError):

@@ -1,6 +1,7 @@
-"""Lazy names for a package's `__init__` (PEP 562), called once per import of a package. Imports no torch.
+"""Lazy names of packages and modules (PEP 562), called once per import of one. Imports no torch.
 
 An `__init__` names each export twice: for type checkers (`import X as X`), and in the table of its home.
+Names that only Lightning Fabric has in a module of this path stand in `fabric/core/lightning_names.py`.
 """
 
 from __future__ import annotations
@@ -23,18 +24,29 @@ def lazy_exports(
         homes: Each public name with the module that defines it.
     """
     vars(sys.modules[package])["__all__"] = list(homes)
+    return lazy_names(package, homes), lambda: sorted(homes)
+
+
+def lazy_names(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str], Any]:
+    """The `__getattr__` of a module: names of `homes`, and Lightning Fabric's names, load on first use.
+
+    Args:
+        module: The module's `__name__`.
+        homes: Names with the module that defines each.
+    """
 
     def load(name: str) -> Any:
-        home = homes.get(name)
+        home = (homes or {}).get(name)
+        # The import system asks for dunders of every module, and for submodules of packages.
+        if home is None and not name.startswith("__") and not (homes and name[0].islower()):
+            from fabric.core.lightning_names import find_home
+
+            home = find_home(module.removeprefix("fabric."), name)
         if home is None:
-            raise AttributeError(
-                f"module {package!r} has no attribute {name!r}; it offers {', '.join(sorted(homes))}"
-            )
+            offers = f"; it offers {', '.join(sorted(homes))}" if homes else ""
+            raise AttributeError(f"module {module!r} has no attribute {name!r}{offers}")
         value = getattr(import_module(home), name)
-        setattr(sys.modules[package], name, value)  # the next access finds it without this function
+        setattr(sys.modules[module], name, value)  # the next access finds it without this function
         return value
 
-    def names() -> list[str]:
-        return sorted(homes)
-
-    return load, names
+    return load

@@ -127,9 +127,28 @@ class Registry:
                 self.register(point.name, f"{point.module}:{point.attr}", f"from {point.value}")
 
 
+_INSTEAD = {
+    "precision": {
+        "'bf16-mixed' or 'bf16-true'": "bfloat16 torch.bfloat16",
+        "'16-mixed' or '16-true'": "amp float16 fp16 half torch.float16",
+        "'32-true'": "float32 fp32 no torch.float32",
+        "'64-true'": "double float64 fp64 torch.float64",
+    },
+    "strategy": {
+        "ModelParallelStrategy(parallelize_fn)": "tensor_parallel tp",
+        "FSDPStrategy(context_parallel=ContextParallel())": "context_parallel cp",
+        "LocalSGDStrategy(outer_optimizer=lambda p: SGD(p, 0.7, 0.9, nesterov=True))": "diloco",
+    },
+}
+"""What to write for names that other libraries have."""
+
+
 def unknown_name_message(kind: str, given: object, known: list[str]) -> str:
     """The error text for an unknown name: the close ones first, then all of them."""
-    return f"{kind}={given!r} is not known.{did_you_mean(given, known)} Known: {', '.join(known)}."
+    hint = did_you_mean(given, known)
+    for instead, names in _INSTEAD.get(kind, {}).items():
+        hint = f" Write {kind}={instead}." if str(given).lower() in names.split() else hint
+    return f"{kind}={given!r} is not known.{hint} Known: {', '.join(known)}."
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:

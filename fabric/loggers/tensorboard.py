@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from fabric.core.lazy import lazy_names
 from fabric.loggers.logger import DirectoryLogger, flat, scalar
 from fabric.utilities.extras import require
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
     from fabric.core.types import PathLike
+
+__getattr__ = lazy_names(__name__)
 
 
 class TensorBoardLogger(DirectoryLogger):

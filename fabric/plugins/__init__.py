@@ -20,6 +20,7 @@ __getattr__, __dir__ = lazy_exports(
         "BitsandbytesPrecision": "fabric.integrations.bitsandbytes.precision",
         "CheckpointIO": "fabric.plugins.io.checkpoint_io",
         "ClusterEnvironment": "fabric.plugins.environments.cluster_environment",
+        "DeepSpeedPrecision": "fabric.integrations.deepspeed.precision",
         "DoublePrecision": "fabric.plugins.precision.true",
         "FSDPPrecision": "fabric.plugins.precision.mixed",
         "HalfPrecision": "fabric.plugins.precision.true",

@@ -27,6 +27,7 @@ __getattr__, __dir__ = lazy_exports(
         "DDP2Strategy": "fabric.strategies.dp",
         "DDPStrategy": "fabric.strategies.ddp",
         "DataParallelStrategy": "fabric.strategies.dp",
+        "DeepSpeedStrategy": "fabric.integrations.deepspeed.strategy",
         "FSDPStrategy": "fabric.strategies.fsdp",
         "LocalSGDStrategy": "fabric.strategies.local_sgd",
         "ModelParallelStrategy": "fabric.strategies.model_parallel",

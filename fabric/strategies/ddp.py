@@ -62,3 +62,11 @@ class DDPStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
         self._set_processes(process_group_backend, timeout, startup_timeout, start_method, context_parallel)
         self.layout = self._layout(kwargs)
+
+    @property
+    def _ddp_kwargs(self) -> dict[str, Any]:
+        return self.layout.settings  # type: ignore[attr-defined, no-any-return]  # read at setup
+
+    @_ddp_kwargs.setter
+    def _ddp_kwargs(self, value: dict[str, Any]) -> None:
+        self.layout.settings = value  # type: ignore[attr-defined]

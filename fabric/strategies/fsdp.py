@@ -4,6 +4,7 @@ write for FSDP1 is said in its terms, by one table of what each keyword may be, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +12,7 @@ import torch
 from torch.nn import Module
 
 from fabric.core.errors import ConfigurationError
+from fabric.core.lazy import lazy_names
 from fabric.core.registry import did_you_mean
 from fabric.strategies.layouts.blocks import check_policy
 from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.layouts.context.part import ContextParallel
     from fabric.strategies.parallel import StartMethod
+
+__getattr__ = lazy_names(__name__)
 
 
 _SHARDING: dict[str, dict[str, Any]] = {
@@ -83,7 +87,7 @@ _FITS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """Of keywords: what fits, and what they must be."""
 
-_OTHERS = ("ignored_modules", "ignored_states", "backward_prefetch", "device_id")
+_OTHERS = ("auto_wrap_policy", "ignored_modules", "ignored_states", "backward_prefetch", "device_id")
 """Keywords that any value fits, or that are looked at elsewhere. FSDP2 decides the last two by itself."""
 
 
@@ -163,7 +167,6 @@ class FSDPStrategy(ParallelStrategy):
         own = {
             "cpu_offload": cpu_offload,
             "mixed_precision": mixed_precision,
-            "auto_wrap_policy": auto_wrap_policy,
             "activation_checkpointing": activation_checkpointing,
             "activation_checkpointing_policy": activation_checkpointing_policy,
             "sharding_strategy": sharding_strategy,
@@ -171,10 +174,19 @@ class FSDPStrategy(ParallelStrategy):
             "device_mesh": device_mesh,
             "find_unused_parameters": find_unused_parameters,
         }
-        settings = ShardSettings(**_translate(own, kwargs))
-        self.layout: FullyShard = FullyShard(settings)
+        listed = {name: [*value] if isinstance(value, Iterator) else value for name, value in kwargs.items()}
+        self._own, self._fsdp_kwargs = own, {"auto_wrap_policy": auto_wrap_policy, **listed}
+        self.layout: FullyShard = FullyShard(self._settings())
         self.state_dict_type = state_dict_type
         self.sharding_strategy, self.cpu_offload = sharding_strategy, cpu_offload
+
+    def _settings(self) -> ShardSettings:
+        return ShardSettings(**_translate(self._own, self._fsdp_kwargs))
+
+    def setup_module(self, module: Module) -> Module:
+        """The module that forwards go through. All ranks must call this."""
+        self.layout.settings = self._settings()  # what programs change in `_fsdp_kwargs` before setup counts
+        return super().setup_module(module)
 
     @property
     def mixed_precision_config(self) -> Any:

@@ -9,6 +9,8 @@ from fabric.core.registry import Registry
 STRATEGY_REGISTRY = Registry("strategy", "fabric.strategies")
 """Factories of strategies by name; third parties add theirs here or by an entry point."""
 
+_StrategyRegistry = Registry  # Lightning Fabric's name for it
+
 _OWN = "fabric.strategies."
 _XLA = "fabric.integrations.tpu.xla:refuse"
 _GRADIENTS: dict[str, Any] = {"sharding_strategy": "SHARD_GRAD_OP"}

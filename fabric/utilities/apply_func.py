@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from fabric.core.errors import ConfigurationError
+from fabric.core.lazy import lazy_names
 from fabric.core.tree import LEAF, Spec, children, is_node, map_tree, unflatten
+
+__getattr__ = lazy_names(__name__)
 
 _BLOCKING = ("cpu", "mps")  # an asynchronous copy to these may be read before it is complete
 

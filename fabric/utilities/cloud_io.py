@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError, MissingExtraError
+from fabric.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
     from fabric.core.types import PathLike
+
+__getattr__ = lazy_names(__name__)
 
 
 def get_filesystem(path: PathLike, **kwargs: Any) -> AbstractFileSystem:

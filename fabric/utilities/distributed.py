@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DistributedSampler
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.lazy import lazy_names
+from fabric.core.types import ReduceOp as ReduceOp
 from fabric.utilities.seed import derive_seed, isolate_rng, seed_streams
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from fabric.core.types import PathLike
+
+__getattr__ = lazy_names(__name__)
 
 
 class DistributedSamplerWrapper(DistributedSampler[Any]):

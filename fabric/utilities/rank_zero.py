@@ -76,6 +76,11 @@ def _rank_from_environment() -> int:
 rank_zero_only = _RankZeroOnly()
 
 
+def rank_prefixed_message(message: str, rank: int | None) -> str:
+    """`message` after "[rank: 3] "; as it is if `rank` is None."""
+    return message if rank is None else f"[rank: {rank}] {message}"
+
+
 # What a stack level means (4, or 5 for deprecations, is the caller) is part of the compatible surface, where
 # three or four frames lay between; here there is one.
 def rank_zero_debug(*args: Any, stacklevel: int = 4, **kwargs: Any) -> None:

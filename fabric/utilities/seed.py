@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.lazy import lazy_names
 from fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+__getattr__ = lazy_names(__name__)
 
 SEED_VARIABLE = "FABRIC_GLOBAL_SEED"
 WORKERS_VARIABLE = "FABRIC_SEED_WORKERS"

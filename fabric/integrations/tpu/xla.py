@@ -1,10 +1,19 @@
-"""The strategies of torch_xla, which does not load with the torch that fabric needs."""
+"""Names of torch_xla's strategies and plugins, which does not load with the torch that fabric needs.
+
+The classes import, `isinstance` of them is False, and constructing one is an error that says what to write.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from fabric.accelerators.accelerator import Accelerator
 from fabric.core.errors import ConfigurationError
+from fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from fabric.plugins.io.torch_io import TorchCheckpointIO
+from fabric.plugins.precision.precision import Precision
+from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.single_device import SingleDeviceStrategy
 
 
 def refuse(asked: str, instead: str, **_: Any) -> NoReturn:
@@ -13,8 +22,76 @@ def refuse(asked: str, instead: str, **_: Any) -> NoReturn:
     Raises:
         ConfigurationError: Always: it says what to write.
     """
-    raise ConfigurationError(
-        f"strategy={asked!r} is torch_xla's, whose last version (2.9) does not load with torch 2.10 or "
-        "newer. Its successor torch_tpu makes TPUs devices like any other: write accelerator='tpu', "
-        f'strategy={instead!r}, and run `pip install "torch-fabric[tpu]"`.'
+    raise _refusal(f"strategy={asked!r}", f"accelerator='tpu', strategy={instead!r}")
+
+
+def _refusal(asked: str, instead: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{asked} is torch_xla's, whose last version (2.9) does not load with torch 2.10 or newer. Its "
+        f"successor torch_tpu makes TPUs devices like any other: write {instead}, "
+        'and run `pip install "torch-fabric[tpu]"`.'
     )
+
+
+class _TorchXLA:
+    """Base of classes that cannot be constructed."""
+
+    _instead = "accelerator='tpu'"
+
+    def __new__(cls, *_: Any, **__: Any) -> NoReturn:
+        raise _refusal(cls.__name__, cls._instead)
+
+
+class XLAStrategy(_TorchXLA, ParallelStrategy):
+    """Data parallel training by torch_xla. Constructing one raises a ConfigurationError."""
+
+    _instead = "accelerator='tpu', strategy='ddp'"
+
+
+class XLAFSDPStrategy(_TorchXLA, ParallelStrategy):
+    """Sharded training by torch_xla. Constructing one raises a ConfigurationError."""
+
+    _instead = "accelerator='tpu', strategy='fsdp'"
+
+
+class SingleDeviceXLAStrategy(_TorchXLA, SingleDeviceStrategy):
+    """One device of torch_xla. Constructing one raises a ConfigurationError."""
+
+    _instead = "accelerator='tpu', strategy='single_device'"
+
+
+class XLAPrecision(_TorchXLA, Precision):
+    """Dtypes by torch_xla. Constructing one raises a ConfigurationError."""
+
+    _instead = "accelerator='tpu', precision='bf16-true'"
+
+
+class XLACheckpointIO(_TorchXLA, TorchCheckpointIO):
+    """Checkpoints by torch_xla. Constructing one raises a ConfigurationError."""
+
+
+class XLAEnvironment(_TorchXLA, ClusterEnvironment):
+    """Processes that torch_xla has started. Constructing one raises a ConfigurationError."""
+
+    @staticmethod
+    def detect() -> bool:
+        """False: torch_xla has started no process."""
+        return False
+
+
+class XLAAccelerator(_TorchXLA, Accelerator):
+    """TPUs by torch_xla. Constructing one raises a ConfigurationError."""
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """0: torch_xla does not load."""
+        return 0
+
+    @staticmethod
+    def is_available() -> bool:
+        """False: torch_xla does not load."""
+        return False
+
+
+def _using_pjrt() -> bool:
+    return False

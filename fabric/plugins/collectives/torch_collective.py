@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +16,12 @@ from fabric.plugins.collectives.control import guard_of
 from fabric.plugins.collectives.frames import for_bools
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     from torch import Tensor
     from typing_extensions import Self
 
     from fabric.plugins.collectives.control import Guard
+
+default_pg_timeout = timedelta(seconds=1800)
 
 
 class _Reduction:

@@ -189,6 +189,11 @@ def _scontrol(*arguments: str) -> str:
     return done.stdout
 
 
+def _is_slurm_interactive_mode() -> bool:
+    """Whether the job is one of a shell. Programs import it from Lightning Fabric."""
+    return SLURMEnvironment.job_name() in ("bash", "interactive")
+
+
 def check_allocation(num_devices: int, num_nodes: int) -> None:
     """Say so where a job of SLURM has more than the one process that it started here will use."""
     environ = os.environ

@@ -17,6 +17,7 @@ __getattr__, __dir__ = lazy_exports(
     {
         "PRECISION_REGISTRY": "fabric.plugins.precision.precision",
         "BitsandbytesPrecision": "fabric.integrations.bitsandbytes.precision",
+        "DeepSpeedPrecision": "fabric.integrations.deepspeed.precision",
         "DoublePrecision": "fabric.plugins.precision.true",
         "FSDPPrecision": "fabric.plugins.precision.mixed",
         "HalfPrecision": "fabric.plugins.precision.true",

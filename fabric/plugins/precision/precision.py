@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ConfigurationError
+from fabric.core.lazy import lazy_names
 from fabric.core.precision import POLICIES, DtypePolicy, find_policy
 from fabric.core.registry import Registry
 from fabric.core.traits import overridden
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.core.types import Optimizable
+
+__getattr__ = lazy_names(__name__)
 
 CONVERSIONS = ("forward_context", "convert_input", "convert_output")
 """Methods that add something to a forward."""

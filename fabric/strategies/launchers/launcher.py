@@ -22,3 +22,7 @@ class Launcher(ABC):
         Raises:
             LaunchError: The ranks cannot be started, or one of them failed.
         """
+
+
+_Launcher = Launcher
+"""Lightning Fabric's name for it."""

@@ -6,7 +6,9 @@ from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from fabric import Fabric
 from fabric.core import registry as module
 from fabric.core.errors import ConfigurationError
 from fabric.core.registry import Registry, did_you_mean, unknown_name_message
@@ -80,6 +82,31 @@ def test_an_unknown_name_shows_the_close_ones_and_all(things):
 
 def test_a_name_like_no_other_gets_no_guess():
     assert unknown_name_message("thing", "xyz", ["ab"]) == "thing='xyz' is not known. Known: ab."
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "instead"),
+    [
+        ("precision", "bfloat16", "'bf16-mixed' or 'bf16-true'"),
+        ("precision", "FP16", "'16-mixed' or '16-true'"),
+        ("precision", "amp", "'16-mixed' or '16-true'"),
+        ("precision", "no", "'32-true'"),
+        ("precision", torch.bfloat16, "'bf16-mixed' or 'bf16-true'"),
+        ("precision", torch.float64, "'64-true'"),
+        ("strategy", "tp", "ModelParallelStrategy(parallelize_fn)"),
+        ("strategy", "context_parallel", "FSDPStrategy(context_parallel=ContextParallel())"),
+        ("strategy", "DiLoCo", "LocalSGDStrategy(outer_optimizer=lambda p: SGD(p, 0.7, 0.9, nesterov=True))"),
+    ],
+)
+def test_names_of_other_libraries_say_what_to_write(kind, given, instead):
+    with pytest.raises(ConfigurationError) as caught:
+        Fabric(accelerator="cpu", devices=1, **{kind: given})
+    shown = given.lower() if kind == "strategy" else given
+    assert str(caught.value).startswith(f"{kind}={shown!r} is not known. Write {kind}={instead}. Known: ")
+
+
+def test_names_of_other_libraries_belong_to_one_kind():
+    assert unknown_name_message("accelerator", "tp", ["cpu"]) == "accelerator='tp' is not known. Known: cpu."
 
 
 def test_guesses_ignore_case():

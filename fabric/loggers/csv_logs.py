@@ -1,0 +1,3 @@
+"""Lightning Fabric has `CSVLogger` under this path."""
+
+from fabric.loggers.csv_logger import CSVLogger as CSVLogger
