@@ -1,0 +1,338 @@
+"""`ReplicaCheck`: compares over ranks what must be equal on them. Made by a strategy of several ranks, at launch.
+
+Hyper-parameters and counters are part of the call check of every verb (`facts`). Values are compared by digests
+after synchronised backwards number 1, 2, 4, ..., 1,024, 2,048, ..., at saves, at ends of epochs, and by
+`fabric.check_replicas`. At these points all ranks are in one call, so that the comparison cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import marshal
+import weakref
+from collections import defaultdict
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.errors import ReplicasDivergedError
+from fabric.core.source import user_place
+from fabric.core.tree import flatten
+from fabric.plugins.collectives.objects import gather_objects
+from fabric.replicas import report
+from fabric.replicas.digest import digest_of
+from fabric.replicas.report import Entry
+from fabric.replicas.values import first_difference
+from fabric.utilities.passes import parameters_of
+from fabric.utilities.rank_zero import rank_zero_warn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from fabric.plugins.collectives.channel import Channel
+
+LONGEST_GAP = 1024
+"""Synchronised backwards between two checks of values, once their distance has doubled up to it."""
+_NOT_COMPARED = {"params", "param_names"}
+_COMPARING = b"replicas compared"[:16]
+"""The facts of messages by which a difference is looked up: equal on all ranks."""
+
+
+class _Model:
+    """A set-up model; weakly."""
+
+    def __init__(self, number: int, module: Module, rank_local: Iterable[str]) -> None:
+        self.name = f"model {number} ({type(module).__name__})"
+        self.ref = weakref.ref(module)
+        self.rank_local = frozenset(rank_local)
+        self.shapes = {name: buffer.shape for name, buffer in module.named_buffers()}
+
+
+class _Optimizer:
+    """A set-up optimizer, weakly; its steps, and the limits of the last `clip_gradients`."""
+
+    def __init__(self, number: int, optimizer: Optimizer) -> None:
+        self.name = f"optimizer {number} ({type(optimizer).__name__})"
+        self.ref = weakref.ref(optimizer)
+        self.steps = 0
+        self.clip: tuple[Any, ...] = ()
+        optimizer.register_step_post_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        """Count a step."""
+        self.steps += 1
+
+
+class ReplicaCheck:
+    """The models and optimizers of one strategy that were set up, in this order, and when they are compared.
+
+    Args:
+        strategy: Of several ranks, whose group exists.
+        every: True: the schedule above. A number: every so many synchronised backwards. False: nothing is compared
+            but by `fabric.check_replicas`.
+    """
+
+    def __init__(self, strategy: Any, every: bool | int) -> None:
+        self._strategy = weakref.proxy(strategy)
+        self._every = every
+        self._models: dict[int, _Model] = {}
+        self._optimizers: dict[int, _Optimizer] = {}
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._count = 0
+        self.backwards = self.epochs = 0
+        self._due = 1 if every is True else every
+        self._equal_at = (0, 0)
+        """Optimizer steps at the last two messages: of the first one it is known that all ranks were equal."""
+        self._raw, self._digest = b"", b""
+        self._comparing = self._warned = False
+
+    def add(self, module: Module | None, optimizers: Iterable[Optimizer], rank_local: Iterable[str] = ()) -> None:
+        """Compare a model and optimizers from now on. All ranks must call this."""
+        if module is not None:
+            self._models[self._count] = _Model(self._count, module, rank_local)
+            self._numbers[module] = self._count
+            self._count += 1
+        for optimizer in optimizers:
+            self._optimizers[self._count] = _Optimizer(self._count, optimizer)
+            self._numbers[optimizer] = self._count
+            self._count += 1
+
+    def name_of(self, obj: Any) -> str | None:
+        """Return how messages call a model or optimizer; None if it is not compared."""
+        number = self._numbers.get(obj)
+        found: Any = {**self._models, **self._optimizers}.get(number) if number is not None else None
+        return None if found is None else found.name
+
+    def clipped(self, optimizer: Optimizer, **limits: Any) -> None:
+        """Compare the limits that `clip_gradients` was called with."""
+        number = self._numbers.get(optimizer)
+        if number is not None:
+            self._optimizers[number].clip = tuple([(k, v) for k, v in limits.items() if v is not None])
+
+    # hyper-parameters and counters
+
+    def facts(self) -> bytes:
+        """Return 16 bytes that are equal on all ranks whose hyper-parameters and counters are equal."""
+        if self._comparing or self._every is False:
+            return _COMPARING
+        rows: list[Any] = [self._every, self.backwards, self.epochs]
+        steps = 0
+        for number, one in self._optimizers.items():
+            real = one.ref()
+            if real is not None:
+                steps += one.steps
+                groups = [[v for k, v in g.items() if k not in _NOT_COMPARED] for g in real.param_groups]
+                rows.append((number, one.steps, one.clip, groups))
+        self._equal_at = self._equal_at[1], steps
+        try:
+            raw = marshal.dumps(rows, 2)  # of the same bytes for equal values, on all ranks
+        except ValueError:
+            raw = marshal.dumps(_plain(rows), 2)
+        if raw != self._raw:
+            self._raw, self._digest = raw, blake2b(raw, digest_size=16).digest()
+        return self._digest
+
+    def explain(self, channel: Channel) -> None:
+        """The facts of the ranks differ: find out in what. All ranks of the channel must call this.
+
+        Returns if nothing differs that is on all ranks: an optimizer may be garbage on some of them only.
+
+        Raises:
+            ReplicasDivergedError: Hyper-parameters or counters differ; on all ranks.
+        """
+        self._optimizers = {n: one for n, one in self._optimizers.items() if one.ref() is not None}
+        mine = {"place": user_place(), "steps": self._equal_at, "facts": dict(self._described())}
+        mine["alive"] = {number: one.name for number, one in self._optimizers.items()}
+        rows = self._gather(mine, channel, "replica check of hyper-parameters and counters")
+        everywhere = set.intersection(*[{*row["alive"]} for row in rows])
+        self._optimizers = {n: one for n, one in self._optimizers.items() if n in everywhere}
+        text = report.fact_text(rows, everywhere)
+        if text is not None:
+            raise ReplicasDivergedError(text)
+
+    def _described(self) -> Iterator[tuple[tuple[int, str, int], Any]]:
+        """((number of the object, what, parameter group), value), in the order in which they are reported."""
+        alive = [(n, one, real) for n, one in self._optimizers.items() if (real := one.ref()) is not None]
+        for n, _, real in alive:
+            yield (n, "class", 0), f"{type(real).__module__}.{type(real).__qualname__}"
+        for n, one, real in alive:
+            yield (n, "number of parameter groups", 0), len(real.param_groups)
+            for place, group in enumerate(real.param_groups):
+                for key, value in group.items():
+                    if key not in _NOT_COMPARED:
+                        yield (n, key, place), _plain(value)
+            for key, value in one.clip:
+                yield (n, key, 0), _plain(value)
+        for n, one, _ in alive:
+            yield (n, "steps", 0), one.steps
+        yield (-1, "replica_check", 0), self._every
+        yield (-1, "synchronised backwards", 0), self.backwards
+        yield (-1, "epochs", 0), self.epochs
+
+    # values
+
+    def synchronised(self, modules: Iterable[Module], kinds: tuple[str, ...] | None = None) -> None:
+        """A backward (of a local SGD: a round) has synchronised these models on all ranks, which all call this.
+
+        Raises:
+            ReplicasDivergedError: A check is due, and the ranks differ.
+        """
+        known = [number for module in modules if (number := self._numbers.get(module)) is not None]
+        if not known:
+            return
+        self.backwards += 1
+        if self.backwards < self._due or _is_capturing():
+            return
+        self._due += min(self._due, LONGEST_GAP) if self._every is True else self._every
+        names = ", ".join([self._models[number].name for number in known])
+        self.compare(f"replica check after backward {self.backwards}, of {names}", kinds, buffers=True)
+
+    def epoch_ended(self, backwards_before: int) -> None:
+        """An epoch of a loader has ended, which began after so many backwards; one without any is not counted."""
+        if self.backwards > backwards_before and self._every:
+            self.epochs += 1
+            self.compare(f"replica check at the end of epoch {self.epochs}")
+
+    def before_save(self) -> None:
+        """Compare all values before rank zero's are written. All ranks must call this."""
+        if self._every:
+            self.compare("replica check before a save")
+
+    def compare(
+        self, label: str, kinds: tuple[str, ...] | None = None, *, buffers: bool = False, only: Any = None
+    ) -> None:
+        """Compare all values that ranks hold in common. All ranks must call this, with the same label.
+
+        Args:
+            label: Names the call where ranks make different ones.
+            kinds: Of "parameters", "buffers" and "states"; None: those that the layout replicates.
+            buffers: Whether to compare buffers that the next backward makes equal, too.
+            only: A tree of models, optimizers and tensors, instead of all that was set up.
+
+        Raises:
+            ReplicasDivergedError: They differ; on all ranks.
+        """
+        channel = self._strategy.channel()
+        with torch.no_grad():
+            entries = self._entries(kinds, buffers) if only is None else self._entries_of(only)
+            digests = {key: digest_of([e.tensor for e in some if e.tensor is not None]) for key, some in entries.items()}
+            numbers = torch.stack([d.cpu() for d in digests.values()]).tolist() if digests else []
+            shapes = {key: hash_of([entry.shape_text() for entry in some]) for key, some in entries.items()}
+            row = {key: (shapes[key], number) for key, number in zip(digests, numbers, strict=True)}
+            rows = self._gather(row, channel, label, comparing=False)
+            if all([len({r[key] for r in rows if key in r}) == 1 for key in {k for r in rows for k in r}]):
+                return
+            self._look_up(entries, channel)
+
+    def _look_up(self, entries: dict[Any, list[Entry]], channel: Channel) -> None:
+        mine = {key: [entry.described() for entry in some] for key, some in entries.items()}
+        about = {"place": user_place(), "steps": self._equal_at, "entries": mine}
+        rows = self._gather(about, channel, "replica check of tensors")
+        tensors = {(key, e.name): e.tensor for key, some in entries.items() for e in some}
+
+        def exchange(part: Any) -> list[Any]:
+            return self._gather(part, channel, "replica check of values")
+
+        text, small = first_difference(rows, tensors, channel.collective.rank_in_group, exchange)
+        if text is not None:
+            raise ReplicasDivergedError(text)
+        if small and not self._warned:
+            self._warned = True
+            rank_zero_warn(f"{small} Said once. See fabric/replicas/README.md.")
+
+    def _entries(self, kinds: tuple[str, ...] | None, buffers: bool) -> dict[Any, list[Entry]]:
+        """What this rank holds in common with others, by the part of it: ranks with the same key hold the same."""
+        layout = self._strategy.layout
+        kinds = layout.replicates if kinds is None else kinds
+        found: defaultdict[Any, list[Entry]] = defaultdict(list)
+        names: dict[Any, str] = {}
+        for one in self._models.values():
+            module = one.ref()
+            for name, parameter in module.named_parameters() if module is not None else ():
+                names.setdefault(parameter, f"{name} of {one.name}")
+                if "parameters" in kinds:
+                    self._put(found, names[parameter], parameter)
+            if module is not None and buffers and "buffers" in kinds:
+                for name, buffer in sorted(module.named_buffers()):
+                    if name not in one.rank_local:
+                        own = one.shapes.get(name) != buffer.shape  # a cache that has grown is this rank's own
+                        self._put(found, f"buffer {name} of {one.name}", buffer, own)
+        for opt in self._optimizers.values():
+            real = opt.ref()
+            for place, parameter in enumerate(parameters_of(real) if real is not None else ()):
+                if parameter not in names and "parameters" in kinds:
+                    names[parameter] = f"parameter {place} of {opt.name}"
+                    self._put(found, names[parameter], parameter)
+                state = real.state.get(parameter, {}) if real is not None and "states" in kinds else {}
+                for key in sorted(state, key=str):
+                    if isinstance(state[key], torch.Tensor) and _is_like(state[key], parameter):
+                        label = names.get(parameter, f"parameter {place}")
+                        self._put(found, f"state {key!r} of {label} in {opt.name}", state[key])
+        scale = getattr(getattr(self._strategy.precision, "scaler", None), "_scale", None)
+        if isinstance(scale, torch.Tensor):
+            found[()].append(Entry("the loss scale", scale))
+        return found
+
+    def _entries_of(self, tree: Any) -> dict[Any, list[Entry]]:
+        found: defaultdict[Any, list[Entry]] = defaultdict(list)
+        for place, leaf in enumerate(flatten(tree)[0]):
+            if isinstance(leaf, torch.nn.Module):
+                named = [*leaf.named_parameters(), *sorted(leaf.named_buffers())]
+            elif isinstance(leaf, torch.optim.Optimizer):
+                entries = [(i, leaf.state.get(p, {})) for i, p in enumerate(parameters_of(leaf))]
+                named = [(f"state {k!r} of parameter {i}", e[k]) for i, e in entries for k in sorted(e, key=str)]
+            else:
+                named = [("value", leaf)]
+            for name, tensor in named:
+                if isinstance(tensor, torch.Tensor):
+                    self._put(found, f"{name} of argument {place} ({type(leaf).__name__})", tensor)
+        return found
+
+    def _put(self, found: Any, name: str, tensor: Tensor, own: bool = False) -> None:
+        local, key = tensor, self._strategy.layout.replica_key
+        mesh = getattr(tensor, "device_mesh", None)
+        if mesh is not None:
+            sharded = [d for d, placement in enumerate(tensor.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
+            if not any([mesh.size(d) > 1 for d in range(mesh.ndim) if d not in sharded]) or not mesh.get_coordinate():
+                return  # no other rank has this part
+            key = (*key, *[(d, mesh.get_coordinate()[d]) for d in sharded])
+            local = tensor.to_local()  # type: ignore[attr-defined]
+        if local.numel() and not local.is_meta and local.layout is torch.strided and not local.is_nested:
+            found[key].append(Entry(name, None if own else local))
+
+    def _gather(self, row: Any, channel: Channel, label: str, comparing: bool = True) -> list[Any]:
+        self._comparing = comparing
+        try:
+            return gather_objects(row, channel, label)
+        finally:
+            self._comparing = False
+
+
+def hash_of(texts: list[str]) -> bytes:
+    """Return 8 bytes that differ where the texts do."""
+    return blake2b("\0".join(texts).encode(), digest_size=8).digest()
+
+
+def _is_like(value: Tensor, parameter: Tensor) -> bool:
+    """Whether a state is laid out as its parameter, or is one number; others may be of this rank's part."""
+    return hasattr(value, "device_mesh") == hasattr(parameter, "device_mesh") or value.numel() == 1
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is captured, in which the host cannot read a digest."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _plain(value: Any) -> Any:
+    """A hyper-parameter as a plain value; of a tensor on a device only the kind, since reading it would wait."""
+    if isinstance(value, list | tuple):
+        return tuple([_plain(one) for one in value])
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.is_cpu and value.numel() == 1 else f"a tensor on {value.device.type}"
+    if isinstance(value, bool | int | float | complex | str | None):
+        return value
+    return type(value).__name__
