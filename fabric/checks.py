@@ -194,8 +194,8 @@ def check_schedule(value: Any) -> bool | int:
     if isinstance(given, bool) or (isinstance(given, int) and given > 0):
         return given
     raise ConfigurationError(
-        f"{text} is not a schedule. Write True (after backwards number 1, 2, 4, ...), False (never), or a number of "
-        "backwards between two checks, such as 100."
+        f"{text} is not a schedule. Write True (after backwards number 1, 2, 4, ...), False (never), or a "
+        "number of backwards between two checks, such as 100."
     )
 
 

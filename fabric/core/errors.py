@@ -53,7 +53,7 @@ class CollectiveMismatch(FabricError, RuntimeError, ValueError):
 
 
 class ReplicasDivergedError(FabricError, RuntimeError):
-    """Ranks hold different values of what must be equal on all of them; every rank gets this, with one text."""
+    """Ranks hold different values of what must be equal on all of them; all raise this, with one text."""
 
 
 class MissingExtraError(FabricError, ImportError):

@@ -34,7 +34,7 @@ class Entry:
 
 
 SLICES = {"replicas": "fabric.replicas.check:ReplicaCheck"}
-"""Optional capabilities that the kernel makes use of where their folder exists: "module:name" of what it calls."""
+"""Optional capabilities that the kernel uses if their folder exists: "module:name" of what it calls."""
 
 
 def load_slice(name: str) -> Any | None:

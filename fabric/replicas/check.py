@@ -1,8 +1,8 @@
-"""`ReplicaCheck`: compares over ranks what must be equal on them. Made by a strategy of several ranks, at launch.
+"""`ReplicaCheck`: compares what must be equal on all ranks. A strategy of several ranks makes it at launch.
 
-Hyper-parameters and counters are part of the call check of every verb (`facts`). Values are compared by digests
-after synchronised backwards number 1, 2, 4, ..., 1,024, 2,048, ..., at saves, at ends of epochs, and by
-`fabric.check_replicas`. At these points all ranks are in one call, so that the comparison cannot deadlock.
+Hyper-parameters and counters are part of the call check of every verb (`facts`). Values are compared by
+digests after synchronised backwards 1, 2, 4, ..., 1,024, 2,048, ..., at saves, at ends of epochs, and by
+`fabric.check_replicas`. All ranks are in the same call there, so that the comparison cannot deadlock.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from fabric.core.errors import ReplicasDivergedError
 from fabric.core.source import user_place
+from fabric.core.torch_internals import is_fsdp
 from fabric.core.tree import flatten
 from fabric.plugins.collectives.objects import gather_objects
 from fabric.replicas import report
@@ -46,7 +47,8 @@ class _Model:
     """A set-up model; weakly."""
 
     def __init__(self, number: int, module: Module, rank_local: Iterable[str]) -> None:
-        self.name = f"model {number} ({type(module).__name__})"
+        kind = type(module).__bases__[1] if is_fsdp(module) else type(module)  # of the user's
+        self.name = f"model {number} ({kind.__name__})"
         self.ref = weakref.ref(module)
         self.rank_local = frozenset(rank_local)
         self.shapes = {name: buffer.shape for name, buffer in module.named_buffers()}
@@ -72,8 +74,8 @@ class ReplicaCheck:
 
     Args:
         strategy: Of several ranks, whose group exists.
-        every: True: the schedule above. A number: every so many synchronised backwards. False: nothing is compared
-            but by `fabric.check_replicas`.
+        every: True: the schedule above. A number: after every so many synchronised backwards. False: only
+            `fabric.check_replicas` compares.
     """
 
     def __init__(self, strategy: Any, every: bool | int) -> None:
@@ -82,35 +84,34 @@ class ReplicaCheck:
         self._models: dict[int, _Model] = {}
         self._optimizers: dict[int, _Optimizer] = {}
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._count = 0
+        self._made = [0, 0]
+        """Models and optimizers that were set up; the same on all ranks, whatever is garbage by now."""
         self.backwards = self.epochs = 0
         self._due = 1 if every is True else every
         self._equal_at = (0, 0)
-        """Optimizer steps at the last two messages: of the first one it is known that all ranks were equal."""
+        """Optimizer steps at the last two messages. At the first of them all ranks were equal."""
+        self._values_equal_at = 0
         self._raw, self._digest = b"", b""
         self._comparing = self._warned = False
+        self._counts_writes = "states" in strategy.layout.replicates  # else each rank steps other parameters
 
-    def add(self, module: Module | None, optimizers: Iterable[Optimizer], rank_local: Iterable[str] = ()) -> None:
+    def add(
+        self, module: Module | None, optimizers: Iterable[Optimizer], rank_local: Iterable[str] = ()
+    ) -> None:
         """Compare a model and optimizers from now on. All ranks must call this."""
         if module is not None:
-            self._models[self._count] = _Model(self._count, module, rank_local)
-            self._numbers[module] = self._count
-            self._count += 1
+            number = self._numbers[module] = self._made[0]
+            self._models[number] = _Model(number, module, rank_local)
+            self._made[0] += 1
         for optimizer in optimizers:
-            self._optimizers[self._count] = _Optimizer(self._count, optimizer)
-            self._numbers[optimizer] = self._count
-            self._count += 1
-
-    def name_of(self, obj: Any) -> str | None:
-        """Return how messages call a model or optimizer; None if it is not compared."""
-        number = self._numbers.get(obj)
-        found: Any = {**self._models, **self._optimizers}.get(number) if number is not None else None
-        return None if found is None else found.name
+            number = self._numbers[optimizer] = self._made[1]
+            self._optimizers[number] = _Optimizer(number, optimizer)
+            self._made[1] += 1
 
     def clipped(self, optimizer: Optimizer, **limits: Any) -> None:
         """Compare the limits that `clip_gradients` was called with."""
         number = self._numbers.get(optimizer)
-        if number is not None:
+        if number in self._optimizers:
             self._optimizers[number].clip = tuple([(k, v) for k, v in limits.items() if v is not None])
 
     # hyper-parameters and counters
@@ -176,7 +177,7 @@ class ReplicaCheck:
     # values
 
     def synchronised(self, modules: Iterable[Module], kinds: tuple[str, ...] | None = None) -> None:
-        """A backward (of a local SGD: a round) has synchronised these models on all ranks, which all call this.
+        """Count a backward (local SGD: a round) that synchronised these models. All ranks must call this.
 
         Raises:
             ReplicasDivergedError: A check is due, and the ranks differ.
@@ -192,7 +193,7 @@ class ReplicaCheck:
         self.compare(f"replica check after backward {self.backwards}, of {names}", kinds, buffers=True)
 
     def epoch_ended(self, backwards_before: int) -> None:
-        """An epoch of a loader has ended, which began after so many backwards; one without any is not counted."""
+        """Count an epoch, unless it had no backward; `backwards_before`: how many there were when it began."""
         if self.backwards > backwards_before and self._every:
             self.epochs += 1
             self.compare(f"replica check at the end of epoch {self.epochs}")
@@ -219,18 +220,24 @@ class ReplicaCheck:
         channel = self._strategy.channel()
         with torch.no_grad():
             entries = self._entries(kinds, buffers) if only is None else self._entries_of(only)
-            digests = {key: digest_of([e.tensor for e in some if e.tensor is not None]) for key, some in entries.items()}
+            digests = {
+                key: digest_of([e.tensor for e in some if e.tensor is not None])
+                for key, some in entries.items()
+            }
             numbers = torch.stack([d.cpu() for d in digests.values()]).tolist() if digests else []
-            shapes = {key: hash_of([entry.shape_text() for entry in some]) for key, some in entries.items()}
+            shapes = {
+                key: hash_of([f"{e.name}: {e.shape_text()}" for e in some]) for key, some in entries.items()
+            }
             row = {key: (shapes[key], number) for key, number in zip(digests, numbers, strict=True)}
             rows = self._gather(row, channel, label, comparing=False)
             if all([len({r[key] for r in rows if key in r}) == 1 for key in {k for r in rows for k in r}]):
+                self._values_equal_at = self._equal_at[1]
                 return
             self._look_up(entries, channel)
 
     def _look_up(self, entries: dict[Any, list[Entry]], channel: Channel) -> None:
         mine = {key: [entry.described() for entry in some] for key, some in entries.items()}
-        about = {"place": user_place(), "steps": self._equal_at, "entries": mine}
+        about = {"place": user_place(), "steps": (self._values_equal_at, self._equal_at[1]), "entries": mine}
         rows = self._gather(about, channel, "replica check of tensors")
         tensors = {(key, e.name): e.tensor for key, some in entries.items() for e in some}
 
@@ -245,7 +252,7 @@ class ReplicaCheck:
             rank_zero_warn(f"{small} Said once. See fabric/replicas/README.md.")
 
     def _entries(self, kinds: tuple[str, ...] | None, buffers: bool) -> dict[Any, list[Entry]]:
-        """What this rank holds in common with others, by the part of it: ranks with the same key hold the same."""
+        """Return what this rank and others hold. Ranks with the same key hold the same tensors."""
         layout = self._strategy.layout
         kinds = layout.replicates if kinds is None else kinds
         found: defaultdict[Any, list[Entry]] = defaultdict(list)
@@ -259,7 +266,9 @@ class ReplicaCheck:
             if module is not None and buffers and "buffers" in kinds:
                 for name, buffer in sorted(module.named_buffers()):
                     if name not in one.rank_local:
-                        own = one.shapes.get(name) != buffer.shape  # a cache that has grown is this rank's own
+                        own = (
+                            one.shapes.get(name) != buffer.shape
+                        )  # a cache that has grown is this rank's own
                         self._put(found, f"buffer {name} of {one.name}", buffer, own)
         for opt in self._optimizers.values():
             real = opt.ref()
@@ -274,7 +283,7 @@ class ReplicaCheck:
                         self._put(found, f"state {key!r} of {label} in {opt.name}", state[key])
         scale = getattr(getattr(self._strategy.precision, "scaler", None), "_scale", None)
         if isinstance(scale, torch.Tensor):
-            found[()].append(Entry("the loss scale", scale))
+            found[()].append(Entry("the loss scale", scale, -1))
         return found
 
     def _entries_of(self, tree: Any) -> dict[Any, list[Entry]]:
@@ -284,7 +293,9 @@ class ReplicaCheck:
                 named = [*leaf.named_parameters(), *sorted(leaf.named_buffers())]
             elif isinstance(leaf, torch.optim.Optimizer):
                 entries = [(i, leaf.state.get(p, {})) for i, p in enumerate(parameters_of(leaf))]
-                named = [(f"state {k!r} of parameter {i}", e[k]) for i, e in entries for k in sorted(e, key=str)]
+                named = [
+                    (f"state {k!r} of parameter {i}", e[k]) for i, e in entries for k in sorted(e, key=str)
+                ]
             else:
                 named = [("value", leaf)]
             for name, tensor in named:
@@ -297,12 +308,21 @@ class ReplicaCheck:
         mesh = getattr(tensor, "device_mesh", None)
         if mesh is not None:
             sharded = [d for d, placement in enumerate(tensor.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
-            if not any([mesh.size(d) > 1 for d in range(mesh.ndim) if d not in sharded]) or not mesh.get_coordinate():
-                return  # no other rank has this part
+            if (
+                not any([mesh.size(d) > 1 for d in range(mesh.ndim) if d not in sharded])
+                or not mesh.get_coordinate()
+            ):
+                if isinstance(
+                    tensor, torch.nn.Parameter
+                ):  # no other rank has this part: who wrote it is known
+                    found[(*key, "sharded")].append(Entry(name, None, tensor._version))
+                return
             key = (*key, *[(d, mesh.get_coordinate()[d]) for d in sharded])
             local = tensor.to_local()  # type: ignore[attr-defined]
         if local.numel() and not local.is_meta and local.layout is torch.strided and not local.is_nested:
-            found[key].append(Entry(name, None if own else local))
+            found[key].append(
+                Entry(name, None if own else local, tensor._version if self._counts_writes else -1)
+            )
 
     def _gather(self, row: Any, channel: Channel, label: str, comparing: bool = True) -> list[Any]:
         self._comparing = comparing
@@ -328,7 +348,7 @@ def _is_capturing() -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A hyper-parameter as a plain value; of a tensor on a device only the kind, since reading it would wait."""
+    """Return a hyper-parameter as a plain value; of a tensor on a device its kind: reading it would wait."""
     if isinstance(value, list | tuple):
         return tuple([_plain(one) for one in value])
     if isinstance(value, torch.Tensor):

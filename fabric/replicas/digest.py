@@ -1,7 +1,7 @@
 """64-bit digests of tensors, computed where the tensors are. No message, and no host sync.
 
-A digest is a sum of 64-bit words modulo 2**64, each weighted by its position. Tensors over 256 KiB are summed in
-rows of 32 words first, so that memory is read once; a permutation inside of such a row is not seen.
+A digest is a sum of 64-bit words modulo 2**64, each weighted by its position. Tensors over 256 KiB are summed
+in rows of 32 words first, so that memory is read once; a permutation inside of such a row is not seen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The first tensor that differs between ranks, compared by value. Pure but for `exchange`, a gather over all ranks."""
+"""The first tensor that differs between ranks, by value. Communicates by a function that it is given."""
 
 from __future__ import annotations
 
@@ -31,9 +31,12 @@ class Distance(NamedTuple):
 
 
 def first_difference(
-    rows: Sequence[dict[str, Any]], tensors: dict[Any, Tensor | None], rank: int, exchange: Callable[[Any], list[Any]]
+    rows: Sequence[dict[str, Any]],
+    tensors: dict[Any, Tensor | None],
+    rank: int,
+    exchange: Callable[[Any], list[Any]],
 ) -> tuple[str | None, str | None]:
-    """Return the text for the first difference, and that for differences within the tolerance; None: there is none.
+    """Return the texts for the first difference, and for one within the tolerance; None for those not found.
 
     All ranks must call this.
 
@@ -82,13 +85,20 @@ def _distance(
             if place < 0 and not equal.all():
                 at = int((~equal).flatten().nonzero()[0])
                 place = start + at
-                values = [parts[senders[digests[p]]].reshape(-1)[at].item() if p in digests else None for p in range(max(digests) + 1)]
-            apart[other] += float((base - there).masked_fill(equal, 0.0).square().sum().nan_to_num(nan=torch.inf))
+                values = [
+                    parts[senders[digests[p]]].reshape(-1)[at].item() if p in digests else None
+                    for p in range(max(digests) + 1)
+                ]
+            apart[other] += float(
+                (base - there).masked_fill(equal, 0.0).square().sum().nan_to_num(nan=torch.inf)
+            )
     most = max(apart.values())
     return Distance((most / norm) ** 0.5 if norm else (1.0 if most else 0.0), place, values)
 
 
-def _parts(own: Tensor | None, size: int, exchange: Callable[[Any], list[Any]]) -> Iterator[tuple[int, list[Any]]]:
+def _parts(
+    own: Tensor | None, size: int, exchange: Callable[[Any], list[Any]]
+) -> Iterator[tuple[int, list[Any]]]:
     flat = None if own is None else own.detach().reshape(-1)
     for start in range(0, size, _PART):
         yield start, exchange(None if flat is None else flat[start : start + _PART].cpu())

@@ -150,7 +150,7 @@ class Channel:
         return Meeting(turn.rows, turn.size, len(guard.members)) if guard.whole else None
 
     def _differ(self, guard: Guard, star: Any, call: Call, own: bytes, turn: Any) -> None:
-        """The frames of the ranks differ, in the call or in its facts: raise, unless the facts mean the same."""
+        """Raise for frames that differ in the call or in its facts, unless these facts mean the same."""
         from fabric.plugins.collectives.frames import CALL_BYTES, is_alike
 
         if self.facts is None or not is_alike(own, turn.rows, turn.size, CALL_BYTES):

@@ -72,7 +72,7 @@ def message(count: int, call: Call, payload: Sequence[Tensor], whole: bool, fact
 
 
 def is_alike(own: bytes, rows: bytearray, size: int, length: int = KEY_BYTES) -> bool:
-    """Whether the frames of all ranks, of `size` bytes each, begin with the same `length` bytes as this one's."""
+    """Whether the frames of all ranks, of `size` bytes each, begin with the `length` bytes of this one's."""
     # One comparison for each rank: the rest is looked at only where they differ.
     key = own[:length]
     return all([rows[at : at + length] == key for at in range(0, len(rows), size)])

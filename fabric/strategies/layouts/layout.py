@@ -57,7 +57,7 @@ class Whole:
     replica_key: tuple[Any, ...] = ()
     """Which part of the model this rank holds: ranks with the same key hold the same tensors."""
     synchronised: Callable[..., None] | None = None
-    """Called with the models whose gradients a backward has made equal on all ranks, at its end, on all ranks."""
+    """Called on all ranks at the end of a backward, with the models whose gradients it synchronised."""
     keeps_parts = False
     """Whether nothing is gathered: states have this rank's parts, and the shapes of what other ranks have."""
 
