@@ -193,7 +193,7 @@ class ReplicaCheck:
         self.compare(f"replica check after backward {self.backwards}, of {names}", kinds, buffers=True)
 
     def epoch_ended(self, backwards_before: int) -> None:
-        """Count an epoch, unless it had no backward; `backwards_before`: how many there were when it began."""
+        """Count an epoch that had backwards; `backwards_before`: how many there were when it began."""
         if self.backwards > backwards_before and self._every:
             self.epochs += 1
             self.compare(f"replica check at the end of epoch {self.epochs}")
@@ -262,28 +262,28 @@ class ReplicaCheck:
             for name, parameter in module.named_parameters() if module is not None else ():
                 names.setdefault(parameter, f"{name} of {one.name}")
                 if "parameters" in kinds:
-                    self._put(found, names[parameter], parameter)
+                    self._put(found, one.name, names[parameter], parameter)
             if module is not None and buffers and "buffers" in kinds:
                 for name, buffer in sorted(module.named_buffers()):
                     if name not in one.rank_local:
                         own = (
                             one.shapes.get(name) != buffer.shape
                         )  # a cache that has grown is this rank's own
-                        self._put(found, f"buffer {name} of {one.name}", buffer, own)
+                        self._put(found, one.name, f"buffer {name} of {one.name}", buffer, own)
         for opt in self._optimizers.values():
             real = opt.ref()
             for place, parameter in enumerate(parameters_of(real) if real is not None else ()):
                 if parameter not in names and "parameters" in kinds:
                     names[parameter] = f"parameter {place} of {opt.name}"
-                    self._put(found, names[parameter], parameter)
+                    self._put(found, opt.name, names[parameter], parameter)
                 state = real.state.get(parameter, {}) if real is not None and "states" in kinds else {}
                 for key in sorted(state, key=str):
                     if isinstance(state[key], torch.Tensor) and _is_like(state[key], parameter):
                         label = names.get(parameter, f"parameter {place}")
-                        self._put(found, f"state {key!r} of {label} in {opt.name}", state[key])
+                        self._put(found, opt.name, f"state {key!r} of {label} in {opt.name}", state[key])
         scale = getattr(getattr(self._strategy.precision, "scaler", None), "_scale", None)
         if isinstance(scale, torch.Tensor):
-            found[()].append(Entry("the loss scale", scale, -1))
+            found["loss scale"].append(Entry("the loss scale", scale, -1))
         return found
 
     def _entries_of(self, tree: Any) -> dict[Any, list[Entry]]:
@@ -300,29 +300,28 @@ class ReplicaCheck:
                 named = [("value", leaf)]
             for name, tensor in named:
                 if isinstance(tensor, torch.Tensor):
-                    self._put(found, f"{name} of argument {place} ({type(leaf).__name__})", tensor)
+                    self._put(
+                        found, "arguments", f"{name} of argument {place} ({type(leaf).__name__})", tensor
+                    )
         return found
 
-    def _put(self, found: Any, name: str, tensor: Tensor, own: bool = False) -> None:
-        local, key = tensor, self._strategy.layout.replica_key
+    def _put(self, found: Any, owner: str, name: str, tensor: Any, own: bool = False) -> None:
+        # By owner, too: one that is garbage on some ranks is compared among the others.
+        key = (owner, *self._strategy.layout.replica_key)
+        local, writes = tensor, tensor._version
         mesh = getattr(tensor, "device_mesh", None)
         if mesh is not None:
-            sharded = [d for d, placement in enumerate(tensor.placements) if not placement.is_replicate()]  # type: ignore[attr-defined]
-            if (
-                not any([mesh.size(d) > 1 for d in range(mesh.ndim) if d not in sharded])
-                or not mesh.get_coordinate()
-            ):
-                if isinstance(
-                    tensor, torch.nn.Parameter
-                ):  # no other rank has this part: who wrote it is known
-                    found[(*key, "sharded")].append(Entry(name, None, tensor._version))
+            place = mesh.get_coordinate() or [0] * mesh.ndim
+            sharded = [dim for dim, how in enumerate(tensor.placements) if not how.is_replicate()]
+            copies = [mesh.size(dim) for dim in range(mesh.ndim) if dim not in sharded]
+            if all([size == 1 for size in copies]):  # no other rank holds these values, but all change them
+                if isinstance(tensor, torch.nn.Parameter):
+                    found[(*key, "sharded")].append(Entry(name, None, writes))
                 return
-            key = (*key, *[(d, mesh.get_coordinate()[d]) for d in sharded])
-            local = tensor.to_local()  # type: ignore[attr-defined]
+            key, local = (*key, *[place[dim] for dim in sharded]), tensor.to_local()
         if local.numel() and not local.is_meta and local.layout is torch.strided and not local.is_nested:
-            found[key].append(
-                Entry(name, None if own else local, tensor._version if self._counts_writes else -1)
-            )
+            comparable = writes if self._counts_writes else -1
+            found[key].append(Entry(name, None if own else local, -1 if own else comparable))
 
     def _gather(self, row: Any, channel: Channel, label: str, comparing: bool = True) -> list[Any]:
         self._comparing = comparing

@@ -53,7 +53,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     elif torch.ops.aten.is_non_overlapping_and_dense(plain):  # e.g. channels_last: no copy
         flat = plain.as_strided((plain.numel(),), (1,))
     else:
-        flat = plain.reshape(-1)
+        flat = plain.contiguous().view(-1)
     return flat.view(torch.uint8)
 
 

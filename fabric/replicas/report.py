@@ -1,4 +1,4 @@
-"""Texts of `ReplicasDivergedError`: what differs, on which ranks, since when, the likely cause, what to write.
+"""Texts of `ReplicasDivergedError`: what differs, on which ranks, since when, the cause, and what to write.
 
 Pure, from rows of all ranks: the text is the same on all of them.
 """
@@ -134,8 +134,8 @@ def structure_text(rows: Sequence[dict[str, Any]], held: dict[int, list[Describe
                 _ON_ALL_RANKS
                 if changed
                 else (
-                    "The model was converted or changed after fabric.setup on some ranks. Convert it before, or "
-                    "write Fabric(precision=...)."
+                    "The model was converted or changed after fabric.setup on some ranks. Convert it before, "
+                    "or write Fabric(precision=...)."
                 )
             )
             return f"{name} {what} ({by_value(shapes)}). {_since(rows)} {remedy}"
@@ -190,14 +190,14 @@ def _fact_cause(what: str, steps: int) -> str:
 
 def _value_cause(name: str, held: dict[int, Described], values: dict[int, Any]) -> str:
     others = {str(value) for rank, value in values.items() if rank}
+    zero_alone = 0 in values and len(values) > 2 and len(others) == 1
+    writes = {entry.writes for entry in held.values()}
     if name.startswith("buffer"):
         return (
             "Each rank computes this buffer from its own part of the data. Write fabric.all_reduce(value) in "
             'forward, or fabric.setup(..., rank_local=["NAME"]) for a buffer of each rank\'s own.'
         )
-    if len({entry.writes for entry in held.values()}) > 1 or (
-        0 in values and len(values) > 2 and len(others) == 1
-    ):
+    if len(writes) > 1 or zero_alone:
         return f"It was written on some ranks only. {_ON_ALL_RANKS}"
     if any([entry.hooked for entry in held.values()]):
         return (
@@ -208,8 +208,9 @@ def _value_cause(name: str, held: dict[int, Described], values: dict[int, Any]) 
         return (
             "Gradients were changed after the backward on some ranks. Write fabric.all_reduce(p.grad) on all."
         )
+    first = "All ranks wrote it, with other values." if writes != {-1} else _ON_ALL_RANKS
     return (
-        "All ranks wrote it, with other values. A cause is a re-initialisation by each rank's own random "
-        "numbers: call torch.manual_seed(0) on all ranks before it, or fabric.broadcast the values. Another is "
-        "gradients that a rank changed after the backward: write fabric.all_reduce(p.grad)."
+        f"{first} A cause is a re-initialisation by each rank's own random numbers: call "
+        "torch.manual_seed(0) on all ranks before it, or fabric.broadcast the values. Another is gradients "
+        "that a rank changed after the backward: write fabric.all_reduce(p.grad)."
     )
