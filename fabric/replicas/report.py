@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fabric.replicas.values import Distance
-
 _MISSING = "not there"
 _WRITES = "in-place changes"
 _ON_ALL_RANKS = (
@@ -69,6 +67,17 @@ class Entry(NamedTuple):
             return Described(self.name, shape, 0, None, self.writes, False)
         digest = int(digest_of([tensor]).item())
         return Described(self.name, shape, tensor.numel(), digest, self.writes, bool(tensor._backward_hooks))
+
+
+class Distance(NamedTuple):
+    """How far the ranks' values of a tensor lie apart."""
+
+    relative: float
+    """The largest norm of a difference, divided by the norm of the first rank's tensor."""
+    place: int
+    """The first element that differs, in row-major order."""
+    values: list[Any]
+    """That element on each rank; None on ranks that do not hold the tensor."""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

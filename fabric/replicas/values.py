@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.replicas import report
+from fabric.replicas.report import Distance
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +18,6 @@ TOLERANCE = 1e-6
 """Of a tensor's norm: up to it ranks may differ. Devices of two kinds round differently."""
 _PART = 1 << 20
 """Elements that are exchanged at a time."""
-
-
-class Distance(NamedTuple):
-    """How far the ranks' values of a tensor lie apart."""
-
-    relative: float
-    """The largest norm of a difference, divided by the norm of the first rank's tensor."""
-    place: int
-    """The first element that differs, in row-major order."""
-    values: list[Any]
-    """That element on each rank; None on ranks that do not hold the tensor."""
 
 
 def first_difference(
