@@ -10,6 +10,7 @@ from __future__ import annotations
 import marshal
 import weakref
 from collections import defaultdict
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,6 @@ class _Optimizer:
         self.ref = weakref.ref(optimizer)
         self.steps = 0
         self.clip: tuple[Any, ...] = ()
-        optimizer.register_step_post_hook(self.count)
 
     def count(self, *_: Any) -> None:
         """Count a step."""
@@ -106,6 +106,7 @@ class ReplicaCheck:
         for optimizer in optimizers:
             number = self._numbers[optimizer] = self._made[1]
             self._optimizers[number] = _Optimizer(number, optimizer)
+            optimizer.register_step_post_hook(self._optimizers[number].count)
             self._made[1] += 1
 
     def clipped(self, optimizer: Optimizer, **limits: Any) -> None:
@@ -217,26 +218,44 @@ class ReplicaCheck:
         Raises:
             ReplicasDivergedError: They differ; on all ranks.
         """
-        channel = self._strategy.channel()
+        layout, channel = self._strategy.layout, self._strategy.channel()
+        kinds = kinds or layout.replicates
         with torch.no_grad():
-            entries = self._entries(kinds, buffers) if only is None else self._entries_of(only)
-            digests = {
-                key: digest_of([e.tensor for e in some if e.tensor is not None])
-                for key, some in entries.items()
-            }
-            numbers = torch.stack([d.cpu() for d in digests.values()]).tolist() if digests else []
-            shapes = {
-                key: hash_of([f"{e.name}: {e.shape_text()}" for e in some]) for key, some in entries.items()
-            }
-            row = {key: (shapes[key], number) for key, number in zip(digests, numbers, strict=True)}
+            if only is None:
+                kinds = kinds if buffers else tuple([kind for kind in kinds if kind != "buffers"])
+                entries = self._entries(kinds, self._models.values(), self._optimizers.values())
+                scale = getattr(getattr(self._strategy.precision, "scaler", None), "_scale", None)
+                if isinstance(scale, torch.Tensor):
+                    self._put(entries, "loss scale", "the loss scale", scale)
+            else:
+                entries = self._entries_of(flatten(only)[0])
+            digests = [
+                digest_of([e.tensor for e in some if e.tensor is not None]) for some in entries.values()
+            ]
+            numbers = torch.stack([digest.cpu() for digest in digests]).tolist() if digests else []
+            shapes = ["\0".join([f"{e.name} {e.shape}" for e in some]).encode() for some in entries.values()]
+            hashes = [blake2b(text, digest_size=8).digest() for text in shapes]
+            row = dict(zip(entries, zip(hashes, numbers, strict=True), strict=True))
             rows = self._gather(row, channel, label, comparing=False)
             if all([len({r[key] for r in rows if key in r}) == 1 for key in {k for r in rows for k in r}]):
                 self._values_equal_at = self._equal_at[1]
-                return
-            self._look_up(entries, channel)
+            else:
+                self._look_up(entries, channel)
+
+    def _entries_of(self, leaves: list[Any]) -> dict[Any, list[Entry]]:
+        """Return the entries of models, optimizers and tensors that `check_replicas` was called with."""
+        named = dict(enumerate(leaves))
+        kinds = ("parameters", "buffers", "states")
+        models = [_Model(n, leaf, ()) for n, leaf in named.items() if isinstance(leaf, torch.nn.Module)]
+        optimizers = [_Optimizer(n, o) for n, o in named.items() if isinstance(o, torch.optim.Optimizer)]
+        entries = self._entries(kinds, models, optimizers)
+        for number, leaf in named.items():
+            if isinstance(leaf, torch.Tensor):
+                self._put(entries, "tensors", f"tensor {number}", leaf)
+        return entries
 
     def _look_up(self, entries: dict[Any, list[Entry]], channel: Channel) -> None:
-        mine = {key: [entry.described() for entry in some] for key, some in entries.items()}
+        mine = {key: [entry.sent() for entry in some] for key, some in entries.items()}
         about = {"place": user_place(), "steps": (self._values_equal_at, self._equal_at[1]), "entries": mine}
         rows = self._gather(about, channel, "replica check of tensors")
         tensors = {(key, e.name): e.tensor for key, some in entries.items() for e in some}
@@ -251,58 +270,32 @@ class ReplicaCheck:
             self._warned = True
             rank_zero_warn(f"{small} Said once. See fabric/replicas/README.md.")
 
-    def _entries(self, kinds: tuple[str, ...] | None, buffers: bool) -> dict[Any, list[Entry]]:
+    def _entries(self, kinds: tuple[str, ...], models: Any, optimizers: Any) -> dict[Any, list[Entry]]:
         """Return what this rank and others hold. Ranks with the same key hold the same tensors."""
-        layout = self._strategy.layout
-        kinds = layout.replicates if kinds is None else kinds
         found: defaultdict[Any, list[Entry]] = defaultdict(list)
+        put = partial(self._put, found)
         names: dict[Any, str] = {}
-        for one in self._models.values():
-            module = one.ref()
-            for name, parameter in module.named_parameters() if module is not None else ():
+        for one in models:
+            module = one.ref() or torch.nn.Module()
+            for name, parameter in module.named_parameters():
                 names.setdefault(parameter, f"{name} of {one.name}")
                 if "parameters" in kinds:
-                    self._put(found, one.name, names[parameter], parameter)
-            if module is not None and buffers and "buffers" in kinds:
-                for name, buffer in sorted(module.named_buffers()):
-                    if name not in one.rank_local:
-                        own = (
-                            one.shapes.get(name) != buffer.shape
-                        )  # a cache that has grown is this rank's own
-                        self._put(found, one.name, f"buffer {name} of {one.name}", buffer, own)
-        for opt in self._optimizers.values():
+                    put(one.name, names[parameter], parameter)
+            for name, buffer in sorted(module.named_buffers()) if "buffers" in kinds else ():
+                if name not in one.rank_local:
+                    grown = one.shapes.get(name) != buffer.shape  # a cache, which is this rank's own
+                    put(one.name, f"buffer {name} of {one.name}", buffer, own=grown)
+        for opt in optimizers:
             real = opt.ref()
             for place, parameter in enumerate(parameters_of(real) if real is not None else ()):
                 if parameter not in names and "parameters" in kinds:
                     names[parameter] = f"parameter {place} of {opt.name}"
-                    self._put(found, opt.name, names[parameter], parameter)
-                state = real.state.get(parameter, {}) if real is not None and "states" in kinds else {}
+                    put(opt.name, names[parameter], parameter)
+                state = real.state.get(parameter, {}) if "states" in kinds else {}
                 for key in sorted(state, key=str):
                     if isinstance(state[key], torch.Tensor) and _is_like(state[key], parameter):
-                        label = names.get(parameter, f"parameter {place}")
-                        self._put(found, opt.name, f"state {key!r} of {label} in {opt.name}", state[key])
-        scale = getattr(getattr(self._strategy.precision, "scaler", None), "_scale", None)
-        if isinstance(scale, torch.Tensor):
-            found["loss scale"].append(Entry("the loss scale", scale, -1))
-        return found
-
-    def _entries_of(self, tree: Any) -> dict[Any, list[Entry]]:
-        found: defaultdict[Any, list[Entry]] = defaultdict(list)
-        for place, leaf in enumerate(flatten(tree)[0]):
-            if isinstance(leaf, torch.nn.Module):
-                named = [*leaf.named_parameters(), *sorted(leaf.named_buffers())]
-            elif isinstance(leaf, torch.optim.Optimizer):
-                entries = [(i, leaf.state.get(p, {})) for i, p in enumerate(parameters_of(leaf))]
-                named = [
-                    (f"state {k!r} of parameter {i}", e[k]) for i, e in entries for k in sorted(e, key=str)
-                ]
-            else:
-                named = [("value", leaf)]
-            for name, tensor in named:
-                if isinstance(tensor, torch.Tensor):
-                    self._put(
-                        found, "arguments", f"{name} of argument {place} ({type(leaf).__name__})", tensor
-                    )
+                        whose = names.get(parameter, f"parameter {place}")
+                        put(opt.name, f"state {key!r} of {whose} in {opt.name}", state[key])
         return found
 
     def _put(self, found: Any, owner: str, name: str, tensor: Any, own: bool = False) -> None:
@@ -313,15 +306,17 @@ class ReplicaCheck:
         if mesh is not None:
             place = mesh.get_coordinate() or [0] * mesh.ndim
             sharded = [dim for dim, how in enumerate(tensor.placements) if not how.is_replicate()]
-            copies = [mesh.size(dim) for dim in range(mesh.ndim) if dim not in sharded]
-            if all([size == 1 for size in copies]):  # no other rank holds these values, but all change them
-                if isinstance(tensor, torch.nn.Parameter):
-                    found[(*key, "sharded")].append(Entry(name, None, writes))
+            if all([mesh.size(dim) == 1 for dim in range(mesh.ndim) if dim not in sharded]):
+                if isinstance(tensor, torch.nn.Parameter):  # no other rank holds its values; all change them
+                    found[(*key, "sharded")].append(Entry(name, f"{writes} {report.WRITES}"))
                 return
-            key, local = (*key, *[place[dim] for dim in sharded]), tensor.to_local()
-        if local.numel() and not local.is_meta and local.layout is torch.strided and not local.is_nested:
-            comparable = writes if self._counts_writes else -1
-            found[key].append(Entry(name, None if own else local, -1 if own else comparable))
+            key, local = (*key, *[(dim, place[dim]) for dim in sharded]), tensor.to_local()
+        if own:
+            found[key].append(Entry(name))
+        elif local.numel() and not local.is_meta and local.layout is torch.strided and not local.is_nested:
+            shape = f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
+            writes = writes if self._counts_writes else -1
+            found[key].append(Entry(name, shape, writes, bool(tensor._backward_hooks), local))
 
     def _gather(self, row: Any, channel: Channel, label: str, comparing: bool = True) -> list[Any]:
         self._comparing = comparing
@@ -329,11 +324,6 @@ class ReplicaCheck:
             return gather_objects(row, channel, label)
         finally:
             self._comparing = False
-
-
-def hash_of(texts: list[str]) -> bytes:
-    """Return 8 bytes that differ where the texts do."""
-    return blake2b("\0".join(texts).encode(), digest_size=8).digest()
 
 
 def _is_like(value: Tensor, parameter: Tensor) -> bool:

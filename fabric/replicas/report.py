@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MISSING = "not there"
-_WRITES = "in-place changes"
+WRITES = "in-place changes"
 _ON_ALL_RANKS = (
     "A cause is load_state_dict or an in-place change under `if fabric.is_global_zero:`. Make the call on "
     "all ranks, with values from fabric.broadcast."
@@ -31,42 +31,26 @@ _COUNTERS = {
 _ORDER = ("class", "", *_COUNTERS)
 
 
-class Described(NamedTuple):
-    """A tensor as another rank sees it."""
-
-    name: str
-    shape: str
-    numel: int
-    digest: int | None
-    """None: its values are the rank's own."""
-    writes: int
-    """In-place changes of the tensor since it was made, as torch counts them; -1: not comparable."""
-    hooked: bool
-    """Whether it has a gradient hook of the user's."""
-
-
 class Entry(NamedTuple):
-    """A tensor of this rank that others hold, too."""
+    """A tensor of this rank that others hold, too; without `tensor` as other ranks see it."""
 
     name: str
-    tensor: Tensor | None
-    """None: its values are this rank's own."""
-    writes: int
-    """As in `Described`."""
+    shape: str = ""
+    """Dtype and shape; of a sharded tensor its number of changes; "": the rank keeps it for itself."""
+    writes: int = -1
+    """In-place changes of the tensor since it was made, as torch counts them; -1: not comparable."""
+    hooked: bool = False
+    """Whether it has a gradient hook of the user's."""
+    tensor: Tensor | None = None
+    digest: int | None = None
+    numel: int = 0
 
-    def shape_text(self) -> str:
-        """Return what is equal on all ranks beside the values: the shape; of a sharded tensor its changes."""
-        if self.tensor is not None:
-            return f"{str(self.tensor.dtype).removeprefix('torch.')}{list(self.tensor.shape)}"
-        return "" if self.writes < 0 else f"{self.writes} {_WRITES}"
-
-    def described(self) -> Described:
+    def sent(self) -> Entry:
         """Return what other ranks need; waits for the device."""
-        tensor, shape = self.tensor, self.shape_text()
-        if tensor is None:
-            return Described(self.name, shape, 0, None, self.writes, False)
-        digest = int(digest_of([tensor]).item())
-        return Described(self.name, shape, tensor.numel(), digest, self.writes, bool(tensor._backward_hooks))
+        if self.tensor is None:
+            return self
+        digest = int(digest_of([self.tensor]).item())
+        return self._replace(tensor=None, digest=digest, numel=self.tensor.numel())
 
 
 class Distance(NamedTuple):
@@ -120,7 +104,7 @@ def fact_text(rows: Sequence[dict[str, Any]], everywhere: Collection[int]) -> st
     return None
 
 
-def structure_text(rows: Sequence[dict[str, Any]], held: dict[int, list[Described]]) -> str | None:
+def structure_text(rows: Sequence[dict[str, Any]], held: dict[int, list[Entry]]) -> str | None:
     """Return the text for names, order or shapes that differ between ranks with the same key; else None."""
     names = {rank: [entry.name for entry in entries] for rank, entries in held.items()}
     first = next(iter(names.values()))
@@ -137,7 +121,7 @@ def structure_text(rows: Sequence[dict[str, Any]], held: dict[int, list[Describe
             return f"Tensor number {place} differs between ranks ({by_value(values)}). {remedy}"
         shapes = {rank: entries[place].shape for rank, entries in held.items() if entries[place].shape}
         if len({*shapes.values()}) > 1:
-            changed = _WRITES in next(iter(shapes.values()))
+            changed = WRITES in next(iter(shapes.values()))
             what = "was changed on some ranks only" if changed else "has another dtype or shape on each rank"
             remedy = (
                 _ON_ALL_RANKS
@@ -151,7 +135,7 @@ def structure_text(rows: Sequence[dict[str, Any]], held: dict[int, list[Describe
     return None
 
 
-def value_text(rows: Sequence[dict[str, Any]], held: dict[int, Described], distance: Distance) -> str:
+def value_text(rows: Sequence[dict[str, Any]], held: dict[int, Entry], distance: Distance) -> str:
     """Return the text for a tensor whose values differ."""
     name = next(iter(held.values())).name
     values = {
@@ -197,7 +181,7 @@ def _fact_cause(what: str, steps: int) -> str:
     )
 
 
-def _value_cause(name: str, held: dict[int, Described], values: dict[int, Any]) -> str:
+def _value_cause(name: str, held: dict[int, Entry], values: dict[int, Any]) -> str:
     others = {str(value) for rank, value in values.items() if rank}
     zero_alone = 0 in values and len(values) > 2 and len(others) == 1
     writes = {entry.writes for entry in held.values()}
