@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from numbers import Integral, Real
 from typing import Any
@@ -18,6 +19,9 @@ from fabric.utilities.compile import is_compiled, recompile
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 from fabric.wrappers import _FabricModule, is_wrapped, unwrap
+
+_WORDS = {"true": True, "on": True, "false": False, "off": False, "0": False}
+"""What FABRIC_REPLICA_CHECK may be beside a number."""
 
 
 def check_given(objects: tuple[Any, ...], kind: type, verb: str) -> None:
@@ -173,6 +177,26 @@ def check_owned(optimizers: tuple[Optimizer, ...], modules: list[Module], verb: 
                 f"from this model's .parameters(), or set all its models up with setup_module first, then "
                 f"setup_optimizers."
             )
+
+
+def check_schedule(value: Any) -> bool | int:
+    """Return the schedule of the replica check for `Fabric(replica_check=value)`.
+
+    Raises:
+        ConfigurationError: Neither a bool nor a number of at least 1; `value` may come from the environment.
+    """
+    given, text = value, f"replica_check={value!r}"
+    if value is None:
+        given = os.environ.get("FABRIC_REPLICA_CHECK", "True")
+        text = f"FABRIC_REPLICA_CHECK={given}"
+        given = _WORDS.get(given.lower(), given)
+        given = int(given) if isinstance(given, str) and given.isdecimal() else given
+    if isinstance(given, bool) or (isinstance(given, int) and given > 0):
+        return given
+    raise ConfigurationError(
+        f"{text} is not a schedule. Write True (after backwards number 1, 2, 4, ...), False (never), or a "
+        "number of backwards between two checks, such as 100."
+    )
 
 
 def check_forward_module(module: Any, verb: str) -> Module:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checks import check_forward_module, check_given, item_count, warn_of_raw
+from fabric.checks import check_forward_module, check_given, check_schedule, item_count, warn_of_raw
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.plugins.environments.local import LAUNCHED
 from fabric.resolve import Machine, Request, resolve
@@ -53,6 +53,9 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         plugins: Precision, ClusterEnvironment and CheckpointIO objects, each at most once.
         callbacks: Objects whose methods `call` and the wrappers call by name.
         loggers: Where `log` and `log_dict` write.
+        replica_check: When ranks compare what must be equal on them; see replicas/README.md. True: after
+            backwards number 1, 2, 4, ..., 1,024, and each 1,024th; a number n: after each n-th; False: never.
+            None: FABRIC_REPLICA_CHECK, or True.
 
     Raises:
         ConfigurationError: Arguments that are unknown, impossible on this machine, or contradict each other.
@@ -70,9 +73,11 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         plugins: Any = None,
         callbacks: list[Any] | Any | None = None,
         loggers: Logger | list[Logger] | None = None,
+        replica_check: bool | int | None = None,
     ) -> None:
         plan = resolve(Request(accelerator, strategy, devices, num_nodes, precision, plugins), Machine.look())
         self._strategy: Strategy = plan.strategy
+        self._strategy.replica_check = check_schedule(replica_check)
         self._strategy.bind(plan)
         self._callbacks = _as_list(callbacks)
         self._loggers = _as_list(loggers)
@@ -210,6 +215,8 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
                 f"Write clip_val=0.5 to clamp each element, or max_norm=1.0 to scale the total norm."
             )
         plain, stepped = unwrap(module), unwrap(optimizer)
+        if (replicas := self._strategy.replicas) is not None:
+            replicas.clipped(stepped, clip_val=clip_val, max_norm=max_norm, norm_type=norm_type)
         if clip_val is not None:
             return self._strategy.clip_gradients_value(plain, stepped, clip_val)  # type: ignore[func-returns-value]
         return self._strategy.clip_gradients_norm(plain, stepped, max_norm, norm_type, error_if_nonfinite)  # type: ignore[arg-type]

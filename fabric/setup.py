@@ -22,6 +22,7 @@ from fabric.checks import (
     warn_of_workers,
 )
 from fabric.core.errors import UsageError
+from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
 from fabric.utilities.compile import is_compiled, recompile
@@ -68,6 +69,7 @@ class SetupVerbs(RankFacts):
         *,
         scheduler: None = None,
         move_to_device: bool = True,
+        replica_check: bool = True,
         _reapply_compile: bool = True,
     ) -> M: ...
 
@@ -80,6 +82,7 @@ class SetupVerbs(RankFacts):
         *optimizers: Unpack[Rest],
         scheduler: None = None,
         move_to_device: bool = True,
+        replica_check: bool = True,
         _reapply_compile: bool = True,
     ) -> tuple[M, O1, Unpack[Rest]]: ...
 
@@ -91,6 +94,7 @@ class SetupVerbs(RankFacts):
         *optimizers: Unpack[Rest],
         scheduler: S,
         move_to_device: bool = True,
+        replica_check: bool = True,
         _reapply_compile: bool = True,
     ) -> tuple[M, Unpack[Rest], S]: ...
 
@@ -100,6 +104,7 @@ class SetupVerbs(RankFacts):
         *optimizers: Any,
         scheduler: Any | None = None,
         move_to_device: bool = True,
+        replica_check: bool = True,
         _reapply_compile: bool = True,
     ) -> Any:
         """Make a model and its optimizers ready. All ranks must call this.
@@ -109,6 +114,7 @@ class SetupVerbs(RankFacts):
             optimizers: Optimizers of this model's parameters.
             scheduler: Given back as it is; schedulers are never touched.
             move_to_device: False leaves device placement to you.
+            replica_check: False: the ranks may hold different values of this model and these optimizers.
 
         Returns:
             The model, or (model, *optimizers), or (model, *optimizers, scheduler). To type checkers they are
@@ -128,30 +134,45 @@ class SetupVerbs(RankFacts):
         wrapped, stepped, scheduler = self._wrap(
             module, list(optimizers), scheduler, move_to_device, _reapply_compile
         )
+        if replica_check and (replicas := self._strategy.replicas) is not None:
+            replicas.add(wrapped.module, stepped)
         views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
         self.call("on_after_setup", fabric=self, module=wrapped)
         rest = [] if scheduler is None else [scheduler]
         return (wrapped, *views, *rest) if views or rest else wrapped
 
-    def setup_module(self, module: M, move_to_device: bool = True, _reapply_compile: bool = True) -> M:
+    def setup_module(
+        self,
+        module: M,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+        *,
+        replica_check: bool = True,
+    ) -> M:
         """Make a model ready, without optimizers. All ranks must call this. Arguments and errors as for
         `setup`.
         """
-        return self.setup(module, move_to_device=move_to_device, _reapply_compile=_reapply_compile)
+        return self.setup(
+            module,
+            move_to_device=move_to_device,
+            replica_check=replica_check,
+            _reapply_compile=_reapply_compile,
+        )
 
     @overload
-    def setup_optimizers(self, optimizer: O1, /) -> O1: ...
+    def setup_optimizers(self, optimizer: O1, /, *, replica_check: bool = True) -> O1: ...
 
     @overload
     def setup_optimizers(
-        self, first: O1, second: O2, /, *optimizers: Unpack[Rest]
+        self, first: O1, second: O2, /, *optimizers: Unpack[Rest], replica_check: bool = True
     ) -> tuple[O1, O2, Unpack[Rest]]: ...
 
-    def setup_optimizers(self, *optimizers: Any) -> Any:  # type: ignore[misc]
+    def setup_optimizers(self, *optimizers: Any, replica_check: bool = True) -> Any:  # type: ignore[misc]
         """Make optimizers ready whose models are set up by calls of their own. All ranks must call this.
 
         Args:
             optimizers: At least one.
+            replica_check: As for `setup`.
 
         Returns:
             The optimizer, or a tuple where several were given.
@@ -167,10 +188,10 @@ class SetupVerbs(RankFacts):
             self._strategy.layout.follow(optimizer)
         if self._strategy.modules:
             check_owned(optimizers, list(self._strategy.modules), "fabric.setup_optimizers")
-        views = [
-            _FabricOptimizer(self._strategy.setup_optimizer(o), self._strategy, self._callbacks)
-            for o in optimizers
-        ]
+        stepped = [self._strategy.setup_optimizer(o) for o in optimizers]
+        if replica_check and (replicas := self._strategy.replicas) is not None:
+            replicas.add(None, stepped)
+        views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
         return views[0] if len(views) == 1 else tuple(views)
 
     @overload
@@ -270,6 +291,21 @@ class SetupVerbs(RankFacts):
             for part, training in modes:
                 part.training = training
 
+    def check_replicas(self, *objects: Any) -> None:
+        """Compare now what all ranks must hold alike. All ranks must call this.
+
+        Args:
+            objects: Models, optimizers, tensors, and nestings of them; also such that were never set up. None
+                given: all models and optimizers that were set up.
+
+        Raises:
+            ReplicasDivergedError: They differ; on all ranks.
+        """
+        self._require_launch("check_replicas()")
+        if (check := self._strategy.replicas) is not None:
+            given = map_tree(unwrap, list(objects)) if objects else None
+            check.compare("check_replicas", buffers=True, only=given)
+
     def rng_state(self) -> RngState:
         """The random streams of all ranks, to be saved: `fabric.save(path, {"rng": fabric.rng_state()})`.
 
@@ -351,4 +387,5 @@ class SetupVerbs(RankFacts):
             source=source,
             together=together,
             peers=peers,
+            replicas=self._strategy.replicas if shard else None,
         )

@@ -38,6 +38,7 @@ ORDER = [
     [
         "fabric.checks",
         "fabric.metrics",
+        "fabric.replicas",
         "fabric.strategies.launchers",
         "fabric.strategies.layouts",
         "fabric.watch",
@@ -206,6 +207,16 @@ def test_nobody_imports_integrations():
     others = [name for name in sources() if place(name) != "fabric.integrations"]
     every = [(name, imported) for name in others for imported, _, _ in imports(name)]
     assert [pair for pair in every if place(pair[1]) == "fabric.integrations"] == []
+
+
+SLICES = ("fabric.replicas",)  # folders that can be deleted; others follow
+
+
+def test_nobody_imports_a_slice():
+    for one in SLICES:
+        others = [name for name in sources() if place(name) != one]
+        every = [(name, imported) for name in others for imported, _, _ in imports(name)]
+        assert [pair for pair in every if place(pair[1]) == one] == []
 
 
 @pytest.mark.parametrize("name", sorted(packages()))

@@ -9,6 +9,7 @@ FabricError
 - LaunchError (RuntimeError): processes that could not be started or joined
 - RankError (RuntimeError): another rank failed inside a call that all ranks make
 - CollectiveMismatch (RuntimeError, ValueError): ranks called different things, or with different data
+- ReplicasDivergedError (RuntimeError): values that must be equal on ranks are not
 - MissingExtraError (ImportError): an optional package is not installed
 - ContractError (AssertionError): a strategy does not keep what every strategy promises
 """
@@ -54,6 +55,10 @@ class RankError(FabricError, RuntimeError):
 
 class CollectiveMismatch(FabricError, RuntimeError, ValueError):
     """Ranks made different calls where all must make the same; every rank gets this, with one table."""
+
+
+class ReplicasDivergedError(FabricError, RuntimeError):
+    """Ranks hold different values of what must be equal on all of them; all raise this, with one text."""
 
 
 class MissingExtraError(FabricError, ImportError):

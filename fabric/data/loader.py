@@ -30,8 +30,10 @@ _OF_THE_USER = ("dataset", "collate_fn", "worker_init_fn", "generator")
 class _Pass:
     """One iteration: its epoch, and the note of the last batch that the loop received."""
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, replicas: Any) -> None:
         self.epoch = epoch
+        self.backwards = 0 if replicas is None else replicas.backwards
+        """Synchronised backwards before it."""
         self.note: Any = None
 
 
@@ -47,6 +49,7 @@ class _FabricDataLoader(Loader):
         together: Where data are the ranks' own, "drop" or "error" lets all stop or raise when the first has
             no more; "train" is "drop" while gradients are enabled. Else each goes its own way.
         peers: The ranks, for positions that each has of its own. None: there is one.
+        replicas: Compares the ranks' models at the end of an epoch in which they were trained; or None.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class _FabricDataLoader(Loader):
         source: Source | None = None,
         together: str | None = None,
         peers: Peers | None = None,
+        replicas: Any = None,
     ) -> None:
         self._dataloader = dataloader
         self._device = device
@@ -79,6 +83,7 @@ class _FabricDataLoader(Loader):
         self._looks_ahead = source.ahead and workers > 0 and _is_plain(self._move)
         self._together = together
         self._peers = peers
+        self._replicas = replicas
         self._epoch = 0
         self._pass: _Pass | None = None
         self._saved: dict[str, Any] | None = None
@@ -157,7 +162,7 @@ class _FabricDataLoader(Loader):
         epoch = source.epoch(self._epoch)
         if epoch != self._epoch:
             self.set_epoch(epoch)
-        run, saved = _Pass(epoch), self._saved
+        run, saved = _Pass(epoch, self._replicas), self._saved
         source.begin(epoch, saved)
         self._saved, self._pass = None, run
         self._epoch += 1
@@ -200,6 +205,8 @@ class _FabricDataLoader(Loader):
                 yield batch
             if self._pass is run:
                 self._pass = None
+            if self._replicas is not None:
+                self._replicas.epoch_ended(run.backwards)
         finally:  # an error's traceback must not keep workers alive
             close = getattr(pairs, "close", None)
             if close is not None:

@@ -103,6 +103,8 @@ class Checkpoints(Exchange):
                 self.refuse("save", error)
             sharded = format == "sharded"
         self.meet("save", states.split_content(self, state) + ", sharded" * sharded)
+        if self.replicas is not None:
+            self.replicas.before_save()
         facts = {"strategy": type(self).__name__, "world_size": self.topology.world_size, **(facts or {})}
         write: Callable[[], None] | None
         if sharded:

@@ -36,6 +36,8 @@ class Exchange:
     """
 
     topology: Topology
+    replicas: Any = None
+    """The replica check, while there are several ranks and it is on."""
 
     def __init__(self) -> None:
         self.wire = Exchange.make_wire(self)
@@ -43,7 +45,7 @@ class Exchange:
         self._seen: tuple[Channel, Channel, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_channel": None, "_seen": None}  # of this process
+        return {**self.__dict__, "_channel": None, "_seen": None, "replicas": None}  # of this process
 
     @cached_property
     def collective(self) -> Collective:
@@ -79,9 +81,12 @@ class Exchange:
         """What the tree verbs of a group run on."""
         known = self._channel
         if group is not None:
-            return self.make_channel(group)
+            made = self.make_channel(group)
+            made.facts = self.replicas
+            return made
         if known is None or known.collective is not self.collective or known.wire is not self.wire:
             known = self._channel = self.make_channel(None)
+            known.facts = self.replicas
         return known
 
     def make_channel(self, group: Any | None) -> Channel:

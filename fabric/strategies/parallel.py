@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fabric.accelerators.select import group_backend
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.registry import load_slice
 from fabric.core.topology import Topology
 from fabric.plugins.collectives.channel import Channel, wire_of
 from fabric.plugins.collectives.torch_collective import TorchCollective
@@ -210,6 +211,8 @@ class ParallelStrategy(Strategy):
             from fabric.watch.watchdog import watch_over
 
             self._watchdog = watch_over(self.root_device)
+            if (check := load_slice("replicas")) is not None:
+                self.replicas = check(self, self.replica_check)
             if not faulthandler.is_enabled() and sys.__stderr__ is not None:
                 with suppress(OSError):  # a stream that is no file
                     faulthandler.enable(sys.__stderr__)  # where a backend ends the process: at which line

@@ -77,6 +77,8 @@ class Strategy(Checkpoints):
     """Those of this machine; None: chosen by `Fabric`."""
     cluster_environment: ClusterEnvironment | None = None
     """Who this process is; None: detected."""
+    replica_check: bool | int = True
+    """When ranks compare their replicas; see `Fabric`."""
 
     def __init__(
         self,
@@ -193,6 +195,8 @@ class Strategy(Checkpoints):
             self._accelerator.setup_device(self.root_device)
         self._join_ranks()
         self.layout.channel = self.channel()
+        if self.replicas is not None and self.replica_check:
+            self.layout.synchronised = self.replicas.synchronised
         self.layout.join(self.topology, self._precision.policy)
 
     def _join_ranks(self) -> None:
@@ -200,7 +204,7 @@ class Strategy(Checkpoints):
 
     def teardown(self) -> None:
         """Let go of groups, files and settings that this strategy took."""
-        self.snapshot = None
+        self.snapshot = self.replicas = None
         self.layout.teardown()
         self._precision.teardown()
         if self._checkpoint_io is not None:

@@ -130,6 +130,8 @@ class Scene:
     kept: int = 0
     by_hand: bool = False
     """Whether all turns make gradients without `fabric.backward`."""
+    drifts: bool = False
+    """Whether a statement makes replicas differ."""
     quiet: bool = False
     """Whether what many layouts refuse is left out."""
     late: list[Node] = field(default_factory=list)
@@ -360,7 +362,8 @@ def resume(scene: Scene) -> list[Node]:
 
 def closing(scene: Scene) -> list[Node]:
     """What is compared at the end."""
-    lines: list[Node] = [f"note.same('{m.name}', {m.name}.state_dict())" for m in scene.models]
+    lines: list[Node] = ["fabric.check_replicas()"] * scene.drifts
+    lines += [f"note.same('{m.name}', {m.name}.state_dict())" for m in scene.models]
     raw = forgotten(scene) if scene.pipeline else []
     return [*lines, *(f"note.optimizer('{o.name}', {o.name})" for o in scene.optimizers if o not in raw)]
 

@@ -315,6 +315,9 @@ class Plain:
         finally:
             self.unsynced[:] = before
 
+    def check_replicas(self, *_: Any) -> None:
+        """One process has no replicas."""
+
     def setup_dataloaders(self, *loaders: Any, uneven: str | None = None, **_: Any) -> Any:
         """As one rank has them: what a shuffle's order is only Fabric knows; it promises the same for all."""
         from fabric import Fabric

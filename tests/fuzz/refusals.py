@@ -35,6 +35,7 @@ OWED = [
     (r"a penalty on weights", "a term of split parameters in the loss"),
     (r"which is on stage \d+ of the pipeline", "a state dict of some stages in a file"),
     (r"is that of an optimizer which was not set up", "scaled gradients, by an optimizer that was forgotten"),
+    (r"ReplicasDivergedError: ", "replicas that a statement made different"),
     (r"is not finite", "clip_gradients of gradients that are not finite"),
     # Of engines, which programs meet by --layout only.
     (r"makes its engine of a model and its optimizer together", "DeepSpeed: an optimizer without its model"),

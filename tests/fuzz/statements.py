@@ -275,8 +275,9 @@ def interjection(scene: Scene) -> list[Node]:
         (1, generation),
         (1, whole_model),
         (0.3, lone_failure),
+        (0.4, drift),
     ]
-    loud = (evaluation_by_rank, generation, failure, lone_failure, freeze) if scene.quiet else ()
+    loud = (evaluation_by_rank, generation, failure, lone_failure, freeze, drift) if scene.quiet else ()
     makers = [(weight, maker) for weight, maker in makers if maker not in loud]
     maker = scene.rng.choices([m for _, m in makers], [w for w, _ in makers])[0]
     return maker(scene)
@@ -418,6 +419,24 @@ def lone_failure(scene: Scene) -> list[Node]:
     lone: Node = ("if fabric.global_rank == 1:", ("raise OnPurpose('on rank 1')",))
     body = [*scene.one_of([verb, evaluation])(scene), "fabric.barrier()"]
     return [("", (("try:", (lone, *body)), ("except OnPurpose:", ("pass",))))]
+
+
+def drift(scene: Scene) -> list[Node]:
+    """Ranks do different things to what they hold in common: `closing` compares the replicas."""
+    model, optimizer = scene.one_of(scene.models), scene.one_of(scene.optimizers)
+    if not model.ready or scene.by_hand:
+        return verb(scene)
+    scene.drifts = True
+    every = f"for p in {model.name}.parameters():"
+    kinds: list[Node] = [
+        (f"for group in {optimizer.name}.param_groups:", ("group['lr'] *= 1 + 0.5 * fabric.global_rank",)),
+        ("if fabric.global_rank == 1:", (f"scale_by_hand({model.name}, 0.5)",)),
+        ("if fabric.global_rank == 1:", (("with torch.no_grad():", ((every, ("p.mul_(0.5)",)),)),)),
+        ("with torch.no_grad():", ((every, ("p.add_(0.1 * fabric.global_rank)",)),)),
+    ]
+    if not scene.layout.splits and scene.layout.name != "zero1" and not optimizer.closes:
+        kinds.append(("if fabric.global_rank == 1:", (f"{optimizer.name}.step()",)))
+    return [scene.one_of(kinds)]
 
 
 def state_dict(scene: Scene) -> list[Node]:

@@ -54,6 +54,7 @@ class Engines(Whole):
     )
     splits_optimizers = True
     moves = True
+    replicates = ()
 
     def __init__(self, stage: int) -> None:
         self.stage = stage

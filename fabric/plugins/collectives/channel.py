@@ -83,6 +83,8 @@ class Channel:
 
     def __init__(self, collective: Collective, wire: Wire) -> None:
         self.collective, self.wire = collective, wire
+        self.facts: Any = None
+        """What ranks compare in each call beside the call itself: has `facts()` and `explain(channel)`."""
         self._guard: Callable[[], Guard | None] = lambda: None
 
     def __reduce__(self) -> Any:
@@ -130,10 +132,11 @@ class Channel:
         star = guard.star or guard.open(call)
         if star is None:
             return None
-        from fabric.plugins.collectives.frames import Meeting, is_alike, message
+        from fabric.plugins.collectives.frames import NO_FACTS, Meeting, is_alike, message
 
         counts, name = guard.waits.counts, guard.name
-        own = message(counts[name] + 1, call, payload, guard.whole)
+        facts = NO_FACTS if self.facts is None else self.facts.facts()
+        own = message(counts[name] + 1, call, payload, guard.whole, facts)
         counts[name] += 1  # last: nothing can fail between it and the frame
         turn = star.start(own)
         try:
@@ -143,8 +146,16 @@ class Channel:
         if not done:
             guard.wait(turn, call, 0.0)
         if not is_alike(own, turn.rows, turn.size):
-            guard.disagree(star, call)
+            self._differ(guard, star, call, own, turn)
         return Meeting(turn.rows, turn.size, len(guard.members)) if guard.whole else None
+
+    def _differ(self, guard: Guard, star: Any, call: Call, own: bytes, turn: Any) -> None:
+        """Raise for frames that differ in the call or in its facts, unless these facts mean the same."""
+        from fabric.plugins.collectives.frames import CALL_BYTES, is_alike
+
+        if self.facts is None or not is_alike(own, turn.rows, turn.size, CALL_BYTES):
+            guard.disagree(star, call)
+        self.facts.explain(self)
 
     def ride(
         self, call: Call, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True

@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 FRAME_BYTES = 8192
 """Size of every frame, whatever it says: ranks that disagree still exchange equal sizes."""
-HEADER = struct.Struct("<q16sq")
-"""How many calls the group made, digest of this call, bytes of data (that ride if there is room)."""
-KEY_BYTES = 24
-"""The part of the header in which all ranks must agree: count and digest."""
+HEADER = struct.Struct("<q16s16sq")
+"""How many calls the group made, digest of this call, facts, bytes of data (sent here if there is room)."""
+CALL_BYTES, KEY_BYTES = 24, 40
+"""The parts of the header that are equal on all ranks: count and digest; and the facts."""
+NO_FACTS = bytes(16)
+"""The facts of a strategy that compares none."""
 ROOM = FRAME_BYTES - HEADER.size
 """Bytes of data that ride in a frame."""
 ALONE = "forward without gradients"
@@ -58,22 +60,22 @@ class Call(NamedTuple):
     """Whether ranks wait in it as long as the others live, however long collectives wait."""
 
 
-def message(count: int, call: Call, payload: Sequence[Tensor], whole: bool) -> bytes:
+def message(count: int, call: Call, payload: Sequence[Tensor], whole: bool, facts: bytes = NO_FACTS) -> bytes:
     """The frame of a group's call number `count`; if `whole`, with the contiguous tensors of the host that
-    fit.
+    fit. `facts`: 16 bytes that all ranks of the group must have in common beside the call.
     """
     size = sum([tensor.nbytes for tensor in payload])
-    head = HEADER.pack(count, call.digest, size)
+    head = HEADER.pack(count, call.digest, facts, size)
     if not whole:
         return head[:KEY_BYTES]
     return b"".join([head, *map(to_bytes, payload)]) if payload and size <= ROOM else head
 
 
-def is_alike(own: bytes, rows: bytearray, size: int) -> bool:
-    """Whether all ranks make the call of this one's frame, by theirs of `size` bytes each."""
+def is_alike(own: bytes, rows: bytearray, size: int, length: int = KEY_BYTES) -> bool:
+    """Whether the frames of all ranks, of `size` bytes each, begin with the `length` bytes of this one's."""
     # One comparison for each rank: the rest is looked at only where they differ.
-    key = own[:KEY_BYTES]
-    return all([rows[at : at + KEY_BYTES] == key for at in range(0, len(rows), size)])
+    key = own[:length]
+    return all([rows[at : at + length] == key for at in range(0, len(rows), size)])
 
 
 def to_bytes(raw: Tensor) -> bytes:

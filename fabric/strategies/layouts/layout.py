@@ -52,6 +52,12 @@ class Whole:
     """Whether this rank keeps the full values that it gathers, or only takes part."""
     hears_loads = False
     """Whether `load_module_state` must be called where nothing is split, too."""
+    replicates: tuple[str, ...] = ("parameters", "buffers", "states")
+    """What all ranks hold with equal values between steps, of the tensors that are not sharded (DTensor)."""
+    replica_key: tuple[Any, ...] = ()
+    """Which part of the model this rank holds: ranks with the same key hold the same tensors."""
+    synchronised: Callable[..., None] | None = None
+    """Called on all ranks at the end of a backward, with the models whose gradients it synchronised."""
     keeps_parts = False
     """Whether nothing is gathered: states have this rank's parts, and the shapes of what other ranks have."""
 

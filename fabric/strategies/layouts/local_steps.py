@@ -126,6 +126,7 @@ class LocalSteps(Whole):
 
     traits = Traits(needs_launch=True, data_parallel=True, steps_apart=True)
     hears_loads = True
+    replicates = ()
 
     def __init__(self, sync_every: int, outer_optimizer: Callable[[list[Tensor]], Optimizer] | None) -> None:
         self.sync_every, self.outer_optimizer = sync_every, outer_optimizer
@@ -270,3 +271,6 @@ class LocalSteps(Whole):
                 reduce_tree(shared, "mean", self.channel, label="end of a round")
         for optimizer, held in rounds.items():
             held.go_on(parameters_of(optimizer))
+        if self.synchronised is not None:
+            ended = [m for m in self._modules if not parameters.keys().isdisjoint(m.parameters())]
+            self.synchronised(ended, ("parameters", "buffers"))

@@ -248,6 +248,8 @@ class Replicate(Whole):
         for replica in syncing:
             if replica.training and self._replicas[replica].buffered and self._replicas[replica].came:
                 broadcast_from_zero(list(replica.buffers()))
+        if self.synchronised is not None and syncing:
+            self.synchronised([replica.module for replica in syncing if self._replicas[replica].came])
 
     def _averaged(self, before: list[tuple[_Known, list[Any]]]) -> None:
         """A backward has averaged the gradients of those that it came to."""

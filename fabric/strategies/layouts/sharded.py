@@ -166,6 +166,9 @@ class Sharded(Split):
         for gate in gates:
             gate.meets.passed = 0
         self.channel.meet(call_of(f"{type(optimizer).__name__}.step", told))
+        if self.synchronised is not None:
+            stepped = {*held}
+            self.synchronised([m for m in self.models() if not stepped.isdisjoint(m.parameters())])
 
 
 def _gate(root: Any) -> Any:

@@ -41,6 +41,8 @@ class ShardedStates(Replicate):
         settings: As in `Replicate`.
     """
 
+    replicates = ("parameters", "buffers")
+
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         super().__init__(settings)
         self._shares: weakref.WeakKeyDictionary[Optimizer, Share] = weakref.WeakKeyDictionary()

@@ -117,6 +117,7 @@ class Pipeline(InRows, PipelineStates):
         self.mesh = make_rows(topology, stages, DIMS)
         start = topology.rank - topology.rank % stages
         self._ranks, self._place = list(range(start, start + stages)), topology.rank - start
+        self.replica_key = (self._place,)
         wire = self.channel.wire  # type: ignore[union-attr]
         self.pipeline = Channel(TorchCollective(group=self.mesh.get_group(1)), wire)
         own = self.pipeline.collective.group
@@ -211,14 +212,20 @@ class Pipeline(InRows, PipelineStates):
         for tied in flow.tied:
             tied.add_up()
         module = flow.module()
-        if module is None or self.across is None:
+        if module is None:
             return
+        if self.across is not None:
+            self._average(module, flow, self.across)
+        if self.synchronised is not None:
+            self.synchronised([module])
+
+    def _average(self, module: Module, flow: Flow, across: Channel) -> None:
         blocks = [block for _, block in flow.runner.stage.blocks]
         parameters = dict.fromkeys([p for block in blocks for p in block.parameters()])
-        average_gradients(list(parameters), self.across, "a pipeline with several data parallel rows")
+        average_gradients(list(parameters), across, "a pipeline with several data parallel rows")
         if module.training:
             buffers = dict.fromkeys([b for block in blocks for b in block.buffers()])
-            copy_from_first(list(buffers), self.across)
+            copy_from_first(list(buffers), across)
 
     def _group_of(self, stages: Iterable[int]) -> ProcessGroup | None:
         """A group of these stages of this pipeline. All ranks make those of all pipelines."""

@@ -1,0 +1,209 @@
+"""Texts of `ReplicasDivergedError`: what differs, on which ranks, since when, the cause, and what to write.
+
+Pure, from rows of all ranks: the text is the same on all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fabric.replicas.digest import digest_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from torch import Tensor
+
+_MISSING = "not there"
+WRITES = "in-place changes"
+_ON_ALL_RANKS = (
+    "A cause is load_state_dict or an in-place change under `if fabric.is_global_zero:`. Make the call on "
+    "all ranks, with values from fabric.broadcast."
+)
+_COUNTERS = {
+    "steps": "Some ranks skipped a step. Skip it on all ranks: `if fabric.any(skip): continue`.",
+    "synchronised backwards": "Some ranks skipped a backward. Skip it on all ranks: "
+    "`if fabric.any(skip): continue`.",
+    "epochs": "Some ranks ended an epoch earlier. Use loaders from fabric.setup_dataloaders, and the same "
+    "`break` on all ranks: `if fabric.any(stop): break`.",
+    "replica_check": "Give Fabric(replica_check=...) and FABRIC_REPLICA_CHECK the same value on all ranks.",
+}
+_ORDER = ("class", "", *_COUNTERS)
+
+
+class Entry(NamedTuple):
+    """A tensor of this rank that others hold, too; without `tensor` as other ranks see it."""
+
+    name: str
+    shape: str = ""
+    """Dtype and shape; of a sharded tensor its number of changes; "": the rank keeps it for itself."""
+    writes: int = -1
+    """In-place changes of the tensor since it was made, as torch counts them; -1: not comparable."""
+    hooked: bool = False
+    """Whether it has a gradient hook of the user's."""
+    tensor: Tensor | None = None
+    digest: int | None = None
+    numel: int = 0
+
+    def sent(self) -> Entry:
+        """Return what other ranks need; waits for the device."""
+        if self.tensor is None:
+            return self
+        digest = int(digest_of([self.tensor]).item())
+        return self._replace(tensor=None, digest=digest, numel=self.tensor.numel())
+
+
+class Distance(NamedTuple):
+    """How far the ranks' values of a tensor lie apart."""
+
+    relative: float
+    """The largest norm of a difference, divided by the norm of the first rank's tensor."""
+    place: int
+    """The first element that differs, in row-major order."""
+    values: list[Any]
+    """That element on each rank; None on ranks that do not hold the tensor."""
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return `0, 2-3` for ranks 0, 2 and 3."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join([f"{first}" if first == last else f"{first}-{last}" for first, last in runs])
+
+
+def by_value(values: dict[int, Any]) -> str:
+    """Return `0, 2-3: 0.1 | 1: 0.05`: the ranks that share each value."""
+    groups: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(str(value), []).append(rank)
+    return " | ".join([f"{ranks_text(ranks)}: {value}" for value, ranks in groups.items()])
+
+
+def fact_text(rows: Sequence[dict[str, Any]], everywhere: Collection[int]) -> str | None:
+    """Return the text for the first hyper-parameter or counter that differs; None if there is none.
+
+    Args:
+        rows: Of each rank: `facts` by (number of the optimizer or -1, what, parameter group).
+        everywhere: Numbers of the optimizers that all ranks have.
+    """
+    keys = dict.fromkeys([key for row in rows for key in row["facts"] if key[0] in everywhere or key[0] < 0])
+    for key in sorted(keys, key=lambda key: _ORDER.index(key[1]) if key[1] in _ORDER else 1):
+        values = {rank: row["facts"].get(key, _MISSING) for rank, row in enumerate(rows)}
+        if len({"nan" if value != value else value for value in values.values()}) == 1:
+            continue
+        number, what, group = key
+        name = rows[0]["alive"].get(number, "")
+        of = f" of {name}{f', parameter group {group},' * bool(group)}" * bool(name)
+        verb = "differ" if what in ("steps", "synchronised backwards", "epochs") else "differs"
+        text = f"{what}{of} {verb} between ranks ({by_value(values)})."
+        return f"{text} {_since(rows)} {_fact_cause(what, max([row['steps'][1] for row in rows]))}"
+    return None
+
+
+def structure_text(rows: Sequence[dict[str, Any]], held: dict[int, list[Entry]]) -> str | None:
+    """Return the text for names, order or shapes that differ between ranks with the same key; else None."""
+    names = {rank: [entry.name for entry in entries] for rank, entries in held.items()}
+    first = next(iter(names.values()))
+    every = dict.fromkeys([name for one in names.values() for name in one])
+    for name in every:
+        values = {rank: "there" if name in one else _MISSING for rank, one in names.items()}
+        if _MISSING in values.values():
+            remedy = "Build the same model, and set up the same objects, on all ranks."
+            return f"{name} is not on all ranks ({by_value(values)}). {_since(rows)} {remedy}"
+    for place, name in enumerate(first):
+        values = {rank: one[place] for rank, one in names.items()}
+        if len({*values.values()}) > 1:
+            remedy = "Build the model in the same order on all ranks."
+            return f"Tensor number {place} differs between ranks ({by_value(values)}). {remedy}"
+        shapes = {rank: entries[place].shape for rank, entries in held.items() if entries[place].shape}
+        if len({*shapes.values()}) > 1:
+            changed = WRITES in next(iter(shapes.values()))
+            what = "was changed on some ranks only" if changed else "has another dtype or shape on each rank"
+            remedy = (
+                _ON_ALL_RANKS
+                if changed
+                else (
+                    "The model was converted or changed after fabric.setup on some ranks. Convert it before, "
+                    "or write Fabric(precision=...)."
+                )
+            )
+            return f"{name} {what} ({by_value(shapes)}). {_since(rows)} {remedy}"
+    return None
+
+
+def value_text(rows: Sequence[dict[str, Any]], held: dict[int, Entry], distance: Distance) -> str:
+    """Return the text for a tensor whose values differ."""
+    name = next(iter(held.values())).name
+    values = {
+        rank: f"{value:.6g}" if isinstance(value, float) else value
+        for rank, value in enumerate(distance.values)
+        if rank in held
+    }
+    far = (
+        f"{distance.relative:.2g} of its norm" if distance.relative < 1e6 else "not finite on some ranks only"
+    )
+    text = f"{name} differs between ranks ({by_value(values)} at element {distance.place}; {far})."
+    return f"{text} {_since(rows)} {_value_cause(name, held, values)}"
+
+
+def small_text(relative: float, name: str) -> str:
+    """Return the warning for values that differ by less than the tolerance."""
+    return (
+        f"Replicas differ by rounding: {name} by {relative:.1g} of its norm, as on devices of several kinds. "
+        "More than 1e-06 is an error."
+    )
+
+
+def _since(rows: Sequence[dict[str, Any]]) -> str:
+    equal, now = rows[0]["steps"][0], max([row["steps"][1] for row in rows])
+    since = f"between optimizer steps {equal} and {now}" if now > equal else f"after optimizer step {now}"
+    since = since if now else "before the first optimizer step"
+    return f"It arose {since}, and was found at {rows[0]['place'].rpartition('/')[2]}."
+
+
+def _fact_cause(what: str, steps: int) -> str:
+    if what in _COUNTERS:
+        return _COUNTERS[what]
+    if what in ("class", "number of parameter groups"):
+        return "Make the same optimizer on all ranks: choice = fabric.broadcast(choice)."
+    remedy = f"{what} = fabric.broadcast({what})."
+    if what in ("max_norm", "clip_val", "norm_type"):
+        return f"fabric.clip_gradients was called with another value on each rank. Write {remedy}"
+    if not steps:
+        return f"The optimizer was made with another {what} on each rank. Write {remedy}"
+    return (
+        f"Each rank changed {what} by itself, as a scheduler does that is stepped with the rank's own loss. "
+        f"Write scheduler.step(fabric.all_reduce(loss.detach())), or {remedy}"
+    )
+
+
+def _value_cause(name: str, held: dict[int, Entry], values: dict[int, Any]) -> str:
+    others = {str(value) for rank, value in values.items() if rank}
+    zero_alone = 0 in values and len(values) > 2 and len(others) == 1
+    writes = {entry.writes for entry in held.values()}
+    if name.startswith("buffer"):
+        return (
+            "Each rank computes this buffer from its own part of the data. Write fabric.all_reduce(value) in "
+            'forward, or fabric.setup(..., rank_local=["NAME"]) for a buffer of each rank\'s own.'
+        )
+    if len(writes) > 1 or zero_alone:
+        return f"It was written on some ranks only. {_ON_ALL_RANKS}"
+    if any([entry.hooked for entry in held.values()]):
+        return (
+            "A hook of yours on this tensor changes gradients differently on each rank. Write "
+            "fabric.all_reduce(grad) in the hook."
+        )
+    if name.startswith("state"):
+        return (
+            "Gradients were changed after the backward on some ranks. Write fabric.all_reduce(p.grad) on all."
+        )
+    first = "All ranks wrote it, with other values." if writes != {-1} else _ON_ALL_RANKS
+    return (
+        f"{first} A cause is a re-initialisation by each rank's own random numbers: call "
+        "torch.manual_seed(0) on all ranks before it, or fabric.broadcast the values. Another is gradients "
+        "that a rank changed after the backward: write fabric.all_reduce(p.grad)."
+    )
