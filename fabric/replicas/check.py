@@ -132,7 +132,7 @@ class ReplicaCheck:
         self._equal_at = self._equal_at[1], steps
         try:
             raw = marshal.dumps(rows, 2)  # of the same bytes for equal values, on all ranks
-        except ValueError:
+        except ValueError:  # a tensor, or an object of another kind
             raw = marshal.dumps(_plain(rows), 2)
         if raw != self._raw:
             self._raw, self._digest = raw, blake2b(raw, digest_size=16).digest()
