@@ -93,6 +93,8 @@ class ReplicaCheck:
         self._values_equal_at = 0
         self._raw, self._digest = b"", b""
         self._comparing = self._warned = False
+        self._counts = every is not False and not strategy.traits.steps_apart
+        """Whether hyper-parameters and counters are compared. Ranks of a local SGD may skip steps."""
         self._counts_writes = "states" in strategy.layout.replicates  # else each rank steps other parameters
 
     def add(
@@ -119,7 +121,7 @@ class ReplicaCheck:
 
     def facts(self) -> bytes:
         """Return 16 bytes that are equal on all ranks whose hyper-parameters and counters are equal."""
-        if self._comparing or self._every is False:
+        if self._comparing or not self._counts:
             return _COMPARING
         rows: list[Any] = [self._every, self.backwards, self.epochs]
         steps = 0
@@ -225,7 +227,7 @@ class ReplicaCheck:
                 kinds = kinds if buffers else tuple([kind for kind in kinds if kind != "buffers"])
                 entries = self._entries(kinds, self._models.values(), self._optimizers.values())
                 scale = getattr(getattr(self._strategy.precision, "scaler", None), "_scale", None)
-                if isinstance(scale, torch.Tensor):
+                if isinstance(scale, torch.Tensor) and self._counts:
                     self._put(entries, "loss scale", "the loss scale", scale)
             else:
                 entries = self._entries_of(flatten(only)[0])
