@@ -93,6 +93,8 @@ class ReplicaCheck:
         self._values_equal_at = 0
         self._raw, self._digest = b"", b""
         self._comparing = self._warned = False
+        self._counts = every is not False and not strategy.traits.steps_apart
+        """Whether hyper-parameters and counters are compared. Ranks of a local SGD may skip steps."""
         self._counts_writes = "states" in strategy.layout.replicates  # else each rank steps other parameters
 
     def add(
@@ -119,7 +121,7 @@ class ReplicaCheck:
 
     def facts(self) -> bytes:
         """Return 16 bytes that are equal on all ranks whose hyper-parameters and counters are equal."""
-        if self._comparing or self._every is False:
+        if self._comparing or not self._counts:
             return _COMPARING
         rows: list[Any] = [self._every, self.backwards, self.epochs]
         steps = 0
@@ -132,7 +134,7 @@ class ReplicaCheck:
         self._equal_at = self._equal_at[1], steps
         try:
             raw = marshal.dumps(rows, 2)  # of the same bytes for equal values, on all ranks
-        except ValueError:
+        except ValueError:  # a tensor, or an object of another kind
             raw = marshal.dumps(_plain(rows), 2)
         if raw != self._raw:
             self._raw, self._digest = raw, blake2b(raw, digest_size=16).digest()
@@ -177,7 +179,7 @@ class ReplicaCheck:
 
     # values
 
-    def synchronised(self, modules: Iterable[Module], kinds: tuple[str, ...] | None = None) -> None:
+    def synchronised(self, modules: Iterable[Module], only: list[Tensor] | None = None) -> None:
         """Count a backward (local SGD: a round) that synchronised these models. All ranks must call this.
 
         Raises:
@@ -191,7 +193,7 @@ class ReplicaCheck:
             return
         self._due += min(self._due, LONGEST_GAP) if self._every is True else self._every
         names = ", ".join([self._models[number].name for number in known])
-        self.compare(f"replica check after backward {self.backwards}, of {names}", kinds, buffers=True)
+        self.compare(f"replica check after backward {self.backwards}, of {names}", buffers=True, only=only)
 
     def epoch_ended(self, backwards_before: int) -> None:
         """Count an epoch that had backwards; `backwards_before`: how many there were when it began."""
@@ -204,14 +206,11 @@ class ReplicaCheck:
         if self._every:
             self.compare("replica check before a save")
 
-    def compare(
-        self, label: str, kinds: tuple[str, ...] | None = None, *, buffers: bool = False, only: Any = None
-    ) -> None:
+    def compare(self, label: str, *, buffers: bool = False, only: Any = None) -> None:
         """Compare all values that ranks hold in common. All ranks must call this, with the same label.
 
         Args:
             label: Names the call where ranks make different ones.
-            kinds: Of "parameters", "buffers" and "states"; None: those that the layout replicates.
             buffers: Whether to compare buffers that the next backward makes equal, too.
             only: A tree of models, optimizers and tensors, instead of all that was set up.
 
@@ -219,13 +218,13 @@ class ReplicaCheck:
             ReplicasDivergedError: They differ; on all ranks.
         """
         layout, channel = self._strategy.layout, self._strategy.channel()
-        kinds = kinds or layout.replicates
+        kinds = layout.replicates
         with torch.no_grad():
             if only is None:
                 kinds = kinds if buffers else tuple([kind for kind in kinds if kind != "buffers"])
                 entries = self._entries(kinds, self._models.values(), self._optimizers.values())
                 scale = getattr(getattr(self._strategy.precision, "scaler", None), "_scale", None)
-                if isinstance(scale, torch.Tensor):
+                if isinstance(scale, torch.Tensor) and self._counts:
                     self._put(entries, "loss scale", "the loss scale", scale)
             else:
                 entries = self._entries_of(flatten(only)[0])
@@ -249,9 +248,11 @@ class ReplicaCheck:
         models = [_Model(n, leaf, ()) for n, leaf in named.items() if isinstance(leaf, torch.nn.Module)]
         optimizers = [_Optimizer(n, o) for n, o in named.items() if isinstance(o, torch.optim.Optimizer)]
         entries = self._entries(kinds, models, optimizers)
+        held = [(one.name, module) for one in self._models.values() if (module := one.ref()) is not None]
+        names = {p: f"{name} of {model}" for model, module in held for name, p in module.named_parameters()}
         for number, leaf in named.items():
             if isinstance(leaf, torch.Tensor):
-                self._put(entries, "tensors", f"tensor {number}", leaf)
+                self._put(entries, "tensors", names.get(leaf, f"tensor {number}"), leaf)
         return entries
 
     def _look_up(self, entries: dict[Any, list[Entry]], channel: Channel) -> None:

@@ -28,7 +28,6 @@ _COUNTERS = {
     "`break` on all ranks: `if fabric.any(stop): break`.",
     "replica_check": "Give Fabric(replica_check=...) and FABRIC_REPLICA_CHECK the same value on all ranks.",
 }
-_ORDER = ("class", "", *_COUNTERS)
 
 
 class Entry(NamedTuple):
@@ -60,8 +59,8 @@ class Distance(NamedTuple):
     """The largest norm of a difference, divided by the norm of the first rank's tensor."""
     place: int
     """The first element that differs, in row-major order."""
-    values: list[Any]
-    """That element on each rank; None on ranks that do not hold the tensor."""
+    values: dict[int, Any]
+    """That element on each rank that holds the tensor."""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -91,7 +90,7 @@ def fact_text(rows: Sequence[dict[str, Any]], everywhere: Collection[int]) -> st
         everywhere: Numbers of the optimizers that all ranks have.
     """
     keys = dict.fromkeys([key for row in rows for key in row["facts"] if key[0] in everywhere or key[0] < 0])
-    for key in sorted(keys, key=lambda key: _ORDER.index(key[1]) if key[1] in _ORDER else 1):
+    for key in keys:  # in the order in which they are reported
         values = {rank: row["facts"].get(key, _MISSING) for rank, row in enumerate(rows)}
         if len({"nan" if value != value else value for value in values.values()}) == 1:
             continue
@@ -138,11 +137,7 @@ def structure_text(rows: Sequence[dict[str, Any]], held: dict[int, list[Entry]])
 def value_text(rows: Sequence[dict[str, Any]], held: dict[int, Entry], distance: Distance) -> str:
     """Return the text for a tensor whose values differ."""
     name = next(iter(held.values())).name
-    values = {
-        rank: f"{value:.6g}" if isinstance(value, float) else value
-        for rank, value in enumerate(distance.values)
-        if rank in held
-    }
+    values = {rank: f"{v:.6g}" if isinstance(v, float) else v for rank, v in distance.values.items()}
     far = (
         f"{distance.relative:.2g} of its norm" if distance.relative < 1e6 else "not finite on some ranks only"
     )

@@ -10,7 +10,7 @@ from fabric.replicas import report
 from fabric.replicas.report import Distance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -31,7 +31,7 @@ def first_difference(
     All ranks must call this.
 
     Args:
-        rows: Of each rank: `entries`, by key, of what it holds: (name, shape, digest, version, hooked).
+        rows: Of each rank: `entries`, by key, the entries of what it holds.
         tensors: This rank's tensors by key and name.
         rank: This rank's place in the group.
         exchange: Returns what each rank passed.
@@ -60,39 +60,25 @@ def first_difference(
 def _distance(
     own: Tensor | None, digests: dict[int, Any], size: int, rank: int, exchange: Callable[[Any], list[Any]]
 ) -> Distance:
-    """All ranks compute the same; of ranks with equal digests the first one sends its values."""
+    """Return the same on all ranks. Of ranks with equal digests the first one sends its values, in parts."""
     senders = {digest: place for place, digest in reversed(digests.items())}
-    first = min(digests)
     sends = own is not None and senders.get(digests.get(rank)) == rank
+    flat = own.detach().reshape(-1) if own is not None and sends else None
     norm, apart = 0.0, dict.fromkeys(senders.values(), 0.0)
-    place, values = -1, list[Any]()
-    for start, parts in _parts(own if sends else None, size, exchange):
-        base = _numbers(parts[first])
-        norm += float(base.nan_to_num().square().sum())
-        for other in apart:
-            there = _numbers(parts[other])
-            equal = (base == there) | (base.isnan() & there.isnan())
-            if place < 0 and not equal.all():
-                at = int((~equal).flatten().nonzero()[0])
-                place = start + at
-                values = [
-                    parts[senders[digests[p]]].reshape(-1)[at].item() if p in digests else None
-                    for p in range(max(digests) + 1)
-                ]
-            apart[other] += float(
-                (base - there).masked_fill(equal, 0.0).square().sum().nan_to_num(nan=torch.inf)
-            )
-    most = max(apart.values())
-    return Distance((most / norm) ** 0.5 if norm else (1.0 if most else 0.0), place, values)
-
-
-def _parts(
-    own: Tensor | None, size: int, exchange: Callable[[Any], list[Any]]
-) -> Iterator[tuple[int, list[Any]]]:
-    flat = None if own is None else own.detach().reshape(-1)
+    place, values = -1, dict[int, Any]()
     for start in range(0, size, _PART):
-        yield start, exchange(None if flat is None else flat[start : start + _PART].cpu())
-
-
-def _numbers(part: Tensor) -> Tensor:
-    return torch.view_as_real(part).double().flatten() if part.is_complex() else part.double()
+        parts = exchange(None if flat is None else flat[start : start + _PART].cpu())
+        wide = {
+            r: p.cdouble() if p.is_complex() else p.double() for r, p in enumerate(parts) if p is not None
+        }
+        base = wide[min(digests)]
+        norm += float(base.abs().nan_to_num().square().sum())
+        for other in apart:
+            equal = (base == wide[other]) | (base.isnan() & wide[other].isnan())
+            if place < 0 and not equal.all():
+                at = int((~equal).nonzero()[0])
+                place, values = start + at, {r: parts[senders[d]][at].item() for r, d in digests.items()}
+            far = (base - wide[other]).masked_fill(equal, 0.0).abs().square().sum()
+            apart[other] += float(far.nan_to_num(nan=torch.inf))
+    most = max(apart.values())
+    return Distance((most / norm) ** 0.5 if norm else float(most > 0), place, values)

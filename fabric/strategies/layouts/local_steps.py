@@ -273,4 +273,4 @@ class LocalSteps(Whole):
             held.go_on(parameters_of(optimizer))
         if self.synchronised is not None:
             ended = [m for m in self._modules if not parameters.keys().isdisjoint(m.parameters())]
-            self.synchronised(ended, ("parameters", "buffers"))
+            self.synchronised(ended, [p for p in parameters if _has_mean(p)])

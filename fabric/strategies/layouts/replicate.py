@@ -59,6 +59,8 @@ class Replicate(Whole):
 
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         self.settings = dict(settings or {})
+        if not self._syncs_buffers:
+            self.replicates = tuple([kind for kind in self.replicates if kind != "buffers"])
         # In the order of setup: collectives of several replicas need one order on all ranks.
         self._replicas: weakref.WeakKeyDictionary[DistributedDataParallel, _Known]
         self._replicas = weakref.WeakKeyDictionary()
@@ -72,6 +74,10 @@ class Replicate(Whole):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["settings"])  # type: ignore[misc]
+
+    @property
+    def _syncs_buffers(self) -> bool:
+        return all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """DDP around the module. All ranks must call this; a module without trainable parameters is not
@@ -186,8 +192,7 @@ class Replicate(Whole):
         if type(replica).__name__ != "DistributedDataParallel":
             return None
         if replica not in self._replicas:
-            syncs_buffers = all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
-            known = self._replicas[replica] = _Known(replica, syncs_buffers)
+            known = self._replicas[replica] = _Known(replica, self._syncs_buffers)
             # Passes begin with the last; which rest may differ between ranks where some are unused.
             for parameter in known.trained if replica.find_unused_parameters else known.trained[-1:]:
                 parameter.register_post_accumulate_grad_hook(partial(self._came, weakref.ref(replica)))
