@@ -56,10 +56,11 @@ def iter_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
         return
     for key, child in children(tree):
-        yield from iter_paths(child, f"{path}{_step(tree, key)}")
+        yield from iter_paths(child, f"{path}{step_to(tree, key)}")
 
 
-def _step(tree: Any, key: Any) -> str:
+def step_to(tree: Any, key: Any) -> str:
+    """What a person writes to reach a child of `tree`."""
     return f".{key}" if not isinstance(tree, _CONTAINERS) else f"[{key!r}]"
 
 
