@@ -227,12 +227,9 @@ def metrics_among(values: Mapping[Any, Any]) -> dict[str, Any]:
     Raises:
         ArgumentTypeError: A name is no str.
     """
-    for name, value in values.items():
-        if not isinstance(name, str):
-            raise ArgumentTypeError(
-                f"The name of a logged value is {name!r} ({type(name).__name__}). Loggers need a str. Write "
-                f'fabric.log("loss", {value!r:.40}).'
-            )
+    if odd := [name for name in values if not isinstance(name, str)]:
+        kind = type(odd[0]).__name__
+        raise ArgumentTypeError(f'{odd[0]!r} ({kind}) is no name to log by. Write fabric.log("loss", value).')
     return {name: value for name, value in values.items() if is_metric(value)}
 
 

@@ -29,8 +29,12 @@ class MissingKeysError(ConfigurationError, KeyError):
     __str__ = ConfigurationError.__str__
 
 
-def gather(strategy: Any, state: dict[str, Any], filter: Filter | None) -> dict[str, Any]:
+def gather(
+    strategy: Any, state: dict[str, Any], filter: Filter | None, allow_pickle: bool = False
+) -> dict[str, Any]:
     """`state` with every stateful object replaced by its (filtered) state, in types that safe loading reads.
+
+    With `allow_pickle` other objects are pickled.
 
     Raises:
         ArgumentTypeError: `state` is no dictionary, a filter is no function, or a value cannot be saved.
@@ -50,7 +54,7 @@ def gather(strategy: Any, state: dict[str, Any], filter: Filter | None) -> dict[
     for key, keep in filter.items():
         entries = {name: value for name, value in plain[key].items() if keep(name, value)}
         plain[key] = like(plain[key], entries)
-    portable: dict[str, Any] = to_portable(plain, "state")
+    portable: dict[str, Any] = to_portable(plain, "state", allow_pickle)
     return portable
 
 

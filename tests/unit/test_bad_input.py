@@ -422,7 +422,7 @@ SETUP = {
     lambda f: f.run(): (UsageError, ["Fabric has no run()", "def run(self"]),
     lambda f: f.logger: (UsageError, ["no logger", "CSVLogger"]),
     lambda f: f.log("loss", torch.ones(2)): (ConfigurationError, ["shape (2,)"]),
-    lambda f: f.log(3, 4): (ArgumentTypeError, ["value is 3 (int)", 'fabric.log("loss", 4)']),
+    lambda f: f.log(3, 4): (ArgumentTypeError, ["3 (int) is no name", 'fabric.log("loss", value)']),
     lambda f: f.log_dict({None: 1.0}, 2): (ArgumentTypeError, ["None (NoneType)"]),
 }
 
