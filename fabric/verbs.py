@@ -109,7 +109,7 @@ class CollectiveVerbs(RankFacts):
 
         Args:
             data: A tensor, a number, or any nesting of dict, list, tuple, namedtuple and dataclass; structure
-                and dtypes are equal on all ranks. Results lie on the devices of the leaves.
+                and dtypes are equal on all ranks. Strings and None in it are equal, too, and stay.
             group: A process group of torch.distributed; None: all ranks.
             sync_grads: Whether gradients flow back (summed over ranks) to the rank that a part came from.
             uneven: What happens if shapes differ: "error", the table of shapes on all ranks; "list", every
@@ -120,7 +120,7 @@ class CollectiveVerbs(RankFacts):
         Raises:
             CollectiveMismatch: A ValueError: structure, dtypes or (with "error") shapes differ; on all ranks.
             ConfigurationError: Unknown `uneven`; "cat" of numbers; `async_op` with `sync_grads` or `uneven`.
-            ArgumentTypeError: A leaf that is neither tensor nor number.
+            ArgumentTypeError: A leaf that is neither tensor nor number, nor as said.
         """
         if async_op and (sync_grads or uneven != "error"):
             text = "all_gather(async_op=True) takes neither sync_grads=True nor uneven=."

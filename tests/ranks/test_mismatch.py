@@ -389,7 +389,7 @@ def lambda_():
 
 
 REFUSED = {
-    "text": (lambda f, bad: f.all_reduce(["text"] if bad else [1.0]), ArgumentTypeError, "a leaf is str"),
+    "set": (lambda f, bad: f.all_reduce([{1}] if bad else [1.0]), ArgumentTypeError, "a leaf is set"),
     "int mean": (
         lambda f, bad: f.all_reduce(torch.tensor(1) if bad else torch.tensor(1.0)),
         ArgumentTypeError,
@@ -487,7 +487,7 @@ def refuse_other_values():
     """The same mistake on every rank, with other values in it."""
     fabric = launched()
     with pytest.raises(TypeError, match=f"text of rank {fabric.global_rank}"):
-        fabric.all_reduce([f"text of rank {fabric.global_rank}"])
+        fabric.all_reduce([{f"text of rank {fabric.global_rank}"}])
     still_works(fabric)
 
 

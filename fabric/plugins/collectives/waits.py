@@ -110,6 +110,10 @@ class Waits:
         """Asks all ranks where they are; a watchdog's."""
         self.broken: str | None = None
         """The error of all ranks, once some wait for each other: no call of the job can be right any more."""
+        self.home = threading.get_ident()
+        self.thread: int | None = self.home
+        self.last_thread: Any = self.home
+        """That of the last call. `home` joined the job; `thread` makes calls without a look: threads.py."""
         self.can_raise = False
         """Whether a rank of those waits in a call of a guard, which raises."""
         self._told: Wait | None = None
