@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from checkpoint_cases import launched
+from torch.utils.data import DataLoader, Dataset
 
 from fabric.core.errors import CollectiveMismatch, RankError
 from fabric.plugins.collectives.threads import _name_of
@@ -61,18 +62,18 @@ def overlaps(fifo, large):
     caller = Caller(lambda: fabric.all_reduce(data).unique().tolist(), name="evaluation")
     waits = fabric.strategy.channel().guard.waits
     if fabric.global_rank:
-        fifo.open("r").close()  # until rank zero has raised
+        fifo.open("r").close()  # until both threads of rank zero have raised
         caller.start()
         caller.join()
-        return caller.result
+        return str(caller.result)
     caller.start()
     while waits.last_thread != caller.ident:
         os.sched_yield()
     with pytest.raises(CollectiveMismatch) as caught:
         fabric.all_reduce(1.0)
-    fifo.open("w").close()
     caller.join()
-    assert caller.result == [0.5]
+    fifo.open("w").close()
+    assert str(caller.result) == str(caught.value)
     with pytest.raises(CollectiveMismatch) as again:
         fabric.barrier()
     assert str(again.value) == str(caught.value)
@@ -83,8 +84,8 @@ def overlaps(fifo, large):
 def test_threads_that_overlap_are_named(ranks, tmp_path, large):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    text, value = ranks.run(overlaps, fifo, large, world_size=2)
-    assert value == [0.5]
+    text, other = ranks.run(overlaps, fifo, large, world_size=2)
+    assert text == other
     assert text.startswith(
         "Two threads of rank 0 call fabric at the same time: 'MainThread' all_reduce(mean) at "
     )
@@ -106,7 +107,9 @@ def crosses():
             fabric.all_reduce(10.0)
         error = caught.value
     assert isinstance(error, CollectiveMismatch)
-    assert fabric.all_reduce(1.0).item() == 1.0
+    with pytest.raises(CollectiveMismatch) as again:  # else the threads that are left would match
+        fabric.all_reduce(1.0)
+    assert str(again.value) == str(error)
     return str(error)
 
 
@@ -120,6 +123,7 @@ def test_calls_of_two_threads_in_another_order_on_ranks(ranks, world_size):
 
 def races():
     fabric = launched("ddp")
+    fabric.barrier()
 
     def work(start):
         for value in range(start, start + 50):
@@ -149,3 +153,30 @@ def test_names_of_threads_are_the_same_on_all_ranks():
     both.wait()
     [thread.join() for thread in threads]
     assert names == ["Thread (wait)", "Thread (wait) 1"]
+
+
+def calls_in_a_worker():
+    fabric = launched("ddp")
+    fabric.barrier()
+    loader = DataLoader(Calls(fabric), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(
+        CollectiveMismatch, match=rf"rank {fabric.global_rank} forked .*that is not a rank"
+    ) as caught:
+        next(iter(loader))
+    assert "DataLoader worker process 0" in str(caught.value)
+    assert fabric.all_reduce(1.0).item() == 1.0
+
+
+class Calls(Dataset):
+    def __init__(self, fabric):
+        self.fabric = fabric
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return self.fabric.all_reduce(1.0)
+
+
+def test_a_worker_of_a_loader_is_no_rank(ranks):
+    ranks.run(calls_in_a_worker, world_size=2)

@@ -44,6 +44,8 @@ PACK_LIMIT = 1 << 20
 _ALIGN = 16
 """Bytes of the largest element: any dtype can be read from where a part begins."""
 _KEPT_CALLS = 1024
+IN_THREAD = " in thread "
+"""In the verb of a call that another thread makes than the one that joined the job."""
 CONSTANT = "the constant "
 """Before a str or bytes in the data of a call."""
 CONTENTS = ", contents "

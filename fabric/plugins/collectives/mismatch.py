@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fabric.plugins.collectives.frames import ALONE, CONSTANT, CONTENTS, REFUSED, Said
+from fabric.plugins.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, REFUSED, Said
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ def mismatch_text(rows: Sequence[Said]) -> str:
             "All ranks must make the same calls in the same order: is one inside `if rank == 0:`, does a "
             "loop end earlier on one rank?"
         )
-        if any([" in thread " in row.verb for row in rows]):
+        if any([IN_THREAD in row.verb for row in rows]):
             remedy += " Do two threads of a rank make calls? Make all of them in one."
         if any([row.verb.startswith(ALONE) for row in rows]):
             remedy += " For what one rank does alone write `with fabric.whole(model) as plain:` on all ranks."

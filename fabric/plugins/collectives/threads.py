@@ -5,6 +5,7 @@ Called by `Channel.meet` where a call is made in another thread than the call be
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import CollectiveMismatch
 from fabric.core.source import user_place
+from fabric.plugins.collectives.frames import IN_THREAD
 
 if TYPE_CHECKING:
     from fabric.plugins.collectives.frames import Call
@@ -28,7 +30,7 @@ def in_this_thread(call: Call, waits: Waits) -> Call:
     The other ranks compare the thread: calls of two threads can have another order on each rank.
 
     Raises:
-        CollectiveMismatch: The thread of the call before is still in it; so does each later call of the rank.
+        CollectiveMismatch: The thread of the call before is still in it; so does each later call of a rank.
     """
     me = threading.current_thread()
     last, waits.last_thread = waits.last_thread, me.ident
@@ -40,13 +42,14 @@ def in_this_thread(call: Call, waits: Waits) -> Call:
             f"{user_place()}, and {other!r} at {user_place(there)}. The order of their calls differs between "
             "ranks, so that their data would be mixed. Make all calls in one thread, or thread.join() first."
         )
+        waits.store.clone().compare_set("verdict", "", json.dumps(waits.broken))  # for the ranks that wait
         raise CollectiveMismatch(waits.broken)
     if me.ident == waits.home or isinstance(me, threading._DummyThread):
         waits.thread = me.ident
         return call
     name = _name_of(me)
     digest = blake2b(call.digest + name.encode(), digest_size=16).digest()
-    return call._replace(verb=f"{call.verb} in thread {name!r}", digest=digest)
+    return call._replace(verb=f"{call.verb}{IN_THREAD}{name!r}", digest=digest)
 
 
 def _verb_frame(frame: Any) -> Any:

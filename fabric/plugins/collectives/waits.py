@@ -191,7 +191,11 @@ class Waits:
         if self.broken is None and store.check(["verdict"]):
             from fabric.plugins.collectives.mismatch import mismatch_text
 
-            waits = [Wait(*fields) for fields in json.loads(store.get("verdict"))]
+            verdict = json.loads(store.get("verdict"))
+            if isinstance(verdict, str):  # of two threads of a rank
+                self.broken, self.can_raise = verdict, True
+                return True
+            waits = [Wait(*fields) for fields in verdict]
             self.can_raise = any([wait.turn for wait in waits])
             self.broken = (
                 f"{mismatch_text([wait.row() for wait in waits])}\nThey wait in different groups for each "
