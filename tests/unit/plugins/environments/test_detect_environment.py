@@ -149,15 +149,16 @@ RANK = {
 @pytest.mark.parametrize(
     ("joined", "kept"),
     [
-        (f"{os.getpid()}:7", {*RANK}),  # a rank that makes a second Fabric
+        ("own:7", {*RANK}),  # a rank that makes a second Fabric
         ("", {*RANK}),  # a rank that is a child of what the launcher has started
         ("1:7", set()),
         ("1:8", {"RANK", "WORLD_SIZE", "LOCAL_RANK"}),  # of a launcher that such a child has called
     ],
 )
 def test_a_process_that_a_rank_started_is_no_rank(monkeypatch, joined, kept):
-    for name, value in {**RANK, "MASTER_PORT": "7", "FABRIC_JOINED": joined}.items():
+    for name, value in {**RANK, "MASTER_PORT": "7"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FABRIC_JOINED", joined.replace("own", str(os.getpid())))
     found = find_environment()
     assert {name for name in RANK if name in os.environ} == kept
     assert found.environment.creates_processes_externally == bool(kept)
