@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import DataParallel, Module, SyncBatchNorm
@@ -19,6 +19,9 @@ from fabric.utilities.compile import is_compiled, recompile
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 from fabric.wrappers import _FabricModule, is_wrapped, unwrap
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _WORDS = {"true": True, "on": True, "false": False, "off": False, "0": False}
 """What FABRIC_REPLICA_CHECK may be beside a number."""
@@ -216,6 +219,18 @@ def is_metric(value: Any) -> bool:
     """Whether `value` is a metric, or a collection, of torchmetrics; does not import it."""
     metrics = sys.modules.get("torchmetrics")
     return metrics is not None and isinstance(value, metrics.Metric | metrics.MetricCollection)
+
+
+def metrics_among(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Metrics of torchmetrics by name, of the values that are to be logged.
+
+    Raises:
+        ArgumentTypeError: A name is no str.
+    """
+    if odd := [name for name in values if not isinstance(name, str)]:
+        kind = type(odd[0]).__name__
+        raise ArgumentTypeError(f'{odd[0]!r} ({kind}) is no name to log by. Write fabric.log("loss", value).')
+    return {name: value for name, value in values.items() if is_metric(value)}
 
 
 def item_count(value: Any, verb: str) -> int | float:

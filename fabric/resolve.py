@@ -57,8 +57,8 @@ class Machine:
     @classmethod
     def look(cls) -> Machine:
         """The machine as it is now."""
+        found = find_environment()  # first: a child of a rank forgets the flags of that rank
         given = {name: os.environ.get(f"FABRIC_{name.upper()}") for name in _FLAGS}
-        found = find_environment()
         return cls(
             environment=found.environment,
             flags={name: value for name, value in given.items() if value},

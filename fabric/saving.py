@@ -28,6 +28,7 @@ class CheckpointVerbs(RankFacts):
         *,
         format: str | None = None,
         wait: bool = True,
+        allow_pickle: bool = False,
     ) -> PendingSave | None:
         """Write `state`, complete or not at all: beside `path`, flushed, and renamed. All ranks must call
         this.
@@ -45,6 +46,8 @@ class CheckpointVerbs(RankFacts):
                 ModelParallelStrategy on file systems, without a CheckpointIO of yours; else "full".
             wait: False: copy the state to host memory and return; the copy is written while the loop goes on.
                 One at a time: the next save or load waits for it.
+            allow_pickle: Whether objects of any class are pickled (a replay buffer, an argparse.Namespace).
+                `fabric.load(..., weights_only=False)` reads such a checkpoint, and can run any code in it.
 
         Returns:
             With `wait=False` the save under way: `.wait()` on all ranks, `.done()`. Its error is raised by
@@ -61,6 +64,8 @@ class CheckpointVerbs(RankFacts):
         given: dict[str, Any] = {} if format is None else {"format": format}
         if not wait:
             given["wait"] = False
+        if allow_pickle:
+            given["allow_pickle"] = True
         return self._strategy.save_checkpoint(path, state, filter=filter, **given)
 
     def load(

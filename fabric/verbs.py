@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checks import is_metric
+from fabric.checks import metrics_among
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import map_tree
 from fabric.facts import RankFacts
@@ -109,7 +109,7 @@ class CollectiveVerbs(RankFacts):
 
         Args:
             data: A tensor, a number, or any nesting of dict, list, tuple, namedtuple and dataclass; structure
-                and dtypes are equal on all ranks. Results lie on the devices of the leaves.
+                and dtypes are equal on all ranks. Strings and None in it are equal, too, and stay.
             group: A process group of torch.distributed; None: all ranks.
             sync_grads: Whether gradients flow back (summed over ranks) to the rank that a part came from.
             uneven: What happens if shapes differ: "error", the table of shapes on all ranks; "list", every
@@ -120,7 +120,7 @@ class CollectiveVerbs(RankFacts):
         Raises:
             CollectiveMismatch: A ValueError: structure, dtypes or (with "error") shapes differ; on all ranks.
             ConfigurationError: Unknown `uneven`; "cat" of numbers; `async_op` with `sync_grads` or `uneven`.
-            ArgumentTypeError: A leaf that is neither tensor nor number.
+            ArgumentTypeError: A leaf that is neither tensor nor number, nor as said.
         """
         if async_op and (sync_grads or uneven != "error"):
             text = "all_gather(async_op=True) takes neither sync_grads=True nor uneven=."
@@ -281,7 +281,7 @@ class CollectiveVerbs(RankFacts):
         """`value`, which all ranks must hold alike. All ranks must call this.
 
         Raises:
-            CollectiveMismatch: They do not; the message is a table of what each holds. Raised on all ranks.
+            CollectiveMismatch: They do not; the message is a table of values and lines. Raised on all ranks.
         """
         from fabric.plugins.collectives.agreement import agreed
 
@@ -337,8 +337,7 @@ class CollectiveVerbs(RankFacts):
 
         A metric of torchmetrics is logged by its value over all ranks. With one, or with `sync_dist`, all
         ranks must call this. Where ranks see the same data (a pipeline's, or those that share sequences),
-        `sync_dist` counts one value of them: the last stage's, if others have None. "min" and "max" are over
-        all ranks.
+        `sync_dist` counts one value of them: the last stage's, if others have None; "min" and "max", all.
 
         Args:
             metrics: Numbers, one-element tensors and metrics by name.
@@ -351,10 +350,11 @@ class CollectiveVerbs(RankFacts):
             decide alike by them (to stop early, which checkpoint is best); others are this rank's own.
 
         Raises:
+            ArgumentTypeError: A name is no str.
             CollectiveMismatch: With `sync_dist`: names differ between ranks; on all ranks.
             ConfigurationError: A tensor of several elements; unknown `reduce_fx`.
         """
-        computed = {name: value for name, value in metrics.items() if is_metric(value)}
+        computed = metrics_among(metrics)
         if sync_dist:
             self._require_launch("log_dict(sync_dist=True)")
             from fabric.plugins.collectives.scalars import reduce_scalars

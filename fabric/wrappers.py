@@ -22,7 +22,7 @@ from fabric.core.torch_internals import MODULE_TABLES
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.utilities.compile import is_compiled
-from fabric.utilities.state_keys import clean_keys, fit_keys
+from fabric.utilities.state_keys import clean_keys, fit_keys, warn_if_unloaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -138,9 +138,12 @@ class _FabricModule(Module):
         split, all ranks must call this.
         """
         if self._strategy.layout.splits or self._strategy.layout.hears_loads:
-            return self._strategy.load_module_state_dict(self, dict(state_dict), strict)
-        fitted = fit_keys(state_dict, self.module)  # type: ignore[arg-type]
-        return self.module.load_state_dict(fitted, strict=strict, **kwargs)
+            told = self._strategy.load_module_state_dict(self, dict(state_dict), strict)
+        else:
+            fitted = fit_keys(state_dict, self.module)  # type: ignore[arg-type]
+            told = self.module.load_state_dict(fitted, strict=strict, **kwargs)
+        warn_if_unloaded(told, state_dict)
+        return told
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A module around this wrapper is being loaded. The keys are the user's, those of compiled parts not.

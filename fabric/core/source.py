@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _NOT_THE_USERS = (_PACKAGE, contextlib.__file__, f"{Path('site-packages', 'torch')}{os.sep}")
@@ -37,9 +38,9 @@ def _foreign() -> tuple[str, ...]:
     return ("<frozen ", *[f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *folders)])
 
 
-def user_place() -> str:
-    """file:line of the first frame outside this package (and what calls back into it)."""
-    frame = sys._getframe(1)
+def user_place(frame: Any = None) -> str:
+    """file:line of the first frame outside this package (and what calls back into it), of `frame`."""
+    frame = frame or sys._getframe(1)
     while frame.f_back is not None and _is_plumbing(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

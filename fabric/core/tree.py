@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class Spec(NamedTuple):
-    """The shape of a tree without its leaves. `kind` is None for a leaf. Compares and pickles by value."""
+    """The shape of a tree without its leaves. `kind` is None for a leaf. Compares and pickles by value.
+
+    A constant has its type as `kind` and its value as the only key: see `flatten`.
+    """
 
     kind: type | None
     keys: tuple[Any, ...]
@@ -22,14 +25,19 @@ class Spec(NamedTuple):
 
 
 LEAF = Spec(None, (), ())
+CONSTANTS = (str, bytes, type(None))
+"""Types of leaves that are part of a tree's shape where tensors are expected."""
 _CONTAINERS = (dict, list, tuple)  # tuples of types: torch.compile cannot trace `dict | list`
 _SEQUENCES = (list, tuple)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Spec]:
-    """The leaves of `tree` in order (dict entries in insertion order) and what `unflatten` needs."""
+def flatten(tree: Any, constants: tuple[type, ...] = ()) -> tuple[list[Any], Spec]:
+    """The leaves of `tree` in order (dict entries in insertion order) and what `unflatten` needs.
+
+    Values in containers whose type is one of `constants` are kept in the spec, and are not leaves.
+    """
     leaves: list[Any] = []
-    return leaves, _flatten_into(tree, leaves)
+    return leaves, _flatten_into(tree, leaves, constants)
 
 
 def unflatten(leaves: list[Any], spec: Spec, like: Any = None) -> Any:
@@ -56,10 +64,11 @@ def iter_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
         return
     for key, child in children(tree):
-        yield from iter_paths(child, f"{path}{_step(tree, key)}")
+        yield from iter_paths(child, f"{path}{step_to(tree, key)}")
 
 
-def _step(tree: Any, key: Any) -> str:
+def step_to(tree: Any, key: Any) -> str:
+    """What a person writes to reach a child of `tree`."""
     return f".{key}" if not isinstance(tree, _CONTAINERS) else f"[{key!r}]"
 
 
@@ -72,7 +81,7 @@ def children(tree: Any) -> list[tuple[Any, Any]]:
     return [(f.name, getattr(tree, f.name)) for f in dataclasses.fields(tree) if hasattr(tree, f.name)]
 
 
-def _flatten_into(tree: Any, leaves: list[Any]) -> Spec:
+def _flatten_into(tree: Any, leaves: list[Any], constants: tuple[type, ...]) -> Spec:
     # One call per container, none per leaf: verbs must not cost frames for every tensor of a large tree.
     if isinstance(tree, dict):
         keys, children = tuple(tree), list(tree.values())
@@ -91,7 +100,9 @@ def _flatten_into(tree: Any, leaves: list[Any]) -> Spec:
             leaves.append(child)
             specs.append(LEAF)
         elif isinstance(child, _CONTAINERS) or hasattr(kind, "__dataclass_fields__"):
-            specs.append(_flatten_into(child, leaves))
+            specs.append(_flatten_into(child, leaves, constants))
+        elif kind in constants:
+            specs.append(Spec(kind, (child,), ()))
         else:
             known = kind
             leaves.append(child)
@@ -103,6 +114,8 @@ def _build(leaves: Iterator[Any], spec: Spec, like: Any) -> Any:
     kind = spec.kind
     if kind is None:
         return next(leaves)
+    if kind in CONSTANTS:
+        return spec.keys[0]
     olds = _old_children(spec, like)
     values = [
         next(leaves) if child.kind is None else _build(leaves, child, old)

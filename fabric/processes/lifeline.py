@@ -24,6 +24,8 @@ PARENT_PID = "FABRIC_PARENT_PID"
 """Set in ranks that a supervisor started: the process to die with."""
 REPORT_FD = "FABRIC_REPORT_FD"
 """Set in ranks that a supervisor started: a pipe for the `Ending` of a rank that an exception ends."""
+JOINED = "FABRIC_JOINED"
+"""Set by a rank that has joined its job, in its own environment: its process, and MASTER_PORT."""
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_S = 0.3

@@ -74,6 +74,7 @@ class Checkpoints(Exchange):
         wait: bool = True,
         then: Callable[[], None] | None = None,
         facts: Mapping[str, Any] | None = None,
+        allow_pickle: bool = False,
     ) -> PendingSave | None:
         """Write `state`: "full" to one file, on rank zero; "sharded" to a directory, each rank its part. All
         ranks must call this.
@@ -87,6 +88,7 @@ class Checkpoints(Exchange):
             wait: False: write a copy beside the loop, which goes on.
             then: What rank zero does when the checkpoint is there.
             facts: What is kept beside the data, for those who look at the files.
+            allow_pickle: As in `Fabric.save`.
 
         Raises:
             ConfigurationError: A `format` that is unknown, or not there for `path`; other errors as for
@@ -108,10 +110,10 @@ class Checkpoints(Exchange):
         facts = {"strategy": type(self).__name__, "world_size": self.topology.world_size, **(facts or {})}
         write: Callable[[], None] | None
         if sharded:
-            write = save_sharded(self, where, state, filter, facts, wait)
+            write = save_sharded(self, where, state, filter, facts, wait, allow_pickle)
         else:
             self.checkpoint_io.facts = facts
-            write = self._gathered(path, state, storage_options, filter, wait)
+            write = self._gathered(path, state, storage_options, filter, wait, allow_pickle)
 
         def work() -> None:
             if write is not None:
@@ -129,14 +131,20 @@ class Checkpoints(Exchange):
         return None
 
     def _gathered(
-        self, path: PathLike, state: dict[str, Any], storage_options: Any, filter: Filter | None, wait: bool
+        self,
+        path: PathLike,
+        state: dict[str, Any],
+        storage_options: Any,
+        filter: Filter | None,
+        wait: bool,
+        allow_pickle: bool,
     ) -> Callable[[], None] | None:
         """What writes one file, on rank zero; None elsewhere."""
         # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
         # before the old file is touched.
         storage, where = self.checkpoint_io, path
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
-            checkpoint = states.gather(self, state, filter)
+            checkpoint = states.gather(self, state, filter, allow_pickle)
             from fabric.plugins.io.beside import is_safetensors
             from fabric.plugins.io.torch_io import TorchCheckpointIO
 

@@ -6,12 +6,13 @@ CollectiveMismatch.
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from fabric.core.tree import flatten, unflatten
+from fabric.core.messages import say
+from fabric.core.tree import CONSTANTS, flatten, unflatten
 from fabric.plugins.collectives.channel import (
     Channel,
     Wire,
@@ -140,6 +141,8 @@ class Exchange:
         `sync_grads` and `async_op`: see `Fabric.all_gather`.
         """
         channel = self.channel(group)
+        if self.topology.world_size == 1:
+            _note_shape()
         if sync_grads:
             from fabric.plugins.collectives.grads import all_gather_with_grads
 
@@ -194,7 +197,7 @@ def _reduce_alone(data: Any, op: Any, channel: Channel, *, async_op: bool = Fals
         ArgumentTypeError: As on several ranks.
         ConfigurationError: As on several ranks.
     """
-    leaves, spec = flatten(data)
+    leaves, spec = flatten(data, CONSTANTS)
     op = torch_op("sum" if op is None else op)
     tensors = reducible(leaves, op, channel.wire.device, "all_reduce")
     check_writable(tensors, op)
@@ -207,11 +210,20 @@ def _gather_alone(data: Any, channel: Channel, *, async_op: bool = False) -> Any
     Raises:
         ArgumentTypeError: A leaf that is no tensor and no number.
     """
-    leaves, spec = flatten(data)
+    leaves, spec = flatten(data, CONSTANTS)
     tensors = to_tensors(leaves, channel.wire.device, "all_gather")
     rows = [t.detach().resolve_conj().resolve_neg()[None] for t in tensors]
     copies = [row.clone(memory_format=torch.contiguous_format) for row in rows]
     return _given(unflatten(copies, spec, data), "all_gather", async_op)
+
+
+@cache
+def _note_shape() -> None:
+    """Once in a process, on stderr: loops written for Lightning Fabric branch on the world size."""
+    say(
+        "all_gather adds a first dimension of size world_size, on one process, too: (1, *shape). "
+        "Lightning Fabric returns the tensor itself there. Write no branch on fabric.world_size."
+    )
 
 
 def _given(result: Any, verb: str, async_op: bool) -> Any:

@@ -65,6 +65,7 @@ def save_sharded(
     filter: Filter | None,
     facts: Mapping[str, Any],
     wait: bool,
+    allow_pickle: bool = False,
 ) -> Callable[[], None]:
     """What writes this rank's part of `state` into a directory. All ranks must call this, and what it gives.
 
@@ -74,7 +75,7 @@ def save_sharded(
     part: Path | None = None
     mark: Path | None = None
     with _together(strategy, path), strategy.layout.gathering(keep=zero, parts=True):
-        tree = states.gather(strategy, state, filter)
+        tree = states.gather(strategy, state, filter, allow_pickle)
     try:
         with _together(strategy, path):
             from fabric.plugins.io.sharded import Part

@@ -12,7 +12,8 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError,
 from fabric.core.tree import flatten
 from fabric.plugins.io.portable import Stored, from_portable, module_entries, to_portable
 from fabric.strategies.optimizer_names import by_name, known_names, names_of, with_names
-from fabric.utilities.state_keys import like
+from fabric.utilities.rank_zero import rank_zero_warn
+from fabric.utilities.state_keys import like, warn_if_unloaded
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -28,8 +29,12 @@ class MissingKeysError(ConfigurationError, KeyError):
     __str__ = ConfigurationError.__str__
 
 
-def gather(strategy: Any, state: dict[str, Any], filter: Filter | None) -> dict[str, Any]:
+def gather(
+    strategy: Any, state: dict[str, Any], filter: Filter | None, allow_pickle: bool = False
+) -> dict[str, Any]:
     """`state` with every stateful object replaced by its (filtered) state, in types that safe loading reads.
+
+    With `allow_pickle` other objects are pickled.
 
     Raises:
         ArgumentTypeError: `state` is no dictionary, a filter is no function, or a value cannot be saved.
@@ -49,7 +54,7 @@ def gather(strategy: Any, state: dict[str, Any], filter: Filter | None) -> dict[
     for key, keep in filter.items():
         entries = {name: value for name, value in plain[key].items() if keep(name, value)}
         plain[key] = like(plain[key], entries)
-    portable: dict[str, Any] = to_portable(plain, "state")
+    portable: dict[str, Any] = to_portable(plain, "state", allow_pickle)
     return portable
 
 
@@ -173,12 +178,12 @@ class _Load:
                 f"fabric.load(path), or fabric.load_raw(path, model) if it is the state of one object."
             )
         missing = [key for key in state if key not in saved]
-        if self.strict and missing:
-            raise MissingKeysError(
-                f"The checkpoint has no {', '.join(map(repr, missing))} for {name}; it has "
-                f"{', '.join(map(repr, saved)) or 'nothing'}. Remove the missing keys from state, or pass "
-                "strict=False."
-            )
+        if missing and (self.strict or len(missing) == len(state)):
+            text = f"The checkpoint has no {', '.join(map(repr, missing))} for {name}; "
+            text += _advice(saved, state, name)
+            if self.strict:
+                raise MissingKeysError(text)
+            rank_zero_warn(f"fabric.load(..., strict=False) loaded nothing. {text}")
         rest = {key: value for key, value in saved.items() if key not in state}
         for key, value in saved.items():
             if key in state:
@@ -215,7 +220,9 @@ class _Load:
         if isinstance(inner, torch.nn.Module):
             if not isinstance(value, dict):
                 raise UsageError(f"The checkpoint holds a {_kind(value)} where {name} is a module.")
-            self.strategy.load_module_state_dict(target, module_entries(value), strict=self.strict)
+            entries = module_entries(value)
+            told = self.strategy.load_module_state_dict(target, entries, strict=self.strict)
+            warn_if_unloaded(told, entries)
         elif isinstance(inner, torch.optim.Optimizer):
             if _is_optimizer_state(value, inner, name):
                 value = _entries(by_name(value, inner, self.known, self.strict, name), inner)
@@ -230,6 +237,18 @@ class _Load:
                 f"load_state_dict(), but got {type(target).__name__}. Write data = fabric.load(path) "
                 f"to read plain data."
             )
+
+
+def _advice(saved: dict[Any, Any], state: dict[Any, Any], place: str) -> str:
+    """What the checkpoint has in place of names of `state`, and what to write."""
+    held = "it has " + (", ".join([*map(repr, saved)][:8]) + ", ..." * (len(saved) > 8) or "nothing")
+    bare = all([isinstance(value, torch.Tensor) for value in saved.values()])
+    bare |= {"state", "param_groups"} <= saved.keys()
+    if saved and bare and place == "state":
+        return f"{held}, and looks like a bare state_dict. Write fabric.load_raw(path, {next(iter(state))})."
+    if not state.keys() & saved.keys():
+        return f"{held}. Give the objects under the names that the checkpoint has."
+    return f"{held}. Remove the missing keys from state, or pass strict=False."
 
 
 def _is_optimizer_state(saved: Any, optimizer: torch.optim.Optimizer, name: str) -> bool:

@@ -8,8 +8,10 @@ import itertools
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
 
+from fabric.utilities.rank_zero import rank_zero_warn
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     import torch
 
@@ -52,6 +54,20 @@ def with_ties(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
         return state
     known = module.state_dict()  # a buffer may have a name that is not saved
     return like(state, {**state, **{name: value for name, value in found.items() if name in known}})
+
+
+def warn_if_unloaded(told: Any, saved: Mapping[str, Any]) -> None:
+    """Warn if no tensor was loaded, by torch's missing and unexpected keys of loading `saved`."""
+    missing, unexpected = getattr(told, "missing_keys", ()), getattr(told, "unexpected_keys", ())
+    if missing and len(unexpected) >= len(saved):
+        names = [*saved] or ["nothing"]
+        nested = isinstance(saved.get(names[0]), dict)
+        way = f"fabric.load(path, {{{names[0]!r}: model}})" if nested else f"{missing[0]!r} for {names[0]!r}"
+        rank_zero_warn(
+            f"0 of {len(missing)} tensors loaded. The names in the state dict ({names[0]!r}, ...) are none "
+            f"of the model's ({missing[0]!r}, ...). Write {way}.",
+            stacklevel=6,
+        )
 
 
 def fitting(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -116,7 +117,8 @@ def wrong(path, strategy):
             fabric.load(path, {"model": model})
         texts.append(str(caught.value))
     model = nn.Sequential(nn.Linear(4, 4))
-    fabric.load(path, {"model": model}, strict=False)
+    with pytest.warns(match="0 of 2 tensors") if fabric.is_global_zero else nullcontext():
+        fabric.load(path, {"model": model}, strict=False)
     return texts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -216,7 +217,8 @@ def save_tied(name, folder):
     fabric.load(folder / name, {"model": other})
     got, expected = (fabric.strategy.get_module_state_dict(m) for m in (other, model))
     same(got, expected)
-    fabric.load_raw(folder / name, other, strict=False)
+    with pytest.warns(match="0 of 2 tensors") if fabric.is_global_zero else nullcontext():
+        fabric.load_raw(folder / name, other, strict=False)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero3"])

@@ -414,7 +414,8 @@ SETUP = {
         ["'avrg'", "mean 'avg'", "'product'"],
     ),
     lambda f: f.all_reduce(1.0, reduce_op=3): (ArgumentTypeError, ["reduce_op=3 is a int"]),
-    lambda f: f.all_reduce({"a": "text"}): (ArgumentTypeError, ["a leaf is str: 'text'", "fabric.broadcast"]),
+    lambda f: f.all_reduce("text"): (ArgumentTypeError, ["a leaf is str: 'text'", "fabric.broadcast"]),
+    lambda f: f.all_reduce({"a": {1}}): (ArgumentTypeError, ["a leaf is set: {1}", "fabric.broadcast"]),
     lambda f: f.all_reduce(2): (ArgumentTypeError, ["mean", "torch.int64", "would round", "reduce_op='sum'"]),
     lambda f: f.all_gather(None): (ArgumentTypeError, ["a leaf is NoneType"]),
     lambda f: f.load_raw("x", {}): (ArgumentTypeError, ["fabric.load"]),
@@ -422,6 +423,8 @@ SETUP = {
     lambda f: f.run(): (UsageError, ["Fabric has no run()", "def run(self"]),
     lambda f: f.logger: (UsageError, ["no logger", "CSVLogger"]),
     lambda f: f.log("loss", torch.ones(2)): (ConfigurationError, ["shape (2,)"]),
+    lambda f: f.log(3, 4): (ArgumentTypeError, ["3 (int) is no name", 'fabric.log("loss", value)']),
+    lambda f: f.log_dict({None: 1.0}, 2): (ArgumentTypeError, ["None (NoneType)"]),
 }
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fabric import Fabric, seed_everything
 from fabric.fabric import Fabric as TheSame
 from fabric.loggers import CSVLogger
-from fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from fabric.strategies import DDPStrategy, SingleDeviceStrategy, exchange
 
 
 @pytest.fixture
@@ -218,6 +218,17 @@ def test_values_reach_every_logger(tmp_path):
         with open(f"{logger.log_dir}/metrics.csv") as file:  # noqa: PTH123
             rows = list(csv.DictReader(file))
         assert rows == [{"step": "0", "loss": "0.5", "lr": ""}, {"step": "1", "loss": "0.25", "lr": "0.1"}]
+
+
+def test_the_shape_of_all_gather_on_one_process_is_noted_once(capsys):
+    exchange._note_shape.cache_clear()
+    fabric = Fabric(accelerator="cpu", devices=1)
+    for sync_grads in (False, True):
+        assert fabric.all_gather(torch.zeros(1, 64, 3), sync_grads=sync_grads).shape == (1, 1, 64, 3)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "fabric: all_gather adds a first dimension of size world_size, on one process, too"
+    )
 
 
 def test_one_logger_needs_no_list(tmp_path):

@@ -63,12 +63,13 @@ def save(
     exclude_frozen: bool,
     facts: Mapping[str, Any],
     then: Callable[[], None] | None,
+    allow_pickle: bool,
 ) -> None:
     """Write a state with one engine. All ranks must call this."""
     rank, world, part = strategy.global_rank, strategy.world_size, None
     with states.together(strategy, f"saving {path}"):
         engine, _, rest = engine_of(strategy.layout, state, "saving")
-        client = {_OURS: states.gather(strategy, rest, None)}
+        client = {_OURS: states.gather(strategy, rest, None, allow_pickle)}
         target = target_path(path)
         if target is None:
             raise UsageError(f"DeepSpeed writes into file systems, and {path} is a URL. Write format='full'.")

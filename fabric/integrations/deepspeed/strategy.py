@@ -297,6 +297,7 @@ class DeepSpeedStrategy(DDPStrategy):
         wait: bool = True,
         then: Callable[[], None] | None = None,
         facts: Mapping[str, Any] | None = None,
+        allow_pickle: bool = False,
     ) -> PendingSave | None:
         """As in the base; without `format`, or as "deepspeed", a directory of DeepSpeed's, where `state` has
         one model with its optimizer, and nothing is filtered or written beside the loop. All ranks must call
@@ -307,8 +308,9 @@ class DeepSpeedStrategy(DDPStrategy):
         """
         asked = format or (self.state_dict_type if self.layout.engines_in(state) else "full")
         if asked != "deepspeed":
+            more: Any = {"format": asked, "wait": wait, "then": then, "facts": facts}
             return super().save_checkpoint(
-                path, state, storage_options, filter, format=asked, wait=wait, then=then, facts=facts
+                path, state, storage_options, filter, allow_pickle=allow_pickle, **more
             )
         if filter or not wait:
             self.refuse(
@@ -321,7 +323,7 @@ class DeepSpeedStrategy(DDPStrategy):
         self.finish_save()
         self.meet("save", "deepspeed")
         facts = {"strategy": type(self).__name__, "world_size": self.world_size, **(facts or {})}
-        checkpoints.save(self, path, state, self._exclude_frozen, facts, then)
+        checkpoints.save(self, path, state, self._exclude_frozen, facts, then, allow_pickle)
         return None
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import CollectiveMismatch
+from fabric.core.source import user_place
 from fabric.core.tree import flatten, is_node
 from fabric.plugins.collectives.objects import gather_objects
 
@@ -29,7 +30,9 @@ def agreed(value: Any, channel: Channel) -> Any:
         return value
     guard = channel.guard
     ranks = guard.members if guard is not None else range(len(held))
-    rows = [f"  rank {rank}: {each!r:.80}".replace("\n", " ") for rank, each in zip(ranks, held, strict=True)]
+    places = gather_objects(user_place(), channel, "agree")
+    each = zip(ranks, held, places, strict=True)
+    rows = [f"  rank {rank}: {one!r:.80}  at {place}".replace("\n", " ") for rank, one, place in each]
     raise CollectiveMismatch(
         "\n".join(["fabric.agree: ranks hold different values.", *rows])
         + "\nDecide on one rank and send the value with fabric.broadcast, or combine the values with "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -129,6 +130,10 @@ class Channel:
             return None
         if guard.waits.broken is not None:
             raise CollectiveMismatch(guard.waits.broken)
+        if get_ident() != guard.waits.thread:
+            from fabric.plugins.collectives.threads import in_this_thread
+
+            call = in_this_thread(call, guard.waits)
         star = guard.star or guard.open(call)
         if star is None:
             return None

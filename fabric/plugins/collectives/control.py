@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
 from fabric.core.torch_internals import group_timeout
-from fabric.plugins.collectives.frames import Said
+from fabric.plugins.collectives.frames import IN_THREAD, Said
 from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.star import PATIENCE, Listener, Star, Turn, connect
 from fabric.plugins.collectives.waits import LEFT, SILENT, Wait, Waits, as_table
@@ -55,6 +55,18 @@ def waits_of_world() -> Waits:
     if world not in _waits:
         _waits[world] = Waits(world.get_group_store(), dist.get_rank(), dist.get_world_size())
     return _waits[world]
+
+
+def _forked() -> None:
+    for waits in _waits.values():
+        waits.broken = (
+            f"fabric was called in a process that rank {waits.rank} forked (a worker of a DataLoader?), and "
+            "that is not a rank. Make the call in the loop."
+        )
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Arrival:
@@ -139,7 +151,10 @@ class Guard:
         rows = [bytes(turn.rows[at : at + turn.size]).rstrip(b"\0") for at in starts]
         rows = rows if len(rows) > 1 else rows * len(self.members)
         said = [mismatch.from_text(rank, row) for rank, row in zip(self.members, rows, strict=True)]
-        raise CollectiveMismatch(mismatch.mismatch_text(said))
+        text = mismatch.mismatch_text(said)
+        if len({row.verb.partition(IN_THREAD)[2] for row in said}) > 1:
+            self.waits.broken = text  # the other threads of each rank go on, in another order
+        raise CollectiveMismatch(text)
 
     def open(self, call: Call) -> Star | None:
         """The connections, made by the first call of the group, when all its ranks are there; None: off."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.torch_internals import flatten_tensors
+from fabric.core.tree import CONSTANTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -43,6 +44,10 @@ PACK_LIMIT = 1 << 20
 _ALIGN = 16
 """Bytes of the largest element: any dtype can be read from where a part begins."""
 _KEPT_CALLS = 1024
+IN_THREAD = " in thread "
+"""In the verb of a call that another thread makes than the one that joined the job."""
+CONSTANT = "the constant "
+"""Before a str or bytes in the data of a call."""
 CONTENTS = ", contents "
 """In the data of a call: a checksum of the values follows, which are to be the same."""
 
@@ -173,6 +178,8 @@ def draw(spec: Spec, leaves: Iterable[str]) -> str:
     leaves = iter(leaves)
     if spec.kind is None:
         return next(leaves)
+    if spec.kind in CONSTANTS:
+        return _constant(spec.keys[0])
     inner = [draw(child, leaves) for child in spec.children]
     if issubclass(spec.kind, dict):
         pairs = ", ".join([f"{key!r}: {child}" for key, child in zip(spec.keys, inner, strict=True)])
@@ -184,6 +191,13 @@ def draw(spec: Spec, leaves: Iterable[str]) -> str:
     names = spec.keys or getattr(spec.kind, "_fields", ())
     named = [f"{n}={c}" for n, c in zip(names, inner, strict=True)] if names else inner
     return f"{spec.kind.__name__}({', '.join(named)})"
+
+
+def _constant(value: Any) -> str:
+    text = repr(value)
+    if len(text) > 100:  # equal texts are equal values
+        text = f"{text[:60]}... {blake2b(text.encode(), digest_size=8).hexdigest()}"
+    return text if value is None else f"{CONSTANT}{text}"
 
 
 def buckets(like: Sequence[Any], mixed: bool = False) -> list[list[int]]:

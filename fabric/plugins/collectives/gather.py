@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.tree import flatten, unflatten
+from fabric.core.tree import CONSTANTS, flatten, unflatten
 from fabric.plugins.collectives.channel import to_tensors
 from fabric.plugins.collectives.frames import buckets, pack, tree_call, unpack
 
@@ -33,7 +33,7 @@ def gather_tree(
         CollectiveMismatch: Ranks made different calls; raised on all of them.
         UsageError: This rank does not belong to the group.
     """
-    leaves, spec = flatten(data)
+    leaves, spec = flatten(data, CONSTANTS)
     with channel.refusing("all_gather" if dst is None else verb):
         tensors = to_tensors(leaves, channel.wire.device, verb.partition("(")[0])
         if dst is not None:

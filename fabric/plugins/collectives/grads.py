@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.tree import flatten, unflatten
+from fabric.core.tree import CONSTANTS, flatten, unflatten
 from fabric.plugins.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
 from fabric.plugins.collectives.frames import call_of, draw, fold
 from fabric.plugins.collectives.gather import gather_tree
@@ -70,7 +70,7 @@ def all_gather_with_grads(data: Any, channel: Channel, *, verb: str = "all_gathe
     tensors, spec = _tensors(data, channel, "all_gather")
 
     def gather(parts: list[Tensor]) -> list[Tensor]:
-        return flatten(gather_tree(unflatten(parts, spec), channel, verb=verb))[0]
+        return flatten(gather_tree(unflatten(parts, spec), channel, verb=verb), CONSTANTS)[0]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
         summed = reduce_scatter_tree(grads, "sum", channel, label="backward of all_gather")
@@ -81,7 +81,7 @@ def all_gather_with_grads(data: Any, channel: Channel, *, verb: str = "all_gathe
 
 def all_reduce_with_grads(data: Any, op: Any, channel: Channel, *, verb: str = "all_reduce") -> Any:
     """A new tree, as `reduce_tree` gives it, through which gradients flow back to every rank's part."""
-    leaves, spec = flatten(data)
+    leaves, spec = flatten(data, CONSTANTS)
     with channel.refusing(verb):
         op = torch_op("sum" if op is None else op)
         name, tensors = op_name(op), reducible(leaves, op, channel.wire.device, verb)
@@ -89,7 +89,7 @@ def all_reduce_with_grads(data: Any, op: Any, channel: Channel, *, verb: str = "
             raise ConfigurationError(f"{verb}({name}, sync_grads=True): {name} has no gradient.")
     label = f"{verb}({name}, sync_grads=True)"
     # As one process would compute it from everybody's data, ties included.
-    tables = flatten(all_gather_with_grads(unflatten(tensors, spec), channel, verb=label))[0]
+    tables = flatten(all_gather_with_grads(unflatten(tensors, spec), channel, verb=label), CONSTANTS)[0]
     return unflatten([_along_ranks(table, op) for table in tables], spec, data)
 
 
@@ -100,7 +100,7 @@ def reduce_scatter_with_grads(data: Any, op: Any, channel: Channel) -> Any:
         check_parts(tensors, channel.world_size, "reduce_scatter")
     reduced = all_reduce_with_grads(unflatten(tensors, spec), op, channel, verb="reduce_scatter")
     me = channel.collective.rank_in_group
-    own = [t.tensor_split(channel.world_size)[me].clone() for t in flatten(reduced)[0]]
+    own = [t.tensor_split(channel.world_size)[me].clone() for t in flatten(reduced, CONSTANTS)[0]]
     return unflatten(own, spec, data)
 
 
@@ -110,7 +110,7 @@ def all_to_all_with_grads(data: Any, channel: Channel) -> Any:
 
     def route(parts: list[Tensor]) -> list[Tensor]:
         verb = "all_to_all(sync_grads=True)"
-        return flatten(all_to_all_tree(unflatten(parts, spec), channel, verb=verb))[0]
+        return flatten(all_to_all_tree(unflatten(parts, spec), channel, verb=verb), CONSTANTS)[0]
 
     def back(grads: list[Tensor]) -> list[Tensor]:
         routed: list[Tensor] = all_to_all_tree(grads, channel, verb="backward of all_to_all")
@@ -165,7 +165,7 @@ def _along_ranks(table: Tensor, op: Any) -> Tensor:
 
 
 def _tensors(data: Any, channel: Channel, verb: str) -> tuple[list[Tensor], Any]:
-    leaves, spec = flatten(data)
+    leaves, spec = flatten(data, CONSTANTS)
     with channel.refusing(verb):
         return to_tensors(leaves, channel.wire.device, verb), spec
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fabric.plugins.collectives.frames import ALONE, CONTENTS, REFUSED, Said
+from fabric.plugins.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, REFUSED, Said
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +38,8 @@ def mismatch_text(rows: Sequence[Said]) -> str:
         head = f"Ranks called {rows[0].verb} with different data"
         hint = " (all_gather has uneven='list' or 'cat')" * rows[0].verb.startswith("all_gather")
         remedy = f"Give every rank the same structure, shapes and dtypes{hint}."
+        if any([CONSTANT in row.what for row in rows]):
+            remedy += " Strings must be equal, too: fabric.all_gather_object gathers those that differ."
         if all([CONTENTS in row.what for row in rows]):
             remedy = (
                 "Ranks that compute one model together need the same batch: give the loader to "
@@ -49,6 +51,8 @@ def mismatch_text(rows: Sequence[Said]) -> str:
             "All ranks must make the same calls in the same order: is one inside `if rank == 0:`, does a "
             "loop end earlier on one rank?"
         )
+        if any([IN_THREAD in row.verb for row in rows]):
+            remedy += " Do two threads of a rank make calls? Make all of them in one."
         if any([row.verb.startswith(ALONE) for row in rows]):
             remedy += " For what one rank does alone write `with fabric.whole(model) as plain:` on all ranks."
     return f"{head}.\n{table(rows)}\n{remedy}"

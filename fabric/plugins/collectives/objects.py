@@ -16,6 +16,7 @@ import torch
 from torch.nn import Parameter
 
 from fabric.core.errors import ArgumentTypeError
+from fabric.core.pickles import pickling_error
 from fabric.plugins.collectives.frames import (
     ROOM,
     all_on_host,
@@ -99,7 +100,7 @@ class Dumped:
         except Exception as error:
             whose = whose or f"a {type(obj).__name__}"
             raise ArgumentTypeError(
-                f"{verb}: {whose} cannot be pickled ({type(error).__name__}: {error}). Pass "
+                f"{verb}: {whose} cannot be pickled ({pickling_error(error, obj, 'obj')}). Pass "
                 "plain data, tensors, or objects of classes defined at the top level of a module."
             ) from error
         self.labels = [label_of(tensor) for tensor in self.tensors]

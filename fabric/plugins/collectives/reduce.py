@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.torch_internals import foreach_copy_
-from fabric.core.tree import LEAF, flatten, unflatten
+from fabric.core.tree import CONSTANTS, LEAF, flatten, unflatten
 from fabric.plugins.collectives.channel import WIDER, check_writable, op_name, reducible, torch_op
 from fabric.plugins.collectives.frames import FOLDS, all_on_host, buckets, fold, join, tree_call
 
@@ -52,7 +52,7 @@ def reduce_tree(
     channel.world_size  # noqa: B018 - raises for ranks outside the group
     if type(data) is torch.Tensor and not async_op and label is None and _reduce_small(data, op, channel):
         return data
-    leaves, spec = flatten(data)
+    leaves, spec = flatten(data, CONSTANTS)
     with channel.refusing("all_reduce"):
         op = torch_op("sum" if op is None else op)
         tensors = reducible(leaves, op, channel.wire.device, "all_reduce")

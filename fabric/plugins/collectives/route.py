@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.tree import flatten, unflatten
+from fabric.core.tree import CONSTANTS, flatten, unflatten
 from fabric.plugins.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
 from fabric.plugins.collectives.frames import buckets, fold, pack, tree_call, unpack
 from fabric.plugins.collectives.objects import label_of, receive, told_by
@@ -33,7 +33,7 @@ def reduce_scatter_tree(data: Any, op: Any, channel: Channel, *, label: str | No
         CollectiveMismatch: Ranks made different calls; raised on all of them.
     """
     world, me = channel.world_size, channel.collective.rank_in_group
-    leaves, spec = flatten(data)
+    leaves, spec = flatten(data, CONSTANTS)
     with channel.refusing("reduce_scatter"):
         op = torch_op("sum" if op is None else op)
         tensors = reducible(leaves, op, channel.wire.device, "reduce_scatter")
@@ -72,7 +72,7 @@ def all_to_all_tree(data: Any, channel: Channel, *, verb: str = "all_to_all") ->
         CollectiveMismatch: Ranks made different calls; raised on all of them.
     """
     world, me = channel.world_size, channel.collective.rank_in_group
-    leaves, spec = flatten(data)
+    leaves, spec = flatten(data, CONSTANTS)
     with channel.refusing("all_to_all"):
         tensors = to_tensors(leaves, channel.wire.device, "all_to_all")
         check_parts(tensors, world, "all_to_all")
@@ -114,7 +114,7 @@ def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
     told: Any = None
     if channel.collective.rank == src or world == 1:
         with channel.refusing(verb):
-            leaves, spec = flatten(data)
+            leaves, spec = flatten(data, CONSTANTS)
             tensors = [t.detach().resolve_conj().resolve_neg() for t in to_tensors(leaves, here, verb)]
             check_parts(tensors, world, verb)
         if world == 1:

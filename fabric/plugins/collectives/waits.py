@@ -110,6 +110,10 @@ class Waits:
         """Asks all ranks where they are; a watchdog's."""
         self.broken: str | None = None
         """The error of all ranks, once some wait for each other: no call of the job can be right any more."""
+        self.home = threading.get_ident()
+        self.thread: int | None = self.home
+        self.last_thread: Any = self.home
+        """That of the last call. `home` joined the job; `thread` makes calls without a look: threads.py."""
         self.can_raise = False
         """Whether a rank of those waits in a call of a guard, which raises."""
         self._told: Wait | None = None
@@ -187,7 +191,11 @@ class Waits:
         if self.broken is None and store.check(["verdict"]):
             from fabric.plugins.collectives.mismatch import mismatch_text
 
-            waits = [Wait(*fields) for fields in json.loads(store.get("verdict"))]
+            verdict = json.loads(store.get("verdict"))
+            if isinstance(verdict, str):  # of two threads of a rank
+                self.broken, self.can_raise = verdict, True
+                return True
+            waits = [Wait(*fields) for fields in verdict]
             self.can_raise = any([wait.turn for wait in waits])
             self.broken = (
                 f"{mismatch_text([wait.row() for wait in waits])}\nThey wait in different groups for each "

@@ -1,6 +1,7 @@
 """Which environment this process is in: one order of precedence, one variable that overrules it.
 
-Reads variables only; the module of an environment is imported if some variable looks like it.
+Reads variables only, and removes those of a rank that started this process. The module of an environment is
+imported if some variable looks like it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.registry import Registry, unknown_name_message
+from fabric.processes.lifeline import JOINED, PARENT_PID, REPORT_FD
 
 if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -28,6 +30,17 @@ for _name, _home, _what in (
     ("torchrun", "plugins.environments.torchelastic:TorchElasticEnvironment", "torchrun"),
 ):
     ENVIRONMENT_REGISTRY.register(_name, f"fabric.{_home}", _what)
+
+
+_PLACE = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
+)
+
+_FLAGS = tuple(
+    [f"FABRIC_{name}" for name in ("ACCELERATOR", "STRATEGY", "DEVICES", "NUM_NODES", "PRECISION")]
+)
+"""What `fabric run` tells the ranks of its command line."""
 
 
 class Found(NamedTuple):
@@ -55,9 +68,12 @@ PRECEDENCE = ("process_group", "local", *_MARKS, "local")
 def find_environment() -> Found:
     """The environment that FABRIC_ENVIRONMENT names, else the first of `PRECEDENCE` that started this one.
 
+    A process that a rank has started is no rank: it forgets the variables of that rank first.
+
     Raises:
         ConfigurationError: The name is not registered.
     """
+    parent = _forget_parent()
     if name := os.environ.get("FABRIC_ENVIRONMENT"):
         if name not in ENVIRONMENT_REGISTRY:
             raise ConfigurationError(
@@ -73,7 +89,21 @@ def find_environment() -> Found:
     (name, why), *later = [*here, ("local", "nothing else started this process")]
     after = [f"{other} comes later ({reason})" for other, reason in later[:-1]]
     doubts = [reason for _, (speaks, reason) in signs if reason and not speaks]
-    return Found(ENVIRONMENT_REGISTRY.get(name), "; ".join([why, *after, *doubts]))
+    return Found(ENVIRONMENT_REGISTRY.get(name), "; ".join([why, *after, *doubts, *parent]))
+
+
+def _forget_parent() -> list[str]:
+    """Remove the variables of the rank that started this process; the reason, for people, if one did."""
+    process, _, port = os.environ.get(JOINED, "").partition(":")
+    if process in ("", str(os.getpid())):
+        return []
+    # Another port: a launcher between that rank and this process has set the variables anew.
+    place = _PLACE if os.environ.get("MASTER_PORT") == port else ()
+    flags = _FLAGS if os.environ.get("FABRIC_LAUNCHED") == "cli" else ()
+    own = (JOINED, "FABRIC_LAUNCHED", "FABRIC_STORE_FD", PARENT_PID, REPORT_FD)
+    for name in (*own, *place, *flags):
+        os.environ.pop(name, None)
+    return [f"a rank (process {process}) started this process, which is not a rank of its job"]
 
 
 def _existing_group() -> tuple[bool, str]:

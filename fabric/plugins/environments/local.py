@@ -1,6 +1,6 @@
 """This machine, or several started by hand: ranks that `python train.py`, spawn/fork or `fabric run` started.
 
-Knows its place from the variables that our own launchers set. Never sets os.environ.
+Knows its place from the variables that our own launchers set. Never sets them.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
+from fabric.processes.lifeline import JOINED
 from fabric.processes.system import require_posix
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ def rendezvous(environment: ClusterEnvironment, rank: int, world_size: int, time
     require_posix()
     store = environment.make_store(rank, world_size, timeout)
     await_ranks(store, rank, world_size, timeout)
+    if not os.environ.keys().isdisjoint(("FABRIC_LAUNCHED", "TORCHELASTIC_RUN_ID")):
+        os.environ[JOINED] = f"{os.getpid()}:{os.environ.get('MASTER_PORT')}"  # not so in its children
     return store
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import sys
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ArgumentTypeError
+from fabric.core.pickles import pickling_error
 from fabric.core.torch_internals import no_subclass_functions
 from fabric.core.tree import map_tree
 from fabric.utilities.state_keys import PLAIN_DICTS, like
@@ -78,12 +81,13 @@ def read_stored(value: Any) -> Any:
     return value.read() if isinstance(value, Stored) else value
 
 
-def to_portable(data: Any, name: str) -> Any:
+def to_portable(data: Any, name: str, allow_pickle: bool = False) -> Any:
     """`data` in types that safe loading reads; paths and numpy values become tagged dictionaries.
 
     Args:
         data: Any nesting of dict, list, tuple, set with plain values, tensors, paths and numpy arrays in it.
         name: How the user calls it, for the error text (`state['config']`).
+        allow_pickle: Whether objects of other types stay, as copies that pickle makes.
 
     Raises:
         ArgumentTypeError: A value of another type; the message names its place.
@@ -98,9 +102,9 @@ def to_portable(data: Any, name: str) -> Any:
         return data
     if isinstance(data, dict) and not hasattr(kind, "__dataclass_fields__"):
         keys = [key if type(key) in (str, int) else _plain_key(key, name) for key in data]
-        return like(data, {key: to_portable(data[key], f"{name}[{key!r}]") for key in keys})
+        return like(data, {key: to_portable(data[key], f"{name}[{key!r}]", allow_pickle) for key in keys})
     if kind in (list, tuple):
-        return kind([to_portable(value, f"{name}[{i}]") for i, value in enumerate(data)])
+        return kind([to_portable(value, f"{name}[{i}]", allow_pickle) for i, value in enumerate(data)])
     if kind is set:
         return {_plain_key(value, name) for value in data}
     if isinstance(data, PurePath):
@@ -108,7 +112,23 @@ def to_portable(data: Any, name: str) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and (kind is numpy.ndarray or isinstance(data, numpy.generic)):
         return _tagged_array(numpy, data, name)
-    raise ArgumentTypeError(_refusal(data, name))
+    if not allow_pickle:
+        way = "Or pickle it by fabric.save(..., allow_pickle=True); loading it then needs weights_only=False."
+        raise ArgumentTypeError(f"{_refusal(data, name)} {way}")
+    try:
+        file = io.BytesIO()
+        _ObjectPickler(file).dump(data)
+        return pickle.loads(file.getbuffer())
+    except Exception as error:
+        reason = pickling_error(error, data, name)
+        raise ArgumentTypeError(f"{name} cannot be pickled ({reason}). Save plain data of it.") from error
+
+
+class _ObjectPickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> None:
+        """Nothing: the object is pickled. Refuses what is not all there."""
+        if isinstance(obj, torch.Tensor) and hasattr(obj, "device_mesh"):
+            raise TypeError("it holds a tensor that is sharded over ranks")
 
 
 def from_portable(data: Any, stored: bool = False) -> Any:

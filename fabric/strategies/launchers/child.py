@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
+from fabric.core.pickles import pickling_error
 from fabric.processes.endings import Ending, describe
 from fabric.processes.garbage import forked
 from fabric.processes.lifeline import die_with_creator, die_with_parent
@@ -100,8 +101,8 @@ def _call(task: Task) -> bytes | None:
     except Exception as error:
         raise ArgumentTypeError(
             "The function's result cannot be sent back to the launching process, because it cannot be "
-            f"pickled ({type(error).__name__}: {error}). Return plain data and tensors (for a model its "
-            "state_dict())."
+            f"pickled ({pickling_error(error, result, 'result')}). Return plain data and tensors (for a "
+            "model its state_dict())."
         ) from error
 
 

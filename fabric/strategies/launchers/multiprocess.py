@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import LaunchError
+from fabric.core.pickles import pickling_error
 from fabric.processes.garbage import forking
 from fabric.processes.handlers import Handlers
 from fabric.processes.signals import die_by
@@ -246,8 +247,7 @@ def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         try:
             pickle.dumps(value)
         except Exception as error:  # pickle's own, and what a user's __getstate__ or __reduce__ raises
-            notes = getattr(error, "__notes__", ())  # from Python 3.14 on: the way to what it refuses
-            return f"{name} ({'; '.join([f'{type(error).__name__}: {error}', *notes])})"
+            return f"{name} ({pickling_error(error, value, name)})"
     return "the call"
 
 

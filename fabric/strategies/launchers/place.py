@@ -10,6 +10,7 @@ from fabric.core.errors import LaunchError
 from fabric.plugins.environments.local import LAUNCHED
 from fabric.plugins.environments.stores import listen
 from fabric.processes.cores import usable_cores
+from fabric.processes.lifeline import JOINED
 
 if TYPE_CHECKING:
     import socket
@@ -47,6 +48,7 @@ class Place:
         return {
             **share,
             LAUNCHED: launched,
+            JOINED: "",
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
             "NODE_RANK": str(self.node_rank),

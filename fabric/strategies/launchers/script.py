@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,9 @@ def original_command() -> tuple[list[str], str | None]:
             f'function and use strategy="ddp_notebook" (or "ddp_fork") with fabric.launch(function), or save '
             f"it as a file."
         )
+    if multiprocessing.parent_process() is not None:
+        way = 'Put what the script does under `if __name__ == "__main__":`.'
+        raise LaunchError(f"{multiprocessing.current_process().name} cannot start ranks. {way}")
     argv, directory = [sys.executable, *original[1:]], None
     file = getattr(main, "__file__", None)
     if (spec := getattr(main, "__spec__", None)) is not None:

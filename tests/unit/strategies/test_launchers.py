@@ -319,6 +319,7 @@ def test_variables_of_a_rank(monkeypatch):
     assert variables == {
         "OMP_NUM_THREADS": "2",
         "FABRIC_LAUNCHED": "cli",
+        "FABRIC_JOINED": "",
         "RANK": "3",
         "LOCAL_RANK": "1",
         "NODE_RANK": "1",

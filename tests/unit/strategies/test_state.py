@@ -358,7 +358,52 @@ def test_strict_reaches_into_models(fabric, path):
     fabric.save(path, {"model": nn.Linear(2, 3)})
     with pytest.raises(RuntimeError, match="Missing key"):
         fabric.load(path, {"model": network()})
-    fabric.load(path, {"model": nn.ModuleDict({"other": nn.Linear(1, 1)})}, strict=False)
+    other = nn.ModuleDict({"other": nn.Linear(1, 1), "weight": nn.Linear(1, 1)})
+    other.weight = nn.Parameter(torch.zeros(3, 2))
+    fabric.load(path, {"model": other}, strict=False)
+    assert other.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_bare_state_dict_is_told_apart_from_a_checkpoint(fabric, path, strict):
+    module, saved = network(1), network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    text = r"The checkpoint has no 'NAME' for state; it has .*, and looks like a bare state_dict\. "
+    for name, target, state in (
+        ("model", module, saved.state_dict()),
+        ("optimizer", optimizer, torch.optim.SGD(saved.parameters(), lr=2.0).state_dict()),
+    ):
+        torch.save(state, path)
+        says = text.replace("NAME", name) + rf"Write fabric\.load_raw\(path, {name}\)\."
+        caught = (
+            pytest.raises(KeyError, match=says) if strict else pytest.warns(match=f"loaded nothing. {says}")
+        )
+        with caught:
+            fabric.load(path, {name: target}, strict)
+        fabric.load_raw(path, target)  # as the text says
+    assert values(module) == values(saved)
+    assert optimizer.param_groups[0]["lr"] == 2.0
+
+
+def test_names_that_are_not_in_the_checkpoint_are_told(fabric, path):
+    module = network(1)
+    fabric.save(path, {"net": network(), "step": 1})
+    text = "no 'model' for state; it has 'net', 'step'. Give the objects under the names that the checkpoint"
+    with pytest.raises(KeyError, match=text):
+        fabric.load(path, {"model": module})
+    with pytest.warns(match=f"loaded nothing. The checkpoint has {text}"):
+        fabric.load(path, {"model": module}, strict=False)
+    with pytest.warns(match=r"0 of 8 tensors loaded\. .*\('net', ...\) are none .*\{'net': model\}\)\."):
+        fabric.load_raw(path, module, strict=False)
+    with pytest.warns(
+        match=r"0 of 2 tensors .*\('0.weight', ...\) .* \('weight', ...\). Write 'weight' for '0"
+    ):
+        fabric.load(path, {"net": nn.Linear(2, 3)}, strict=False)
+    model = fabric.setup(module)
+    with pytest.warns(match="0 of 8 tensors loaded") as caught:
+        model.load_state_dict({"other.weight": torch.zeros(1)}, strict=False)
+    assert caught[0].filename == __file__
+    assert values(module) == values(network(1))
 
 
 def test_containers_that_do_not_fit_are_errors_and_never_replaced(fabric, path):

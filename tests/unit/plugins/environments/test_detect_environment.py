@@ -1,5 +1,7 @@
 """Which environment wins, and what the foreign ones read. No processes."""
 
+import os
+
 import pytest
 
 from fabric.core.errors import ConfigurationError
@@ -133,3 +135,31 @@ def test_ranks_of_a_process_group_by_variables_need_no_group(monkeypatch: pytest
     environment = ProcessGroupEnvironment()
     found = environment.local_rank(), environment.node_rank(), environment.local_world_size()
     assert found == (1, 2, 4)
+
+
+RANK = {
+    "FABRIC_LAUNCHED": "script",
+    "FABRIC_STORE_FD": "3",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("joined", "kept"),
+    [
+        ("own:7", {*RANK}),  # a rank that makes a second Fabric
+        ("", {*RANK}),  # a rank that is a child of what the launcher has started
+        ("1:7", set()),
+        ("1:8", {"RANK", "WORLD_SIZE", "LOCAL_RANK"}),  # of a launcher that such a child has called
+    ],
+)
+def test_a_process_that_a_rank_started_is_no_rank(monkeypatch, joined, kept):
+    for name, value in {**RANK, "MASTER_PORT": "7"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("FABRIC_JOINED", joined.replace("own", str(os.getpid())))
+    found = find_environment()
+    assert {name for name in RANK if name in os.environ} == kept
+    assert found.environment.creates_processes_externally == bool(kept)
+    assert ("a rank (process 1) started this process" in found.why) == (joined[:2] == "1:")

@@ -1,0 +1,74 @@
+"""Verbs of several threads of a rank: one at a time, and each rank in the same one.
+
+Called by `Channel.meet` where a call is made in another thread than the call before it, or than `launch`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fabric.core.errors import CollectiveMismatch
+from fabric.core.source import user_place
+from fabric.plugins.collectives.frames import IN_THREAD
+
+if TYPE_CHECKING:
+    from fabric.plugins.collectives.frames import Call
+    from fabric.plugins.collectives.waits import Waits
+
+_HERE = str(Path(__file__).parent)
+
+
+def in_this_thread(call: Call, waits: Waits) -> Call:
+    """`call` with the thread that makes it, unless that is the thread of the launch, or one of autograd.
+
+    The other ranks compare the thread: calls of two threads can have another order on each rank.
+
+    Raises:
+        CollectiveMismatch: The thread of the call before is still in it; so does each later call of a rank.
+    """
+    me = threading.current_thread()
+    last, waits.last_thread = waits.last_thread, me.ident
+    waits.thread = None
+    if last != me.ident and (there := _verb_frame(sys._current_frames().get(last))):
+        other = next((one.name for one in threading.enumerate() if one.ident == last), str(last))
+        waits.broken = (
+            f"Two threads of rank {waits.rank} call fabric at the same time: {me.name!r} {call.verb} at "
+            f"{user_place()}, and {other!r} at {user_place(there)}. The order of their calls differs between "
+            "ranks, so that their data would be mixed. Make all calls in one thread, or thread.join() first."
+        )
+        waits.store.clone().compare_set("verdict", "", json.dumps(waits.broken))  # for the ranks that wait
+        raise CollectiveMismatch(waits.broken)
+    if me.ident == waits.home or isinstance(me, threading._DummyThread):
+        waits.thread = me.ident
+        return call
+    name = _name_of(me)
+    digest = blake2b(call.digest + name.encode(), digest_size=16).digest()
+    return call._replace(verb=f"{call.verb}{IN_THREAD}{name!r}", digest=digest)
+
+
+def _verb_frame(frame: Any) -> Any:
+    """The innermost frame of a collective on a thread's stack; None: it is in none."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
+        frame = frame.f_back
+    return frame
+
+
+def _name_of(thread: Any) -> str:
+    """A name that is the same on all ranks: without numbers, which count the other threads of a process."""
+    if not hasattr(thread, "_fabric_name"):
+        plain = _plain(thread.name)
+        alike = [one.name for one in threading.enumerate() if _plain(one.name) == plain]
+        place = sorted(alike, key=lambda name: (len(name), name)).index(thread.name)
+        # Which worker of a pool takes a task is chance.
+        thread._fabric_name = f"{plain} {place}" if place and plain.startswith("Thread") else plain
+    return str(thread._fabric_name)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_]?\d+", "", name)
