@@ -25,13 +25,14 @@ from fabric.core.errors import UsageError
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
+from fabric.strategies.layouts.buffers import check_buffers, mark_rank_local
 from fabric.utilities.compile import is_compiled, recompile
 from fabric.utilities.init import describe_module, has_meta_parameters
 from fabric.utilities.seed import RngState
 from fabric.wrappers import _FabricContainer, _FabricModule, _FabricOptimizer, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -71,6 +72,7 @@ class SetupVerbs(RankFacts):
         move_to_device: bool = True,
         replica_check: bool = True,
         _reapply_compile: bool = True,
+        rank_local: Collection[str] = (),
     ) -> M: ...
 
     @overload
@@ -84,6 +86,7 @@ class SetupVerbs(RankFacts):
         move_to_device: bool = True,
         replica_check: bool = True,
         _reapply_compile: bool = True,
+        rank_local: Collection[str] = (),
     ) -> tuple[M, O1, Unpack[Rest]]: ...
 
     @overload
@@ -96,6 +99,7 @@ class SetupVerbs(RankFacts):
         move_to_device: bool = True,
         replica_check: bool = True,
         _reapply_compile: bool = True,
+        rank_local: Collection[str] = (),
     ) -> tuple[M, Unpack[Rest], S]: ...
 
     def setup(  # type: ignore[misc]  # mypy does not see that *Any takes any tuple
@@ -106,6 +110,7 @@ class SetupVerbs(RankFacts):
         move_to_device: bool = True,
         replica_check: bool = True,
         _reapply_compile: bool = True,
+        rank_local: Collection[str] = (),
     ) -> Any:
         """Make a model and its optimizers ready. All ranks must call this.
 
@@ -115,6 +120,8 @@ class SetupVerbs(RankFacts):
             scheduler: Given back as it is; schedulers are never touched.
             move_to_device: False leaves device placement to you.
             replica_check: False: the ranks may hold different values of this model and these optimizers.
+            rank_local: Names of buffers, or patterns (fnmatch) of names, that each rank keeps for itself. All
+                other buffers are compared here, and have rank zero's values after each training backward.
 
         Returns:
             The model, or (model, *optimizers), or (model, *optimizers, scheduler). To type checkers they are
@@ -122,15 +129,17 @@ class SetupVerbs(RankFacts):
             `assert isinstance(model, _FabricModule)`.
 
         Raises:
-            ConfigurationError: Something is set up already, or an optimizer holds parameters of other models.
+            ConfigurationError: Something is set up already, or an optimizer holds parameters of other models;
+                `rank_local` matches no buffer.
             ArgumentTypeError: Not a module, not an optimizer.
-            UsageError: The model has DDP, or FSDP1, inside.
+            UsageError: The model has DDP, or FSDP1, inside; its buffers differ between ranks.
         """
         self._require_launch("setup()")
         self._without_model = False
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
         module = check_module(module, "fabric.setup", self._strategy)
+        mark_rank_local(unwrap(module), rank_local)
         wrapped, stepped, scheduler = self._wrap(
             module, list(optimizers), scheduler, move_to_device, _reapply_compile
         )
@@ -148,6 +157,7 @@ class SetupVerbs(RankFacts):
         _reapply_compile: bool = True,
         *,
         replica_check: bool = True,
+        rank_local: Collection[str] = (),
     ) -> M:
         """Make a model ready, without optimizers. All ranks must call this. Arguments and errors as for
         `setup`.
@@ -157,6 +167,7 @@ class SetupVerbs(RankFacts):
             move_to_device=move_to_device,
             replica_check=replica_check,
             _reapply_compile=_reapply_compile,
+            rank_local=rank_local,
         )
 
     @overload
@@ -340,6 +351,7 @@ class SetupVerbs(RankFacts):
             self._strategy.place_module(inner)
         if self._strategy.topology.world_size > 1:
             self._strategy.meet("setup", describe_module(inner))
+            check_buffers(inner, partial(self._strategy.all_gather_object, label="setup"))
             if self._strategy.data_rank[1] > 1:
                 warn_of_batch_norm(inner, self.device)
         if optimizers:

@@ -66,7 +66,7 @@ class ReducedByHorovod(Replicate):
         Raises:
             UsageError: They would send something else, too.
         """
-        if any([known.buffered for known in self._replicas.values()]):
+        if any([known.buffers for known in self._replicas.values()]):
             raise UsageError(
                 "join() cannot keep the buffers of a model alike (batch norm), which ranks send after each "
                 "backward. Write HorovodStrategy(broadcast_buffers=False)."

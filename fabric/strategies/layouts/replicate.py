@@ -24,11 +24,13 @@ from fabric.core.torch_internals import (
     disarm,
     has_built_buckets,
     hook_again,
+    leave_out_of_ddp,
     renew_reducer,
 )
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, differ, on_any_rank
+from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.compile import uncompiled
 from fabric.utilities.passes import attend_passes, parameters_of, watch_steps
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.core.topology import Topology
+
+NOT_AVERAGED = "_ddp_params_and_buffers_to_ignore"
+"""Where DDP looks for names of parameters that the user keeps out of it."""
 
 _BUFFER_KEYWORDS = ("broadcast_buffers", "forward_sync_buffers")
 """DDP's switch for buffers, and its name from torch 2.13 on."""
@@ -88,7 +93,7 @@ class Replicate(Whole):
         ]
         attend_passes(self)
         if not any([p.requires_grad for p in module.parameters()]):
-            broadcast_from_zero([*module.parameters(), *module.buffers()])
+            broadcast_from_zero([*module.parameters(), *shared_buffers(module).values()])
             return module
         from torch.nn.parallel import DistributedDataParallel
 
@@ -100,8 +105,12 @@ class Replicate(Whole):
         settings[_BUFFER_KEYWORDS[1]] = False
         if topology.device.type != "cpu" and "device_ids" not in settings:
             settings["device_ids"] = [topology.device.index]
-        broadcast_from_zero(list(module.buffers()))
+        broadcast_from_zero(list(shared_buffers(module).values()))
+        # DDP would send them once more, by their positions.
+        ignored = getattr(module, NOT_AVERAGED, [])
+        leave_out_of_ddp(module, [*ignored, *[name for name, _ in module.named_buffers()]])
         replica = DistributedDataParallel(module, **settings)
+        leave_out_of_ddp(module, ignored)
         self.adopt(replica)
         return replica
 
@@ -246,8 +255,9 @@ class Replicate(Whole):
             self._end(replica)
         # Buffers are sent here, where all ranks are. DDP sends them before each forward, evaluation included.
         for replica in syncing:
-            if replica.training and self._replicas[replica].buffered and self._replicas[replica].came:
-                broadcast_from_zero(list(replica.buffers()))
+            known = self._replicas[replica]
+            if replica.training and known.came and known.buffers is not None and known.buffers.sent:
+                broadcast_buffers([known.buffers], self.channel)
         if self.synchronised is not None and syncing:
             self.synchronised([replica.module for replica in syncing if self._replicas[replica].came])
 
@@ -317,8 +327,8 @@ class _Known:
         self.names, self.trained = [name for name, _ in named], [p for _, p in named]
         """What the reducer counts: those that were trainable then."""
         self.at_setup = {id(p) for p in replica.module.parameters()}
-        self.buffered = syncs_buffers and next(replica.buffers(), None) is not None
-        """Whether there are buffers to keep alike."""
+        self.buffers = SyncedBuffers(replica.module) if syncs_buffers else None
+        """Those to keep alike."""
         self.local = False
         """Whether its gradients may be those of this rank only."""
         self.came = False

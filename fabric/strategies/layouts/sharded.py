@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import re
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states
 from fabric.forward import HookedCall
 from fabric.plugins.collectives.frames import call_of
-from fabric.strategies.layouts.agree import broadcast_from_zero
+from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers
 from fabric.strategies.layouts.gathered import GatheredCall, Meets, RootGate
-from fabric.strategies.layouts.split import Split, is_split
+from fabric.strategies.layouts.split import Split
 from fabric.utilities.compile import uncompiled
 from fabric.utilities.passes import attend_passes, parameters_of
 
@@ -39,6 +40,7 @@ class Sharded(Split):
         super().__init__()
         self._numbers = itertools.count()
         self._reached: set[int] = set()
+        self._buffers: weakref.WeakKeyDictionary[Module, SyncedBuffers] = weakref.WeakKeyDictionary()
 
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Remember where this process is. Subclasses make their mesh here."""
@@ -86,8 +88,8 @@ class Sharded(Split):
             raise
         finally:
             reached, self._reached = self._reached, set()
-        models = [model for model in self.models() if id(model) in reached]
-        broadcast_from_zero([b for model in models for b in model.buffers() if not is_split(b)])
+        models = [self._buffers[model] for model in self.models() if id(model) in reached]
+        broadcast_buffers(models, self.channel)
 
     def on_reached(self, module: Module) -> None:
         """A backward has reached an output of `module`."""
@@ -122,7 +124,9 @@ class Sharded(Split):
     ) -> Callable[..., Any]:
         root = uncompiled(wrapped)
         plan = call if _gate(root) is None else GatheredCall(call, _gate(root), method, opens)
-        return HookedCall(plan, self, root) if next(root.buffers(), None) is not None else plan
+        if root not in self._buffers:
+            self._buffers[root] = SyncedBuffers(root)
+        return HookedCall(plan, self, root) if self._buffers[root].sent else plan
 
     def _own(self) -> dict[int, str]:
         """Names of the parameters that get gradients of all ranks, or are not meant to, by id."""
