@@ -27,7 +27,7 @@ from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
 from fabric.strategies.layouts.buffers import check_buffers, mark_rank_local
 from fabric.utilities.compile import is_compiled, recompile
-from fabric.utilities.init import describe_module, has_meta_parameters
+from fabric.utilities.init import MODEL_NAME, describe_module, has_meta_parameters, name_of
 from fabric.utilities.seed import RngState
 from fabric.wrappers import _FabricContainer, _FabricModule, _FabricOptimizer, unwrap
 
@@ -58,8 +58,9 @@ class SetupVerbs(RankFacts):
     """setup, setup_module, setup_optimizers, setup_dataloaders, whole, rng_state."""
 
     _without_loader = True
-    _without_model = True
-    """Whether no loader, and no model, was set up."""
+    """Whether no loader was set up."""
+    _models = 0
+    """How many models were set up."""
     _looked = False
     """Whether the first backward has asked for them."""
 
@@ -135,7 +136,7 @@ class SetupVerbs(RankFacts):
             UsageError: The model has DDP, or FSDP1, inside; its buffers differ between ranks.
         """
         self._require_launch("setup()")
-        self._without_model = False
+        self._models += 1
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
         module = check_module(module, "fabric.setup", self._strategy)
@@ -293,7 +294,7 @@ class SetupVerbs(RankFacts):
         check_forward_module(model, "fabric.whole")
         strategy = self._strategy
         if self.world_size > 1:
-            strategy.meet("whole", f"of {type(model.module).__name__}")
+            strategy.meet("whole", f"of {name_of(model.module)}")
         plain = strategy.layout.plain_module(model.module, self.is_global_zero, self.device)
         modes = [] if plain is None else [(part, part.training) for part in plain.modules()]
         try:
@@ -345,6 +346,7 @@ class SetupVerbs(RankFacts):
             )
         precision = self._strategy.precision
         inner = precision.convert_module(original)
+        inner.__dict__[MODEL_NAME] = f"model {self._models - 1} ({type(inner).__name__})"
         if optimizers and precision.replaces_parameters:
             check_owned(tuple(optimizers), [inner, *self._strategy.modules], "fabric.setup")
         if move_to_device:

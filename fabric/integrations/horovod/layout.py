@@ -45,6 +45,7 @@ class ReducedByHorovod(Replicate):
     def wrap(self, module: Module, topology: Topology) -> Module:
         """DDP around the module. All ranks must call this."""
         wrapped = super().wrap(module, topology)
+        self._models = 0  # a rank that has joined compares no backward
         replica = self._replica_of(wrapped)
         if replica is not None:
             replica.register_comm_hook(self.compression, mean_of_bucket)

@@ -9,12 +9,10 @@ import weakref
 from fnmatch import filter as matching
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm
 from fabric.plugins.collectives.frames import PACK_LIMIT, describe_tensor
-from fabric.strategies.layouts.agree import broadcast_from_zero, on_any_rank
+from fabric.strategies.layouts.agree import broadcast_from_zero, differing
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
@@ -103,40 +101,35 @@ class SyncedBuffers:
         self._model, self._name = weakref.ref(model), type(model).__name__.removeprefix("FSDP")
         shared = {n: b for n, b in shared_buffers(model).items() if not hasattr(b, "device_mesh")}
         self.sent = {name: buffer.data for name, buffer in shared.items()}
-        self._versions = {name: _version(buffer) for name, buffer in shared.items()}
+        self._stamps = {name: _stamp(buffer) for name, buffer in shared.items()}
         self._normed = {name for name, part, _, _ in _slots(model) if isinstance(part, BatchNorm)}
         self._changed: set[str] = set()
         self.looks = 2 if self.sent.keys() - self._normed else 0
-        """How many of the next broadcasts look for ranks that differ."""
+        """In how many of the next broadcasts to look for ranks that differ."""
 
     def tensors(self) -> list[Tensor]:
         """The memory of the buffers, in the order of their names."""
         model = self._model()
         for name, _, _, buffer in () if model is None else _slots(model):
             sent = self.sent.get(name)
-            if sent is None or sent.shape != buffer.shape or sent.dtype != buffer.dtype:
-                continue
-            if sent.data_ptr() != buffer.data_ptr() or (
-                self.looks and self._versions[name] != _version(buffer)
-            ):
-                self._changed.add(name)
-            self.sent[name] = buffer.data
+            if sent is not None and sent.shape == buffer.shape and sent.dtype == buffer.dtype:
+                if self.looks and self._stamps[name] != _stamp(buffer):
+                    self._changed.add(name)
+                self.sent[name] = buffer.data
         return list(self.sent.values())
 
-    def warn_of_changes(self, before: list[Tensor | None], channel: Channel) -> None:
-        """Warn of buffers that a broadcast has changed on any rank. All ranks must call this."""
+    def look(self, channel: Channel) -> None:
+        """Warn of buffers in which ranks differ before a broadcast. All ranks must call this."""
         self.looks -= 1
-        pairs = zip(before, self.sent.values(), strict=True)
-        close = [a is None or torch.allclose(a, b, rtol=1e-5, equal_nan=True) for a, b in pairs]
-        differs = on_any_rank([not same for same in close], channel)
-        found = {name for name, differ in zip(self.sent, differs, strict=True) if differ} - self._normed
-        if not found:
+        small = [tensor if tensor.nbytes <= PACK_LIMIT else None for tensor in self.tensors()]
+        found = {name for name, differs in zip(self.sent, differing(small, channel), strict=True) if differs}
+        parts = {name.rpartition(".")[0] for name in found - self._normed}
+        if not parts:
             return
         self.looks = 0
-        # Counters beside them are equal on all ranks, and not those of the whole batch, either.
-        parts = {name.rpartition(".")[0] for name in found}
+        # Large ones, and counters that are equal on all ranks, are not those of the whole batch, either.
         found |= {name for name in self._changed if name.rpartition(".")[0] in parts}
-        names = tuple(sorted(found))
+        names = tuple(sorted(found - self._normed))
         rank_zero_warn(
             f"forward changed buffers of {self._name} by each rank's part of the batch: {', '.join(names)}. "
             "All ranks got rank zero's values, where one process has those of the whole batch. Reduce what "
@@ -147,14 +140,11 @@ class SyncedBuffers:
 
 
 def broadcast_buffers(models: list[SyncedBuffers], channel: Channel | None) -> None:
-    """Rank zero's buffers on all ranks; the first broadcasts look what they change. All ranks must call
-    this.
-    """
-    looks = [model for model in models if model.looks and channel is not None and channel.world_size > 1]
-    before = [list(map(_copy, model.tensors())) for model in looks]
+    """Rank zero's buffers on all ranks; the first times look who differs before. All ranks must call this."""
+    for model in models:
+        if model.looks and channel is not None and channel.world_size > 1:
+            model.look(channel)
     broadcast_from_zero([tensor for model in models for tensor in model.tensors()])
-    for model, copies in zip(looks, before, strict=True):
-        model.warn_of_changes(copies, channel)  # type: ignore[arg-type]
 
 
 def _slots(model: Module) -> Iterator[tuple[str, Module, str, Tensor]]:
@@ -165,10 +155,5 @@ def _slots(model: Module) -> Iterator[tuple[str, Module, str, Tensor]]:
                 yield f"{path}.{name}" if path else name, part, name, buffer
 
 
-def _copy(tensor: Tensor) -> Tensor | None:
-    """None of a large one, or of masks and quantised values: a code book has its small counts beside it."""
-    return tensor.clone() if tensor.nbytes <= PACK_LIMIT and tensor.itemsize > 1 else None
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
+def _stamp(buffer: Tensor) -> tuple[int, int]:
+    return buffer.data_ptr(), 0 if buffer.is_inference() else buffer._version

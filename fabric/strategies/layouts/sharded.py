@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers
 from fabric.strategies.layouts.gathered import GatheredCall, Meets, RootGate
 from fabric.strategies.layouts.split import Split
 from fabric.utilities.compile import uncompiled
+from fabric.utilities.init import names_of_owners
 from fabric.utilities.passes import attend_passes, parameters_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class Sharded(Split):
 
     def __init__(self) -> None:
         super().__init__()
-        self._numbers = itertools.count()
+        self.passed = 0
+        """A digest of the groups that were called with gradients, and of backwards, since the last step."""
         self._reached: set[int] = set()
         self._buffers: weakref.WeakKeyDictionary[Module, SyncedBuffers] = weakref.WeakKeyDictionary()
 
@@ -117,7 +118,7 @@ class Sharded(Split):
 
     def meets(self, module: Module, in_lockstep: bool = False) -> Meets:
         """The meetings of calls of another model."""
-        return Meets(module, next(self._numbers), self.channel, in_lockstep)
+        return Meets(module, self, in_lockstep)
 
     def _plan(
         self, wrapped: Module, call: Callable[..., Any], method: bool, opens: bool = False
@@ -164,12 +165,11 @@ class Sharded(Split):
             return  # a closure makes gradients in the step
         bare = ", ".join([own.get(id(p), "a parameter") for p in held if p.grad is None and p.requires_grad])
         told = f"no gradient for {bare}" if bare else "all parameters have gradients"
-        gates = [gate for model in self.models() if (gate := _gate(model)) is not None]
-        if order := [gate.meets.passed for gate in gates if gate.meets.passed]:
-            told += f", layers were called in the order {' '.join([f'{passed:08x}' for passed in order])}"
-        for gate in gates:
-            gate.meets.passed = 0
-        self.channel.meet(call_of(f"{type(optimizer).__name__}.step", told))
+        if self.passed:
+            told += f", layers were called in the order {self.passed:08x}"
+        self.passed = 0
+        owners = names_of_owners(held, self.models())
+        self.channel.meet(call_of(f"{type(optimizer).__name__}.step", f"of {owners}: {told}"))
         if self.synchronised is not None:
             stepped = {*held}
             self.synchronised([m for m in self.models() if not stepped.isdisjoint(m.parameters())])
