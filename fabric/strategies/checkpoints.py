@@ -106,7 +106,7 @@ class Checkpoints(Exchange):
         # Of the paths rank zero's counts: they are shown where ranks save other objects, and not compared.
         call = call_of("save", states.split_content(self, state) + ", sharded" * sharded)
         if self.topology.world_size > 1:
-            self.channel().meet(call._replace(what=f"{path}: {call.what}"))
+            self.channel().meet(call._replace(what=f"{path}: {call.what}" if call.what else ""))
         if self.replicas is not None:
             self.replicas.before_save()
         facts = {"strategy": type(self).__name__, "world_size": self.topology.world_size, **(facts or {})}

@@ -57,9 +57,12 @@ def gather(strategy: Any, state: dict[str, Any], filter: Filter | None) -> dict[
 
 def split_content(strategy: Any, state: Any) -> str:
     """What of `state` is split over ranks, and takes messages to save: all ranks must save the same."""
-    leaves, layout = [unwrap(leaf) for leaf in flatten(state)[0]], strategy.layout
+    layout = strategy.layout
+    if not layout.splits_optimizers:
+        return ""
+    leaves = [unwrap(leaf) for leaf in flatten(state)[0]]
     objects = [name_of(leaf) for leaf in leaves if layout.splits and isinstance(leaf, torch.nn.Module)]
-    for leaf in leaves if layout.splits_optimizers else ():
+    for leaf in leaves:
         if isinstance(leaf, torch.optim.Optimizer):
             owners = names_of_owners(parameters_of(leaf), strategy.modules)
             objects.append(f"{type(leaf).__name__} of {owners}")
