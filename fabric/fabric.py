@@ -166,7 +166,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             self._looked = True
             self._require_launch("backward()")
             if strategy.is_global_zero and strategy.world_size > 1 and strategy.data_rank[1] > 1:
-                warn_of_raw(strategy.data_rank[1], self._without_model, self._without_loader)
+                warn_of_raw(strategy.data_rank[1], not self._models, self._without_loader)
         gate = strategy.gate
         gate.open = True
         try:

@@ -25,13 +25,14 @@ from fabric.core.errors import UsageError
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
+from fabric.strategies.layouts.buffers import check_buffers, mark_rank_local, rank_local_names
 from fabric.utilities.compile import is_compiled, recompile
-from fabric.utilities.init import describe_module, has_meta_parameters
+from fabric.utilities.init import MODEL_NAME, describe_module, has_meta_parameters, name_of
 from fabric.utilities.seed import RngState
 from fabric.wrappers import _FabricContainer, _FabricModule, _FabricOptimizer, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from torch.nn import Module
     from torch.optim import Optimizer
@@ -57,8 +58,9 @@ class SetupVerbs(RankFacts):
     """setup, setup_module, setup_optimizers, setup_dataloaders, whole, rng_state."""
 
     _without_loader = True
-    _without_model = True
-    """Whether no loader, and no model, was set up."""
+    """Whether no loader was set up."""
+    _models = 0
+    """How many models were set up."""
     _looked = False
     """Whether the first backward has asked for them."""
 
@@ -71,6 +73,7 @@ class SetupVerbs(RankFacts):
         move_to_device: bool = True,
         replica_check: bool = True,
         _reapply_compile: bool = True,
+        rank_local: Collection[str] = (),
     ) -> M: ...
 
     @overload
@@ -84,6 +87,7 @@ class SetupVerbs(RankFacts):
         move_to_device: bool = True,
         replica_check: bool = True,
         _reapply_compile: bool = True,
+        rank_local: Collection[str] = (),
     ) -> tuple[M, O1, Unpack[Rest]]: ...
 
     @overload
@@ -96,6 +100,7 @@ class SetupVerbs(RankFacts):
         move_to_device: bool = True,
         replica_check: bool = True,
         _reapply_compile: bool = True,
+        rank_local: Collection[str] = (),
     ) -> tuple[M, Unpack[Rest], S]: ...
 
     def setup(  # type: ignore[misc]  # mypy does not see that *Any takes any tuple
@@ -106,6 +111,7 @@ class SetupVerbs(RankFacts):
         move_to_device: bool = True,
         replica_check: bool = True,
         _reapply_compile: bool = True,
+        rank_local: Collection[str] = (),
     ) -> Any:
         """Make a model and its optimizers ready. All ranks must call this.
 
@@ -115,6 +121,8 @@ class SetupVerbs(RankFacts):
             scheduler: Given back as it is; schedulers are never touched.
             move_to_device: False leaves device placement to you.
             replica_check: False: the ranks may hold different values of this model and these optimizers.
+            rank_local: Names of buffers, or patterns (fnmatch) of names, that each rank keeps for itself. All
+                other buffers are compared here, and have rank zero's values after each training backward.
 
         Returns:
             The model, or (model, *optimizers), or (model, *optimizers, scheduler). To type checkers they are
@@ -122,20 +130,22 @@ class SetupVerbs(RankFacts):
             `assert isinstance(model, _FabricModule)`.
 
         Raises:
-            ConfigurationError: Something is set up already, or an optimizer holds parameters of other models.
+            ConfigurationError: Something is set up already, or an optimizer holds parameters of other models;
+                `rank_local` matches no buffer.
             ArgumentTypeError: Not a module, not an optimizer.
-            UsageError: The model has DDP, or FSDP1, inside.
+            UsageError: The model has DDP, or FSDP1, inside; its buffers differ between ranks.
         """
         self._require_launch("setup()")
-        self._without_model = False
+        self._models += 1
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
         module = check_module(module, "fabric.setup", self._strategy)
+        mark_rank_local(unwrap(module), rank_local)
         wrapped, stepped, scheduler = self._wrap(
             module, list(optimizers), scheduler, move_to_device, _reapply_compile
         )
         if replica_check and (replicas := self._strategy.replicas) is not None:
-            replicas.add(wrapped.module, stepped)
+            replicas.add(wrapped.module, stepped, rank_local_names(wrapped.module))
         views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
         self.call("on_after_setup", fabric=self, module=wrapped)
         rest = [] if scheduler is None else [scheduler]
@@ -148,6 +158,7 @@ class SetupVerbs(RankFacts):
         _reapply_compile: bool = True,
         *,
         replica_check: bool = True,
+        rank_local: Collection[str] = (),
     ) -> M:
         """Make a model ready, without optimizers. All ranks must call this. Arguments and errors as for
         `setup`.
@@ -157,6 +168,7 @@ class SetupVerbs(RankFacts):
             move_to_device=move_to_device,
             replica_check=replica_check,
             _reapply_compile=_reapply_compile,
+            rank_local=rank_local,
         )
 
     @overload
@@ -282,7 +294,7 @@ class SetupVerbs(RankFacts):
         check_forward_module(model, "fabric.whole")
         strategy = self._strategy
         if self.world_size > 1:
-            strategy.meet("whole", f"of {type(model.module).__name__}")
+            strategy.meet("whole", f"of {name_of(model.module)}")
         plain = strategy.layout.plain_module(model.module, self.is_global_zero, self.device)
         modes = [] if plain is None else [(part, part.training) for part in plain.modules()]
         try:
@@ -334,12 +346,14 @@ class SetupVerbs(RankFacts):
             )
         precision = self._strategy.precision
         inner = precision.convert_module(original)
+        inner.__dict__[MODEL_NAME] = f"model {self._models - 1} ({type(inner).__name__})"
         if optimizers and precision.replaces_parameters:
             check_owned(tuple(optimizers), [inner, *self._strategy.modules], "fabric.setup")
         if move_to_device:
             self._strategy.place_module(inner)
         if self._strategy.topology.world_size > 1:
             self._strategy.meet("setup", describe_module(inner))
+            check_buffers(inner, partial(self._strategy.all_gather_object, label="setup"))
             if self._strategy.data_rank[1] > 1:
                 warn_of_batch_norm(inner, self.device)
         if optimizers:

@@ -22,6 +22,7 @@ from fabric.core.torch_internals import MODULE_TABLES
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.utilities.compile import is_compiled
+from fabric.utilities.init import name_of, names_of_owners
 from fabric.utilities.state_keys import clean_keys, fit_keys, warn_if_unloaded
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class _FabricModule(Module):
 
     def _full_state(self, destination: dict[str, Any] | None, prefix: str) -> dict[str, Any]:
         strategy = self._strategy
-        strategy.meet("state_dict", f"of {type(self.module).__name__}")
+        strategy.meet("state_dict", f"of {name_of(self.module)}")
         full: dict[str, Any] = strategy.get_module_state_dict(self)
         if destination is None and not prefix:
             return full
@@ -311,7 +312,9 @@ class _FabricOptimizer:
         """The full state of the real optimizer. Where it is split, all ranks must call this."""
         strategy = self.__dict__["_fabric_strategy"]
         if strategy.layout.splits_optimizers:
-            strategy.meet("state_dict", f"of {type(self.optimizer).__name__}")
+            held = [p for group in self.optimizer.param_groups for p in group["params"]]
+            owners = names_of_owners(held, strategy.modules)
+            strategy.meet("state_dict", f"of {type(self.optimizer).__name__} of {owners}")
         state: dict[str, Any] = strategy.get_optimizer_state(self.optimizer)
         return state
 

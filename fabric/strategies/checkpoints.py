@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from fabric.core.errors import ConfigurationError
+from fabric.plugins.collectives.frames import call_of
 from fabric.strategies import state as states
 from fabric.strategies.exchange import Exchange
 from fabric.utilities.cloud_io import local_path
@@ -104,7 +105,10 @@ class Checkpoints(Exchange):
             except ConfigurationError as error:
                 self.refuse("save", error)
             sharded = format == "sharded"
-        self.meet("save", states.split_content(self, state) + ", sharded" * sharded)
+        # Of the paths rank zero's counts: they are shown where ranks save other objects, and not compared.
+        call = call_of("save", states.split_content(self, state) + ", sharded" * sharded)
+        if self.topology.world_size > 1:
+            self.channel().meet(call._replace(what=f"{path}: {call.what}" if call.what else ""))
         if self.replicas is not None:
             self.replicas.before_save()
         facts = {"strategy": type(self).__name__, "world_size": self.topology.world_size, **(facts or {})}

@@ -12,6 +12,8 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError,
 from fabric.core.tree import flatten
 from fabric.plugins.io.portable import Stored, from_portable, module_entries, to_portable
 from fabric.strategies.optimizer_names import by_name, known_names, names_of, with_names
+from fabric.utilities.init import name_of, names_of_owners
+from fabric.utilities.passes import parameters_of
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.state_keys import like, warn_if_unloaded
 from fabric.wrappers import unwrap
@@ -59,12 +61,21 @@ def gather(
 
 
 def split_content(strategy: Any, state: Any) -> str:
-    """How much of `state` is split over ranks, and takes messages to save: all ranks must save the same."""
-    if not strategy.layout.splits:
+    """What of `state` is split over ranks, and takes messages to save: all ranks must save the same."""
+    layout = strategy.layout
+    if not layout.splits_optimizers:
         return ""
     leaves = [unwrap(leaf) for leaf in flatten(state)[0]]
-    objects = sum([isinstance(leaf, torch.nn.Module | torch.optim.Optimizer) for leaf in leaves])
-    return f"{objects} models and optimizers, {sum([_is_part(leaf) for leaf in leaves])} split tensors"
+    objects = [name_of(leaf) for leaf in leaves if layout.splits and isinstance(leaf, torch.nn.Module)]
+    for leaf in leaves:
+        if isinstance(leaf, torch.optim.Optimizer):
+            owners = names_of_owners(parameters_of(leaf), strategy.modules)
+            objects.append(f"{type(leaf).__name__} of {owners}")
+    parts = sum([_is_part(leaf) for leaf in leaves])
+    return (
+        "".join([f"{one}; " for one in objects])
+        + f"{len(objects)} models and optimizers, {parts} split tensors"
+    )
 
 
 def restore(strategy: Any, checkpoint: dict[str, Any], state: Any | None, strict: bool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from fabric.plugins.precision.precision import CONVERSIONS, Precision
 from fabric.strategies.checkpoints import Checkpoints
 from fabric.strategies.exchange import Exchange
 from fabric.strategies.layouts.layout import Whole
+from fabric.utilities.init import names_of_owners
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -369,7 +370,8 @@ class Strategy(Checkpoints):
             self.refuse("normalize_gradients", error)
         rank, parts = self.data_rank
         # All ranks, and not one of each data group: an error on any of them must be one on all.
-        total = total_items(num_items, rank, self.channel())
+        models = names_of_owners(parameters, self.modules) if self.topology.world_size > 1 else ""
+        total = total_items(num_items, rank, self.channel(), models)
         if total:
             self.layout.divide_gradients(parameters, total / parts)
         return total

@@ -15,9 +15,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from torch import nn
+    from torch import Tensor, nn
+
+MODEL_NAME = "_fabric_name"
+"""Attribute of a module that was set up: `model 0 (Actor)`, by its number in the order of setup."""
 
 # Bodies, of one operation, of nn.init functions that do not announce themselves (xavier_*, ones_). Others
 # must not be cut short inside: trunc_normal_ draws until its values fit, and uninitialised memory may never
@@ -62,3 +65,14 @@ def describe_module(module: nn.Module) -> str:
     digest = blake2b(repr(tensors).encode(), digest_size=3).hexdigest()
     count = sum([math.prod(shape) for _, shape, _ in tensors])
     return f"{type(module).__name__}: {len(tensors)} tensors, {count} elements, names and shapes {digest}"
+
+
+def name_of(module: nn.Module) -> str:
+    """`model 0 (Actor)`; the class alone of a module that was not set up."""
+    return str(module.__dict__.get(MODEL_NAME, type(module).__name__.removeprefix("FSDP")))
+
+
+def names_of_owners(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -> str:
+    """`model 0 (Actor), model 2 (Critic)`: those of `models` that have one of the parameters."""
+    held = {id(parameter) for parameter in parameters}
+    return ", ".join([name_of(model) for model in models if not held.isdisjoint(map(id, model.parameters()))])

@@ -21,6 +21,7 @@ from fabric.integrations.deepspeed.settings import complete, get, joined
 from fabric.strategies import state as states
 from fabric.strategies.ddp import DDPStrategy
 from fabric.strategies.layouts.agree import broadcast_from_zero
+from fabric.strategies.layouts.buffers import shared_buffers
 from fabric.utilities.dtypes import CastTo
 from fabric.wrappers import unwrap
 
@@ -221,7 +222,7 @@ class DeepSpeedStrategy(DDPStrategy):
         """
         if "optimizer" in self.config or self.zero_stage_3:
             return self.layout.make(module, None)  # type: ignore[no-any-return]
-        broadcast_from_zero([*module.parameters(), *module.buffers()])
+        broadcast_from_zero([*module.parameters(), *shared_buffers(module).values()])
         module._apply(CastTo(self._precision.dtype))  # type: ignore[attr-defined]
         return module.to(self.root_device)
 

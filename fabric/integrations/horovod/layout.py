@@ -45,6 +45,7 @@ class ReducedByHorovod(Replicate):
     def wrap(self, module: Module, topology: Topology) -> Module:
         """DDP around the module. All ranks must call this."""
         wrapped = super().wrap(module, topology)
+        self._models = 0  # a rank that has joined compares no backward
         replica = self._replica_of(wrapped)
         if replica is not None:
             replica.register_comm_hook(self.compression, mean_of_bucket)
@@ -66,7 +67,7 @@ class ReducedByHorovod(Replicate):
         Raises:
             UsageError: They would send something else, too.
         """
-        if any([known.buffered for known in self._replicas.values()]):
+        if any([known.buffers for known in self._replicas.values()]):
             raise UsageError(
                 "join() cannot keep the buffers of a model alike (batch norm), which ranks send after each "
                 "backward. Write HorovodStrategy(broadcast_buffers=False)."

@@ -5,6 +5,7 @@ Pure, and loaded only where something is wrong: by `control.py`, `waits.py` and 
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from fabric.plugins.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, REFUSED, Said
@@ -12,6 +13,8 @@ from fabric.plugins.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THRE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+MODEL = re.compile(r"model \d+ \(")
+"""How the name of a model that was set up begins, in a verb or in the description of its data."""
 TEXT_BYTES = 1 << 20
 """Longest text in which a rank of those that disagree says what it was about to do."""
 
@@ -55,6 +58,12 @@ def mismatch_text(rows: Sequence[Said]) -> str:
             remedy += " Do two threads of a rank make calls? Make all of them in one."
         if any([row.verb.startswith(ALONE) for row in rows]):
             remedy += " For what one rank does alone write `with fabric.whole(model) as plain:` on all ranks."
+    named = [MODEL.findall(f"{row.verb} {row.what}") for row in rows]
+    if not refusing and all(named) and any([names != named[0] for names in named]):
+        remedy = (
+            "Ranks must use models and optimizers in one order. Loop over a list or a dictionary: a set has "
+            "an order of its own in each process."
+        )
     return f"{head}.\n{table(rows)}\n{remedy}"
 
 

@@ -55,13 +55,14 @@ def on_any_rank(truths: list[bool], channel: Channel) -> list[bool]:
     return [bool(flag) for flag in flags.tolist()]
 
 
-def differ(tensors: list[Tensor | None], channel: Channel) -> bool:
-    """Whether ranks have other values in any of them, by two sums of each. All ranks must call this."""
+def differing(tensors: list[Tensor | None], channel: Channel) -> list[bool]:
+    """Of each, whether ranks have other values in it, by two sums. All ranks must call this."""
     values = [float(number) for tensor in tensors for number in _sums(tensor)]
     own = torch.tensor(values, dtype=torch.float64).nan_to_num(nan=1.0)
     both = torch.cat([own, -own]).to(channel.wire.via)
     channel.collective.all_reduce(both, "max")
-    return not torch.equal(both[: len(own)], -both[len(own) :])
+    same = (both[: len(own)] == -both[len(own) :]).view(-1, 2).all(1)
+    return [not one for one in same.tolist()]
 
 
 def _sums(tensor: Tensor | None) -> tuple[Any, Any]:

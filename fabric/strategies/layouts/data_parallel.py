@@ -14,7 +14,7 @@ from fabric.core.traits import Traits
 from fabric.core.tree import flatten, unflatten
 from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.parts import CallParts
-from fabric.strategies.layouts.replicate import Replicate
+from fabric.strategies.layouts.replicate import NOT_AVERAGED, Replicate
 from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.compile import eager, uncompiled
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from fabric.core.topology import Topology
-
-_NOT_AVERAGED = "_ddp_params_and_buffers_to_ignore"
-"""Where DDP looks for names of parameters that the user keeps out of it."""
 
 ACCELERATORS = ("cpu", "cuda", "mps")
 """torch copies a model to several devices of one process for CUDA only; of mps there is one."""
@@ -48,7 +45,7 @@ class SplitBatch(Whole):
         split: Module = module
         if len(self.devices) > 1 and self.devices[0].type != "cpu":
             split = DeviceSplit(module, self.devices)
-            leave_out_of_ddp(split, [f"module.{name}" for name in getattr(module, _NOT_AVERAGED, [])])
+            leave_out_of_ddp(split, [f"module.{name}" for name in getattr(module, NOT_AVERAGED, [])])
         return super().wrap(split, topology)
 
     def unwrap(self, wrapped: Module) -> Module:

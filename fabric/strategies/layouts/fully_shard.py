@@ -22,6 +22,7 @@ from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.blocks import choose_blocks, innermost_first
+from fabric.strategies.layouts.buffers import shared_buffers
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.sharded import Sharded
 from fabric.strategies.layouts.split import is_split
@@ -232,7 +233,8 @@ class FullyShard(Sharded):
                     tensor.data = tensor.data.to(topology.device)
                 if not ignored:
                     held[id(tensor)] = tensor
-        broadcast_from_zero(list(held.values()))
+        shared = [buffer for buffer in shared_buffers(block).values() if id(buffer) in held]
+        broadcast_from_zero([*[t for t in held.values() if isinstance(t, Parameter)], *shared])
         return moved
 
     def precision_policy(self, block: Module | None = None) -> Any:

@@ -35,31 +35,31 @@ from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
 from fabric.plugins.collectives.frames import ALONE
 from fabric.strategies.layouts.explained import split_error
+from fabric.utilities.init import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.nn import Module
 
-    from fabric.plugins.collectives.channel import Channel
-
 
 class Meets:
     """Calls of one model without gradients: nothing else would tell a rank that it is alone in one.
 
+    Calls with gradients are compared in a step. Two models of other sizes, called in another order, may not
+    come so far (gloo ends the process): of them the 1st, 2nd, 4th, 8th, ... meet, too.
+
     Args:
         root: The model.
-        number: Of the model among those set up, the same on all ranks.
-        channel: All ranks; None: there are no others.
+        layout: Its layout, which all ranks have.
         in_lockstep: Whether ranks compute parts of one call, so that another mode is another call.
     """
 
-    def __init__(self, root: Module, number: int, channel: Channel | None, in_lockstep: bool = False) -> None:
-        self._root, self._channel, self._in_lockstep = root, channel, in_lockstep
-        self._verb = f"{ALONE} of model {number} ({_name(root)})"
+    def __init__(self, root: Module, layout: Any, in_lockstep: bool = False) -> None:
+        self._root, self._layout, self._in_lockstep = root, layout, in_lockstep
         self._within: Any = None
-        self.passed = 0
-        """A digest of the groups that were called with gradients since the last step, in order."""
+        self._calls = 0
+        """How many had gradients."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Meets:
         return self
@@ -75,11 +75,21 @@ class Meets:
         """The ranks meet before a call of the part of this name, unless a call around it has met."""
         if self._within is not None:
             return False
-        if self._channel is not None and not torch.is_grad_enabled():
+        trains, mesh = torch.is_grad_enabled(), self._layout.mesh
+        if trains:
+            self._calls += 1
+            gathers = self._in_lockstep or (mesh is not None and mesh.size(-1) == mesh.size())  # of all ranks
+            if self._calls & (self._calls - 1) or not gathers or backward_pass() != -1:
+                return True
+        if self._layout.channel is not None:
             mode = "in training" if self._root.training else "in evaluation"
-            verb = f"{self._verb}, its {name}" if name else self._verb
-            self._channel.announce(verb, mode if self._in_lockstep else "")
+            verb = f"{'forward' if trains else ALONE} of {name_of(self._root)}{', its ' * bool(name)}{name}"
+            self._layout.channel.announce(verb, mode if self._in_lockstep else "")
         return True
+
+    def note(self, what: str) -> None:
+        """Take into what a step compares that this rank does this with the model."""
+        self._layout.passed = crc32(f"{name_of(self._root)} {what}".encode(), self._layout.passed)
 
     def enter(self, call: Any, name: str = "") -> bool:
         """A call begins: as `meet`, for all inside of it."""
@@ -119,7 +129,7 @@ class RootGate:
         self.root, self.meets = root, meets
         # torch finds it in a dictionary of all modules; torch.compile would look into that, as others go.
         self.state = fsdp_state(root)
-        self.running = self.method = False
+        self.running = self.method = self._back = False
         self.opener: Any = None
         self._lent = False
         for layer in _layers_of_root(root):
@@ -143,7 +153,7 @@ class RootGate:
             return
         if in_forward(self.state):
             self.recover()  # after a part called by itself that failed
-        idle = True
+        idle, self._back = True, False
         for group in self._groups():
             idle = idle and group.is_sharded and not is_gathered_ahead(group)
             for part in group.fsdp_params:
@@ -181,6 +191,9 @@ class RootGate:
                 "parameters are freed after the backward, and a second one through the gradients (a gradient "
                 'penalty) would compute with other values. Use strategy="ddp" or "zero1" for this model.'
             )
+        if not self._back:
+            self._back = True
+            self.meets.note("backward")
         self.give_back()
 
     def give_back(self) -> None:
@@ -269,7 +282,7 @@ class RootGate:
         if not (self.running or in_forward(self.state)):
             self.begin()
         if torch.is_grad_enabled() and backward_pass() == -1:
-            self.meets.passed = crc32(name.encode(), self.meets.passed)
+            self.meets.note(name)
         if self.meets.enter(module, name):
             self.make_room()
 

@@ -12,20 +12,21 @@ if TYPE_CHECKING:
     from fabric.plugins.collectives.channel import Channel
 
 
-def total_items(count: float | int, part: int, channel: Channel) -> float | int:
+def total_items(count: float | int, part: int, channel: Channel, models: str) -> float | int:
     """The sum of all ranks' counts, those of one part of the data once; exact for ints. All ranks.
 
     Args:
         count: Of this rank; finite.
         part: Which part of the data this rank has. Ranks that have the same one count alike.
         channel: All ranks.
+        models: Names of those whose gradients they are for.
 
     Raises:
         CollectiveMismatch: Ranks that have the same part counted differently; on all ranks.
     """
     if channel.world_size == 1:
         return count
-    told = gather_objects((part, count), channel, "normalize_gradients")
+    told = gather_objects((part, count), channel, f"normalize_gradients of {models}")
     counts: dict[int, float | int] = {}
     for place, each in told:
         first = counts.setdefault(place, each)

@@ -21,6 +21,7 @@ from fabric.plugins.collectives.objects import gather_objects
 from fabric.plugins.collectives.reduce import reduce_tree
 from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.agree import broadcast_from_zero
+from fabric.strategies.layouts.buffers import SyncedBuffers, shared_buffers
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.passes import parameters_of, watch_steps
 from fabric.utilities.state_keys import OUTER
@@ -130,7 +131,7 @@ class LocalSteps(Whole):
 
     def __init__(self, sync_every: int, outer_optimizer: Callable[[list[Tensor]], Optimizer] | None) -> None:
         self.sync_every, self.outer_optimizer = sync_every, outer_optimizer
-        self._modules: WeakKeyDictionary[Module, None] = WeakKeyDictionary()
+        self._modules: WeakKeyDictionary[Module, SyncedBuffers] = WeakKeyDictionary()
         self._rounds: WeakKeyDictionary[Optimizer, Round] = WeakKeyDictionary()
         self._stepping: list[Optimizer] = []
         """Those that setup gave back and that are in a step now, the innermost one last."""
@@ -141,13 +142,13 @@ class LocalSteps(Whole):
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module, with rank zero's values on all ranks. All ranks must call this."""
-        broadcast_from_zero([*module.parameters(), *module.buffers()])
+        broadcast_from_zero([*module.parameters(), *shared_buffers(module).values()])
         self.adopt(module)
         return module
 
     def adopt(self, wrapped: Module) -> None:
         """See the base: its buffers are averaged, and its optimizers watched."""
-        self._modules[wrapped] = None
+        self._modules[wrapped] = SyncedBuffers(wrapped)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Before a step of any optimizer in this process.
@@ -262,9 +263,9 @@ class LocalSteps(Whole):
     def _end(self, rounds: dict[Optimizer, Round], moments: Sequence[Tensor] = ()) -> None:
         parameters = dict.fromkeys([p for optimizer in rounds for p in parameters_of(optimizer)])
         shared = [*parameters, *moments]
-        for module in self._modules:
+        for module, buffers in self._modules.items():
             if not parameters.keys().isdisjoint(module.parameters()):
-                shared += module.buffers()
+                shared += buffers.tensors()
         shared = [tensor for tensor in dict.fromkeys(shared) if _has_mean(tensor)]
         if shared and self.channel is not None:
             with torch.no_grad():

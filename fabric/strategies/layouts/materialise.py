@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from fabric.core.errors import UsageError
 from fabric.strategies.layouts.blocks import innermost_first
+from fabric.strategies.layouts.buffers import is_rank_local
 from fabric.utilities.deferred import DeferredInit, Unmade
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Materialiser:
         for module in block.modules():
             for slots, name, tensor in own_meta(module):
                 if tensor not in self._made:
-                    real = tensor.recorder.make(tensor, replay)
+                    real = tensor.recorder.make(tensor, replay or is_rank_local(module, name))
                     if isinstance(tensor, Parameter):
                         real = Parameter(real, tensor.requires_grad)
                     real.__dict__.update(tensor.users_attributes())

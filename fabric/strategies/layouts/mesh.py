@@ -18,6 +18,7 @@ from fabric.core.torch_internals import is_fsdp, memory_of
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten
 from fabric.strategies.layouts.agree import broadcast_from_zero
+from fabric.strategies.layouts.buffers import shared_buffers
 from fabric.strategies.layouts.materialise import Materialiser, own_meta
 from fabric.strategies.layouts.rows import InRows
 from fabric.strategies.layouts.sharded import Sharded
@@ -112,8 +113,8 @@ class Mesh(InRows, Sharded):
             ArgumentTypeError: The function did not return the model.
             UsageError: A parameter on the meta device that nothing initialises; tied ones that came apart.
         """
-        whole = [t for t in (*module.parameters(), *module.buffers()) if not (t.is_meta or is_split(t))]
-        broadcast_from_zero(whole)
+        whole = [*module.parameters(), *shared_buffers(module).values()]
+        broadcast_from_zero([t for t in whole if not (t.is_meta or is_split(t))])
         tied = _tied(module)
         with self.following(module):
             Materialiser(module, topology.device)

@@ -28,9 +28,11 @@ from fabric.core.torch_internals import (
 )
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
-from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, differ, on_any_rank
+from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, differing, on_any_rank
+from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.compile import uncompiled
+from fabric.utilities.init import name_of, names_of_owners
 from fabric.utilities.passes import attend_passes, parameters_of, watch_steps
 
 if TYPE_CHECKING:
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.core.topology import Topology
+
+NOT_AVERAGED = "_ddp_params_and_buffers_to_ignore"
+"""Where DDP looks for names of parameters that the user keeps out of it."""
 
 _BUFFER_KEYWORDS = ("broadcast_buffers", "forward_sync_buffers")
 """DDP's switch for buffers, and its name from torch 2.13 on."""
@@ -68,6 +73,8 @@ class Replicate(Whole):
         self._unwatch: Callable[[], None] | None = None
         """What ends the look at each step; None: no gradients were local since all were averaged."""
         self._unsynced = self._failed = False
+        self._models = 0
+        """How many replicas were set up."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"settings": self.settings}
@@ -94,20 +101,24 @@ class Replicate(Whole):
         ]
         attend_passes(self)
         if not any([p.requires_grad for p in module.parameters()]):
-            broadcast_from_zero([*module.parameters(), *module.buffers()])
+            broadcast_from_zero([*module.parameters(), *shared_buffers(module).values()])
             return module
         from torch.nn.parallel import DistributedDataParallel
 
-        settings = {"gradient_as_bucket_view": True, **self.settings}
+        settings = {"gradient_as_bucket_view": True, **self.settings, "init_sync": False}
         # torch's static graphs reduce nothing, without a word, where a backward is not as the first one was.
         settings.pop("static_graph", None)
-        # Buffers are kept alike by us, after training backwards, so that evaluation makes no collective.
+        # DDP sends buffers by their positions. Here they are sent by name, at setup and after training
+        # backwards, so that evaluation makes no collective.
         settings.pop(_BUFFER_KEYWORDS[0], None)
         settings[_BUFFER_KEYWORDS[1]] = False
         if topology.device.type != "cpu" and "device_ids" not in settings:
             settings["device_ids"] = [topology.device.index]
-        broadcast_from_zero(list(module.buffers()))
+        ignored = getattr(module, NOT_AVERAGED, [])
+        sent = [p for name, p in module.named_parameters() if name not in ignored]
+        broadcast_from_zero([*sent, *shared_buffers(module).values()])
         replica = DistributedDataParallel(module, **settings)
+        self._models += 1
         self.adopt(replica)
         return replica
 
@@ -164,12 +175,14 @@ class Replicate(Whole):
         Raises:
             UsageError: They do.
         """
+        parameters = list(parameters)
         local = [known.at_setup for known in self._replicas.values() if known.local]
         grads = [p.grad for p in parameters if any([id(p) in held for held in local])]
         if not grads or self.channel is None:
             return
-        self.channel.meet(call_of(doing, "with gradients that no backward has averaged"))
-        if differ(grads, self.channel):
+        owners = names_of_owners(parameters, [replica.module for replica in self._replicas])
+        self.channel.meet(call_of(doing, f"of {owners}, with gradients that no backward has averaged"))
+        if any(differing(grads, self.channel)):
             raise UsageError(
                 f"{doing} came while gradients of backwards under no_backward_sync(), or put there by hand "
                 "(torch.autograd.grad), were never synchronised: they differ between ranks, which would step "
@@ -251,8 +264,9 @@ class Replicate(Whole):
             self._end(replica)
         # Buffers are sent here, where all ranks are. DDP sends them before each forward, evaluation included.
         for replica in syncing:
-            if replica.training and self._replicas[replica].buffered and self._replicas[replica].came:
-                broadcast_from_zero(list(replica.buffers()))
+            known = self._replicas[replica]
+            if replica.training and known.came and known.buffers is not None:
+                broadcast_buffers([known.buffers], self.channel)
         if self.synchronised is not None and syncing:
             self.synchronised([replica.module for replica in syncing if self._replicas[replica].came])
 
@@ -291,8 +305,15 @@ class Replicate(Whole):
     def _came(self, ref: weakref.ref[DistributedDataParallel], parameter: Tensor) -> None:
         """A backward pass wrote the gradient of a replica's parameter."""
         replica = ref()
-        if replica is not None:
-            self._replicas[replica].came = True
+        if replica is None:
+            return
+        known = self._replicas[replica]
+        if not known.came and replica.require_backward_grad_sync and not replica.find_unused_parameters:
+            known.passes += 1
+            # Before the first bucket: gloo ends the process where two models of other sizes are reduced.
+            if self._models > 1 and not known.passes & (known.passes - 1) and self.channel is not None:
+                self.channel.meet(call_of("backward", f"of {name_of(replica.module)}"))
+        known.came = True
 
     def after_nested_pass(self) -> None:
         """If a reducer has finished inside of a pass, note what that pass may still add to gradients."""
@@ -322,10 +343,13 @@ class _Known:
         self.names, self.trained = [name for name, _ in named], [p for _, p in named]
         """What the reducer counts: those that were trainable then."""
         self.at_setup = {id(p) for p in replica.module.parameters()}
-        self.buffered = syncs_buffers and next(replica.buffers(), None) is not None
-        """Whether there are buffers to keep alike."""
+        synced = syncs_buffers and shared_buffers(replica.module)
+        self.buffers = SyncedBuffers(replica.module) if synced else None
+        """Those to keep alike."""
         self.local = False
         """Whether its gradients may be those of this rank only."""
+        self.passes = 0
+        """How many backwards came to it and synchronised."""
         self.came = False
         """Whether the last pass that synchronised has come to it."""
         self.reduced: list[Any] | None = None

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import re
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states
 from fabric.forward import HookedCall
 from fabric.plugins.collectives.frames import call_of
-from fabric.strategies.layouts.agree import broadcast_from_zero
+from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers
 from fabric.strategies.layouts.gathered import GatheredCall, Meets, RootGate
-from fabric.strategies.layouts.split import Split, is_split
+from fabric.strategies.layouts.split import Split
 from fabric.utilities.compile import uncompiled
+from fabric.utilities.init import names_of_owners
 from fabric.utilities.passes import attend_passes, parameters_of
 
 if TYPE_CHECKING:
@@ -37,8 +38,10 @@ class Sharded(Split):
 
     def __init__(self) -> None:
         super().__init__()
-        self._numbers = itertools.count()
+        self.passed = 0
+        """A digest of the groups that were called with gradients, and of backwards, since the last step."""
         self._reached: set[int] = set()
+        self._buffers: weakref.WeakKeyDictionary[Module, SyncedBuffers] = weakref.WeakKeyDictionary()
 
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Remember where this process is. Subclasses make their mesh here."""
@@ -86,8 +89,8 @@ class Sharded(Split):
             raise
         finally:
             reached, self._reached = self._reached, set()
-        models = [model for model in self.models() if id(model) in reached]
-        broadcast_from_zero([b for model in models for b in model.buffers() if not is_split(b)])
+        models = [self._buffers[model] for model in self.models() if id(model) in reached]
+        broadcast_buffers(models, self.channel)
 
     def on_reached(self, module: Module) -> None:
         """A backward has reached an output of `module`."""
@@ -115,14 +118,16 @@ class Sharded(Split):
 
     def meets(self, module: Module, in_lockstep: bool = False) -> Meets:
         """The meetings of calls of another model."""
-        return Meets(module, next(self._numbers), self.channel, in_lockstep)
+        return Meets(module, self, in_lockstep)
 
     def _plan(
         self, wrapped: Module, call: Callable[..., Any], method: bool, opens: bool = False
     ) -> Callable[..., Any]:
         root = uncompiled(wrapped)
         plan = call if _gate(root) is None else GatheredCall(call, _gate(root), method, opens)
-        return HookedCall(plan, self, root) if next(root.buffers(), None) is not None else plan
+        if root not in self._buffers:
+            self._buffers[root] = SyncedBuffers(root)
+        return HookedCall(plan, self, root) if self._buffers[root].sent else plan
 
     def _own(self) -> dict[int, str]:
         """Names of the parameters that get gradients of all ranks, or are not meant to, by id."""
@@ -160,12 +165,11 @@ class Sharded(Split):
             return  # a closure makes gradients in the step
         bare = ", ".join([own.get(id(p), "a parameter") for p in held if p.grad is None and p.requires_grad])
         told = f"no gradient for {bare}" if bare else "all parameters have gradients"
-        gates = [gate for model in self.models() if (gate := _gate(model)) is not None]
-        if order := [gate.meets.passed for gate in gates if gate.meets.passed]:
-            told += f", layers were called in the order {' '.join([f'{passed:08x}' for passed in order])}"
-        for gate in gates:
-            gate.meets.passed = 0
-        self.channel.meet(call_of(f"{type(optimizer).__name__}.step", told))
+        if self.passed:
+            told += f", layers were called in the order {self.passed:08x}"
+        self.passed = 0
+        owners = names_of_owners(held, self.models())
+        self.channel.meet(call_of(f"{type(optimizer).__name__}.step", f"of {owners}: {told}"))
         if self.synchronised is not None:
             stepped = {*held}
             self.synchronised([m for m in self.models() if not stepped.isdisjoint(m.parameters())])

@@ -17,7 +17,7 @@ from fabric.plugins.collectives.frames import call_of
 from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.deferred import DeferredInit, Unmade
-from fabric.utilities.init import has_meta_parameters
+from fabric.utilities.init import has_meta_parameters, names_of_owners
 from fabric.utilities.passes import parameters_of, watch_steps
 
 if TYPE_CHECKING:
@@ -134,7 +134,9 @@ class Split(Whole):
     ) -> Tensor:
         """As `Whole`; the norm is that of the whole model, the same on all ranks, which all call this."""
         if self.channel is not None:
-            self.channel.meet(call_of("clip_gradients", f"max_norm={max_norm}, norm_type={norm_type}"))
+            owners = names_of_owners(parameters, self.models())
+            what = f"of {owners}, max_norm={max_norm}, norm_type={norm_type}"
+            self.channel.meet(call_of("clip_gradients", what))
         return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:

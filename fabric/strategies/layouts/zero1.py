@@ -19,6 +19,7 @@ from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
 from fabric.plugins.io.portable import elsewhere, read_stored
 from fabric.strategies.layouts.replicate import Replicate
 from fabric.strategies.layouts.shares import Share, Step, WholeStateOnly, divide, send, stand_in
+from fabric.utilities.init import names_of_owners
 from fabric.utilities.passes import parameters_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class ShardedStates(Replicate):
     """
 
     replicates = ("parameters", "buffers")
+    splits_optimizers = True
 
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         super().__init__(settings)
@@ -144,7 +146,8 @@ class ShardedStates(Replicate):
         step.give_back(optimizer)
         stepped = [p for p, there in zip(share.params, step.with_gradient, strict=True) if there]
         told = f"{len(stepped)} of {len(share.params)} parameters have gradients"
-        verb = f"optimizer.step: {told} ({zlib.crc32(bytes(step.with_gradient)):08x})"
+        owners = names_of_owners(share.params, [replica.module for replica in self._replicas])
+        verb = f"optimizer.step of {owners}: {told} ({zlib.crc32(bytes(step.with_gradient)):08x})"
         said = None if error is None else f"{type(error).__name__}: {error}"
         texts = gather_objects(said, self._group(), verb)
         # Also after a failure: the ranks' parameters stay equal, whatever was stepped before it.

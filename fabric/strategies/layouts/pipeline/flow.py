@@ -13,6 +13,7 @@ from fabric.core.tree import flatten, map_tree, unflatten
 from fabric.forward import differentiable
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.alike import Alike
+from fabric.strategies.layouts.buffers import SyncedBuffers
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.run import Pass, alternating, backwards, forwards
 from fabric.strategies.layouts.pipeline.trial import joined, try_rows
@@ -57,6 +58,7 @@ class Flow:
     ) -> None:
         self.runner, self.tied, self.count = runner, tied, count
         self.module, self.name = weakref.ref(module), type(module).__name__
+        self.buffers = SyncedBuffers(module)
         self.policy, self.after = policy, after
         self.synchronised_in = -1
         """The last backward pass at whose end ranks synchronise, or have."""

@@ -20,6 +20,7 @@ from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
 from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, copy_from_first
+from fabric.strategies.layouts.buffers import shared_buffers
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.pipeline.cut import check_fits, even_balance, find_blocks, shared_parameters
 from fabric.strategies.layouts.pipeline.flow import Flow
@@ -224,8 +225,7 @@ class Pipeline(InRows, PipelineStates):
         parameters = dict.fromkeys([p for block in blocks for p in block.parameters()])
         average_gradients(list(parameters), across, "a pipeline with several data parallel rows")
         if module.training:
-            buffers = dict.fromkeys([b for block in blocks for b in block.buffers()])
-            copy_from_first(list(buffers), across)
+            copy_from_first(flow.buffers.tensors(), across)
 
     def _group_of(self, stages: Iterable[int]) -> ProcessGroup | None:
         """A group of these stages of this pipeline. All ranks make those of all pipelines."""
@@ -245,12 +245,13 @@ class Pipeline(InRows, PipelineStates):
         for (_, block), before in zip(blocks, first, strict=True):
             maker.fill(block, replay=topology.rank == 0)
             now = tensors_of(block)
-            _on_device([t for t in now if id(t) not in done], topology)
+            _on_device([t for t in now if id(t) not in done], topology, module)
             for old, tensor in zip(before, now, strict=True):
                 if id(old) not in kept and id(tensor) not in done:
                     absent[id(tensor)] = emptied(tensor)
                 done[id(tensor)] = tensor
-        _on_device([b for b in module.buffers() if id(b) not in done], topology)
+        rest = [buffer for _, buffer in sorted(module.named_buffers()) if id(buffer) not in done]
+        _on_device(rest, topology, module)
         self.note_absent(module, absent)
 
     def _tie(self, module: Module, shared: list[Shared], runner: Runner) -> list[Tied]:
@@ -266,12 +267,13 @@ class Pipeline(InRows, PipelineStates):
         return made
 
 
-def _on_device(tensors: list[Any], topology: Topology) -> None:
-    """Bring them to the device, with rank zero's values. All ranks must call this."""
+def _on_device(tensors: list[Any], topology: Topology, model: Module) -> None:
+    """Bring tensors of the model to the device, with rank zero's values. All ranks must call this."""
     for tensor in tensors:
         if tensor.device != topology.device:
             tensor.data = tensor.data.to(topology.device)
-    broadcast_from_zero(tensors)
+    local = {id(b) for b in model.buffers()} - {id(b) for b in shared_buffers(model).values()}
+    broadcast_from_zero([tensor for tensor in tensors if id(tensor) not in local])
 
 
 def _refuse_call(where: str, *args: Any, **kwargs: Any) -> NoReturn:

@@ -240,7 +240,7 @@ class Tied:
 
 def tensors_of(block: Module) -> list[Tensor]:
     """The parameters and buffers of a block, each once."""
-    return [*block.parameters(), *block.buffers()]
+    return [*block.parameters(), *[buffer for _, buffer in sorted(block.named_buffers())]]
 
 
 def emptied(tensor: Tensor) -> Tensor:
