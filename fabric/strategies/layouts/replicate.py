@@ -28,7 +28,7 @@ from fabric.core.torch_internals import (
 )
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
-from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, differ, on_any_rank
+from fabric.strategies.layouts.agree import average_gradients, copy_from_first, differ, on_any_rank
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.compile import uncompiled
 from fabric.utilities.passes import attend_passes, parameters_of, watch_steps
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.core.topology import Topology
+    from fabric.plugins.collectives.channel import Channel
 
 _BUFFER_KEYWORDS = ("broadcast_buffers", "forward_sync_buffers")
 """DDP's switch for buffers, and its name from torch 2.13 on."""
@@ -88,7 +89,7 @@ class Replicate(Whole):
         ]
         attend_passes(self)
         if not any([p.requires_grad for p in module.parameters()]):
-            broadcast_from_zero([*module.parameters(), *module.buffers()])
+            copy_from_first([*module.parameters(), *module.buffers()], self._group())
             return module
         from torch.nn.parallel import DistributedDataParallel
 
@@ -100,7 +101,7 @@ class Replicate(Whole):
         settings[_BUFFER_KEYWORDS[1]] = False
         if topology.device.type != "cpu" and "device_ids" not in settings:
             settings["device_ids"] = [topology.device.index]
-        broadcast_from_zero(list(module.buffers()))
+        copy_from_first(list(module.buffers()), self._group())
         replica = DistributedDataParallel(module, **settings)
         self.adopt(replica)
         return replica
@@ -247,7 +248,7 @@ class Replicate(Whole):
         # Buffers are sent here, where all ranks are. DDP sends them before each forward, evaluation included.
         for replica in syncing:
             if replica.training and self._replicas[replica].buffered and self._replicas[replica].came:
-                broadcast_from_zero(list(replica.buffers()))
+                copy_from_first(list(replica.buffers()), self._group())
 
     def _averaged(self, before: list[tuple[_Known, list[Any]]]) -> None:
         """A backward has averaged the gradients of those that it came to."""
@@ -269,6 +270,11 @@ class Replicate(Whole):
             disarm(replica.reducer)
         elif self._replicas[replica].came and not replica.find_unused_parameters:
             build_buckets(replica)  # here, where all ranks are, and not in whichever forward comes next
+
+    def _group(self) -> Channel:
+        if self.channel is None:
+            raise UsageError("The strategy was torn down. Make a new Fabric, and set the optimizer up again.")
+        return self.channel
 
     def teardown(self) -> None:
         """Let go of the process group; replicas cannot run after this.

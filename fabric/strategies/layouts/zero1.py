@@ -98,7 +98,7 @@ class ShardedStates(Replicate):
         for src in range(channel.world_size):
             own = src == share.rank
             sent = map_tree(elsewhere, mine) if self.keeps_parts else mine
-            part = broadcast_tree(sent if own else None, src, channel)
+            part = broadcast_tree(sent if own else None, channel.collective.members[src], channel)
             if self.keeps_parts:
                 gathered.update(mine if own else part)
                 continue
@@ -146,15 +146,11 @@ class ShardedStates(Replicate):
         said = None if error is None else f"{type(error).__name__}: {error}"
         texts = gather_objects(said, self._group(), verb)
         # Also after a failure: the ranks' parameters stay equal, whatever was stepped before it.
-        send(stepped, share)
-        failed = [f"rank {rank} failed in optimizer.step: {text}" for rank, text in enumerate(texts) if text]
+        send(stepped, share, self._group().collective.group)
+        ranks = self._group().collective.members
+        failed = [f"rank {r} failed in optimizer.step: {t}" for r, t in zip(ranks, texts, strict=True) if t]
         if failed and error is None:
             raise RankError("; ".join(failed))
-
-    def _group(self) -> Channel:
-        if self.channel is None:
-            raise UsageError("The strategy was torn down. Make a new Fabric, and set the optimizer up again.")
-        return self.channel
 
     def _current(self, optimizer: Optimizer) -> Share:
         """The optimizer's share, divided anew if its parameters have changed. All ranks must call this."""
@@ -183,7 +179,7 @@ class ShardedStates(Replicate):
             for i in positions:
                 holders[i].append(rank)
         owners = divide(told[0][0], [load for _, load, _ in told], holders)
-        share.rank, share.params = channel.collective.rank, params
+        share.rank, share.params = channel.collective.rank_in_group, params
         share.owners = dict(zip(params, owners, strict=True))
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
