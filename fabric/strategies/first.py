@@ -45,7 +45,9 @@ def first_then_others(strategy: Strategy, local: bool) -> Iterator[None]:
         if error is not None:
             raise error
         return
-    call = call_of(verb, f"waiting until rank {', '.join([str(members[i]) for i in firsts])} leaves the block")
+    call = call_of(
+        verb, f"waiting until rank {', '.join([str(members[i]) for i in firsts])} leaves the block"
+    )
     outcome = Dumped(_portable(error, here.job_rank), verb)
     told = gather_dumped(call._replace(patient=True), outcome, channel)
     own = told[nodes.index(nodes[here.rank]) if local else 0]

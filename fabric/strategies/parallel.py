@@ -211,9 +211,7 @@ class ParallelStrategy(Strategy):
         self.wire = wire_of(self.root_device, dist.get_backend_config(group if inside else None))
         if group is not None and inside:
             own, job = self.collective, (self.topology.rank, self.topology.world_size)
-            self.topology = replace(
-                self.topology, rank=own.rank_in_group, world_size=own.world_size, job=job
-            )
+            self.topology = replace(self.topology, rank=own.rank_in_group, world_size=own.world_size, job=job)
         if dist.get_world_size() > 1:
             from fabric.watch.watchdog import watch_over
 

@@ -19,7 +19,10 @@ from fabric.strategies import ContextParallel, DDPStrategy, ZeRO1Strategy
 
 STRATEGIES = {"ddp": DDPStrategy, "zero1": ZeRO1Strategy}
 SUBSETS = [(3, [1, 2]), (4, [1, 2, 3]), (3, [2]), (3, [0, 1])]
-X, Y = torch.arange(24.0, dtype=torch.float64).view(6, 4).sin(), torch.arange(6.0, dtype=torch.float64)[:, None]
+X, Y = (
+    torch.arange(24.0, dtype=torch.float64).view(6, 4).sin(),
+    torch.arange(6.0, dtype=torch.float64)[:, None],
+)
 
 
 def launched(kind: str, group) -> Fabric:
