@@ -8,7 +8,7 @@ import weakref
 import zlib
 from collections import defaultdict
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.tree import map_tree
 from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
 from fabric.plugins.io.portable import elsewhere, read_stored
+from fabric.strategies.layouts.joint import joins_parameters
 from fabric.strategies.layouts.replicate import Replicate
 from fabric.strategies.layouts.shares import Share, Step, WholeStateOnly, divide, send, stand_in
 from fabric.utilities.passes import parameters_of
@@ -87,6 +88,30 @@ class ShardedStates(Replicate):
             return plan
         step: Callable[..., Any] = torch.compiler.disable(JointStep(self, plan))  # no compiler sees messages
         return step
+
+    def optimizer_method(self, optimizer: Optimizer, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, after which all ranks have what owners of parameters have made of them by their states."""
+        if self.attend(optimizer) is None:
+            return method
+
+        @wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            params = self._current(optimizer).params
+            before = [(p._version, p.data_ptr()) for p in params]
+            result = method(*args, **kwargs)
+            changed = [now != (p._version, p.data_ptr()) for now, p in zip(before, params, strict=True)]
+            if any(changed):
+                self._send_changed(optimizer, method.__name__, changed)
+            return result
+
+        return run
+
+    def _send_changed(self, optimizer: Optimizer, name: str, changed: list[bool]) -> None:
+        share, group = self._shares[optimizer], self._group().collective.group
+        told = gather_objects(
+            changed, self._group(), f"{type(optimizer).__name__}.{name}, which changed parameters"
+        )
+        send([p for i, p in enumerate(share.params) if any([flags[i] for flags in told])], share, group)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """A copy of the full state as torch writes it, in host memory. All ranks must call this."""
@@ -254,6 +279,12 @@ def _check_divisible(optimizer: Optimizer) -> None:
         raise ConfigurationError(
             f'{kind} computes one direction from all parameters, so strategy="zero1" cannot divide them over '
             f'ranks. Write Fabric(strategy="ddp").'
+        )
+    if joins_parameters(optimizer):
+        raise ConfigurationError(
+            f"{kind}.step() updates a parameter by values of other parameters (a norm over all, or an estimate "
+            'of the learning rate), and with strategy="zero1" each rank steps only some of them. Write '
+            'Fabric(strategy="ddp").'
         )
     if any([group.get("differentiable") for group in optimizer.param_groups]):
         raise ConfigurationError(
