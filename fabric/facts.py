@@ -50,7 +50,7 @@ class RankFacts:
     @property
     def global_rank(self) -> int:
         """This process among all, from 0."""
-        return self._strategy.topology.rank
+        return self._strategy.topology.job_rank
 
     @property
     def local_rank(self) -> int:
@@ -65,7 +65,7 @@ class RankFacts:
     @property
     def world_size(self) -> int:
         """How many processes there are."""
-        return self._strategy.topology.world_size
+        return self._strategy.topology.job_size
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -85,7 +85,7 @@ class RankFacts:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process is rank zero."""
+        """Whether this process is rank zero, or the first rank of the strategy's process group."""
         return self._strategy.is_global_zero
 
     @property

@@ -293,7 +293,7 @@ class SetupVerbs(RankFacts):
         self._require_launch("whole()")
         check_forward_module(model, "fabric.whole")
         strategy = self._strategy
-        if self.world_size > 1:
+        if strategy.topology.world_size > 1:
             strategy.meet("whole", f"of {name_of(model.module)}")
         plain = strategy.layout.plain_module(model.module, self.is_global_zero, self.device)
         modes = [] if plain is None else [(part, part.training) for part in plain.modules()]
@@ -327,7 +327,8 @@ class SetupVerbs(RankFacts):
         """
         self._require_launch("rng_state()")
         exchange = partial(self._strategy.all_gather_object, label="rng_state")
-        return RngState(self.global_rank, exchange if self.world_size > 1 else None)
+        here = self._strategy.topology
+        return RngState(here.rank, exchange if here.world_size > 1 else None)
 
     def _wrap(
         self, module: Any, optimizers: list[Any], scheduler: Any, move_to_device: bool, reapply_compile: bool
@@ -384,14 +385,15 @@ class SetupVerbs(RankFacts):
         seed = self._strategy.broadcast(seed)  # one order on all ranks, whatever each of them was seeded with
         part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         share = Share(part["rank"], part["num_replicas"]) if shard else Share(self._data_rank, 1)
-        source = shard_loader(given, share, seed, uneven, iterable, self.world_size, shard=shard)
+        here = self._strategy.topology
+        source = shard_loader(given, share, seed, uneven, iterable, here.world_size, shard=shard)
         loader = self._strategy.process_dataloader(source.loader)
         peers = together = None
-        if self.world_size > 1:
+        if here.world_size > 1:
             from fabric.data.together import Peers
 
             exchange = partial(self._strategy.all_gather_object, label="loader")
-            peers = Peers(self.global_rank, self.world_size, exchange)
+            peers = Peers(here.rank, here.world_size, exchange)
             together = uneven or ("train" if shard else None)
         return _FabricDataLoader(
             loader,

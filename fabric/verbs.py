@@ -90,7 +90,7 @@ class CollectiveVerbs(RankFacts):
             ArgumentTypeError: `src` is no int.
             ConfigurationError: `src` is no rank.
         """
-        self._check_rank("broadcast", "src", src, group)
+        src = self._checked_rank("broadcast", "src", src, group)
         more = {} if group is None else {"group": group}  # strategies of others do not know it
         return self._strategy.broadcast(obj, src, **more)
 
@@ -226,7 +226,7 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: `dst` is no rank.
             CollectiveMismatch: Structures, shapes or dtypes differ; on all ranks.
         """
-        self._check_rank("gather", "dst", dst, group)
+        dst = self._checked_rank("gather", "dst", dst, group)
         from fabric.plugins.collectives.gather import gather_tree
 
         return gather_tree(data, self._strategy.channel(group), dst, verb=f"gather(dst={dst})")
@@ -244,7 +244,7 @@ class CollectiveVerbs(RankFacts):
             ArgumentTypeError: `src` is no int.
             ConfigurationError: `src` is no rank.
         """
-        self._check_rank("scatter", "src", src, group)
+        src = self._checked_rank("scatter", "src", src, group)
         from fabric.plugins.collectives.route import scatter_tree
 
         return scatter_tree(data, src, self._strategy.channel(group))
@@ -420,7 +420,7 @@ class CollectiveVerbs(RankFacts):
         Args:
             local: Rank zero of each machine first, instead of rank zero of the job.
         """
-        if self.world_size == 1:
+        if self._strategy.topology.world_size == 1:
             yield
             return
         self._require_launch("rank_zero_first()")
@@ -439,11 +439,12 @@ class CollectiveVerbs(RankFacts):
             )
             self._strategy.refuse(verb, ArgumentTypeError(text))
 
-    def _check_rank(self, verb: str, name: str, rank: Any, group: Any) -> None:
+    def _checked_rank(self, verb: str, name: str, rank: Any, group: Any) -> int:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             kind = ConfigurationError if isinstance(rank, int) else ArgumentTypeError
             text = f"{verb}({name}={rank!r}): {name} is a rank, from 0 to {self.world_size - 1}."
             self._strategy.refuse(verb, kind(text), group)
+        return self._strategy.root(rank, group)
 
 
 def _copy_tensors(data: Any) -> Any:

@@ -10,7 +10,7 @@ import itertools
 from copy import deepcopy
 from functools import cache
 from operator import contains, delitem, getitem, setitem
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -361,12 +361,23 @@ def _onto_inner(name: str) -> property:
     return property(lambda view: getattr(view.__dict__["_fabric_inner"], name))
 
 
+def _method_of_inner(name: str) -> property:
+    def bound(view: Any) -> Any:
+        inner = view.__dict__["_fabric_inner"]
+        return view.__dict__["_fabric_strategy"].layout.optimizer_method(inner, getattr(inner, name))
+
+    return property(bound)
+
+
 @cache
 def _view_type(kind: type) -> type:
     """The class of views onto optimizers of class `kind`; one per class, so that types compare equal."""
     names = {*dir(kind), "param_groups", "state", "defaults"}
     # All of the class's names, so that what an instance has in place of its class's is found too.
     members = {name: _onto_inner(name) for name in names if not name.startswith("__")}
+    for name in members.keys() - {*dir(torch.optim.Optimizer)}:
+        if isinstance(getattr(kind, name, None), FunctionType):
+            members[name] = _method_of_inner(name)
     for name in set(members) & set(vars(_FabricOptimizer)):
         del members[name]
     return type(f"Fabric{kind.__name__}", (_FabricOptimizer, kind), {"__module__": __name__, **members})

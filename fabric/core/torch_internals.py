@@ -42,6 +42,20 @@ in_function_transform: Callable[[], bool] = torch._C._are_functorch_transforms_a
 """Whether torch.func (grad, vmap, ...) transforms what runs now."""
 
 
+def before_clips(call: Callable[[list[torch.Tensor]], None]) -> None:
+    """From now on call `call(gradients)` where torch's `clip_grad_norm_` and its siblings begin."""
+    from torch.nn.utils import clip_grad
+
+    grouped = clip_grad._group_tensors_by_device_and_dtype
+
+    def looked_at(lists: list[Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            call(lists[0])
+        return grouped(lists, *args, **kwargs)
+
+    clip_grad._group_tensors_by_device_and_dtype = looked_at
+
+
 def call_after_backward(call: Callable[[], Any]) -> None:
     """At the end of the backward pass that runs now; an error of `call` is the pass's."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from fabric.core.errors import ConfigurationError
 from fabric.strategies.layouts.replicate import Replicate
 from fabric.strategies.parallel import ParallelStrategy
 
@@ -35,11 +36,13 @@ class DDPStrategy(ParallelStrategy):
         context_parallel: `ContextParallel(...)`: long sequences are divided over ranks; None: they are not.
         kwargs: Keywords of DistributedDataParallel (find_unused_parameters, bucket_cap_mb, ...).
             Defaults that are not torch's: `layouts/replicate.py`.
+            `process_group=`: this Fabric is one of these ranks. Its verbs, loaders and checkpoints are among
+            them, and `is_global_zero` is true on the first; ranks outside make none of its calls.
             `static_graph=True` is taken and changes nothing: torch's static graphs leave gradients
             unsynchronised, without a word, where a backward is not as the first one was.
 
     Raises:
-        ConfigurationError: Unknown `start_method`.
+        ConfigurationError: Unknown `start_method`; `process_group` with `context_parallel`.
     """
 
     _layout: type[Replicate] = Replicate
@@ -61,6 +64,12 @@ class DDPStrategy(ParallelStrategy):
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
         self._set_processes(process_group_backend, timeout, startup_timeout, start_method, context_parallel)
+        self.process_group = kwargs.get("process_group")
+        if self.process_group is not None and context_parallel is not None:
+            raise ConfigurationError(
+                f"{type(self).__name__} got both process_group= and context_parallel=. Sequences are shared "
+                "by all ranks of the job. Leave one of them out."
+            )
         self.layout = self._layout(kwargs)
 
     @property

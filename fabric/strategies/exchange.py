@@ -33,12 +33,15 @@ class Exchange:
     """The collective verbs of a strategy, on trees: tensors, numbers, and nestings of them. The arguments are
     those of the verbs of `Fabric`, which say what is raised.
 
-    A group is whatever the engine calls one; None means all ranks. `src` and `dst` are global ranks.
+    A group is whatever the engine calls one; None means all ranks of the strategy. `src` and `dst` are global
+    ranks.
     """
 
     topology: Topology
     replicas: Any = None
     """The replica check, while there are several ranks and it is on."""
+    process_group: Any | None = None
+    """The ranks of the strategy, where they are not those of the whole job."""
 
     def __init__(self) -> None:
         self.wire = Exchange.make_wire(self)
@@ -77,6 +80,13 @@ class Exchange:
     def row_size(self) -> int:
         """How many ranks, one after the other, see the same data."""
         return 1
+
+    def root(self, rank: int, group: Any | None) -> int:
+        """The global rank that sends or receives; 0, the default, is the first one of the strategy."""
+        if rank or group is not None or self.process_group is None:
+            return rank
+        self.channel().world_size  # noqa: B018 - raises for ranks outside the group
+        return self.collective.members[0]
 
     def channel(self, group: Any | None = None) -> Channel:
         """What the tree verbs of a group run on."""
@@ -160,7 +170,7 @@ class Exchange:
             return obj
         from fabric.plugins.collectives.objects import broadcast_tree
 
-        return broadcast_tree(obj, src, channel)
+        return broadcast_tree(obj, self.root(src, group), channel)
 
     def all_gather_object(
         self, obj: Any, group: Any | None = None, *, label: str = "all_gather_object"

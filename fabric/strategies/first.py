@@ -29,7 +29,9 @@ def first_then_others(strategy: Strategy, local: bool) -> Iterator[None]:
     from fabric.plugins.collectives.objects import Dumped, gather_dumped
 
     here, channel, verb = strategy.topology, strategy.channel(), f"rank_zero_first(local={local})"
-    firsts = range(0, here.world_size, here.local_world_size) if local else range(1)
+    members = channel.collective.members
+    nodes = [rank // here.local_world_size for rank in members]
+    firsts = [nodes.index(node) for node in sorted({*nodes})] if local else [0]
     leads, error = here.rank in firsts, None
     strategy.meet(verb)
     guard = channel.guard
@@ -43,10 +45,12 @@ def first_then_others(strategy: Strategy, local: bool) -> Iterator[None]:
         if error is not None:
             raise error
         return
-    call = call_of(verb, f"waiting until rank {', '.join(map(str, firsts))} leaves the block")
-    outcome = Dumped(_portable(error, here.rank), verb)
+    call = call_of(
+        verb, f"waiting until rank {', '.join([str(members[i]) for i in firsts])} leaves the block"
+    )
+    outcome = Dumped(_portable(error, here.job_rank), verb)
     told = gather_dumped(call._replace(patient=True), outcome, channel)
-    own = told[here.rank - here.local_rank if local else 0]
+    own = told[nodes.index(nodes[here.rank]) if local else 0]
     failure = error or next((one for one in [own, *told] if one is not None), None)
     if failure is not None:
         raise failure

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
@@ -162,7 +163,7 @@ class ParallelStrategy(Strategy):
     @property
     def row_size(self) -> int:
         """How many ranks, one after the other, see the same data: a pipeline's, or those of a sequence."""
-        return 1 if self.data_group is None else self.world_size // self.data_rank[1]
+        return 1 if self.data_group is None else self.topology.world_size // self.data_rank[1]
 
     @property
     def launcher(self) -> Launcher | None:
@@ -205,8 +206,13 @@ class ParallelStrategy(Strategy):
         share_cores(self.topology.local_world_size)
         if not dist.is_initialized():
             self._join_group()
-        self.collective = TorchCollective()
-        self.wire = wire_of(self.root_device, dist.get_backend_config())
+        group = self.process_group
+        self.collective = TorchCollective(group=group)
+        inside = self.collective.world_size > 0  # else its first call of all ranks is refused
+        self.wire = wire_of(self.root_device, dist.get_backend_config(group if inside else None))
+        if group is not None and inside:
+            own, job = self.collective, (self.topology.rank, self.topology.world_size)
+            self.topology = replace(self.topology, rank=own.rank_in_group, world_size=own.world_size, job=job)
         if dist.get_world_size() > 1:
             from fabric.watch.watchdog import watch_over
 
@@ -245,8 +251,9 @@ class ParallelStrategy(Strategy):
             self.cluster_environment.teardown()
 
     def group_collective(self, group: Any | None) -> Collective:
-        """The collective of a user's process group; None: of all ranks."""
-        return self.collective if group is None or group is dist.group.WORLD else TorchCollective(group=group)
+        """The collective of a user's process group; None: of all ranks of the strategy."""
+        own = self.process_group or dist.group.WORLD
+        return self.collective if group is None or group is own else TorchCollective(group=group)
 
     def make_channel(self, group: Any | None) -> Channel:
         """The channel of a group: a user's may have other backends than that of all ranks."""
@@ -293,7 +300,7 @@ class ParallelStrategy(Strategy):
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
         """As without other ranks; LBFGS gets the mean of what its closures return, since it goes by that."""
         plan = super().step_plan(optimizer)
-        if self.world_size == 1 or not isinstance(optimizer, torch.optim.LBFGS):
+        if self.topology.world_size == 1 or not isinstance(optimizer, torch.optim.LBFGS):
             return plan
         return partial(self._step_by_mean, plan)
 

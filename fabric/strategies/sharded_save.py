@@ -71,7 +71,8 @@ def save_sharded(
 
     With `wait=False` it writes copies, and sends nothing: a thread may call it while the loop goes on.
     """
-    zero, rank = strategy.is_global_zero, strategy.global_rank
+    here = strategy.topology
+    zero, rank = here.is_global_zero, here.rank
     part: Path | None = None
     mark: Path | None = None
     with _together(strategy, path), strategy.layout.gathering(keep=zero, parts=True):
@@ -99,7 +100,7 @@ def save_sharded(
             if left is not None:
                 remove(left)
         raise
-    marks = [_mark(directory, other) for other in range(strategy.world_size)] if zero else []
+    marks = [_mark(directory, other) for other in range(here.world_size)] if zero else []
     meet: Any = _together(strategy, path) if wait else nullcontext()
 
     def finish() -> None:

@@ -126,7 +126,7 @@ def together(strategy: Any, doing: str) -> Iterator[None]:
     except Exception as error:
         failure = error
     if strategy.topology.world_size > 1 and strategy.reduce_boolean_decision(failure is not None, all=False):
-        note = f"rank {strategy.topology.rank} failed while {doing}: {type(failure).__name__}: {failure}"
+        note = f"rank {strategy.topology.job_rank} failed while {doing}: {type(failure).__name__}: {failure}"
         quoting = isinstance(failure, RankError)
         told = strategy.all_gather_object(
             (note * (failure is not None and not quoting), f"{failure}" * quoting)

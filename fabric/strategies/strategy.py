@@ -108,13 +108,13 @@ class Strategy(Checkpoints):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this process is rank zero of the job."""
+        """Whether this process is rank zero, or the first rank of the strategy's process group."""
         return self.topology.is_global_zero
 
     @property
     def global_rank(self) -> int:
         """This process among all, from 0."""
-        return self.topology.rank
+        return self.topology.job_rank
 
     @property
     def local_rank(self) -> int:
@@ -129,7 +129,7 @@ class Strategy(Checkpoints):
     @property
     def world_size(self) -> int:
         """How many processes there are."""
-        return self.topology.world_size
+        return self.topology.job_size
 
     @property
     def accelerator(self) -> Accelerator | None:

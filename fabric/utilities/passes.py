@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fabric.core.torch_internals import backward_pass
+from fabric.core.torch_internals import backward_pass, before_clips
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 # By number: attendants send messages, whose order must be the same on all ranks.
 _attendants: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
-_installed = False
+_installed = _sees_clips = False
+_clip_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def attend_passes(attendant: Any) -> None:
@@ -73,6 +74,22 @@ def watch_steps(watcher: Any) -> Callable[[], None]:
     handle = register_optimizer_step_pre_hook(tell)
     weakref.finalize(watcher, handle.remove)
     return handle.remove
+
+
+def watch_clips(watcher: Any) -> None:
+    """From now on call `watcher.before_clip(gradients)` before torch's own functions clip any; it may raise
+    to refuse it. Held weakly.
+    """
+    global _sees_clips
+    _clip_watchers.add(watcher)
+    if not _sees_clips:
+        _sees_clips = True
+        before_clips(_look_at_clip)
+
+
+def _look_at_clip(gradients: list[Any]) -> None:
+    for watcher in list(_clip_watchers):
+        watcher.before_clip(gradients)
 
 
 def parameters_of(optimizer: Any) -> list[Any]:

@@ -141,7 +141,7 @@ class ThroughputMonitor(Throughput):
     """
 
     def __init__(self, fabric: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("world_size", fabric.world_size)
+        kwargs.setdefault("world_size", fabric.strategy.topology.world_size)
         if "available_flops" not in kwargs:
             kwargs["available_flops"] = get_available_flops(fabric.device, _compute_dtype(fabric))
         super().__init__(**kwargs)

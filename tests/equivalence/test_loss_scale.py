@@ -177,6 +177,84 @@ def test_an_optimizer_that_was_forgotten_is_refused():
     torch.optim.SGD(foreign.parameters(), lr=0.1).step()  # has nothing to do with it
 
 
+CLIPS = {
+    "norm": lambda net: nn.utils.clip_grad_norm_(net.parameters(), 0.1),
+    "value": lambda net: nn.utils.clip_grad_value_([*net.parameters()], 0.1),
+    "one": lambda net: nn.utils.clip_grad_norm_(net.weight, 0.1, foreach=False),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+def test_torchs_clip_of_scaled_gradients_is_refused(clip):
+    loop = Loop(Scaled())
+    one, _ = loop.optimizers(both=True)
+    for step in range(3):
+        one.zero_grad()
+        loop.backward(step)
+        with pytest.raises(
+            UsageError, match=r"Write fabric.clip_gradients\(model, optimizer, max_norm=1.0\)"
+        ):
+            clip(loop.nets[0])
+        loop.clip(one)
+        clip(loop.nets[0])  # of their true size
+        one.step()
+        clip(loop.nets[0])  # by now they are not used
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    clip(other)
+
+
+def clipped_on_ranks(strategy):
+    loop = Loop(MixedPrecision("16-mixed", "cpu"), devices="auto", strategy=strategy)
+    loop.backward(0)
+    CLIPS["norm"](loop.first)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [("ddp", 2), ("ddp", 3), ("zero1", 3), ("zero2", 2), ("fsdp", 3)]
+)
+def test_torchs_clip_is_refused_on_all_ranks(ranks, strategy, world_size):
+    for error in ranks.run_expecting_errors(clipped_on_ranks, strategy, world_size=world_size):
+        assert "carry the loss scale" in str(error)
+
+
+def test_without_a_scale_torchs_clip_is_the_users():
+    for precision in (Scaled(), MixedPrecision("bf16-mixed", "cpu")):
+        if precision.scaler is not None:
+            precision.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        loop = Loop(precision)
+        loop.backward(0)
+        assert float(CLIPS["norm"](loop.first)) > 0.1
+        assert float(CLIPS["norm"](loop.first)) < 0.11
+
+
+def unscaled_by_the_loop(precision, of=lambda optimizer: optimizer.optimizer):
+    """The first model after steps of two optimizers, clipped by torch's own function."""
+    loop = Loop(precision)
+    optimizers = [
+        loop.fabric.setup_optimizers(torch.optim.SGD(net.parameters(), lr=0.1)) for net in loop.nets
+    ]
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loop.backward(step)
+        for optimizer, net in zip(optimizers, loop.nets, strict=True):
+            if precision is not None:
+                precision.scaler.unscale_(of(optimizer))
+            CLIPS["norm"](net)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [p.detach() for net in loop.nets for p in net.parameters()]
+
+
+def test_a_loop_that_unscales_by_the_scaler_itself():
+    torch.testing.assert_close(
+        unscaled_by_the_loop(Scaled()), unscaled_by_the_loop(None), rtol=1e-5, atol=1e-6
+    )
+    with pytest.raises(UsageError, match=r"would divide the gradients by the scale once more\. Leave it out"):
+        unscaled_by_the_loop(Scaled(), of=lambda optimizer: optimizer)
+
+
 def a_new_group_after_a_clip(loop):
     one, _ = loop.optimizers(both=False)
     loop.backward(0)

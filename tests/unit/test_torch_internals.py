@@ -63,6 +63,21 @@ def test_passes_have_numbers_that_grow_and_calls_run_at_their_end() -> None:
     assert internals.backward_pass() == -1
 
 
+def test_a_clip_is_seen_before_it_changes_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own clip of gradients that carry the loss scale would go unseen, and nothing be trained."""
+    module, seen = torch.nn.utils.clip_grad, []
+    name = "_group_tensors_by_device_and_dtype"
+    monkeypatch.setattr(module, name, getattr(module, name))
+    internals.before_clips(lambda grads: seen.append([grad.tolist() for grad in grads]))
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.tensor([3.0])
+    torch.nn.utils.clip_grad_norm_([weight], 2.0)
+    torch.nn.utils.clip_grad_value_([weight], 1.0)
+    assert seen[0] == [[3.0]]
+    assert torch.tensor(seen[-1]).allclose(torch.tensor(2.0))
+    assert weight.grad.tolist() == [1.0]
+
+
 def test_operations_on_lists_are_those_of_their_names() -> None:
     """Clipping, packing of gradients and their means: one kernel for many tensors."""
     lists = [torch.tensor([3.0, 4.0]), torch.tensor([2.0])]

@@ -52,6 +52,11 @@ class Collective(ABC):
         """How many ranks the group has."""
 
     @property
+    def members(self) -> list[int]:
+        """The global ranks of the group."""
+        return [*range(self.world_size)]
+
+    @property
     def rank_in_group(self) -> int:
         """The place of this process within the group."""
         return self.rank

@@ -108,6 +108,11 @@ class TorchCollective(Collective):
         return dist.get_world_size(self.group)
 
     @property
+    def members(self) -> list[int]:
+        """The global ranks of the group."""
+        return dist.get_process_group_ranks(self.group)
+
+    @property
     def rank_in_group(self) -> int:
         """The rank of this process within the group."""
         return dist.get_rank(self.group)
@@ -118,7 +123,7 @@ class TorchCollective(Collective):
         Raises:
             ConfigurationError: The rank is not in the group.
         """
-        members = dist.get_process_group_ranks(self.group)
+        members = self.members
         if rank not in members:
             raise ConfigurationError(
                 f"Rank {rank} is not in the group of ranks {', '.join(map(str, members))}."

@@ -10,7 +10,7 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import foreach_mul_
-from fabric.utilities.passes import parameters_of, watch_steps
+from fabric.utilities.passes import parameters_of, watch_clips, watch_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,6 +49,7 @@ class LossScale:
         """From now on its gradients are looked after, and nobody may step them as they are."""
         if not self._models:
             watch_steps(self)
+            watch_clips(self)
         self._models.add(module)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -61,7 +62,8 @@ class LossScale:
         """Bring the gradients to their true size, however often called. Gives whether there are any.
 
         Raises:
-            UsageError: There are, and there was no backward yet that scales.
+            UsageError: There are, and there was no backward yet that scales; or the loop called
+                `scaler.unscale_` with an optimizer that `fabric.setup` returned.
         """
         held = {id(p) for p in parameters_of(optimizer) if p.grad is not None}
         if held and not self._begun:
@@ -70,9 +72,17 @@ class LossScale:
                 "fabric.backward(loss). Write that instead of loss.backward(), so that the loss is scaled."
             )
         if held and not (self._unscaled.get(optimizer) and held <= self._true):
-            if optimizer in self._unscaled or not held.isdisjoint(self._true):
-                self.update()  # they are of its last step, or another optimizer's
-            self.scaler.unscale_(optimizer)
+            by_hand = self._unscaled_by_loop()
+            if id(optimizer) not in by_hand:
+                if by_hand:
+                    raise UsageError(
+                        "scaler.unscale_(optimizer) was called by the loop, and this step would divide the "
+                        "gradients by the scale once more. Leave it out: optimizer.step() and "
+                        "fabric.clip_gradients(model, optimizer, max_norm=1.0) unscale them."
+                    )
+                if optimizer in self._unscaled or not held.isdisjoint(self._true):
+                    self.update()  # they are of its last step, or another optimizer's
+                self.scaler.unscale_(optimizer)
             self._unscaled[optimizer] = True
             self._true |= held
         return bool(held)
@@ -87,6 +97,28 @@ class LossScale:
             return self.scaler.step(optimizer, **kwargs)
         finally:
             self._stepping = False
+
+    def _unscaled_by_loop(self) -> list[int]:
+        """The ids of optimizers whose gradients the loop has unscaled by the scaler itself."""
+        own = {id(optimizer) for optimizer in self._unscaled}
+        states = self.scaler._per_optimizer_states.items()
+        return [key for key, state in states if state["stage"].name == "UNSCALED" and key not in own]
+
+    def before_clip(self, gradients: list[Tensor]) -> None:
+        """Before torch's own functions clip gradients, or take their norm to do so.
+
+        Raises:
+            UsageError: They carry the scale.
+        """
+        if not self._begun or not self.scaler.is_enabled() or self._unscaled_by_loop():
+            return
+        left = [p for model in self._models for p in model.parameters() if id(p) not in self._true]
+        if {id(p.grad) for p in left if p.grad is not None}.intersection(map(id, gradients)):
+            raise UsageError(
+                'torch.nn.utils got gradients that carry the loss scale of "16-mixed". Clipped now, they '
+                "would be next to nothing once the step has divided them by the scale. Write "
+                "fabric.clip_gradients(model, optimizer, max_norm=1.0), or clip_val=, which unscales them."
+            )
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Before a step of any optimizer.

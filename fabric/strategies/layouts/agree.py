@@ -76,7 +76,7 @@ def _sums(tensor: Tensor | None) -> tuple[Any, Any]:
 
 def copy_from_first(tensors: list[Tensor], channel: Channel) -> None:
     """The values that the first rank of the group has. All its ranks must call this."""
-    first = dist.get_process_group_ranks(channel.collective.group)[0]
+    first = channel.collective.members[0]
     _each_parcel([t.data for t in tensors], channel, partial(channel.collective.broadcast, src=first))
 
 

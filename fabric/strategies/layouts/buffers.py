@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm
 from fabric.plugins.collectives.frames import PACK_LIMIT, describe_tensor
-from fabric.strategies.layouts.agree import broadcast_from_zero, differing
+from fabric.strategies.layouts.agree import copy_from_first, differing
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
@@ -144,7 +144,8 @@ def broadcast_buffers(models: list[SyncedBuffers], channel: Channel | None) -> N
     for model in models:
         if model.looks and channel is not None and channel.world_size > 1:
             model.look(channel)
-    broadcast_from_zero([tensor for model in models for tensor in model.tensors()])
+    if channel is not None:
+        copy_from_first([tensor for model in models for tensor in model.tensors()], channel)
 
 
 def _slots(model: Module) -> Iterator[tuple[str, Module, str, Tensor]]:

@@ -235,6 +235,10 @@ class Whole:
         """Load a full state dict into the user's module."""
         return module.load_state_dict(state, strict=strict)
 
+    def optimizer_method(self, optimizer: Optimizer, method: Callable[..., Any]) -> Callable[..., Any]:
+        """What a method that the optimizer's class has beside those of all optimizers runs."""
+        return method
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state of an optimizer."""
         return optimizer.state_dict()

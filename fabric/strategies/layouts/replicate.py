@@ -28,7 +28,7 @@ from fabric.core.torch_internals import (
 )
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
-from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, differing, on_any_rank
+from fabric.strategies.layouts.agree import average_gradients, copy_from_first, differing, on_any_rank
 from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.compile import uncompiled
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.core.topology import Topology
+    from fabric.plugins.collectives.channel import Channel
 
 NOT_AVERAGED = "_ddp_params_and_buffers_to_ignore"
 """Where DDP looks for names of parameters that the user keeps out of it."""
@@ -101,7 +102,7 @@ class Replicate(Whole):
         ]
         attend_passes(self)
         if not any([p.requires_grad for p in module.parameters()]):
-            broadcast_from_zero([*module.parameters(), *shared_buffers(module).values()])
+            copy_from_first([*module.parameters(), *shared_buffers(module).values()], self._group())
             return module
         from torch.nn.parallel import DistributedDataParallel
 
@@ -116,7 +117,7 @@ class Replicate(Whole):
             settings["device_ids"] = [topology.device.index]
         ignored = getattr(module, NOT_AVERAGED, [])
         sent = [p for name, p in module.named_parameters() if name not in ignored]
-        broadcast_from_zero([*sent, *shared_buffers(module).values()])
+        copy_from_first([*sent, *shared_buffers(module).values()], self._group())
         replica = DistributedDataParallel(module, **settings)
         self._models += 1
         self.adopt(replica)
@@ -290,6 +291,11 @@ class Replicate(Whole):
             disarm(replica.reducer)
         elif self._replicas[replica].came and not replica.find_unused_parameters:
             build_buckets(replica)  # here, where all ranks are, and not in whichever forward comes next
+
+    def _group(self) -> Channel:
+        if self.channel is None:
+            raise UsageError("The strategy was torn down. Make a new Fabric, and set the optimizer up again.")
+        return self.channel
 
     def teardown(self) -> None:
         """Let go of the process group; replicas cannot run after this.

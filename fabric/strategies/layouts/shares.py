@@ -131,8 +131,8 @@ def divide(sizes: list[int], loads: list[int], holders: list[list[int]]) -> list
     return owners
 
 
-def send(params: list[Tensor], share: Share) -> None:
-    """Every owner's values of its parameters on all ranks. All ranks of the default group."""
+def send(params: list[Tensor], share: Share, group: Any) -> None:
+    """Every owner's values of its parameters on all ranks of `group`, which must all call this."""
     by_owner: dict[int, list[Tensor]] = {}
     for param in params:
         # Detached, and not .data: a graph that saved the old values must find out, as after a plain step.
@@ -142,7 +142,8 @@ def send(params: list[Tensor], share: Share) -> None:
     pending: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
     for _, owner, parcel in queue:
         flat = join(parcel)
-        pending.append((dist.broadcast(flat.view(torch.uint8), owner, async_op=True), flat, parcel))
+        sent = dist.broadcast(flat.view(torch.uint8), group=group, group_src=owner, async_op=True)
+        pending.append((sent, flat, parcel))
         if len(pending) > _IN_FLIGHT:
             _end(*pending.popleft())
     while pending:

@@ -8,7 +8,7 @@ import weakref
 import zlib
 from collections import defaultdict
 from contextlib import suppress
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.tree import map_tree
 from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
 from fabric.plugins.io.portable import elsewhere, read_stored
+from fabric.strategies.layouts.joint import joins_parameters
 from fabric.strategies.layouts.replicate import Replicate
 from fabric.strategies.layouts.shares import Share, Step, WholeStateOnly, divide, send, stand_in
 from fabric.utilities.init import names_of_owners
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.optim import Optimizer
-
-    from fabric.plugins.collectives.channel import Channel
 
 
 class ShardedStates(Replicate):
@@ -92,6 +91,30 @@ class ShardedStates(Replicate):
         step: Callable[..., Any] = torch.compiler.disable(JointStep(self, plan))  # no compiler sees messages
         return step
 
+    def optimizer_method(self, optimizer: Optimizer, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method; after it all ranks have the values that the owners of parameters gave them."""
+        if self.attend(optimizer) is None:
+            return method
+
+        @wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            params = self._current(optimizer).params
+            before = [(p._version, p.data_ptr()) for p in params]
+            result = method(*args, **kwargs)
+            changed = [now != (p._version, p.data_ptr()) for now, p in zip(before, params, strict=True)]
+            if any(changed):
+                self._send_changed(optimizer, method.__name__, changed)
+            return result
+
+        return run
+
+    def _send_changed(self, optimizer: Optimizer, name: str, changed: list[bool]) -> None:
+        share, group = self._shares[optimizer], self._group().collective.group
+        told = gather_objects(
+            changed, self._group(), f"{type(optimizer).__name__}.{name}, which changed parameters"
+        )
+        send([p for i, p in enumerate(share.params) if any([flags[i] for flags in told])], share, group)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """A copy of the full state as torch writes it, in host memory. All ranks must call this."""
         if self.attend(optimizer) is None:
@@ -102,7 +125,7 @@ class ShardedStates(Replicate):
         for src in range(channel.world_size):
             own = src == share.rank
             sent = map_tree(elsewhere, mine) if self.keeps_parts else mine
-            part = broadcast_tree(sent if own else None, src, channel)
+            part = broadcast_tree(sent if own else None, channel.collective.members[src], channel)
             if self.keeps_parts:
                 gathered.update(mine if own else part)
                 continue
@@ -151,15 +174,11 @@ class ShardedStates(Replicate):
         said = None if error is None else f"{type(error).__name__}: {error}"
         texts = gather_objects(said, self._group(), verb)
         # Also after a failure: the ranks' parameters stay equal, whatever was stepped before it.
-        send(stepped, share)
-        failed = [f"rank {rank} failed in optimizer.step: {text}" for rank, text in enumerate(texts) if text]
+        send(stepped, share, self._group().collective.group)
+        ranks = self._group().collective.members
+        failed = [f"rank {r} failed in optimizer.step: {t}" for r, t in zip(ranks, texts, strict=True) if t]
         if failed and error is None:
             raise RankError("; ".join(failed))
-
-    def _group(self) -> Channel:
-        if self.channel is None:
-            raise UsageError("The strategy was torn down. Make a new Fabric, and set the optimizer up again.")
-        return self.channel
 
     def _current(self, optimizer: Optimizer) -> Share:
         """The optimizer's share, divided anew if its parameters have changed. All ranks must call this."""
@@ -188,7 +207,7 @@ class ShardedStates(Replicate):
             for i in positions:
                 holders[i].append(rank)
         owners = divide(told[0][0], [load for _, load, _ in told], holders)
-        share.rank, share.params = channel.collective.rank, params
+        share.rank, share.params = channel.collective.rank_in_group, params
         share.owners = dict(zip(params, owners, strict=True))
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -263,6 +282,12 @@ def _check_divisible(optimizer: Optimizer) -> None:
         raise ConfigurationError(
             f'{kind} computes one direction from all parameters, so strategy="zero1" cannot divide them over '
             f'ranks. Write Fabric(strategy="ddp").'
+        )
+    if joins_parameters(optimizer):
+        raise ConfigurationError(
+            f"{kind}.step() updates a parameter by values of other parameters (a norm over all, or an "
+            'estimate of the learning rate), and with strategy="zero1" each rank steps only some of them. Write '
+            'Fabric(strategy="ddp").'
         )
     if any([group.get("differentiable") for group in optimizer.param_groups]):
         raise ConfigurationError(
