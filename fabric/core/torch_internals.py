@@ -53,7 +53,7 @@ def before_clips(call: Callable[[list[torch.Tensor]], None]) -> None:
             call(lists[0])
         return grouped(lists, *args, **kwargs)
 
-    clip_grad._group_tensors_by_device_and_dtype = looked_at
+    setattr(clip_grad, grouped.__name__, looked_at)
 
 
 def call_after_backward(call: Callable[[], Any]) -> None:

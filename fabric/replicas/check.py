@@ -249,7 +249,9 @@ class ReplicaCheck:
         optimizers = [_Optimizer(n, o) for n, o in named.items() if isinstance(o, torch.optim.Optimizer)]
         entries = self._entries(kinds, models, optimizers)
         held = [(one.name, module) for one in self._models.values() if (module := one.ref()) is not None]
-        names = {p: f"{name} of {model}" for model, module in held for name, p in module.named_parameters()}
+        names: dict[Any, str] = {
+            p: f"{name} of {model}" for model, module in held for name, p in module.named_parameters()
+        }
         for number, leaf in named.items():
             if isinstance(leaf, torch.Tensor):
                 self._put(entries, "tensors", names.get(leaf, f"tensor {number}"), leaf)

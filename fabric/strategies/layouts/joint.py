@@ -46,7 +46,7 @@ def _stepped(optimizer: Optimizer, parts: list[int]) -> Tensor:
     params = [*dict.fromkeys(parameters_of(optimizer))]
     small = {id(p): _small(p) for p in params}
     own = optimizer.__dict__
-    empty = {id(v): OrderedDict() for v in own.values() if isinstance(v, OrderedDict)}  # hooks
+    empty: Any = {id(v): OrderedDict() for v in own.values() if isinstance(v, OrderedDict)}  # hooks
     # A deep copy in which whatever refers to a parameter refers to its stand-in, and nothing large is copied.
     memo: dict[int, Any] = {**small, **empty, id(optimizer.state): defaultdict(dict)}
     twin = object.__new__(type(optimizer))

@@ -286,8 +286,8 @@ def _check_divisible(optimizer: Optimizer) -> None:
     if joins_parameters(optimizer):
         raise ConfigurationError(
             f"{kind}.step() updates a parameter by values of other parameters (a norm over all, or an "
-            'estimate of the learning rate), and with strategy="zero1" each rank steps only some of them. Write '
-            'Fabric(strategy="ddp").'
+            'estimate of the learning rate), and with strategy="zero1" each rank steps some of them only. '
+            'Write Fabric(strategy="ddp").'
         )
     if any([group.get("differentiable") for group in optimizer.param_groups]):
         raise ConfigurationError(
