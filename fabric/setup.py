@@ -255,14 +255,19 @@ class SetupVerbs(RankFacts):
             The loader, or a list where several were given.
 
         Raises:
-            ConfigurationError: No loader, one set up already, or unknown `uneven`.
+            ConfigurationError: No loader, one set up already, or unknown `uneven`; the ranks gave datasets of
+                other lengths, indices or lists of files.
             ArgumentTypeError: Not a DataLoader.
         """
         self._require_launch("setup_dataloaders()")
         check_given(dataloaders, DataLoader, "fabric.setup_dataloaders")
         self._without_loader = False
         if self._strategy.topology.world_size > 1:
-            self._strategy.meet("setup_dataloaders", f"{len(dataloaders)} loaders")
+            from fabric.data.fingerprints import check_alike, fingerprint
+
+            own = [fingerprint(loader) if use_distributed_sampler else None for loader in dataloaders]
+            label = f"setup_dataloaders of {len(dataloaders)} loaders"
+            check_alike(self._strategy.all_gather_object(own, label=label))
             warn_of_workers(dataloaders, self._strategy.topology.local_world_size)
         ready = [
             self._ready_loader(loader, use_distributed_sampler, move_to_device, uneven, shard_iterable)

@@ -59,7 +59,7 @@ def shard_loader(
     # What goes on between dataset and loop is not torch's own way, which we could follow.
     opaque = type(loader).__iter__ is not DataLoader.__iter__ or isinstance(loader.dataset, IterDataPipe)
     parts = [loader.dataset] if streams else samplers_of(loader)
-    own = not shard or (streams and shard_iterable is False) or any([_knows_its_rank(part) for part in parts])
+    own = not shard or (streams and shard_iterable is False) or any([knows_its_rank(part) for part in parts])
     if not own and streams and opaque and share.world > 1:
         _warn_of_repeats(loader.dataset, share.world)
     own = own or (streams and opaque)
@@ -155,7 +155,7 @@ def _stream(loader: DataLoader[Any], share: Share, seed: int, uneven: str | None
     return IndexStream(order, Rule(share, batches.batch_size, batches.drop_last, policy), batches)
 
 
-def _knows_its_rank(part: Any) -> bool:
+def knows_its_rank(part: Any) -> bool:
     """Whether a user's sampler or dataset takes one rank's part already, like torch's DistributedSampler."""
     sizes = ("num_replicas", "world_size")
     return hasattr(part, "rank") and any([hasattr(part, name) for name in sizes])

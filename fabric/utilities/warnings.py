@@ -7,6 +7,10 @@ class PossibleUserWarning(UserWarning):
     """Something that is probably, but not surely, a mistake of the user."""
 
 
+class RanksDifferWarning(PossibleUserWarning):
+    """Several ranks will probably compute something else than one process; `fabric check` fails for it."""
+
+
 def disable_possible_user_warnings(module: str = "") -> None:
     """Ignore every `PossibleUserWarning` from now on.
 
