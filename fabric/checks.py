@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,13 @@ import torch
 from torch.nn import DataParallel, Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import RandomSampler, SequentialSampler
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.torch_internals import BatchNorm, iterated
+from fabric.core.torch_internals import BatchNorm, goes_on
 from fabric.utilities.compile import is_compiled, recompile
+from fabric.utilities.passes import begun
 from fabric.utilities.rank_zero import rank_zero_warn
-from fabric.utilities.warnings import PossibleUserWarning
+from fabric.utilities.warnings import PossibleUserWarning, RanksDifferWarning
 from fabric.wrappers import _FabricModule, is_wrapped, unwrap
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _WORDS = {"true": True, "on": True, "false": False, "off": False, "0": False}
 """What FABRIC_REPLICA_CHECK may be beside a number."""
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Loaders that were not set up, of which a warning was given."""
 
 
 def check_given(objects: tuple[Any, ...], kind: type, verb: str) -> None:
@@ -125,31 +128,33 @@ def warn_of_workers(loaders: tuple[Any, ...], ranks: int) -> None:
         )
 
 
-def warn_of_raw(parts: int, model: bool, loader: bool) -> None:
-    """Of what was not set up, before the first backward: of a model; of a DataLoader that is iterated now and
-    goes over a whole dataset (those that share the data out themselves have other samplers).
+def warn_of_raw(parts: int, model: bool) -> None:
+    """Of what was not set up, in a backward: of a model; of each DataLoader over all of its dataset that is
+    iterated now.
 
     Args:
-        parts: Among how many the data are shared out.
+        parts: Among how many ranks the data are shared out.
         model: Whether no model was set up.
-        loader: Whether no loader was.
     """
     if model:
         rank_zero_warn(
             "fabric.backward came, and no model was set up: each rank's gradients are its own, and the ranks "
             "drift apart. Write model, optimizer = fabric.setup(model, optimizer); or average the gradients "
             "yourself.",
-            category=PossibleUserWarning,
+            category=RanksDifferWarning,
         )
-    for dataset, sampler in iterated() if loader else ():
-        if type(sampler) in (RandomSampler, SequentialSampler):
-            rank_zero_warn(
-                f"No loader was set up, and a DataLoader goes over all of its {type(dataset).__name__}: "
-                f"unless each rank has a part of its own, this is {parts} times the same work. Write "
-                "loader = fabric.setup_dataloaders(loader), with parts and use_distributed_sampler=False.",
-                category=PossibleUserWarning,
-            )
-            return
+    for iteration, loader in [(iteration(), loader()) for iteration, loader in begun]:
+        if iteration is None or loader is None or loader in _told or not goes_on(iteration):
+            continue
+        _told.add(loader)
+        data, size = type(loader.dataset).__name__, len(loader.dataset)
+        rank_zero_warn(
+            f"A DataLoader that was not set up ({data} of {size}, batch_size={loader.batch_size}) is iterated in "
+            f"training. Unless each rank has its own part, this is {parts} times the same work. Write loader = "
+            "fabric.setup_dataloaders(loader) and iterate the result; for a part of each rank's own with "
+            "use_distributed_sampler=False.",
+            category=RanksDifferWarning,
+        )
 
 
 def check_optimizers(optimizers: tuple[Any, ...], verb: str) -> None:

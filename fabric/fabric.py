@@ -20,6 +20,7 @@ from fabric.resolve import Machine, Request, resolve
 from fabric.saving import CheckpointVerbs
 from fabric.setup import SetupVerbs
 from fabric.utilities.compile import eager
+from fabric.utilities.passes import begun, watch_loaders
 from fabric.utilities.seed import seed_everything, seed_rank
 from fabric.verbs import CollectiveVerbs
 from fabric.wrappers import unwrap
@@ -140,6 +141,8 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         if not self._launched:
             self._strategy.setup_environment()
         self._launched = True
+        if self.is_global_zero and self.world_size > 1:
+            watch_loaders()
 
     def backward(
         self, tensor: torch.Tensor, *args: Any, model: _FabricModule | None = None, **kwargs: Any
@@ -162,11 +165,12 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
                 f"Write fabric.backward(loss) without .item()."
             )
         strategy = self._strategy
-        if not self._looked:
-            self._looked = True
+        if begun or not self._looked:
             self._require_launch("backward()")
             if strategy.is_global_zero and strategy.world_size > 1 and strategy.data_rank[1] > 1:
-                warn_of_raw(strategy.data_rank[1], not self._models, self._without_loader)
+                warn_of_raw(strategy.data_rank[1], not self._models and not self._looked)
+            self._looked = True
+            begun.clear()
         gate = strategy.gate
         gate.open = True
         try:

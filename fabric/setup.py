@@ -57,12 +57,10 @@ class Sharing(TypedDict, total=False):
 class SetupVerbs(RankFacts):
     """setup, setup_module, setup_optimizers, setup_dataloaders, whole, rng_state."""
 
-    _without_loader = True
-    """Whether no loader was set up."""
     _models = 0
     """How many models were set up."""
     _looked = False
-    """Whether the first backward has asked for them."""
+    """Whether the first backward has asked for one."""
 
     @overload
     def setup(
@@ -261,7 +259,6 @@ class SetupVerbs(RankFacts):
         """
         self._require_launch("setup_dataloaders()")
         check_given(dataloaders, DataLoader, "fabric.setup_dataloaders")
-        self._without_loader = False
         if self._strategy.topology.world_size > 1:
             from fabric.data.fingerprints import check_alike, fingerprint
 

@@ -6,7 +6,6 @@ What is imported only where it is used (FSDP2, DDP, dispatch modes) is a functio
 
 from __future__ import annotations
 
-import gc
 import pickle
 from contextlib import contextmanager
 from operator import attrgetter, methodcaller
@@ -53,7 +52,8 @@ def before_clips(call: Callable[[list[torch.Tensor]], None]) -> None:
             call(lists[0])
         return grouped(lists, *args, **kwargs)
 
-    setattr(clip_grad, grouped.__name__, looked_at)
+    name = "_group_tensors_by_device_and_dtype"  # typed more narrowly than it is called
+    setattr(clip_grad, name, looked_at)
 
 
 def call_after_backward(call: Callable[[], Any]) -> None:
@@ -215,13 +215,9 @@ def loader_iterator() -> type:
     return _BaseDataLoaderIter
 
 
-def iterated() -> list[tuple[Any, Any]]:
-    """Dataset and sampler of each iteration of a DataLoader over no stream that goes on in this process."""
-    found: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), loader_iterator())]
-    dealt = [one for one in found if not isinstance(one._dataset, torch.utils.data.IterableDataset)]
-    # One that is over may stay for its workers.
-    going = [one for one in dealt if one._num_yielded < len(one)]
-    return [(one._dataset, getattr(one._index_sampler, "sampler", one._index_sampler)) for one in going]
+def goes_on(iteration: Any) -> bool:
+    """Whether a DataLoader's iteration has given a batch and has more; it may be kept for its workers."""
+    return bool(0 < iteration._num_yielded < len(iteration))
 
 
 def drop_workers(loader: Any) -> None:

@@ -1,5 +1,5 @@
-"""Datasets that differ by rank are an error of `setup_dataloaders`, the same on all ranks; those that only look
-different are none.
+"""Datasets that differ by rank are an error of `setup_dataloaders`, the same on all ranks; those that only
+look different are none.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from fabric.utilities.warnings import PossibleUserWarning
 
 DATA = TensorDataset(torch.ones(16, 4))
 NEVER = (
-    "No loader was set up, and a DataLoader goes over all of its TensorDataset: unless each rank has a part "
-    "of its own, this is 2 times the same work"
+    "A DataLoader that was not set up (TensorDataset of 16, batch_size=2) is iterated in training. Unless "
+    "each rank has its own part, this is {} times the same work"
 )
 
 
@@ -69,17 +69,45 @@ def test_a_model_that_was_never_set_up_is_said_once(ranks):
 
 
 def never_set_up(shuffle):
-    return loop(*started(), DataLoader(DATA, batch_size=2, shuffle=shuffle))
+    loader = DataLoader(DATA, batch_size=2, shuffle=shuffle)
+    parts = started()
+    return loop(*parts, loader) + loop(*parts, loader)  # two epochs
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_loader_that_was_never_set_up_is_said_once(ranks, shuffle):
-    (told,), others = ranks.run(never_set_up, shuffle, world_size=2)
+@pytest.mark.parametrize(("shuffle", "world_size"), [(False, 2), (True, 2), (True, 3)])
+def test_a_loader_that_was_never_set_up_is_said_once(ranks, shuffle, world_size):
+    (told,), *others = ranks.run(never_set_up, shuffle, world_size=world_size)
     assert told == (
-        f"{NEVER}. Write loader = fabric.setup_dataloaders(loader), with parts and "
-        "use_distributed_sampler=False."
+        f"{NEVER.format(world_size)}. Write loader = fabric.setup_dataloaders(loader) and iterate the "
+        "result; for a part of each rank's own with use_distributed_sampler=False."
     )
+    assert others == [[]] * (world_size - 1)
+
+
+def beside_one_that_is(case):
+    parts = started()
+    fabric = parts[0]
+    raw = DataLoader(DATA, batch_size=2)
+    if case == "not assigned":
+        fabric.setup_dataloaders(raw)
+    else:
+        ready = fabric.setup_dataloaders(DataLoader(DATA, batch_size=4))
+    if case == "first the one that is":
+        return loop(*parts, ready) + loop(*parts, raw)
+    if case == "two":
+        return loop(*parts, raw) + loop(*parts, DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=4))
+    return loop(*parts, raw)
+
+
+@pytest.mark.parametrize(
+    ("case", "count"), [("another one is", 1), ("not assigned", 1), ("first the one that is", 1), ("two", 2)]
+)
+def test_each_loader_that_was_not_set_up_is_said_where_another_one_is(ranks, case, count):
+    told, others = ranks.run(beside_one_that_is, case, world_size=2)
+    assert [text.partition(" (")[0] for text in told] == ["A DataLoader that was not set up"] * count
     assert others == []
+    if case == "two":
+        assert "(TensorDataset of 8, batch_size=4)" in told[1]
 
 
 def in_an_outer_frame():
@@ -101,7 +129,32 @@ def in_an_outer_frame():
 
 def test_it_is_seen_from_a_function_that_the_loop_calls(ranks):
     told, _ = ranks.run(in_an_outer_frame, world_size=2)
-    assert [text.partition(". Write")[0] for text in told] == [NEVER]
+    assert [text.partition(". Write")[0] for text in told] == [NEVER.format(2)]
+
+
+def evaluating(how):
+    """A loop that evaluates with a loader of each rank's own after each step."""
+    fabric, model, optimizer = started()
+    train = fabric.setup_dataloaders(DataLoader(DATA, batch_size=2))
+    raw = DataLoader(DATA, batch_size=2)
+    kept = iter(raw) if how == "iterator made before" else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for (x,) in train:
+            fabric.backward(model(x).sum())
+            optimizer.step()
+            with torch.set_grad_enabled(how != "no_grad"):
+                for number, (y,) in enumerate(kept or raw):
+                    with torch.no_grad():
+                        model(y)
+                    if how != "whole" and number == 1:
+                        break
+    return messages(caught)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "whole", "some batches", "iterator made before"])
+def test_loaders_of_an_evaluation_are_not_said(ranks, how):
+    assert ranks.run(evaluating, how, world_size=2) == [[], []]
 
 
 def split(model, mesh):
