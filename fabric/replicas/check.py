@@ -52,7 +52,7 @@ class _Model:
         self.name = f"model {number} ({kind.__name__})"
         self.ref = weakref.ref(module)
         self.rank_local = frozenset(rank_local)
-        self.shapes = {name: buffer.shape for name, buffer in module.named_buffers()}
+        self.shapes = {name: (buffer.shape, buffer.dtype) for name, buffer in module.named_buffers()}
 
 
 class _Optimizer:
@@ -285,8 +285,8 @@ class ReplicaCheck:
                 if "parameters" in kinds:
                     put(one.name, names[parameter], parameter)
             for name, buffer in sorted(module.named_buffers()) if "buffers" in kinds else ():
-                if name not in one.rank_local:
-                    grown = one.shapes.get(name) != buffer.shape  # a cache, which is this rank's own
+                if name in one.shapes and name not in one.rank_local:
+                    grown = one.shapes[name] != (buffer.shape, buffer.dtype)  # a cache, this rank's own
                     put(one.name, f"buffer {name} of {one.name}", buffer, own=grown)
         for opt in optimizers:
             real = opt.ref()
