@@ -149,10 +149,10 @@ def warn_of_raw(parts: int, model: bool) -> None:
         _told.add(loader)
         data, size = type(loader.dataset).__name__, len(loader.dataset)
         rank_zero_warn(
-            f"A DataLoader that was not set up ({data} of {size}, batch_size={loader.batch_size}) is iterated "
-            f"in training. Unless each rank has its own part, this is {parts} times the same work. Write "
-            "loader = fabric.setup_dataloaders(loader) and iterate the result; for a part of each rank's own with "
-            "use_distributed_sampler=False.",
+            f"A DataLoader that was not set up ({data} of {size}, batch_size={loader.batch_size}) is "
+            f"iterated in training. Unless each rank has its own part, this is {parts} times the same work. "
+            "Write loader = fabric.setup_dataloaders(loader) and iterate the result; for a part of each rank's "
+            "own with use_distributed_sampler=False.",
             category=RanksDifferWarning,
         )
 

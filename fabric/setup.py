@@ -25,7 +25,6 @@ from fabric.core.errors import UsageError
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
-from fabric.strategies.layouts.buffers import check_buffers, mark_rank_local, rank_local_names
 from fabric.utilities.compile import is_compiled, recompile
 from fabric.utilities.init import MODEL_NAME, describe_module, has_meta_parameters, name_of
 from fabric.utilities.seed import RngState
@@ -138,11 +137,16 @@ class SetupVerbs(RankFacts):
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
         module = check_module(module, "fabric.setup", self._strategy)
-        mark_rank_local(unwrap(module), rank_local)
+        if rank_local:
+            from fabric.strategies.layouts.buffers import mark_rank_local
+
+            mark_rank_local(unwrap(module), rank_local)
         wrapped, stepped, scheduler = self._wrap(
             module, list(optimizers), scheduler, move_to_device, _reapply_compile
         )
         if replica_check and (replicas := self._strategy.replicas) is not None:
+            from fabric.strategies.layouts.buffers import rank_local_names
+
             replicas.add(wrapped.module, stepped, rank_local_names(wrapped.module))
         views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
         self.call("on_after_setup", fabric=self, module=wrapped)
@@ -356,6 +360,8 @@ class SetupVerbs(RankFacts):
             self._strategy.place_module(inner)
         if self._strategy.topology.world_size > 1:
             self._strategy.meet("setup", describe_module(inner))
+            from fabric.strategies.layouts.buffers import check_buffers
+
             check_buffers(inner, partial(self._strategy.all_gather_object, label="setup"))
             if self._strategy.data_rank[1] > 1:
                 warn_of_batch_norm(inner, self.device)

@@ -1,9 +1,8 @@
 """`CollectiveVerbs`: data across ranks, for the user's own loop. All ranks (of the group) must call every
 verb here.
 
-Ranks that call different verbs, or one verb with different data, all get one `CollectiveMismatch`: a table of
-who called what, and where. What a strategy may override goes through `strategies/exchange.py`, the rest
-straight to `plugins/collectives/`.
+Ranks that call different verbs, or one verb with different data, all get one `CollectiveMismatch`, a table.
+What a strategy may override is in `strategies/exchange.py`, the rest in `plugins/collectives/`.
 """
 
 from __future__ import annotations
@@ -442,8 +441,8 @@ class CollectiveVerbs(RankFacts):
     def _checked_rank(self, verb: str, name: str, rank: Any, group: Any) -> int:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             kind = ConfigurationError if isinstance(rank, int) else ArgumentTypeError
-            text = f"{verb}({name}={rank!r}): {name} is a rank, from 0 to {self.world_size - 1}."
-            self._strategy.refuse(verb, kind(text), group)
+            error = kind(f"{verb}({name}={rank!r}): {name} is a rank, from 0 to {self.world_size - 1}.")
+            self._strategy.refuse(verb, error, group)
         return self._strategy.root(rank, group)
 
 
