@@ -151,8 +151,8 @@ def warn_of_raw(parts: int, model: bool) -> None:
         rank_zero_warn(
             f"A DataLoader that was not set up ({data} of {size}, batch_size={loader.batch_size}) is "
             f"iterated in training. Unless each rank has its own part, this is {parts} times the same work. "
-            "Write loader = fabric.setup_dataloaders(loader) and iterate the result; for a part of each rank's "
-            "own with use_distributed_sampler=False.",
+            "Write loader = fabric.setup_dataloaders(loader) and iterate the result; for a part of each "
+            "rank's own with use_distributed_sampler=False.",
             category=RanksDifferWarning,
         )
 

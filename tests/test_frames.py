@@ -213,7 +213,7 @@ def on_ranks(precision):
 def test_ddp(ranks):
     for found in ranks.run(on_ranks, "32-true", world_size=2):
         assert found["forward"] == found["evaluation"] == ([], 0)
-        assert len(found["backward"][0]) <= 6, found["backward"]  # one for passes inside of the pass
+        assert len(found["backward"][0]) <= 9, found["backward"]  # nested passes, written gradients, checks
         assert found["step"] == (["step", "count"], 2)
         assert found["few"] == found["many"]
         assert found["many"][1] <= 8 + 7  # of these seven are the connections', down to the socket

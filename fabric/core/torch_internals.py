@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,15 @@ foreach_norm = torch._foreach_norm
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass that runs in this thread, the innermost one; -1: none. Numbers grow."""
+
+running_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node of the graph that the backward pass in this thread is at; None: there is none."""
+
+
+def accumulator_of(parameter: torch.Tensor) -> Any:
+    """The node that writes a parameter's gradient; it has another one after a change of dtype or device."""
+    return torch.autograd.graph.get_gradient_edge(parameter).node
+
 
 in_function_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether torch.func (grad, vmap, ...) transforms what runs now."""
@@ -352,6 +362,18 @@ def gather_root(state: Any, root: Any) -> None:
 def free_root(state: Any, root: Any, out: Any) -> Any:
     """What torch does after it; gives `out`, from which a backward gathers again."""
     return state._post_forward(root, (), out)
+
+
+finish_backward = methodcaller("_root_post_backward_final_callback")
+"""What torch does at the end of a backward through a model, by its root's state: it reduces what is still
+whole. Hooks on outputs ask for it, which hidden outputs do not have.
+"""
+
+
+def reduce_in_place(root: Any, reduce: Callable[..., None]) -> None:
+    """From now on a group of the model reduces by `reduce(reduction of torch's, its parts)`."""
+    for group in fsdp_groups(fsdp_states(root)):
+        group.post_backward = partial(reduce, group.post_backward, group.fsdp_params)
 
 
 def hang_in_place(state: Any, hang: Callable[[Any], Any]) -> None:

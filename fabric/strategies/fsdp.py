@@ -123,7 +123,7 @@ class FSDPStrategy(ParallelStrategy):
         start_method: "popen" re-runs the script per rank; "spawn", "fork", "forkserver" run a function.
         startup_timeout: How long ranks wait for each other at the start.
         find_unused_parameters: Whether ranks may use different parameters in one step (conditional branches).
-            A parameter that nobody used then has a gradient of zeros instead of none. Without a policy the
+            Zeros count for ranks without a gradient; where none has one it stays None. Without a policy the
             model is then one group; modules that a policy names are still called by all ranks.
         context_parallel: `ContextParallel(...)`: long sequences are divided over ranks; None: they are not.
         kwargs: Further keywords of FSDP1: limit_all_gathers, use_orig_params, sync_module_states,

@@ -78,6 +78,21 @@ def test_a_clip_is_seen_before_it_changes_gradients(monkeypatch: pytest.MonkeyPa
     assert weight.grad.tolist() == [1.0]
 
 
+def test_gradients_are_written_by_a_node_that_conversions_replace() -> None:
+    """A model that was converted after setup is an error: DDP's reducer hooks the nodes of setup."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    first = internals.accumulator_of(weight)
+    seen: list[object] = []
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append(internals.running_node()))
+    (weight * 2).sum().backward()
+    weight.data = weight.data.double()
+    weight.data = weight.data.float()
+    weight.grad = None
+    (weight * 2).sum().backward()
+    assert [node is first for node in seen] == [True, False]
+    assert internals.running_node() is None
+
+
 def test_operations_on_lists_are_those_of_their_names() -> None:
     """Clipping, packing of gradients and their means: one kernel for many tensors."""
     lists = [torch.tensor([3.0, 4.0]), torch.tensor([2.0])]
@@ -412,7 +427,17 @@ def _one_split_model() -> None:
     out.sum().backward()
     assert weight.sharded_param.grad is not None
     assert internals.whole_of(weight) is not None
+    weight.sharded_param.grad = None
+    internals.whole_of(weight).grad = torch.ones_like(internals.whole_of(weight))
     root = internals.fsdp_state(model)
+    reduced: list[int] = []
+    internals.reduce_in_place(model, lambda reduce, parts: reduced.append(len(parts)) or reduce())
+    internals.finish_backward(root)
+    assert sorted(reduced) == sorted(
+        len(g.fsdp_params) for g in internals.fsdp_groups(internals.fsdp_states(model))
+    )
+    assert internals.whole_of(weight).grad is None
+    assert weight.sharded_param.grad is not None
     internals.gather_root(root, model)
     internals.free_root(root, model, torch.ones(1, requires_grad=True) * 2)
     group.unshard()

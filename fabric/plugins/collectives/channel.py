@@ -130,7 +130,7 @@ class Channel:
             return None
         if guard.waits.broken is not None:
             raise CollectiveMismatch(guard.waits.broken)
-        if get_ident() != guard.waits.thread:
+        if not torch.compiler.is_compiling() and get_ident() != guard.waits.thread:
             from fabric.plugins.collectives.threads import in_this_thread
 
             call = in_this_thread(call, guard.waits)

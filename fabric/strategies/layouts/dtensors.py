@@ -6,10 +6,13 @@ For layouts that shard or split. All ranks of the mesh must make each call that 
 from __future__ import annotations
 
 import functools
+import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import dtensor_handlers, memory_of, value_of
@@ -124,26 +127,50 @@ def part_like(value: Any, parameter: Tensor) -> Any:
     return own_part(value, parameter, "optimizer state") if fits and isinstance(parameter, DTensor) else value
 
 
+_layouts: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Whose models have parameters that are DTensors."""
+
 _FACTORIES = ("new_empty", "new_full", "new_ones", "new_zeros")
 
+_OPERATORS = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "clamp_", "pow_", "masked_fill_")
+_WRITES = ("add_", "sub_", "mul_", "div_", "copy_", "lerp_", "addcmul_", "addcdiv_", *_OPERATORS)
+"""Methods that write element by element."""
 
-def mend_dtensors() -> None:
+
+def mend_dtensors(layout: Any) -> None:
     """Let DTensors give what the same code gives on one process, or raise; torch does neither (2.13). Once.
 
     - `p.norm().item()` raises: torch gives this rank's part without a word. It means to allow whole values
       only (its rule for that operation), and does not check.
-    - `nn.init` draws what one process draws: on a CPU torch draws the same numbers for each rank's part.
+    - `nn.init` fills in what one process does: on a CPU torch draws the same numbers for each rank's part,
+      and `eye_` writes a diagonal into each of them.
     - `p.new_zeros(2, 3)` of a parameter is a plain tensor, as those are that a forward computes with.
+    - `p.add_(t)` takes a plain tensor of the whole shape: each rank adds its part of it.
+    - `p.data = t` and `p.grad.data = t` raise: torch changes nothing, without a word.
+
+    Args:
+        layout: Has models in which a parameter is found by name.
     """
+    _layouts.add(layout)
     handlers = dtensor_handlers()
     if isinstance(handlers, dict):
         aten = torch.ops.aten
         handlers.setdefault(value_of, _number)
-        for op in (aten.normal_.default, aten.uniform_.default):
-            handlers.setdefault(op, _draw)
-    for name in _FACTORIES:
+        fills = (
+            aten.normal_,
+            aten.uniform_,
+            aten.exponential_,
+            aten.cauchy_,
+            aten.log_normal_,
+            aten.geometric_,
+        )
+        for op in (*[fill.default for fill in fills], aten.bernoulli_.float, aten.eye.m_out):
+            handlers.setdefault(op, _fill)
+    methods = {**dict.fromkeys(_FACTORIES, _plain_factory), **dict.fromkeys(_WRITES, _write_of_whole)}
+    for name, make in methods.items():
         if name not in vars(DTensor):
-            setattr(DTensor, name, _plain_factory(name))
+            setattr(DTensor, name, make(name))
+    DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[attr-defined, assignment]
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,11 +187,12 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
+def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = kwargs.get("out", args[0])
     full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
     if not full.is_meta:
-        op(full, *args[1:], **kwargs)
+        args, kwargs = map_tree(lambda one: full if one is tensor else one, (args, kwargs))
+        op(*args, **kwargs)
         tensor.to_local().copy_(own_part(full, tensor, "").to_local())
     return tensor
 
@@ -179,6 +207,37 @@ def _plain_factory(name: str) -> Any:
         return factory(self, *args, **kwargs)
 
     return make
+
+
+def _write_of_whole(name: str) -> Any:
+    write = getattr(torch.Tensor, name)
+
+    @functools.wraps(write)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = [one for one in (*args, *kwargs.values()) if _is_whole(one) and one.dim()]
+        # With a gradient of its own it is an activation, of this rank's data.
+        mixes = plain and not (torch.is_grad_enabled() and any([one.requires_grad for one in plain]))
+        with implicit_replication() if mixes else nullcontext():
+            return write(self, *args, **kwargs)
+
+    return call
+
+
+def _set_data(self: Any, value: Tensor) -> None:
+    """`tensor.data = value` of a DTensor.
+
+    Raises:
+        UsageError: It is a parameter of a model that was set up, or the gradient of one.
+    """
+    models = [model for layout in list(_layouts) for model in layout.models()]
+    for name, parameter in [pair for model in models for pair in model.named_parameters()]:
+        if (self is parameter or self is parameter.grad) and memory_of(value) != memory_of(self):
+            of, way = ("", ".data") if self is parameter else (".grad", ".grad")
+            raise UsageError(
+                f"{name}{of}.data = ... would change nothing: {name} is split over ranks, and this rank has "
+                f"a part of it. Write {name}{way}.copy_(...)."
+            )
+    torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
 def spread_gradients(parameters: Iterable[Tensor]) -> list[tuple[list[Tensor], list[Any]]]:

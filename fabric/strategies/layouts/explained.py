@@ -15,6 +15,7 @@ from fabric.core.torch_internals import computes_in
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch import Tensor
     from torch.nn import Module
 
 TWICE = ("mark a variable ready only once", "!unmarked_param_indices.empty()")
@@ -70,6 +71,15 @@ def thawed_late(name: str) -> UsageError:
         "average. Set the model up while all that is trained later has requires_grad=True, and freeze it "
         'after; with "ddp" write Fabric(strategy="ddp_find_unused_parameters_true"), pass other strategies '
         "find_unused_parameters=True. Or set a new copy up for the next phase."
+    )
+
+
+def converted(name: str, now: Tensor) -> UsageError:
+    """The error for a model that was moved or converted after setup."""
+    return UsageError(
+        f"{name} was moved or converted after fabric.setup (now {now.dtype}, {now.device}), and ranks would "
+        "not average its gradient. Convert the model before fabric.setup, or write Fabric(precision=...). "
+        "For other uses convert a copy of what fabric.whole(model) gives."
     )
 
 

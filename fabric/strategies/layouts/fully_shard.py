@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.precision import POLICIES
-from fabric.core.torch_internals import BatchNorm, has_hooks, is_fsdp
+from fabric.core.torch_internals import BatchNorm, has_hooks, is_fsdp, reduce_in_place, whole_of
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
-from fabric.strategies.layouts.agree import broadcast_from_zero
+from fabric.strategies.layouts.agree import broadcast_from_zero, on_any_rank
 from fabric.strategies.layouts.blocks import choose_blocks, innermost_first
 from fabric.strategies.layouts.buffers import shared_buffers
 from fabric.strategies.layouts.materialise import Materialiser
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
+    from fabric.plugins.collectives.channel import Channel
 
 
 @dataclass
@@ -252,12 +253,26 @@ class FullyShard(Sharded):
         return MixedPrecisionPolicy(half, policy.reduce, cast_forward_inputs=False)
 
     def _finish(self, module: Any, blocks: list[Module]) -> None:
-        if self.settings.unused:
-            module.set_reduce_scatter_unused_params(True)
         if self.settings.prefetch:
             for one, following in itertools.pairwise(blocks):
                 one.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
         self.open_gate(module)
+        if self.settings.unused and self.channel is not None:
+            reduce_in_place(module, partial(_reduce_used, channel=self.channel))
+
+
+def _reduce_used(reduce: Callable[[], None], parts: list[Any], channel: Channel) -> None:
+    """Reduce a group's gradients, zeros counting for ranks that have none. All ranks must call this.
+
+    torch's own way (`set_reduce_scatter_unused_params`) makes zeros of what no rank has used, too, which
+    weight decay and momentum would move.
+    """
+    wholes = [whole for part in parts if (whole := whole_of(part)) is not None and whole.requires_grad]
+    used = on_any_rank([whole.grad is not None for whole in wholes], channel)
+    for whole, any_has in zip(wholes, used, strict=True):
+        if any_has and whole.grad is None:
+            whole.grad = torch.zeros_like(whole)
+    reduce()
 
 
 def _own_modules(block: Module) -> Iterator[Module]:

@@ -16,6 +16,7 @@ import torch
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import (
     backward_pass,
+    finish_backward,
     free_root,
     fsdp_groups,
     fsdp_state,
@@ -131,7 +132,9 @@ class RootGate:
         self.state = fsdp_state(root)
         self.running = self.method = self._back = False
         self.opener: Any = None
-        self._lent = False
+        self._lent = self._reached = False
+        self._hidden: dict[Any, None] = {}
+        """States of modules whose forward returns no tensor in sight, in the order of their calls."""
         for layer in _layers_of_root(root):
             layer.register_forward_pre_hook(self._before, prepend=True)
             layer.register_forward_hook(self._after, always_call=True)
@@ -168,11 +171,11 @@ class RootGate:
         """It has ended: the model has its parts again. What a backward will need stays gathered beside."""
         if backward_pass() != -1:
             return
-        lends = torch.is_grad_enabled()
+        lends, kept = torch.is_grad_enabled(), fsdp_groups([*self._hidden])
         for group in self._groups():
             if group.is_sharded:
                 continue
-            if lends:
+            if lends or group in kept:
                 for part in group.fsdp_params:
                     show_part(part)
                 self._lent = True
@@ -180,7 +183,7 @@ class RootGate:
                 group.reshard()
 
     def reached(self, grad: Any) -> None:
-        """A backward has come to the model.
+        """A backward has come to the model, or to a part of it.
 
         Raises:
             UsageError: It makes a graph of gradients: a backward through that would find freed memory.
@@ -194,7 +197,30 @@ class RootGate:
         if not self._back:
             self._back = True
             self.meets.note("backward")
+        self._reached = True
         self.give_back()
+
+    def reduce_hidden(self) -> bool:
+        """At the end of one, reduce the gradients that are still whole. All ranks must call this.
+
+        Returns:
+            Whether the backward went through the model.
+
+        Raises:
+            UsageError: As `reached`.
+        """
+        wholes = [whole_of(part) for group in self._groups() for part in group.fsdp_params]
+        left = [whole.grad for whole in wholes if whole is not None and whole.grad is not None]
+        if any([grad.requires_grad for grad in left]):
+            self.reached(left[0])
+        if left:
+            self.reduce_rest()
+            finish_backward(self.state)
+        for group in fsdp_groups([*self._hidden]):
+            for part in group.fsdp_params:
+                show_part(part)
+        reached, self._reached = self._reached or bool(left), False
+        return reached
 
     def give_back(self) -> None:
         """What is still gathered serves layers that are computed again."""
@@ -220,7 +246,7 @@ class RootGate:
     def recover(self) -> None:
         """Forget a forward or backward that failed: groups are split again, half-made gradients are gone."""
         self.opener = None
-        self._lent = False
+        self._lent = self._reached = False
         self._reset()
         for group in self._groups():
             for part in group.fsdp_params:
@@ -304,7 +330,16 @@ class RootGate:
             out = map_tree(lambda leaf: leaf.clone() if _is_given(leaf) else leaf, out)
         leaves = [anchor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten(out)[0]]
         hang(state, leaves)
-        for leaf in differentiable(leaves):
+        hooked = differentiable(leaves)
+        parts = [part for group in fsdp_groups([] if hooked else [state]) for part in group.fsdp_params]
+        if state not in self._hidden and any([part.sharded_param.requires_grad for part in parts]):
+            # Nothing gathers it for its backward: from now on it stays gathered, until the next call.
+            self._hidden[state] = None
+            module = state._modules[0]
+            module.set_reshard_after_forward(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+            module.unshard()
+        for leaf in hooked:
             if leaf.grad_fn is not None:  # a parameter that is an output keeps its hooks for ever
                 leaf.register_hook(self.reached)
         return out

@@ -79,7 +79,7 @@ def _is_users(key: str, value: Any) -> bool:
     """torch's composable functions keep their states under keys that are no plain strings."""
     if type(key) is not str or key in FSDP_MARKS or key.startswith("_fabric_"):
         return False
-    return not (key == "forward" and _is_foreign(value))
+    return not (key in ("forward", "_apply") and _is_foreign(value))
 
 
 def _is_foreign(call: Any) -> bool:

@@ -19,17 +19,20 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import (
+    accumulator_of,
     build_buckets,
     check_reduced,
     disarm,
     has_built_buckets,
     hook_again,
     renew_reducer,
+    running_node,
 )
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import average_gradients, copy_from_first, differing, on_any_rank
 from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
+from fabric.strategies.layouts.explained import converted
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.compile import uncompiled
 from fabric.utilities.init import name_of, names_of_owners
@@ -209,7 +212,8 @@ class Replicate(Whole):
             known = self._replicas[replica] = _Known(replica, self._syncs_buffers)
             # Passes begin with the last; which rest may differ between ranks where some are unused.
             for parameter in known.trained if replica.find_unused_parameters else known.trained[-1:]:
-                parameter.register_post_accumulate_grad_hook(partial(self._came, weakref.ref(replica)))
+                came = partial(self._came, weakref.ref(replica), accumulator_of(parameter))
+                parameter.register_post_accumulate_grad_hook(came)
             self._keep_local(known)
             hook_again(replica)  # a copy has another reducer
         return replica
@@ -237,12 +241,14 @@ class Replicate(Whole):
         resting = [p for p in trained if not p.requires_grad and p.grad is None]
         for replica in syncing:
             self._replicas[replica].came, self._replicas[replica].reduced = False, None
+            self._replicas[replica].restore_views()
             replica.reducer.prepare_for_backward(start if replica.find_unused_parameters else [])
         try:
             run(tensors, *args, **kwargs)
         except BaseException as error:
             for replica in [replica for replica in syncing if not _is_finished(replica)]:
                 renew_reducer(replica, self._replicas[replica].trained)
+                self._replicas[replica].forget_views()
                 self._failed = True
             if isinstance(error, RuntimeError) and syncing:
                 from fabric.strategies.layouts.explained import tell_apart
@@ -263,7 +269,10 @@ class Replicate(Whole):
             parameter.grad = None
         for replica in syncing:
             self._end(replica)
-        # Buffers are sent here, where all ranks are. DDP sends them before each forward, evaluation included.
+        self._finish(syncing)
+
+    def _finish(self, syncing: list[DistributedDataParallel]) -> None:
+        """Send buffers, where all ranks are: DDP sends them before each forward, evaluation included."""
         for replica in syncing:
             known = self._replicas[replica]
             if replica.training and known.came and known.buffers is not None:
@@ -291,6 +300,8 @@ class Replicate(Whole):
             disarm(replica.reducer)
         elif self._replicas[replica].came and not replica.find_unused_parameters:
             build_buckets(replica)  # here, where all ranks are, and not in whichever forward comes next
+        if self._replicas[replica].came:
+            self._replicas[replica].note_views()
 
     def _group(self) -> Channel:
         if self.channel is None:
@@ -308,8 +319,12 @@ class Replicate(Whole):
                 replica.__dict__[name] = None
         self._frozen.clear()
 
-    def _came(self, ref: weakref.ref[DistributedDataParallel], parameter: Tensor) -> None:
-        """A backward pass wrote the gradient of a replica's parameter."""
+    def _came(self, ref: weakref.ref[DistributedDataParallel], node: Any, parameter: Tensor) -> None:
+        """A backward pass wrote the gradient of a replica's parameter.
+
+        Raises:
+            UsageError: By another node than at setup, of a conversion: the reducer has its hook at that one.
+        """
         replica = ref()
         if replica is None:
             return
@@ -320,6 +335,9 @@ class Replicate(Whole):
             if self._models > 1 and not known.passes & (known.passes - 1) and self.channel is not None:
                 self.channel.meet(call_of("backward", f"of {name_of(replica.module)}"))
         known.came = True
+        if running_node() not in (node, None):
+            names = {id(p): name for name, p in replica.module.named_parameters()}
+            raise converted(names[id(parameter)], parameter)
 
     def after_nested_pass(self) -> None:
         """If a reducer has finished inside of a pass, note what that pass may still add to gradients."""
@@ -360,6 +378,28 @@ class _Known:
         """Whether the last pass that synchronised has come to it."""
         self.reduced: list[Any] | None = None
         """Stamps of the gradients, as a reduction inside of that pass left them."""
+        self.bucketed = replica.gradient_as_bucket_view
+        """Whether gradients are tensors of the reducer, which sends the memory that they had at first."""
+        self.forget_views()
+
+    def forget_views(self) -> None:
+        """The reducer has other memory."""
+        self._views: dict[Tensor, Tensor] = {}
+        self._pointers: list[int] = []
+
+    def note_views(self) -> None:
+        """Note where gradients are, until all parameters have one."""
+        if self.bucketed and len(self._views) < len(self.trained):
+            grads = [p.grad for p in self.trained if p.grad is not None and not p.grad.is_sparse]
+            self._views = {grad: grad.detach() for grad in grads}
+            self._pointers = [grad.data_ptr() for grad in grads]
+
+    def restore_views(self) -> None:
+        """Undo `p.grad.data = values`, which moves the reducer's tensor to other memory; the values stay."""
+        if [*map(torch.Tensor.data_ptr, self._views)] != self._pointers:
+            for view, memory in self._views.items():
+                memory.copy_(view)
+                view.data = memory
 
     def stamps(self) -> list[Any]:
         """Of the gradients."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states
 from fabric.forward import HookedCall
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers
+from fabric.strategies.layouts.explained import converted
 from fabric.strategies.layouts.gathered import GatheredCall, Meets, RootGate
-from fabric.strategies.layouts.split import Split
+from fabric.strategies.layouts.split import Split, is_split
 from fabric.utilities.compile import uncompiled
 from fabric.utilities.init import names_of_owners
 from fabric.utilities.passes import attend_passes, parameters_of
@@ -73,14 +77,23 @@ class Sharded(Split):
         rank zero's buffers, of models that it went through.
 
         Raises:
-            UsageError: The loss has a term of parameters that are split.
+            UsageError: The loss has a term of parameters that are split, or of what a part has computed and
+                not returned.
         """
+        gates = [(model, _gate(model)) for model in self.models() if _gate(model) is not None]
         try:
             run(tensors, *args, **kwargs)
+            for model, gate in gates:
+                if gate.reduce_hidden() and self._buffers[model].sent:
+                    self.on_reached(model)
         except BaseException as error:
-            for model in self.models():
-                if _gate(model) is not None:
-                    _gate(model).recover()
+            for _, gate in gates:
+                gate.recover()
+            if "storage of size 0" in str(error):
+                raise UsageError(
+                    "The loss has a term of what a forward put aside (an attribute, an entry of a list), and "
+                    "the parameters that it needs are freed. Return it: in a tuple, dict or dataclass."
+                ) from error
             if type(error) is RuntimeError and re.search(r"and DTensor|Sharding propagation", str(error)):
                 raise UsageError(
                     "The loss has a term of parameters that are split over ranks (a penalty on weights), "
@@ -114,6 +127,11 @@ class Sharded(Split):
         """Call this when all groups of a model stand, and `module` is the outermost."""
         begin_fsdp(module)  # the root is this one, whatever is called first
         expect_thawed(module)
+        for name, parameter in module.named_parameters():
+            if is_split(parameter):
+                parameter.register_hook = partial(_refuse_hook, name)
+        for part in module.modules():
+            part.__dict__["_apply"] = partial(_convert, part)
         module.__dict__["_fabric_gate"] = RootGate(module, self.meets(module, in_lockstep))
 
     def meets(self, module: Module, in_lockstep: bool = False) -> Meets:
@@ -161,6 +179,11 @@ class Sharded(Split):
         if self.channel is None or not any([id(p) in own for p in held]):
             return
         self._check_own(optimizer, own)
+        if any([is_split(p) and not is_split(p.grad) for p in held if p.grad is not None]):
+            raise UsageError(
+                "A gradient is a plain tensor, perhaps this rank's own; its parameter is split over ranks. "
+                "Write p.grad = torch.zeros_like(p).copy_(g), with a g that is the same on all ranks."
+            )
         if len(args) > 1 or kwargs:
             return  # a closure makes gradients in the step
         bare = ", ".join([own.get(id(p), "a parameter") for p in held if p.grad is None and p.requires_grad])
@@ -173,6 +196,31 @@ class Sharded(Split):
         if self.synchronised is not None:
             stepped = {*held}
             self.synchronised([m for m in self.models() if not stepped.isdisjoint(m.parameters())])
+
+
+def _refuse_hook(name: str, hook: Any) -> None:
+    """`register_hook` of a parameter that is split: autograd never computes its gradient.
+
+    Raises:
+        UsageError: Always.
+    """
+    raise UsageError(
+        f"{name}.register_hook: {name} is split over ranks, and this hook would never run. Write "
+        f"{name}.register_post_accumulate_grad_hook(hook), which gets the parameter with its averaged .grad."
+    )
+
+
+def _convert(module: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """`module.to(...)`, `.half()` and the like of a model that is split.
+
+    Raises:
+        UsageError: They would change a tensor.
+    """
+    with torch.no_grad():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if (new := fn(tensor)) is not tensor:
+                raise converted(name, new)
+    return module
 
 
 def _gate(root: Any) -> Any:

@@ -55,7 +55,7 @@ class Split(Whole):
         from fabric.strategies.layouts.dtensors import mend_dtensors
 
         self.device, self.policy = topology.device, policy
-        mend_dtensors()
+        mend_dtensors(self)
         self._unwatch = self._unwatch or watch_steps(self)
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:

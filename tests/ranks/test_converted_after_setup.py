@@ -1,0 +1,103 @@
+"""Models that are moved or converted after `setup`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fabric import Fabric
+from fabric.core.errors import UsageError
+from fabric.strategies import DDPStrategy
+
+STRATEGIES = {
+    "ddp": lambda: "ddp",
+    "ddp without views": lambda: DDPStrategy(gradient_as_bucket_view=False),
+    "ddp_find_unused_parameters_true": lambda: "ddp_find_unused_parameters_true",
+    "zero1": lambda: "zero1",
+    "zero2": lambda: "zero2",
+    "fsdp": lambda: "fsdp",
+}
+
+
+def fabric_of(strategy: str) -> Fabric:
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=STRATEGIES[strategy]())
+    fabric.launch()
+    return fabric
+
+
+def train(model, optimizer, backward, x) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model(x).pow(2).mean())
+        optimizer.step()
+
+
+def convert_and_train(one, model, optimizer, backward) -> None:
+    one.bfloat16().float()
+    train(model, optimizer, backward, torch.randn(6, 4))
+
+
+def ready(fabric: Fabric):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2)).eval()
+    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    return plain, model, optimizer
+
+
+def same_place(strategy: str) -> None:
+    fabric = fabric_of(strategy)
+    x = torch.randn(6, 4)
+    _, expected, optimizer = ready(fabric)
+    train(expected, optimizer, fabric.backward, x)
+    plain, model, optimizer = ready(fabric)
+    for one in (model, model.module, plain, plain[0]):
+        assert one.to(fabric.device) is one
+        one.float().cpu()
+    train(model, optimizer, fabric.backward, x)
+    found = model.state_dict()
+    for key, value in expected.state_dict().items():
+        torch.testing.assert_close(found[key], value)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_same_device_and_dtype_change_nothing(ranks, strategy):
+    ranks.run(same_place, strategy, world_size=2)
+
+
+def other_dtype(strategy: str) -> None:
+    fabric = fabric_of(strategy)
+    for trained in (False, True):
+        for through in ("wrapper", "module", "user's"):
+            plain, model, optimizer = ready(fabric)
+            if trained:
+                train(model, optimizer, fabric.backward, torch.randn(6, 4))
+            one = {"wrapper": model, "module": model.module, "user's": plain}[through]
+            with pytest.raises(
+                UsageError, match=r"was moved or converted .*Convert the model before"
+            ) as info:
+                convert_and_train(one, model, optimizer, fabric.backward)
+            assert ".weight was" in str(info.value) or ".bias was" in str(info.value)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_another_dtype_is_refused(ranks, strategy, world_size):
+    ranks.run(other_dtype, strategy, world_size=world_size)
+
+
+def after_training(strategy: str) -> None:
+    fabric = fabric_of(strategy)
+    _, model, optimizer = ready(fabric)
+    train(model, optimizer, fabric.backward, torch.randn(6, 4))
+    with fabric.whole(model) as plain:
+        if plain is not None:
+            assert plain.double()(torch.ones(1, 4).double()).dtype is torch.float64
+    if strategy == "ddp":
+        assert model.double().module[0].weight.dtype is torch.float64  # to be evaluated or exported
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_what_is_trained_no_more_may_be_converted(ranks, strategy):
+    ranks.run(after_training, strategy, world_size=2)
