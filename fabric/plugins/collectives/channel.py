@@ -140,7 +140,7 @@ class Channel:
         from fabric.plugins.collectives.frames import NO_FACTS, Meeting, is_alike, message
 
         counts, name = guard.waits.counts, guard.name
-        facts = NO_FACTS if self.facts is None else self.facts.facts()
+        facts = NO_FACTS if self.facts is None or torch.compiler.is_compiling() else self.facts.facts()
         own = message(counts[name] + 1, call, payload, guard.whole, facts)
         counts[name] += 1  # last: nothing can fail between it and the frame
         turn = star.start(own)
