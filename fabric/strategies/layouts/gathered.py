@@ -36,6 +36,7 @@ from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
 from fabric.plugins.collectives.frames import ALONE
 from fabric.strategies.layouts.explained import split_error
+from fabric.utilities.compile import eager
 from fabric.utilities.init import name_of
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Meets:
             part.register_forward_pre_hook(partial(self._enter, names[part]))
             part.register_forward_hook(self._leave, always_call=True)
 
+    @eager
     def meet(self, name: str = "") -> bool:
         """The ranks meet before a call of the part of this name, unless a call around it has met."""
         if self._within is not None:
