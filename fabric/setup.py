@@ -137,10 +137,9 @@ class SetupVerbs(RankFacts):
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
         module = check_module(module, "fabric.setup", self._strategy)
-        if rank_local:
-            from fabric.strategies.layouts.buffers import mark_rank_local
+        from fabric.strategies.layouts.buffers import mark_rank_local
 
-            mark_rank_local(unwrap(module), rank_local)
+        mark_rank_local(unwrap(module), rank_local)  # also without names: those of another setup are gone
         wrapped, stepped, scheduler = self._wrap(
             module, list(optimizers), scheduler, move_to_device, _reapply_compile
         )
