@@ -20,10 +20,14 @@ class ZeRO1Strategy(DDPStrategy):
     them to the others. The numbers are those of `DDPStrategy`. Memory for Adam in float32, bytes a parameter:
     4 (parameter) + 4 (gradient) + 8 / ranks (states).
 
-    The optimizer must update each parameter by its own gradient and state. LBFGS is refused; others that
-    compute one value from all parameters (a global norm inside the step, as some LAMB; D-Adaptation, Prodigy)
-    cannot be told from the rest and would see one rank's share: use "ddp" for them. A step that was given to
-    torch.compile runs uncompiled.
+    The optimizer must update each parameter by its own gradient and state. LBFGS is refused at setup, and so
+    are classes whose step computes one value from all parameters (a global norm, as some LAMB; D-Adaptation,
+    Prodigy): a trial with small parameters finds them. Use "ddp" or "zero2" for them. A step that draws
+    random numbers, or runs on devices only, is not tried. A step that was given to torch.compile runs
+    uncompiled.
+
+    Other methods of the optimizer that change parameters (`eval()` and `train()` of schedule-free ones) are
+    calls of all ranks; afterwards all ranks have the owners' values.
 
     Arguments are those of `DDPStrategy`.
     """

@@ -72,7 +72,8 @@ class LossScale:
                 "fabric.backward(loss). Write that instead of loss.backward(), so that the loss is scaled."
             )
         if held and not (self._unscaled.get(optimizer) and held <= self._true):
-            by_hand = self._unscaled_by_loop()
+            more = len(self.scaler._per_optimizer_states) > len(self._unscaled)
+            by_hand = self._unscaled_by_loop() if more else []
             if id(optimizer) not in by_hand:
                 if by_hand:
                     raise UsageError(

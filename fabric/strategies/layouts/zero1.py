@@ -287,7 +287,7 @@ def _check_divisible(optimizer: Optimizer) -> None:
         raise ConfigurationError(
             f"{kind}.step() updates a parameter by values of other parameters (a norm over all, or an "
             'estimate of the learning rate), and with strategy="zero1" each rank steps some of them only. '
-            'Write Fabric(strategy="ddp").'
+            'Write Fabric(strategy="ddp"), or "zero2".'
         )
     if any([group.get("differentiable") for group in optimizer.param_groups]):
         raise ConfigurationError(
