@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,3 +104,18 @@ def after_training(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_what_is_trained_no_more_may_be_converted(ranks, strategy):
     ranks.run(after_training, strategy, world_size=2)
+
+
+def forgotten(strategy: str) -> None:
+    fabric = fabric_of(strategy)
+    plain, model, optimizer = ready(fabric)
+    train(model, optimizer, fabric.backward, torch.randn(6, 4))
+    gone = weakref.ref(plain[0].weight), weakref.ref(plain)
+    del plain, model, optimizer
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true", "zero1", "fsdp"])
+def test_models_that_are_dropped_leave_memory(ranks, strategy):
+    ranks.run(forgotten, strategy, world_size=2)

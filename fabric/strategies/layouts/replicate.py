@@ -32,7 +32,6 @@ from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import average_gradients, copy_from_first, differing, on_any_rank
 from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
-from fabric.strategies.layouts.explained import converted
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.compile import uncompiled
 from fabric.utilities.init import name_of, names_of_owners
@@ -212,8 +211,9 @@ class Replicate(Whole):
             known = self._replicas[replica] = _Known(replica, self._syncs_buffers)
             # Passes begin with the last; which rest may differ between ranks where some are unused.
             for parameter in known.trained if replica.find_unused_parameters else known.trained[-1:]:
-                came = partial(self._came, weakref.ref(replica), accumulator_of(parameter))
-                parameter.register_post_accumulate_grad_hook(came)
+                # The node keeps its parameter, whose hook must not have it.
+                known.nodes[id(parameter)] = accumulator_of(parameter)
+                parameter.register_post_accumulate_grad_hook(partial(self._came, weakref.ref(replica)))
             self._keep_local(known)
             hook_again(replica)  # a copy has another reducer
         return replica
@@ -224,31 +224,29 @@ class Replicate(Whole):
         Raises:
             UsageError: Parameters got no gradient, so the ranks' gradients could not be averaged; names them.
         """
-        frozen = [(name, p) for name, ref in self._frozen if (p := ref()) is not None]
-        thawed = [(name, p, stamp(p)) for name, p in frozen if p.requires_grad]
-        syncing = [
-            replica
-            for replica in self._replicas
-            if replica.require_backward_grad_sync and replica.reducer is not None
-        ]
+        held = [(name, ref()) for name, ref in self._frozen]
+        thawed = [(name, p, stamp(p)) for name, p in held if p is not None and p.requires_grad]
+        syncing = [r for r in self._replicas if r.require_backward_grad_sync and r.reducer is not None]
         if self._failed and syncing and self.channel is not None:  # perhaps on some ranks only
             self._failed = False
             self.channel.meet(call_of("backward after one that failed"))
         start = [t for t in (tensors if isinstance(tensors, Sequence) else [tensors]) if torch.is_tensor(t)]
         local = [(known, known.stamps()) for r in syncing if (known := self._replicas[r]).local]
         # Frozen since a forward: torch's backward leaves them out, and the reducer would give them zeros.
-        trained = [p for replica in syncing for p in self._replicas[replica].trained]
-        resting = [p for p in trained if not p.requires_grad and p.grad is None]
+        frozen = [p for r in syncing for p in self._replicas[r].trained if not p.requires_grad]
+        resting = [p for p in frozen if p.grad is None]
         for replica in syncing:
-            self._replicas[replica].came, self._replicas[replica].reduced = False, None
-            self._replicas[replica].restore_views()
+            known = self._replicas[replica]
+            known.came, known.reduced = False, None
+            if [*map(torch.Tensor.data_ptr, known.views)] != known.pointers:
+                known.restore_views()
             replica.reducer.prepare_for_backward(start if replica.find_unused_parameters else [])
         try:
             run(tensors, *args, **kwargs)
         except BaseException as error:
             for replica in [replica for replica in syncing if not _is_finished(replica)]:
                 renew_reducer(replica, self._replicas[replica].trained)
-                self._replicas[replica].forget_views()
+                self._replicas[replica].views = {}
                 self._failed = True
             if isinstance(error, RuntimeError) and syncing:
                 from fabric.strategies.layouts.explained import tell_apart
@@ -258,11 +256,10 @@ class Replicate(Whole):
         for replica in syncing:
             if self._replicas[replica].reduced is not None:
                 self._average_rest(self._replicas[replica])
-        for name, parameter, before in thawed:
-            if stamp(parameter) != before:  # this backward went through it
-                from fabric.strategies.layouts.explained import thawed_late
+        for name in [name for name, p, before in thawed if stamp(p) != before]:
+            from fabric.strategies.layouts.explained import thawed_late
 
-                raise thawed_late(name)
+            raise thawed_late(name)
         if local:
             self._averaged(local)
         for parameter in resting:
@@ -300,8 +297,9 @@ class Replicate(Whole):
             disarm(replica.reducer)
         elif self._replicas[replica].came and not replica.find_unused_parameters:
             build_buckets(replica)  # here, where all ranks are, and not in whichever forward comes next
-        if self._replicas[replica].came:
-            self._replicas[replica].note_views()
+        known = self._replicas[replica]
+        if known.came and known.bucketed and len(known.views) < len(known.trained):
+            known.note_views()
 
     def _group(self) -> Channel:
         if self.channel is None:
@@ -319,7 +317,7 @@ class Replicate(Whole):
                 replica.__dict__[name] = None
         self._frozen.clear()
 
-    def _came(self, ref: weakref.ref[DistributedDataParallel], node: Any, parameter: Tensor) -> None:
+    def _came(self, ref: weakref.ref[DistributedDataParallel], parameter: Tensor) -> None:
         """A backward pass wrote the gradient of a replica's parameter.
 
         Raises:
@@ -335,7 +333,9 @@ class Replicate(Whole):
             if self._models > 1 and not known.passes & (known.passes - 1) and self.channel is not None:
                 self.channel.meet(call_of("backward", f"of {name_of(replica.module)}"))
         known.came = True
-        if running_node() not in (node, None):
+        if running_node() not in (known.nodes[id(parameter)], None):
+            from fabric.strategies.layouts.explained import converted
+
             names = {id(p): name for name, p in replica.module.named_parameters()}
             raise converted(names[id(parameter)], parameter)
 
@@ -370,6 +370,8 @@ class _Known:
         synced = syncs_buffers and shared_buffers(replica.module)
         self.buffers = SyncedBuffers(replica.module) if synced else None
         """Those to keep alike."""
+        self.nodes: dict[int, Any] = {}
+        """Those that write the gradients that are looked at, by parameter."""
         self.local = False
         """Whether its gradients may be those of this rank only."""
         self.passes = 0
@@ -380,26 +382,21 @@ class _Known:
         """Stamps of the gradients, as a reduction inside of that pass left them."""
         self.bucketed = replica.gradient_as_bucket_view
         """Whether gradients are tensors of the reducer, which sends the memory that they had at first."""
-        self.forget_views()
-
-    def forget_views(self) -> None:
-        """The reducer has other memory."""
-        self._views: dict[Tensor, Tensor] = {}
-        self._pointers: list[int] = []
+        self.views: dict[Tensor, Tensor] = {}
+        """Those tensors, each with one of the same memory."""
+        self.pointers: list[int] = []
 
     def note_views(self) -> None:
-        """Note where gradients are, until all parameters have one."""
-        if self.bucketed and len(self._views) < len(self.trained):
-            grads = [p.grad for p in self.trained if p.grad is not None and not p.grad.is_sparse]
-            self._views = {grad: grad.detach() for grad in grads}
-            self._pointers = [grad.data_ptr() for grad in grads]
+        """Note where gradients are."""
+        grads = [p.grad for p in self.trained if p.grad is not None and not p.grad.is_sparse]
+        self.views = {grad: grad.detach() for grad in grads}
+        self.pointers = [grad.data_ptr() for grad in grads]
 
     def restore_views(self) -> None:
         """Undo `p.grad.data = values`, which moves the reducer's tensor to other memory; the values stay."""
-        if [*map(torch.Tensor.data_ptr, self._views)] != self._pointers:
-            for view, memory in self._views.items():
-                memory.copy_(view)
-                view.data = memory
+        for view, memory in self.views.items():
+            memory.copy_(view)
+            view.data = memory
 
     def stamps(self) -> list[Any]:
         """Of the gradients."""
