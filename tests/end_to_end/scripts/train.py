@@ -60,5 +60,5 @@ if __name__ == "__main__":
         fabric.launch()  # again: nothing happens
         train(fabric, 2)
     added = {key for key in os.environ if before.get(key) != os.environ[key]}
-    if added - {"FABRIC_GLOBAL_SEED", "FABRIC_SEED_WORKERS", "TORCHINDUCTOR_CACHE_DIR"}:
+    if added - {"FABRIC_GLOBAL_SEED", "FABRIC_JOINED", "FABRIC_SEED_WORKERS", "TORCHINDUCTOR_CACHE_DIR"}:
         raise SystemExit(f"environment variables left behind: {added}")

@@ -452,7 +452,7 @@ def branching(keywords: dict, plain_backward: bool) -> None:
         optimizer.zero_grad()
         loss = model(batch[fabric.global_rank], (fabric.global_rank + number) % 2).pow(2).mean()
         loss.backward() if plain_backward else fabric.backward(loss)
-        assert bool((raw.parts[0].ways[2].inner.weight.grad.full_tensor() == 0).all())
+        assert raw.parts[0].ways[2].inner.weight.grad is None, "used on no rank"
         optimizer.step()
         step.zero_grad()
         losses = [one(part, (rank + number) % 2).pow(2).mean() for rank, part in enumerate(batch)]

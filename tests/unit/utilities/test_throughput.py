@@ -114,7 +114,8 @@ class Loop:
     def __init__(self):
         self.world_size = 2
         self.device = torch.device("cpu")
-        self.strategy = SimpleNamespace(precision=SimpleNamespace(policy=parse_precision("bf16-mixed")))
+        policy = SimpleNamespace(policy=parse_precision("bf16-mixed"))
+        self.strategy = SimpleNamespace(precision=policy, topology=SimpleNamespace(world_size=2))
         self.logged = []
 
     def log_dict(self, metrics, step=None):
