@@ -183,7 +183,7 @@ def check_owned(optimizers: tuple[Optimizer, ...], modules: list[Module], verb: 
                 f"{verb}: {len(foreign)} of {len(held)} parameters of {type(optimizer).__name__} (shapes "
                 f"{', '.join(map(str, foreign[:3]))}) belong to no model that is set up. Make the optimizer "
                 f"from this model's .parameters(), or set all its models up with setup_module first, then "
-                f"setup_optimizers."
+                f"optimizer = fabric.setup_optimizers(optimizer), which takes parameters of no model, too."
             )
 
 

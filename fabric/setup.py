@@ -27,6 +27,7 @@ from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
 from fabric.utilities.compile import is_compiled, recompile
 from fabric.utilities.init import MODEL_NAME, describe_module, has_meta_parameters, name_of
+from fabric.utilities.passes import parameters_of
 from fabric.utilities.seed import RngState
 from fabric.wrappers import _FabricContainer, _FabricModule, _FabricOptimizer, unwrap
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
     from torch.optim import Optimizer
+
+    from fabric.strategies.layouts.free import StepCheck
 
 # For type checkers a model and an optimizer that were set up are of the user's own classes.
 M = TypeVar("M", bound="Module")
@@ -58,6 +61,7 @@ class SetupVerbs(RankFacts):
 
     _models = 0
     """How many models were set up."""
+    _step_check: StepCheck | None = None
     _looked = False
     """Whether the first backward has asked for one."""
 
@@ -183,6 +187,8 @@ class SetupVerbs(RankFacts):
     def setup_optimizers(self, *optimizers: Any, replica_check: bool = True) -> Any:  # type: ignore[misc]
         """Make optimizers ready whose models are set up by calls of their own. All ranks must call this.
 
+        Parameters of no model get rank zero's values, and each backward averages their gradients.
+
         Args:
             optimizers: At least one.
             replica_check: As for `setup`.
@@ -191,16 +197,14 @@ class SetupVerbs(RankFacts):
             The optimizer, or a tuple where several were given.
 
         Raises:
-            ConfigurationError: None was given; one is set up already, or holds parameters of no model that
-                is.
+            ConfigurationError: None was given, or one is set up already.
             ArgumentTypeError: Not an optimizer.
         """
         self._require_launch("setup_optimizers()")
         check_optimizers(optimizers, "fabric.setup_optimizers")
         for optimizer in optimizers:
             self._strategy.layout.follow(optimizer)
-        if self._strategy.modules:
-            check_owned(optimizers, list(self._strategy.modules), "fabric.setup_optimizers")
+            self._strategy.layout.add_free(parameters_of(optimizer))
         stepped = [self._strategy.setup_optimizer(o) for o in optimizers]
         if replica_check and (replicas := self._strategy.replicas) is not None:
             replicas.add(None, stepped)
@@ -339,6 +343,8 @@ class SetupVerbs(RankFacts):
         self, module: Any, optimizers: list[Any], scheduler: Any, move_to_device: bool, reapply_compile: bool
     ) -> tuple[_FabricModule, list[Any], Any]:
         original = unwrap(module)
+        for optimizer in optimizers if self._strategy.modules else ():
+            self._strategy.layout.follow(optimizer)  # parameters that a model set up before has, too
         if optimizers:
             check_owned(tuple(optimizers), [original, *self._strategy.modules], "fabric.setup")
         empty = has_meta_parameters(original)
@@ -360,8 +366,10 @@ class SetupVerbs(RankFacts):
         if self._strategy.topology.world_size > 1:
             self._strategy.meet("setup", describe_module(inner))
             from fabric.strategies.layouts.buffers import check_buffers
+            from fabric.strategies.layouts.free import StepCheck
 
             check_buffers(inner, partial(self._strategy.all_gather_object, label="setup"))
+            self._step_check = self._step_check or StepCheck(self._strategy)
             if self._strategy.data_rank[1] > 1:
                 warn_of_batch_norm(inner, self.device)
         if optimizers:

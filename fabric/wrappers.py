@@ -292,15 +292,17 @@ class _FabricOptimizer:
         return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add the parameters of `param_group`, of a model that is set up.
+        """Add the parameters of `param_group`. All ranks must call this.
 
         Raises:
-            UsageError: They are of another: their gradients would stay local.
+            UsageError: The strategy cannot take in more.
         """
         given = param_group["params"]
         params = [given] if hasattr(given, "requires_grad") else list(given)
         plain = [p[1] if isinstance(p, tuple) else p for p in params]
-        self.__dict__["_fabric_strategy"].layout.check_added(plain)
+        layout = self.__dict__["_fabric_strategy"].layout
+        layout.check_added(plain)
+        layout.add_free(plain)
         self.optimizer.add_param_group({**param_group, "params": params})
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:

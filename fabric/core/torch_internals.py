@@ -197,6 +197,11 @@ def fsdp_states(root: Any) -> list[Any]:
     return [*fsdp_state(root)._state_ctx.all_states]
 
 
+def fsdp_root(module: Any) -> Any:
+    """The outermost module of the groups that this one belongs to; None where it is not known yet."""
+    return next((state._modules[0] for state in fsdp_states(module)), None)
+
+
 def fsdp_groups(states: list[Any]) -> list[Any]:
     """The groups of parameters that are gathered together."""
     return [group for state in states for group in state._fsdp_param_groups]
@@ -293,6 +298,24 @@ def renew_reducer(replica: Any, trained: list[torch.nn.Parameter]) -> None:
     hook_again(replica)
 
 
+def leave_out(replica: Any, elsewhere: set[Any], trained: list[torch.nn.Parameter]) -> None:
+    """Let a replica reduce `trained`, and leave out what is reduced `elsewhere`, beside what its user leaves
+    out.
+    """
+    replica.require_backward_grad_sync = bool(trained)
+    if not trained:  # with a reducer, since copies make theirs of the same parameters, and need some
+        replica.reducer._remove_autograd_hooks()
+        elsewhere = set()
+    users = replica.__dict__.setdefault("_fabric_ignored", {*replica.parameters_to_ignore})
+    parts = replica.module.named_modules()
+    # The reducer's names: ".weight" for a parameter of the outermost module.
+    names = [f"{path}.{n}" for path, part in parts for n, p in part._parameters.items() if p in elsewhere]
+    ignored = {*users, *names}
+    before, replica.parameters_to_ignore = replica.parameters_to_ignore, ignored
+    if before != ignored and trained:
+        renew_reducer(replica, trained)
+
+
 def hook_again(replica: Any) -> None:
     """Give the communication hook of a replica to its reducer, which is a new one."""
     hooks, replica._comm_hooks = replica._comm_hooks, []
@@ -304,8 +327,16 @@ def hook_again(replica: Any) -> None:
 
 
 def begin_fsdp(root: Any) -> None:
-    """Now, as else in the first forward: this module is the root of all groups in it."""
-    fsdp_state(root)._lazy_init()
+    """Now, as else in the first forward: this module is the root of all groups in it, but for those that have
+    a root: of modules that another model has, too.
+    """
+    state = fsdp_state(root)
+    find = state._get_state_for_module
+    state._get_state_for_module = lambda module: (
+        None if (held := find(module)) is not state and getattr(held, "_is_root", None) is not None else held
+    )
+    state._lazy_init()
+    del state._get_state_for_module
 
 
 def expect_thawed(root: Any) -> None:

@@ -206,6 +206,9 @@ class _Load:
         if _is_stateful(target):
             self.into(target, value, name)
             return target
+        if isinstance(target, torch.nn.Parameter) and not _is_part(target):  # of no model: `log_alpha`
+            target.data.copy_(from_portable(value))
+            return target
         if not _holds_stateful(target):
             return from_portable(value)
         if isinstance(target, dict):

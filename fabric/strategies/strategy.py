@@ -195,7 +195,7 @@ class Strategy(Checkpoints):
         if self._accelerator is not None:
             self._accelerator.setup_device(self.root_device)
         self._join_ranks()
-        self.layout.channel = self.channel()
+        self.layout.channel, self.layout.gate = self.channel(), self.gate
         if self.replicas is not None and self.replica_check:
             self.layout.synchronised = self.replicas.synchronised
         self.layout.join(self.topology, self._precision.policy)
@@ -207,6 +207,7 @@ class Strategy(Checkpoints):
         """Let go of groups, files and settings that this strategy took."""
         self.snapshot = self.replicas = None
         self.layout.teardown()
+        self.layout.free = None
         self._precision.teardown()
         if self._checkpoint_io is not None:
             self._checkpoint_io.teardown()

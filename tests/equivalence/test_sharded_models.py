@@ -4,6 +4,7 @@ buffers.
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 import weakref
@@ -631,13 +632,18 @@ def layer_after_setup(strategy) -> None:
     fabric = Fabric(accelerator="cpu", devices=2, strategy=made)
     fabric.launch()
     model = fabric.setup_module(Net())
-    model.module.late = nn.Linear(2, 2)
-    with pytest.raises(UsageError, match=r"SGD trains 2 parameters|2 parameters .* were in no model"):
-        fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.module.late = nn.Linear(2, 2)  # other values on each rank
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = copy.deepcopy(model.module.late)
+    data = torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(4))
+    fabric.backward(model.module.late(data[fabric.global_rank]).pow(2).mean())
+    optimizer.step()
+    plain(data.flatten(0, 1)).pow(2).mean().backward()
+    torch.testing.assert_close(model.module.late.weight, plain.weight - 0.1 * plain.weight.grad)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-def test_a_layer_added_after_setup_is_named(ranks, strategy):
+def test_a_layer_added_after_setup_is_averaged(ranks, strategy):
     ranks.run(layer_after_setup, strategy, world_size=2)
 
 

@@ -354,13 +354,6 @@ def optimizer_of_what_was_replaced():
     start(ModelParallelStrategy(replaces_the_head)).setup(model := Net(), sgd(model))
 
 
-def optimizer_of_another_model():
-    fabric = start("fsdp")
-    model = fabric.setup_module(Net())
-    fabric.setup_optimizers(sgd(Net()))
-    return model
-
-
 def sharded_whole():
     return fully_shard(Net())
 
@@ -368,12 +361,6 @@ def sharded_whole():
 def sharded_in_part():
     fully_shard((model := Net()).blocks[0])
     return model
-
-
-def set_up_in_part():
-    fabric, model = start("fsdp"), Net()
-    fabric.setup(model.blocks)
-    fabric.setup(model)
 
 
 def mesh_of_one_rank():
@@ -456,22 +443,12 @@ AT_SETUP = {
     ),
     "a model that is sharded": (setup(sharded_whole), UsageError, ["This model (Net) is", *WHOLE]),
     "a model that is sharded in part": (setup(sharded_in_part), UsageError, ["blocks.0 (Block) is", *WHOLE]),
-    "a model of which a part is set up": (set_up_in_part, UsageError, ["blocks (Sequential) is", *WHOLE]),
     "an optimizer of parameters that are gone": (
         optimizer_of_what_was_replaced,
         UsageError,
         [
             "SGD trains 2 parameters (shapes (2, 4), (2,)) that are not those of a model",
             "make the optimizer from model.parameters()",
-        ],
-    ),
-    "an optimizer of another model": (
-        optimizer_of_another_model,
-        ConfigurationError,
-        [
-            "10 of 10 parameters of SGD",
-            "belong to no model that is set up",
-            "Make the optimizer from this model",
         ],
     ),
     "mesh under ddp": (

@@ -396,18 +396,16 @@ def test_setup_refuses_an_optimizer_that_is_set_up():
         fabric.setup(nn.Linear(4, 2), view)
 
 
-@pytest.mark.parametrize("verb", ["setup", "setup_optimizers"])
-def test_setup_refuses_parameters_of_no_model(verb):
+def test_setup_refuses_parameters_of_no_model():
     fabric = fabric_on_cpu()
     net, foreign = nn.Linear(4, 2), nn.Linear(3, 1)
     optimizer = SGD([*net.parameters(), *foreign.parameters()], lr=0.1)
-    if verb == "setup_optimizers":
-        fabric.setup_module(net)
     with pytest.raises(ConfigurationError) as caught:
-        getattr(fabric, verb)(*[net, optimizer] if verb == "setup" else [optimizer])
+        fabric.setup(net, optimizer)
     text = str(caught.value)
-    assert f"fabric.{verb}: 2 of 4 parameters of SGD (shapes (1, 3), (1,)) belong to no model" in text
+    assert "fabric.setup: 2 of 4 parameters of SGD (shapes (1, 3), (1,)) belong to no model" in text
     assert "Make the optimizer from this model's .parameters()" in text
+    assert "fabric.setup_optimizers(optimizer), which takes parameters of no model, too." in text
     assert not is_wrapped(net)
 
 

@@ -386,6 +386,13 @@ def _one_reducer() -> None:
     twin(True).backward()
     assert [len(state) for _, state in twin._comm_hooks] == [3]
     assert len(seen) == 2
+    used, rest = replica.module.used, replica.module.rest
+    internals.leave_out(replica, {rest}, [used])
+    replica(False).backward()
+    internals.check_reduced(replica)  # waits for `used` alone
+    internals.leave_out(replica, {used, rest}, [])
+    assert not replica.require_backward_grad_sync
+    assert copy.deepcopy(replica).reducer is not None
 
 
 def test_reducers_of_ddp(tmp_path: Path) -> None:
@@ -445,6 +452,14 @@ def _one_split_model() -> None:
     assert model[1].weight is internals.whole_of(weight)
     internals.show_part(weight)
     assert model[1].weight is weight.sharded_param
+    assert internals.fsdp_root(model[1]) is model
+    other = torch.nn.Sequential(model[1], torch.nn.Linear(2, 2))
+    fully_shard(other)
+    assert internals.fsdp_root(other) is None
+    internals.begin_fsdp(other)  # the group of `model[1]` keeps its root
+    assert internals.fsdp_root(other) is other
+    assert internals.fsdp_root(model[1]) is model
+    assert len(internals.fsdp_states(other)) == 1
 
 
 def test_groups_and_parts_of_fsdp(tmp_path: Path) -> None:

@@ -47,6 +47,12 @@ def average_gradients(parameters: list[Any], channel: Channel, where: str) -> No
     _each_parcel([p.grad for p in held], channel, partial(channel.collective.all_reduce, op="mean"))
 
 
+def stamp(parameter: Tensor) -> Any:
+    """Something that changes when a gradient is accumulated: in place, or as the first one."""
+    grad = parameter.grad
+    return None if grad is None else (id(grad), grad._version)
+
+
 def on_any_rank(truths: list[bool], channel: Channel) -> list[bool]:
     """Of each, whether it holds on any rank. All ranks of the group must call this."""
     device = torch.device("cpu") if "cpu" in channel.wire.sendable else channel.wire.via

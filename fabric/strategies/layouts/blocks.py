@@ -10,7 +10,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.torch_internals import is_fsdp
+from fabric.core.torch_internals import fsdp_root, is_fsdp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -42,18 +42,17 @@ def check_policy(policy: Any, name: str) -> None:
 
 
 def check_whole(model: Module) -> None:
-    """Raise unless `fully_shard` was called on no part of the model.
+    """Raise unless `fully_shard` was called on no part of the model but those of models that are set up.
 
     Raises:
         UsageError: It was; the message names the part.
     """
     for path, module in model.named_modules():
-        if is_fsdp(module):
+        if is_fsdp(module) and (module is model or not hasattr(fsdp_root(module), "_fabric_gate")):
             raise UsageError(
                 f"{path or 'This model'} ({type(module).__name__.removeprefix('FSDP')}) is sharded already: "
-                f"fully_shard was called on it before, by you or by a fabric.setup of its own. Set the whole "
-                f"model up once, and leave fully_shard to the strategy, or to ModelParallelStrategy("
-                f"parallelize_fn)."
+                "fully_shard was called on it before. Set the whole model up once, and leave fully_shard to "
+                "the strategy, or to ModelParallelStrategy(parallelize_fn)."
             )
 
 

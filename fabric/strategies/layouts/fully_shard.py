@@ -21,7 +21,7 @@ from fabric.core.torch_internals import BatchNorm, has_hooks, is_fsdp, reduce_in
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import broadcast_from_zero, on_any_rank
-from fabric.strategies.layouts.blocks import choose_blocks, innermost_first
+from fabric.strategies.layouts.blocks import check_whole, choose_blocks, innermost_first
 from fabric.strategies.layouts.buffers import shared_buffers
 from fabric.strategies.layouts.materialise import Materialiser
 from fabric.strategies.layouts.sharded import Sharded
@@ -113,13 +113,17 @@ class FullyShard(Sharded):
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module itself, split group by group; rank zero's values count. All ranks must call this.
 
+        What another model has, too, stays in that one's groups, which calls of its layers gather.
+
         Raises:
             ConfigurationError: Fewer elements than ranks, or a policy that matches nothing.
             UsageError: A parameter on the meta device that nothing initialises.
         """
-        size = sum([p.numel() for p in module.parameters()])
+        size = sum([p.numel() for p in module.parameters() if not is_split(p)])
         if size == 0:
-            self._bring(module, topology)
+            check_whole(module)
+            with self.following(module):
+                self._bring(module, topology)
             return module
         if size < topology.world_size:
             raise ConfigurationError(
@@ -145,12 +149,19 @@ class FullyShard(Sharded):
         chosen = choose_blocks(module, policy, name, may_be_empty)
         if chosen:
             self._matched.add(name)
-        return chosen
+        theirs = {part for model in self.models() for part in model.modules()}
+        return [block for block in chosen if block not in theirs]
 
     def _check_parameters(self, module: Module) -> None:
         for name, parameter in module.named_parameters():
-            if parameter in self.settings.ignored:
+            if parameter in self.settings.ignored or is_split(parameter):
                 continue
+            if self._now(parameter) is not parameter:
+                raise UsageError(
+                    f"{name} is a parameter of another model, too, which was set up before and has its parts "
+                    "now. Let both models have the module that it belongs to, and call that; or write "
+                    'strategy="ddp".'
+                )
             if not parameter.is_contiguous():
                 raise UsageError(
                     f"{name} (shape {list(parameter.shape)}, stride {list(parameter.stride())}) is a view "
@@ -210,7 +221,7 @@ class FullyShard(Sharded):
             reshard_after_forward=settings.reshard_after_forward,
             mp_policy=self.precision_policy(block),
             offload_policy=_offload_policy(settings.offload, topology.device),
-            ignored_params=settings.ignored or None,
+            ignored_params={*settings.ignored, *filter(is_split, block.parameters())} or None,
         )
         # An optimizer that was made before setup holds them until all blocks are split.
         for parameter, values in on_host:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
     from fabric.plugins.collectives.channel import Channel
+    from fabric.strategies.layouts.free import FreeParameters
     from fabric.strategies.layouts.norms import FiniteNorms
 
 
@@ -58,6 +59,12 @@ class Whole:
     """Which part of the model this rank holds: ranks with the same key hold the same tensors."""
     synchronised: Callable[..., None] | None = None
     """Called on all ranks at the end of a backward, with the models whose gradients it synchronised."""
+    gate: Any = None
+    """Open while `fabric.backward` runs."""
+    joint = False
+    """Whether the last outermost backward was one that all ranks make."""
+    free: FreeParameters | None = None
+    """Parameters of optimizers that no model has; None: there are none."""
     keeps_parts = False
     """Whether nothing is gathered: states have this rank's parts, and the shapes of what other ranks have."""
 
@@ -125,7 +132,25 @@ class Whole:
         """Take in a wrapped module that came to be by copying or unpickling a model."""
 
     def check_added(self, parameters: list[Tensor]) -> None:
-        """Raise if parameters that an optimizer takes in after setup would not be synchronised."""
+        """Raise if an optimizer cannot take in more parameters after setup."""
+
+    def reduced(self) -> set[int] | None:
+        """Ids of the parameters whose gradients are averaged over ranks; None: this layout averages no
+        others.
+        """
+        return None
+
+    def add_free(self, parameters: list[Tensor]) -> None:
+        """Average, from now on, gradients of parameters that an optimizer has and no model. They get rank
+        zero's values. All ranks must call this.
+        """
+        reduced = self.reduced()
+        free = {p: None for p in parameters if reduced is not None and id(p) not in reduced}
+        if free and self.channel is not None and self.channel.world_size > 1:
+            from fabric.strategies.layouts.free import FreeParameters
+
+            self.free = self.free or FreeParameters(self.channel)
+            self.free.add(free)
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
         """What a forward of the wrapped module calls."""

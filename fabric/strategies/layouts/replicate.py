@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,22 @@ from fabric.core.torch_internals import (
     disarm,
     has_built_buckets,
     hook_again,
+    leave_out,
     renew_reducer,
     running_node,
 )
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
-from fabric.strategies.layouts.agree import average_gradients, copy_from_first, differing, on_any_rank
+from fabric.strategies.layouts.agree import (
+    average_gradients,
+    copy_from_first,
+    differing,
+    on_any_rank,
+    stamp,
+)
 from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
 from fabric.strategies.layouts.layout import Whole
+from fabric.strategies.layouts.shared import SharedParameters, reducing
 from fabric.utilities.compile import uncompiled
 from fabric.utilities.init import name_of, names_of_owners
 from fabric.utilities.passes import attend_passes, parameters_of, watch_steps
@@ -43,7 +51,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module, Parameter
     from torch.nn.parallel import DistributedDataParallel
-    from torch.optim import Optimizer
 
     from fabric.core.topology import Topology
     from fabric.plugins.collectives.channel import Channel
@@ -108,13 +115,7 @@ class Replicate(Whole):
             return module
         from torch.nn.parallel import DistributedDataParallel
 
-        settings = {"gradient_as_bucket_view": True, **self.settings, "init_sync": False}
-        # torch's static graphs reduce nothing, without a word, where a backward is not as the first one was.
-        settings.pop("static_graph", None)
-        # DDP sends buffers by their positions. Here they are sent by name, at setup and after training
-        # backwards, so that evaluation makes no collective.
-        settings.pop(_BUFFER_KEYWORDS[0], None)
-        settings[_BUFFER_KEYWORDS[1]] = False
+        settings = self._keywords()
         if topology.device.type != "cpu" and "device_ids" not in settings:
             settings["device_ids"] = [topology.device.index]
         ignored = getattr(module, NOT_AVERAGED, [])
@@ -125,30 +126,24 @@ class Replicate(Whole):
         self.adopt(replica)
         return replica
 
+    def _keywords(self) -> dict[str, Any]:
+        settings = {"gradient_as_bucket_view": True, **self.settings, "init_sync": False}
+        # torch's static graphs reduce nothing, without a word, where a backward is not as the first one was.
+        settings.pop("static_graph", None)
+        # DDP sends buffers by their positions. Here they are sent by name, at setup and after training
+        # backwards, so that evaluation makes no collective.
+        settings.pop(_BUFFER_KEYWORDS[0], None)
+        settings[_BUFFER_KEYWORDS[1]] = False
+        return settings
+
     def adopt(self, wrapped: Module) -> None:
         """Take in a replica that came to be by copying or unpickling a model."""
         self._replica_of(wrapped)
 
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """The user's own optimizer.
-
-        Raises:
-            UsageError: It trains parameters that came into a model after its setup.
-        """
-        if self._replicas:
-            self.check_added(parameters_of(optimizer))
-        return optimizer
-
-    def check_added(self, parameters: list[Tensor]) -> None:
-        """Raise if a parameter was in no model at its setup: DDP averages only those that it knew then."""
-        known = set().union(*[known.at_setup for known in self._replicas.values()])
-        foreign = [tuple(p.shape) for p in parameters if p.requires_grad and id(p) not in known]
-        if foreign:
-            raise UsageError(
-                f"{len(foreign)} parameters (shapes {', '.join(map(str, foreign[:3]))}) were in no model "
-                "when it was set up, and their gradients would not be averaged over ranks. Add layers "
-                "before fabric.setup."
-            )
+    def reduced(self) -> set[int]:
+        """See the base: those of models as they were at setup, and free ones."""
+        free = self.free.held() if self.free else ()
+        return {*free}.union(*[known.at_setup for known in self._replicas.values()])
 
     def unwrap(self, wrapped: Module) -> Module:
         """The user's module inside DDP."""
@@ -167,9 +162,11 @@ class Replicate(Whole):
             yield
             return
         self._unsynced = True
-        self._keep_local(self._replicas[replica])
-        disarm(replica.reducer)  # armed for a pass that is not this one it would reduce
-        with replica.no_sync():
+        with ExitStack() as stack:
+            for held in reducing(replica, self._replicas):
+                self._keep_local(self._replicas[held])
+                disarm(held.reducer)  # armed for a pass that is not this one it would reduce
+                stack.enter_context(held.no_sync())
             yield
 
     def check_synced(self, parameters: Iterable[Tensor], doing: str) -> None:
@@ -208,15 +205,44 @@ class Replicate(Whole):
         if type(replica).__name__ != "DistributedDataParallel":
             return None
         if replica not in self._replicas:
-            known = self._replicas[replica] = _Known(replica, self._syncs_buffers)
-            # Passes begin with the last; which rest may differ between ranks where some are unused.
-            for parameter in known.trained if replica.find_unused_parameters else known.trained[-1:]:
-                # The node keeps its parameter, whose hook must not have it.
-                known.nodes[id(parameter)] = accumulator_of(parameter)
-                parameter.register_post_accumulate_grad_hook(partial(self._came, weakref.ref(replica)))
-            self._keep_local(known)
             hook_again(replica)  # a copy has another reducer
+            self._reduce(replica, ())  # which may leave out what another model of the original has
+            self._separate_shared(replica)
         return replica
+
+    def _reduce(self, replica: DistributedDataParallel, elsewhere: Iterable[Tensor]) -> None:
+        """Let a replica, perhaps a new one, leave out what is reduced elsewhere."""
+        known = self._replicas.get(replica)
+        if known is None:
+            known = self._replicas[replica] = _Known(replica, self._syncs_buffers)
+            self._keep_local(known)
+        known.elsewhere.update(elsewhere)
+        own = [pair for pair in known.named() if pair[1] not in known.elsewhere]
+        known.names, known.trained = [name for name, _ in own], [p for _, p in own]
+        leave_out(replica, known.elsewhere, known.trained)
+        known.views, known.pointers = {}, []
+        for handle in known.hooks:
+            handle.remove()
+        # Passes begin with the last; which rest may differ between ranks where some are unused.
+        thawed = [p for p in known.trained if p.requires_grad]
+        heard = thawed if replica.find_unused_parameters else thawed[-1:]
+        # The node keeps its parameter, whose hook must not have it.
+        known.nodes = {id(p): accumulator_of(p) for p in heard}
+        came = partial(self._came, weakref.ref(replica))
+        known.hooks = [p.register_post_accumulate_grad_hook(came) for p in heard]
+
+    def _separate_shared(self, replica: DistributedDataParallel) -> None:
+        """Give parameters that another model has, too, to a replica of their own."""
+        own = {*self._replicas[replica].trained}
+        for other, known in [pair for pair in self._replicas.items() if pair[0] is not replica]:
+            both = {p: name for name, p in known.named() if p in own}
+            if both:
+                module = SharedParameters(both, other.module, replica.module)
+                common = type(replica)(module, **self._keywords())
+                for one in (other, replica):
+                    self._replicas[one].shared.append(common)
+                    self._reduce(one, both)
+                self._reduce(common, ())
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Arm every replica's reducer, run the pass, and check that each reduction finished.
@@ -253,6 +279,7 @@ class Replicate(Whole):
 
                 tell_apart(error, graph=kwargs.get("create_graph") or True in args[2:3])
             raise
+        self.joint = getattr(self.gate, "open", False) or any([self._replicas[r].came for r in syncing])
         for replica in syncing:
             if self._replicas[replica].reduced is not None:
                 self._average_rest(self._replicas[replica])
@@ -365,7 +392,11 @@ class _Known:
     def __init__(self, replica: DistributedDataParallel, syncs_buffers: bool) -> None:
         named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
         self.names, self.trained = [name for name, _ in named], [p for _, p in named]
-        """What the reducer counts: those that were trainable then."""
+        """What the reducer counts: those that were trainable then, and that no other model has."""
+        self.elsewhere: set[Tensor] = set()
+        """What others reduce: `shared`."""
+        self.shared: list[DistributedDataParallel] = []
+        self.hooks: list[Any] = []
         self.at_setup = {id(p) for p in replica.module.parameters()}
         synced = syncs_buffers and shared_buffers(replica.module)
         self.buffers = SyncedBuffers(replica.module) if synced else None
@@ -398,15 +429,13 @@ class _Known:
             memory.copy_(view)
             view.data = memory
 
+    def named(self) -> list[tuple[str, Parameter]]:
+        """The parameters that the reducer counts, by name."""
+        return [*zip(self.names, self.trained, strict=True)]
+
     def stamps(self) -> list[Any]:
         """Of the gradients."""
         return [stamp(p) for p in self.trained]
-
-
-def stamp(parameter: Tensor) -> Any:
-    """Something that changes when a gradient is accumulated: in place, or as the first one."""
-    grad = parameter.grad
-    return None if grad is None else (id(grad), grad._version)
 
 
 def _is_finished(replica: DistributedDataParallel) -> bool:

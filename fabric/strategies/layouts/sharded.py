@@ -69,8 +69,12 @@ class Sharded(Split):
             UsageError: It holds parameters that no model has any more, or that are not split; it is LBFGS.
         """
         super().setup_optimizer(optimizer)
-        self._check_own(optimizer, self._own())
+        self._check_own(optimizer)
         return optimizer
+
+    def reduced(self) -> set[int]:
+        """See the base: those of models as setup left them, and free ones."""
+        return {*self._own(), *(self.free.held() if self.free else ())}
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Run a backward pass; one that fails leaves no half-made gradients behind. After it all ranks have
@@ -102,6 +106,7 @@ class Sharded(Split):
             raise
         finally:
             reached, self._reached = self._reached, set()
+            self.joint = getattr(self.gate, "open", False) or bool(reached)
         models = [self._buffers[model] for model in self.models() if id(model) in reached]
         broadcast_buffers(models, self.channel)
 
@@ -152,8 +157,9 @@ class Sharded(Split):
         named = [pair for model in self.models() for pair in model.named_parameters()]
         return {id(parameter): name for name, parameter in named if self._is_reduced(parameter)}
 
-    def _check_own(self, optimizer: Any, own: dict[int, str]) -> None:
+    def _check_own(self, optimizer: Any) -> None:
         """Raise if the optimizer trains parameters whose gradients would stay this rank's."""
+        own = self.reduced()
         foreign = [p for p in parameters_of(optimizer) if p.requires_grad and id(p) not in own]
         if foreign and own:
             shapes = ", ".join([str(tuple(p.shape)) for p in foreign[:3]])
@@ -169,7 +175,7 @@ class Sharded(Split):
         return True
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """All ranks have gradients of the same parameters, and all of the optimizer's are a model's.
+        """All ranks have gradients of the same parameters.
 
         FSDP2 gathers what it is asked for and reduces what it finds. Where ranks used different parameters,
         or layers in another order, it mixes them up without an error.
@@ -178,7 +184,6 @@ class Sharded(Split):
         own, held = self._own(), parameters_of(optimizer)
         if self.channel is None or not any([id(p) in own for p in held]):
             return
-        self._check_own(optimizer, own)
         if any([is_split(p) and not is_split(p.grad) for p in held if p.grad is not None]):
             raise UsageError(
                 "A gradient is a plain tensor, perhaps this rank's own; its parameter is split over ranks. "
