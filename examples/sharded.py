@@ -52,7 +52,9 @@ def train(fabric, args):
     model = fabric.setup_module(model)  # every rank makes its part, with the values of a plain construction
     # After setup, since "fsdp_cpu_offload" asks for it; else fabric.setup(model, optimizer) does both.
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
-    held = sum(parameter.to_local().numel() for parameter in model.parameters())
+    # On one device nothing is split, and parameters are plain tensors.
+    parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    held = sum(part.numel() for part in parts)
     fabric.print(f"rank 0 holds {held} of {sum(p.numel() for p in model.parameters())} parameters")
 
     # Sizes that divide: all ranks make every training step together, and a mean of means is then the mean.

@@ -12,11 +12,11 @@ import torch
 from torch.nn import DataParallel, Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm, goes_on
 from fabric.utilities.compile import is_compiled, recompile
-from fabric.utilities.passes import begun
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning, RanksDifferWarning
 from fabric.wrappers import _FabricModule, is_wrapped, unwrap
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _WORDS = {"true": True, "on": True, "false": False, "off": False, "0": False}
 """What FABRIC_REPLICA_CHECK may be beside a number."""
+begun: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
+"""Iterations of DataLoaders over all of their dataset that began with gradients enabled; and the loaders."""
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 """Loaders that were not set up, of which a warning was given."""
 
@@ -147,14 +149,30 @@ def warn_of_raw(parts: int, model: bool) -> None:
         if iteration is None or loader is None or loader in _told or not goes_on(iteration):
             continue
         _told.add(loader)
-        data, size = type(loader.dataset).__name__, len(loader.dataset)
+        data = f"{type(loader.dataset).__name__} of {len(loader.dataset)}, batch_size={loader.batch_size}"
         rank_zero_warn(
-            f"A DataLoader that was not set up ({data} of {size}, batch_size={loader.batch_size}) is "
-            f"iterated in training. Unless each rank has its own part, this is {parts} times the same work. "
-            "Write loader = fabric.setup_dataloaders(loader) and iterate the result; for a part of each "
-            "rank's own with use_distributed_sampler=False.",
+            f"A DataLoader that was not set up ({data}) is iterated in training. Unless each rank has its "
+            f"own part, this is {parts} times the same work. Write loader = fabric.setup_dataloaders(loader) "
+            "and iterate the result; for a part of each rank's own with use_distributed_sampler=False.",
             category=RanksDifferWarning,
         )
+
+
+def watch_loaders() -> None:
+    """From now on put into `begun` each iteration of a DataLoader with torch's own samplers."""
+    plain = DataLoader.__iter__
+    if plain.__module__ == __name__:
+        return
+
+    def begin(loader: Any) -> Any:
+        iteration, batches = plain(loader), loader.batch_sampler
+        order = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
+        if type(order) in (RandomSampler, SequentialSampler) and torch.is_grad_enabled():
+            going = [pair for pair in begun if pair[0]() is not None]
+            begun[:] = [*going, (weakref.ref(iteration), weakref.ref(loader))]
+        return iteration
+
+    DataLoader.__iter__ = begin  # type: ignore[method-assign]
 
 
 def check_optimizers(optimizers: tuple[Any, ...], verb: str) -> None:

@@ -13,14 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checks import check_forward_module, check_given, check_schedule, item_count, warn_of_raw
+from fabric.checks import (
+    begun,
+    check_forward_module,
+    check_given,
+    check_schedule,
+    item_count,
+    warn_of_raw,
+    watch_loaders,
+)
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.plugins.environments.local import LAUNCHED
 from fabric.resolve import Machine, Request, resolve
 from fabric.saving import CheckpointVerbs
 from fabric.setup import SetupVerbs
 from fabric.utilities.compile import eager
-from fabric.utilities.passes import begun, watch_loaders
 from fabric.utilities.seed import seed_everything, seed_rank
 from fabric.verbs import CollectiveVerbs
 from fabric.wrappers import unwrap

@@ -151,6 +151,7 @@ class SetupVerbs(RankFacts):
             from fabric.strategies.layouts.buffers import rank_local_names
 
             replicas.add(wrapped.module, stepped, rank_local_names(wrapped.module))
+            replicas.watch_rows(wrapped)
         views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
         self.call("on_after_setup", fabric=self, module=wrapped)
         rest = [] if scheduler is None else [scheduler]

@@ -54,11 +54,6 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 """On a port of its own: tests of other processes have theirs."""
 
 
-def in_order_of(program: str) -> str:
-    """The program without its shuffle, whose order is another on each side."""
-    return program.replace("shuffle=True", "shuffle=False")
-
-
 def lives_of(program: str, folder: Path) -> list[float]:
     """The numbers that a program prints, interrupted after half of its epochs and started again."""
     folder.mkdir()

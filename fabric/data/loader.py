@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 else:
     Loader = object
 
+dealing: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Iterations in training of loaders whose data Fabric deals out."""
 VERSION = 2
 """Of the state's form."""
 _OF_THE_USER = ("dataset", "collate_fn", "worker_init_fn", "generator")
@@ -163,6 +166,8 @@ class _FabricDataLoader(Loader):
         if epoch != self._epoch:
             self.set_epoch(epoch)
         run, saved = _Pass(epoch, self._replicas), self._saved
+        if torch.is_grad_enabled() and not source.per_rank:
+            dealing.add(run)
         source.begin(epoch, saved)
         self._saved, self._pass = None, run
         self._epoch += 1

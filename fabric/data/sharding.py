@@ -15,7 +15,7 @@ from fabric.data.rules import UNEVEN, Rule, Share, check_padding
 from fabric.data.sources import IndexSource, Source, samplers_of
 from fabric.data.streams import IndexStream
 from fabric.utilities.rank_zero import rank_zero_warn
-from fabric.utilities.warnings import PossibleUserWarning
+from fabric.utilities.warnings import RanksDifferWarning
 
 _TORCHDATA = "torchdata.stateful_dataloader"
 
@@ -167,7 +167,7 @@ def _warn_of_repeats(dataset: Any, world: int) -> None:
         "loader has an __iter__ of its own, and Fabric cannot share that out. Take a part in its __iter__, "
         "for example `yield from itertools.islice(items, fabric.global_rank, None, fabric.world_size)`, and "
         "pass shard_iterable=False to say so.",
-        category=PossibleUserWarning,
+        category=RanksDifferWarning,
     )
 
 

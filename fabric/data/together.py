@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.utilities.rank_zero import rank_zero_warn
+from fabric.utilities.warnings import RanksDifferWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -100,7 +101,8 @@ def _tell(counts: list[str], refuses: bool) -> None:
     rank_zero_warn(
         f"{text}All of them stop with the first that has no more, since they train together; the rest of "
         'the epoch is left out. Evaluate under torch.no_grad(), or write uneven="exact", to see all of '
-        "it."
+        "it.",
+        category=RanksDifferWarning,
     )
 
 

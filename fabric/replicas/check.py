@@ -24,6 +24,7 @@ from fabric.plugins.collectives.objects import gather_objects
 from fabric.replicas import report
 from fabric.replicas.digest import digest_of
 from fabric.replicas.report import Entry
+from fabric.replicas.rows import FirstRows, warn_of_unequal
 from fabric.replicas.values import first_difference
 from fabric.utilities.passes import parameters_of
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -86,6 +87,8 @@ class ReplicaCheck:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._made = [0, 0]
         """Models and optimizers that were set up; the same on all ranks, whatever is garbage by now."""
+        self._first: list[FirstRows] = []
+        """Of each model, until they are compared."""
         self.backwards = self.epochs = 0
         self._due = 1 if every is True else every
         self._equal_at = (0, 0)
@@ -110,6 +113,11 @@ class ReplicaCheck:
             self._optimizers[number] = _Optimizer(number, optimizer)
             optimizer.register_step_post_hook(self._optimizers[number].count)
             self._made[1] += 1
+
+    def watch_rows(self, wrapped: Any) -> None:
+        """Compare the rows of the first forward of a model that `setup` returns. All ranks must call this."""
+        if self._counts and not self.backwards:  # local SGD averages no gradients
+            self._first.append(FirstRows(wrapped))
 
     def clipped(self, optimizer: Optimizer, **limits: Any) -> None:
         """Compare the limits that `clip_gradients` was called with."""
@@ -189,11 +197,24 @@ class ReplicaCheck:
         if not known:
             return
         self.backwards += 1
+        if self.backwards == 1:
+            for first in self._first:
+                first.settle()
         if self.backwards < self._due or _is_capturing():
             return
         self._due += min(self._due, LONGEST_GAP) if self._every is True else self._every
         names = ", ".join([self._models[number].name for number in known])
         self.compare(f"replica check after backward {self.backwards}, of {names}", buffers=True, only=only)
+        if self._first and self.backwards > 1:
+            self._compare_rows()
+
+    def _compare_rows(self) -> None:
+        """Compare the rows of first forwards; `normalize_gradients` of the first step is known by now."""
+        mine, self._first = [first.rows for first in self._first], []
+        if not self._strategy.layout.normalises:
+            channel = self._strategy.channel()
+            for rows in zip(*self._gather(mine, channel, "replica check of rows"), strict=True):
+                warn_of_unequal([*rows])
 
     def epoch_ended(self, backwards_before: int) -> None:
         """Count an epoch that had backwards; `backwards_before`: how many there were when it began."""

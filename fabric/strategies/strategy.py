@@ -361,6 +361,7 @@ class Strategy(Checkpoints):
         """
         from fabric.strategies.layouts.items import total_items
 
+        self.layout.normalises = True
         held = module.parameters() if optimizer is None else self._precision.main_params(optimizer)
         parameters = list(held)
         try:

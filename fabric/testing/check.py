@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from fabric.core.messages import say
 from fabric.testing.recording import BATCHES, FOLDER, RANKS, STEPS
 
 PAGE = "fabric/data/README.md"
+SHOWN_EVERY, SECONDS_TO_END = 20.0, 10.0
+"""Seconds between two lines of progress; that a run has to end by itself."""
 TOLERANCE, NOISE = 1e-3, 1e-2
 """What other orders of adding up stay below: a part of a parameter's largest gradient; where that is small,
 of so much of its model's.
@@ -61,7 +67,8 @@ def check(command: list[str], ranks: int, steps: int) -> int:
         steps: How many steps of optimizers.
 
     Returns:
-        The exit code: 0 where gradients are the same, 1 where not, else that of the run that failed.
+        The exit code: 0 where gradients are the same, 1 where not, or where Fabric raises an error or warns
+        that ranks compute something else than one process; else that of the run that failed.
     """
     runs: list[list[Step]] = []
     for count in (ranks, 1):
@@ -71,20 +78,24 @@ def check(command: list[str], ranks: int, steps: int) -> int:
                 return code
             runs.append(_read(Path(folder), count))
     several, alone = runs
+    warned = list(
+        dict.fromkeys([text for step in several for rank in step.records for text in rank["warned"]])
+    )
     if not alone or not several:
         print("fabric check: no optimizer that fabric.setup gave back has made a step.", file=sys.stderr)
         return 1
     for number, (one, many) in enumerate(zip(alone, several, strict=False), 1):
         name, difference = compare(one, many)
         if name is not None:
-            print(f"step {number}: {difference}\nLikely: {reason(name, one, many)}")
+            cause = "\n".join(warned) or reason(name, one, many)
+            print(f"step {number}: {difference}\nLikely: {cause}")
             return 1
         losses = f"{_shown(one.losses)}, mean of ranks {_shown(many.losses)}"
         print(f"step {number}: {len(one.grads)} gradients are the same ({difference}); losses {losses}")
-    if any([record["unshared"] for step in several for record in step.records]):
-        print(
-            "A DataLoader was iterated that fabric.setup_dataloaders has not seen: ranks share nothing of it."
-        )
+    for text in warned:
+        print(f"On {ranks} ranks: {text}")
+    if warned:
+        return 1
     print(f"The same on 1 and on {ranks} ranks, for {min(len(alone), len(several))} steps (dropout was off).")
     return 0
 
@@ -189,16 +200,49 @@ def _run(command: list[str], folder: Path, ranks: int, steps: int, sizes: Any) -
     }
     start = ["-m", "fabric", "run", f"--devices={ranks}"] if ranks > 1 else []
     argv = [sys.executable, *start, "-m", "fabric.testing.recording", *command]
+    say(f"check: running {steps} steps with devices={ranks}")
     with (folder / "said").open("w+") as said:
-        code = subprocess.run(
-            argv, check=False, env={**os.environ, **own}, stdout=said, stderr=subprocess.STDOUT
-        ).returncode
+        code = _finished(argv, {**os.environ, **own}, said, folder, ranks)
         if code:
             said.seek(0)
             print(said.read(), end="", file=sys.stderr)
             where = ", with the strategy of one device: no mesh, stage or DTensor" if ranks == 1 else ""
             print(f"fabric check: the run with devices={ranks}{where} failed (above).", file=sys.stderr)
-    return code
+    failed = [path.read_text() for path in sorted(folder.glob("failed-rank*"))]
+    if failed:
+        print(f"With devices={ranks} the script stops. {failed[0]}")
+    return 1 if failed else code
+
+
+def _finished(argv: list[str], env: dict[str, str], said: Any, folder: Path, ranks: int) -> int:
+    """The exit code of a run; its progress is shown meanwhile, and nothing that it started stays."""
+    begin, limits = time.monotonic(), [f"step{number}-rank0.pt" for number in range(1, int(env[STEPS]) + 1)]
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    process = subprocess.Popen(argv, env=env, stdout=said, stderr=subprocess.STDOUT)
+    try:
+        while True:
+            try:
+                return process.wait(SHOWN_EVERY)
+            except subprocess.TimeoutExpired:
+                done = len([name for name in limits if (folder / name).exists()])
+                seconds = round(time.monotonic() - begin)
+                say(f"check: {done} of {len(limits)} steps with devices={ranks} after {seconds} s")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _end(process, folder)
+
+
+def _end(process: subprocess.Popen[Any], folder: Path) -> None:
+    """End a run, and on Linux whatever its script has started: they have its folder in their environment."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS_TO_END)
+    mark = f"{FOLDER}={folder}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def _read(folder: Path, ranks: int) -> list[Step]:

@@ -11,6 +11,7 @@ import os
 import random
 import runpy
 import sys
+import warnings
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,15 @@ from zlib import crc32
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from fabric.checks import warn_of_raw
+from fabric.core.errors import FabricError
 from fabric.core.torch_internals import BatchNorm, Dropout
 from fabric.core.tree import flatten
 from fabric.data.loader import _FabricDataLoader
 from fabric.fabric import Fabric
 from fabric.strategies.strategy import Strategy
 from fabric.utilities.dtypes import as_bytes
+from fabric.utilities.warnings import RanksDifferWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,9 +52,8 @@ class Recorder:
         self.rows: list[int] = []
         self.shared: set[str] = set()
         """Kinds of modules whose output for a sample depends on the others of its batch."""
-        self.unshared = False
-        """Whether a loader was iterated that no rank has a part of."""
-        self.inside = False
+        self.warned: list[str] = []
+        """What says that ranks will compute something else than one process."""
         self.sizes: list[int | None] = []
         """Of each loader's batches on this rank, as the script wrote them."""
 
@@ -79,7 +82,8 @@ class Recorder:
                     ).clone()
         record: dict[str, Any] = {"grads": grads, "losses": self.losses, "rows": self.rows}
         share = strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        record |= {"unshared": self.unshared, "sizes": self.sizes, "shared": sorted(self.shared), **share}
+        warn_of_raw(share["num_replicas"], model=False)  # a plain loss.backward() looks for none
+        record |= {"warned": self.warned, "sizes": self.sizes, "shared": sorted(self.shared), **share}
         rank = strategy.global_rank if strategy.world_size > 1 else 0
         torch.save(record, self.folder / f"step{self.count}-rank{rank}.pt")
         self.losses, self.rows = [], []
@@ -117,7 +121,7 @@ class RecordedFabric(Fabric):
     def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:
         """As the base; on one rank the loader joins what ranks would have got."""
         world, sizes = json.loads(os.environ[BATCHES])
-        wanted = [*sizes, *[None] * len(dataloaders)][len(RECORDER.sizes) :]
+        wanted = [*sizes[len(RECORDER.sizes) :], *[None] * len(dataloaders)]
         RECORDER.sizes += [getattr(loader, "batch_size", None) for loader in dataloaders]
         given = [joined(loader, world, size) for loader, size in zip(dataloaders, wanted, strict=False)]
         made = super().setup_dataloaders(*given, **kwargs)
@@ -128,10 +132,7 @@ class RecordedFabric(Fabric):
 
 class _RecordedLoader(_FabricDataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        RECORDER.inside = True
-        batches = super().__iter__()
-        RECORDER.inside = False
-        for batch in batches:
+        for batch in super().__iter__():
             RECORDER.rows += digests(batch)
             yield batch
 
@@ -184,26 +185,41 @@ def digests(batch: Any) -> list[int]:
     return sums
 
 
-def _note_loaders() -> None:
-    plain = DataLoader.__iter__
+def _note_warnings() -> None:
+    plain: Any = warnings.warn
 
-    def begin(loader: Any) -> Any:
-        RECORDER.unshared = RECORDER.unshared or not RECORDER.inside
-        return plain(loader)
+    def warn(message: Any, category: Any = None, stacklevel: int = 1, **more: Any) -> None:
+        if isinstance(category, type) and issubclass(category, RanksDifferWarning):
+            RECORDER.warned.append(str(message))  # also where the script ignores warnings
+        plain(message, category, stacklevel + 1, **more)
 
-    DataLoader.__iter__ = begin  # type: ignore[method-assign]
+    vars(warnings)["warn"] = warn
 
 
 def main() -> None:
     """Run the script that the command line names, as `python script.py` or `python -m module` would."""
     for name in ("fabric", "fabric.fabric"):  # where scripts take it from
         vars(sys.modules[name])["Fabric"] = RecordedFabric
-    _note_loaders()
-    random.seed(0)
-    torch.manual_seed(0)
+    _note_warnings()
+    seed = _rank()  # draws of a script that seeds nothing differ between ranks, as without the check
+    random.seed(seed)
+    torch.manual_seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
+        sys.modules["numpy"].random.seed(seed)
     sys.argv = sys.argv[1:]
+    try:
+        _run_script()
+    except FabricError as error:
+        text = f"{type(error).__name__}: {error}"
+        (RECORDER.folder / f"failed-rank{_rank()}").write_text(text)
+        raise
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _run_script() -> None:
     if sys.argv[0] == "-m":
         sys.argv = sys.argv[1:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

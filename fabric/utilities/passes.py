@@ -1,5 +1,5 @@
 """Backward passes, whoever starts them: `fabric.backward`, a plain `loss.backward()`, one inside another.
-And steps of any optimizer of this process, those that nobody set up among them; and iterations of loaders.
+And steps of any optimizer of this process, those that nobody set up among them.
 
 DDP is armed by its forward only, FSDP2 has no word for a pass that failed, and both take the first pass
 inside of another (checkpoints with `use_reentrant=True`) that looks complete for the whole. torch tells
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from fabric.core.torch_internals import backward_pass, before_clips
 
@@ -29,8 +28,6 @@ _attendants: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary
 _numbers = itertools.count()
 _installed = _sees_clips = False
 _clip_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
-begun: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
-"""Iterations of DataLoaders over all of their dataset that began with gradients enabled; and the loaders."""
 
 
 def attend_passes(attendant: Any) -> None:
@@ -98,20 +95,3 @@ def _look_at_clip(gradients: list[Any]) -> None:
 def parameters_of(optimizer: Any) -> list[Any]:
     """An optimizer's parameters, in its order."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def watch_loaders() -> None:
-    """From now on put into `begun` each iteration of a DataLoader with torch's own samplers."""
-    plain = DataLoader.__iter__
-    if plain.__module__ == __name__:
-        return
-
-    def begin(loader: Any) -> Any:
-        iteration, batches = plain(loader), loader.batch_sampler
-        order = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
-        if type(order) in (RandomSampler, SequentialSampler) and torch.is_grad_enabled():
-            going = [pair for pair in begun if pair[0]() is not None]
-            begun[:] = [*going, (weakref.ref(iteration), weakref.ref(loader))]
-        return iteration
-
-    DataLoader.__iter__ = begin  # type: ignore[method-assign]

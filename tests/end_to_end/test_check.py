@@ -5,37 +5,49 @@ import sys
 
 import pytest
 import torch
+from jobs import alive, until
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from fabric.testing.check import Step, compare
 from fabric.testing.recording import digests, joined
 
 SCRIPT = """
-import sys
+import subprocess, sys
+from pathlib import Path
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, random_split
 from fabric import Fabric
 
 strategy, how = sys.argv[1:]
 fabric = Fabric(devices=4, strategy=strategy)
 fabric.launch()
-fabric.seed_everything(1)
+if how != "random split":
+    fabric.seed_everything(1)
+if how == "child":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    Path(__file__).with_name(f"child{fabric.global_rank}").write_text(str(child.pid))
 norm = nn.BatchNorm1d(16) if how == "batch norm" else nn.LayerNorm(16)
 model = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
 model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
 g = torch.Generator().manual_seed(fabric.global_rank if how == "other data" else 0)
 x, y = torch.randn(48, 8, generator=g), torch.randint(3, (48,), generator=g)
-loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=how == "shuffled")
-if how != "own loader":
+data = TensorDataset(x, y)
+if how == "random split":
+    data, rest = random_split(data, [40, 8])
+loader = DataLoader(data, batch_size=8, shuffle=how == "shuffled")
+if not how.startswith("own loader"):
     loader = fabric.setup_dataloaders(loader)
+if how == "parts by hand":
+    whole = x[:5], y[:5]
+    loader = [[t.chunk(fabric.world_size)[fabric.global_rank] for t in whole]] * 4
 if how == "error":
     raise ValueError("boom")
 for epoch in range(2 if how != "no step" else 0):
     for x, y in loader:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y, reduction="sum" if how == "sum" else "mean")
-        fabric.backward(loss)
+        loss.backward() if "plain" in how else fabric.backward(loss)
         if how == "by hand":
             model.module[0].weight.grad *= 1 + fabric.global_rank
         fabric.clip_gradients(model, optimizer, max_norm=100.0)
@@ -61,6 +73,7 @@ def check(tmp_path):
         ]
         return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
+    run.folder = tmp_path
     return run
 
 
@@ -104,10 +117,41 @@ def test_what_is_wrong_is_named_with_its_likely_cause(check, how, step, words):
 
 
 @pytest.mark.slow
-def test_a_loader_that_was_not_set_up_is_told(check):
-    done = check("ddp", "own loader", "--steps", "1")
+@pytest.mark.parametrize("how", ["own loader", "own loader, plain backward"])
+def test_a_loader_that_was_not_set_up_fails(check, how):
+    done = check("ddp", how, "--steps", "1")
+    assert done.returncode == 1, done.stderr
+    first, cause = done.stdout.splitlines()
+    assert first.startswith("step 1: 6 gradients are the same")
+    assert cause.startswith(
+        "On 2 ranks: A DataLoader that was not set up (TensorDataset of 48, batch_size=8) is iterated in "
+    )
+    assert "fabric: check: running 1 steps with devices=1" in done.stderr
+
+
+@pytest.mark.slow
+def test_parts_of_unequal_size_are_the_cause(check):
+    done = check("ddp", "parts by hand", "--steps", "2")
+    assert done.returncode == 1, done.stderr
+    assert "Likely: Ranks were given unequal numbers of rows: 3 on rank 0, 2 on rank 1." in done.stdout
+
+
+@pytest.mark.slow
+def test_an_error_of_ours_is_the_cause(check):
+    done = check("ddp", "random split", "--devices", "3")
+    assert done.returncode == 1
+    assert done.stdout.startswith(
+        "With devices=3 the script stops. ConfigurationError: The ranks gave fabric.setup_dataloaders "
+    )
+    assert "generator=torch.Generator().manual_seed(0)" in done.stdout
+
+
+@pytest.mark.slow
+def test_what_a_script_started_ends_with_the_check(check):
+    done = check("ddp", "child", "--steps", "1")
     assert done.returncode == 0, done.stderr
-    assert "has not seen: ranks share nothing of it" in done.stdout
+    for pid in {int(file.read_text()) for file in check.folder.glob("child*")}:
+        assert until(lambda pid=pid: not alive(pid), 20)
 
 
 @pytest.mark.slow

@@ -354,7 +354,8 @@ def test_the_notebook_is_interrupted_and_goes_on(in_notebook):
         await notebook.run(undisturbed)
         assert (await notebook.run("others == losses, len(losses)")).result == f"(True, {len(done) + 2})"
         await notebook.run("raw_losses = raw()")
-        close = await notebook.run("abs(raw_losses[0] - losses[0]) < 0.1, losses[-1] < losses[0]")
+        equal = "[f'{loss:.4f}' for loss in raw_losses] == [f'{loss:.4f}' for loss in losses]"
+        close = await notebook.run(f"{equal}, losses[-1] < losses[0]")
         assert close.result == "(True, True)"
         drawn = await notebook.run(plot)
         assert drawn.error is None, drawn.trace

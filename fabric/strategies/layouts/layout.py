@@ -51,6 +51,8 @@ class Whole:
     """All ranks, for what a layout itself sends; there once this process is in place."""
     keeps_full = True
     """Whether this rank keeps the full values that it gathers, or only takes part."""
+    normalises = False
+    """Whether the loop divides gradients by its number of items: `normalize_gradients`."""
     hears_loads = False
     """Whether `load_module_state` must be called where nothing is split, too."""
     replicates: tuple[str, ...] = ("parameters", "buffers", "states")
