@@ -25,7 +25,7 @@ class FirstCall:
     No hook of the module, which `torch.compile` would trace.
     """
 
-    __slots__ = ("call", "rows")
+    __slots__ = ("__weakref__", "call", "rows")
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
@@ -41,22 +41,22 @@ class FirstCall:
 
 
 class FirstRows:
-    """The rows of one set-up model; holds it weakly."""
+    """The rows of one set-up model. Holds it and its forward weakly: a dropped model must end."""
 
     def __init__(self, wrapped: Any) -> None:
-        self._ref = weakref.ref(wrapped)
-        self._first = wrapped.__dict__["forward"] = FirstCall(wrapped.__dict__["forward"])
-
-    @property
-    def rows(self) -> int:
-        """What was noted; 0: nothing."""
-        return self._first.rows or 0
+        first = wrapped.__dict__["forward"] = FirstCall(wrapped.__dict__["forward"])
+        self._model, self._first = weakref.ref(wrapped), weakref.ref(first)
+        self.rows = 0
+        """What was noted until `settle`; 0: nothing."""
 
     def settle(self) -> None:
         """Put back the forward, unless it was compiled: torch would compile the other one anew."""
-        own = vars(self._ref() or self)
-        if self._first.rows is not None and own.get("forward") is self._first:
-            own["forward"] = self._first.call
+        model, first = self._model(), self._first()
+        if first is not None:
+            self.rows = first.rows or 0
+            own = {} if model is None else vars(model)
+            if first.rows is not None and own.get("forward") is first:
+                own["forward"] = first.call
 
 
 def warn_of_unequal(rows: list[int]) -> None:
