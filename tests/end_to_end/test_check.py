@@ -105,7 +105,6 @@ def test_strategies_that_are_right(check, strategy, ranks):
         ("sum", 1, "they are 2 times as large on one rank: the loss is a sum"),
         ("batch norm", 1, "BatchNorm1d normalises by the samples of its own rank"),
         ("other data", 1, "the samples differ"),
-        ("by hand", 1, "ranks hold different gradients"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_likely_cause(check, how, step, words):
@@ -114,6 +113,14 @@ def test_what_is_wrong_is_named_with_its_likely_cause(check, how, step, words):
     found, likely = done.stdout.splitlines()[-2:]
     assert found.startswith(f"step {step}: the gradient of ")
     assert likely.startswith(f"Likely: {words}")
+
+
+@pytest.mark.slow
+def test_replicas_that_differ_are_the_cause(check):
+    done = check("ddp", "by hand", "--steps", "2")
+    assert done.returncode == 1, done.stderr
+    assert "With devices=2 the script stops. ReplicasDivergedError: " in done.stdout
+    assert "Gradients were changed after the backward on some ranks." in done.stdout
 
 
 @pytest.mark.slow
