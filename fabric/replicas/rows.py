@@ -54,9 +54,9 @@ class FirstRows:
         model, first = self._model(), self._first()
         if first is not None:
             self.rows = first.rows or 0
-            own = {} if model is None else vars(model)
+            own, plain = {} if model is None else vars(model), first.call
             if first.rows is not None and own.get("forward") is first:
-                own["forward"] = first.call
+                own["forward"] = plain
 
 
 def warn_of_unequal(rows: list[int]) -> None:

@@ -260,9 +260,9 @@ class Strategy(Checkpoints):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
         """The batch (a tree) on `device`, or on the root device."""
-        from fabric.utilities.apply_func import move_data_to_device
+        import fabric.utilities.apply_func as moving  # `from` would ask that module for a __path__ each time
 
-        return move_data_to_device(batch, device or self.root_device)
+        return moving.move_data_to_device(batch, device or self.root_device)
 
     def process_dataloader(self, dataloader: DataLoader[Any]) -> DataLoader[Any]:
         """The loader with what the engine needs done to it."""

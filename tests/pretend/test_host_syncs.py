@@ -51,7 +51,11 @@ def steps(strategy, precision, accumulate):
 def test_a_steady_step_waits_for_nothing(ranks, strategy, precision):
     for accumulate in (1, 2):
         for seen in ranks.run(steps, strategy, precision, accumulate, world_size=2):
-            assert [kinds for kinds, _ in seen] == [{}] * 5, seen
+            for number, (kinds, places) in enumerate(seen, 2):
+                if number in (2, 4):  # ranks compare their replicas: the digest is read
+                    assert all("fabric/replicas/" in place for place in places), seen
+                else:
+                    assert kinds == {}, seen
 
 
 def not_finite(strategy, folder):
