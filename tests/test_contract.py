@@ -237,9 +237,8 @@ def test_a_strategy_without_gradient_sync_is_found_out(ranks):
         "checkpoints_round_trip",
         "sharded_checkpoints_round_trip",
         "overrides_take_effect",
-        "teardown_can_be_repeated",  # replicas that differ are an error wherever they are compared
     }
-    assert f"strategy 'NoGradientSync' on 2 x cpu breaks 11 of {len(PROMISES)} promises" in message
+    assert f"strategy 'NoGradientSync' on 2 x cpu breaks 10 of {len(PROMISES)} promises" in message
     training = found["training_equals_plain_torch"]
     assert "the model after three steps['body.0.weight'] differs from plain torch" in training
     assert "['state']" in found["state_keys_are_the_users"]

@@ -73,6 +73,8 @@ class StepCheck:
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
+        # A strategy of others that sets modules up may average gradients that the layout does not know.
+        self._is_ours = type(strategy).setup_module.__module__.startswith("fabric.")
         self._unknown: weakref.WeakKeyDictionary[Optimizer, list[Tensor]]
         self._unknown = weakref.WeakKeyDictionary()
         watch_steps(self)
@@ -91,7 +93,7 @@ class StepCheck:
 
     def _look(self, optimizer: Any) -> list[Tensor]:
         """The parameters whose gradients the layout does not average."""
-        reduced = self._strategy.layout.reduced()
+        reduced = self._strategy.layout.reduced() if self._is_ours else None
         held = [p for p in parameters_of(optimizer) if p.requires_grad] if reduced is not None else []
         unknown = {id(p): p for p in held if id(p) not in reduced}
         for module in self._strategy.modules if unknown else ():
