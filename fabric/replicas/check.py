@@ -15,6 +15,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fabric.core.errors import ReplicasDivergedError
 from fabric.core.source import user_place
@@ -96,8 +97,8 @@ class ReplicaCheck:
         self._values_equal_at = 0
         self._raw, self._digest = b"", b""
         self._comparing = self._warned = False
-        self._counts = every is not False and not strategy.traits.steps_apart
-        """Whether hyper-parameters and counters are compared. Ranks of a local SGD may skip steps."""
+        self._counts = every is not False and strategy.layout.in_step
+        """Whether hyper-parameters, counters and ends of epochs are compared."""
         self._counts_writes = "states" in strategy.layout.replicates  # else each rank steps other parameters
 
     def add(
@@ -218,7 +219,7 @@ class ReplicaCheck:
 
     def epoch_ended(self, backwards_before: int) -> None:
         """Count an epoch that had backwards; `backwards_before`: how many there were when it began."""
-        if self.backwards > backwards_before and self._every:
+        if self.backwards > backwards_before and self._every and self._counts:
             self.epochs += 1
             self.compare(f"replica check at the end of epoch {self.epochs}")
 
@@ -337,6 +338,9 @@ class ReplicaCheck:
             key, local = (*key, *[(dim, place[dim]) for dim in sharded]), tensor.to_local()
         if own:
             found[key].append(Entry(name))
+        elif is_traceable_wrapper_subclass(local):  # quantised: values and scales
+            for part in local.__tensor_flatten__()[0]:
+                self._put(found, owner, f"{part} of {name}", getattr(local, part))
         elif local.numel() and not local.is_meta and local.layout is torch.strided and not local.is_nested:
             shape = f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
             writes = writes if self._counts_writes else -1

@@ -207,7 +207,7 @@ class Strategy(Checkpoints):
         """Let go of groups, files and settings that this strategy took."""
         self.snapshot = self.replicas = None
         self.layout.teardown()
-        self.layout.free = None
+        self.layout.free, self.layout.joint = None, False
         self._precision.teardown()
         if self._checkpoint_io is not None:
             self._checkpoint_io.teardown()

@@ -165,3 +165,20 @@ def no_error(case: str, strategy: str) -> None:
 )
 def test_no_error(ranks, case, strategy):
     ranks.run(no_error, case, strategy, world_size=2)
+
+
+def after_teardown(strategy: str) -> None:
+    fabric, module = start(strategy), net()
+    model, _ = fabric.setup(module, sgd(module))
+    x, labels = batch(fabric)
+    fabric.backward(nn.functional.cross_entropy(model(x), labels))
+    fabric.strategy.teardown()
+    other = net()
+    for parameter in other.parameters():
+        parameter.grad = torch.full_like(parameter, fabric.global_rank)
+    sgd(other).step()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_a_strategy_that_was_torn_down_checks_no_step(ranks, strategy):
+    ranks.run(after_teardown, strategy, world_size=2)

@@ -324,3 +324,23 @@ def with_garbage():
 
 def test_an_optimizer_that_is_garbage_on_some_ranks_is_not_compared(ranks):
     assert ranks.run(with_garbage, world_size=2) == [False, True]
+
+
+def quantised():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    value, scale = torch.ones(3), torch.ones(3)
+    fabric.check_replicas(TwoTensor(value, scale))
+    try:
+        fabric.check_replicas(TwoTensor(value, scale + fabric.global_rank))
+    except ReplicasDivergedError as error:
+        return str(error)
+    return None
+
+
+def test_tensors_that_consist_of_others_are_compared_by_these(ranks):
+    first, second = ranks.run(quantised, world_size=2)
+    assert first == second
+    assert first.startswith("b of tensor 0 differs between ranks (0: 1 | 1: 2 at element 0")

@@ -32,6 +32,8 @@ class ReducedByHorovod(Replicate):
         precisions_why="Horovod does not send bfloat16",
     )
 
+    in_step = False
+
     def __init__(self, settings: dict[str, Any] | None = None, compression: str = "none") -> None:
         super().__init__(settings)
         self.compression = compression

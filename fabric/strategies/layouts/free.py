@@ -94,7 +94,9 @@ class StepCheck:
     def _look(self, optimizer: Any) -> list[Tensor]:
         """The parameters whose gradients the layout does not average."""
         reduced = self._strategy.layout.reduced() if self._is_ours else None
-        held = [p for p in parameters_of(optimizer) if p.requires_grad] if reduced is not None else []
+        if reduced is None:
+            return []
+        held = [p for p in parameters_of(optimizer) if p.requires_grad]
         unknown = {id(p): p for p in held if id(p) not in reduced}
         for module in self._strategy.modules if unknown else ():
             found = _names(module, unknown)

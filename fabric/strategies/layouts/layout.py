@@ -59,6 +59,8 @@ class Whole:
     """What all ranks hold with equal values between steps, of the tensors that are not sharded (DTensor)."""
     replica_key: tuple[Any, ...] = ()
     """Which part of the model this rank holds: ranks with the same key hold the same tensors."""
+    in_step = True
+    """Whether all ranks make each backward and each step. Not under local SGD and Horovod's `join()`."""
     synchronised: Callable[..., None] | None = None
     """Called on all ranks at the end of a backward, with the models whose gradients it synchronised."""
     gate: Any = None

@@ -128,6 +128,7 @@ class LocalSteps(Whole):
     traits = Traits(needs_launch=True, data_parallel=True, steps_apart=True)
     hears_loads = True
     replicates = ()
+    in_step = False
 
     def __init__(self, sync_every: int, outer_optimizer: Callable[[list[Tensor]], Optimizer] | None) -> None:
         self.sync_every, self.outer_optimizer = sync_every, outer_optimizer

@@ -301,7 +301,7 @@ class Replicate(Whole):
             known = self._replicas[replica]
             if replica.training and known.came and known.buffers is not None:
                 broadcast_buffers([known.buffers], self.channel)
-        if self.synchronised is not None and syncing:
+        if self.synchronised is not None and syncing and self.in_step:
             self.synchronised([replica.module for replica in syncing if self._replicas[replica].came])
 
     def _averaged(self, before: list[tuple[_Known, list[Any]]]) -> None:
