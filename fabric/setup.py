@@ -150,8 +150,7 @@ class SetupVerbs(RankFacts):
         if replica_check and (replicas := self._strategy.replicas) is not None:
             from fabric.strategies.layouts.buffers import rank_local_names
 
-            replicas.add(wrapped.module, stepped, rank_local_names(wrapped.module))
-            replicas.watch_rows(wrapped)
+            replicas.add(wrapped, stepped, rank_local_names(wrapped.module))
         views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
         self.call("on_after_setup", fabric=self, module=wrapped)
         rest = [] if scheduler is None else [scheduler]

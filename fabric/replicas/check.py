@@ -21,11 +21,11 @@ from fabric.core.errors import ReplicasDivergedError
 from fabric.core.source import user_place
 from fabric.core.torch_internals import is_fsdp
 from fabric.core.tree import flatten
+from fabric.data.unequal import FirstRows, rows_after_backward
 from fabric.plugins.collectives.objects import gather_objects
 from fabric.replicas import report
 from fabric.replicas.digest import digest_of
 from fabric.replicas.report import Entry
-from fabric.replicas.rows import FirstRows, warn_of_unequal
 from fabric.replicas.values import first_difference
 from fabric.utilities.passes import parameters_of
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -46,23 +46,16 @@ _COMPARING = b"replicas compared"[:16]
 """The facts of messages by which a difference is looked up: equal on all ranks."""
 
 
-class _Model:
-    """A set-up model; weakly."""
+class _Held:
+    """A set-up model or optimizer, weakly; of an optimizer its steps, and the limits of its last clip."""
 
-    def __init__(self, number: int, module: Module, rank_local: Iterable[str]) -> None:
-        kind = type(module).__bases__[1] if is_fsdp(module) else type(module)  # of the user's
-        self.name = f"model {number} ({kind.__name__})"
-        self.ref = weakref.ref(module)
+    def __init__(self, kind: str, number: int, real: Any, rank_local: Iterable[str] = ()) -> None:
+        users = type(real).__bases__[1] if is_fsdp(real) else type(real)
+        self.name = f"{kind} {number} ({users.__name__})"
+        self.ref = weakref.ref(real)
         self.rank_local = frozenset(rank_local)
-        self.shapes = {name: (buffer.shape, buffer.dtype) for name, buffer in module.named_buffers()}
-
-
-class _Optimizer:
-    """A set-up optimizer, weakly; its steps, and the limits of the last `clip_gradients`."""
-
-    def __init__(self, number: int, optimizer: Optimizer) -> None:
-        self.name = f"optimizer {number} ({type(optimizer).__name__})"
-        self.ref = weakref.ref(optimizer)
+        buffers = real.named_buffers() if kind == "model" else ()
+        self.shapes = {name: (buffer.shape, buffer.dtype) for name, buffer in buffers}
         self.steps = 0
         self.clip: tuple[Any, ...] = ()
 
@@ -83,48 +76,42 @@ class ReplicaCheck:
     def __init__(self, strategy: Any, every: bool | int) -> None:
         self._strategy = weakref.proxy(strategy)
         self._every = every
-        self._models: dict[int, _Model] = {}
-        self._optimizers: dict[int, _Optimizer] = {}
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._made = [0, 0]
-        """Models and optimizers that were set up; the same on all ranks, whatever is garbage by now."""
-        self._first: list[FirstRows] = []
-        """Of each model, until they are compared."""
+        self._models: list[_Held] = []
+        self._optimizers: dict[int, _Held] = {}
+        self._held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
+        self._made = 0
+        """Optimizers that were set up; the same on all ranks, whatever is garbage by now."""
+        self.first_rows: list[Any] = []
+        """Of each model until they are compared."""
         self.backwards = self.epochs = 0
         self._due = 1 if every is True else every
         self._equal_at = (0, 0)
         """Optimizer steps at the last two messages. At the first of them all ranks were equal."""
         self._values_equal_at = 0
-        self._raw, self._digest = b"", b""
         self._comparing = self._warned = False
         self._counts = every is not False and strategy.layout.in_step
         """Whether hyper-parameters, counters and ends of epochs are compared."""
         self._counts_writes = "states" in strategy.layout.replicates  # else each rank steps other parameters
 
     def add(
-        self, module: Module | None, optimizers: Iterable[Optimizer], rank_local: Iterable[str] = ()
+        self, wrapped: Module | None, optimizers: Iterable[Optimizer], rank_local: Iterable[str] = ()
     ) -> None:
-        """Compare a model and optimizers from now on. All ranks must call this."""
-        if module is not None:
-            number = self._numbers[module] = self._made[0]
-            self._models[number] = _Model(number, module, rank_local)
-            self._made[0] += 1
+        """Compare a model, as `setup` returns it, and optimizers from now on. All ranks must call this."""
+        if wrapped is not None:
+            one = self._held[wrapped.module] = _Held("model", len(self._models), wrapped.module, rank_local)
+            self._models.append(one)
+            if self._counts and not self.backwards:  # local SGD averages no gradients
+                self.first_rows.append(FirstRows(wrapped))
         for optimizer in optimizers:
-            number = self._numbers[optimizer] = self._made[1]
-            self._optimizers[number] = _Optimizer(number, optimizer)
-            optimizer.register_step_post_hook(self._optimizers[number].count)
-            self._made[1] += 1
-
-    def watch_rows(self, wrapped: Any) -> None:
-        """Compare the rows of the first forward of a model that `setup` returns. All ranks must call this."""
-        if self._counts and not self.backwards:  # local SGD averages no gradients
-            self._first.append(FirstRows(wrapped))
+            one = self._held[optimizer] = _Held("optimizer", self._made, optimizer)
+            self._optimizers[self._made] = one
+            optimizer.register_step_post_hook(one.count)
+            self._made += 1
 
     def clipped(self, optimizer: Optimizer, **limits: Any) -> None:
         """Compare the limits that `clip_gradients` was called with."""
-        number = self._numbers.get(optimizer)
-        if number in self._optimizers:
-            self._optimizers[number].clip = tuple([(k, v) for k, v in limits.items() if v is not None])
+        if (one := self._held.get(optimizer)) is not None:
+            one.clip = tuple([(key, limit) for key, limit in limits.items() if limit is not None])
 
     # hyper-parameters and counters
 
@@ -133,21 +120,19 @@ class ReplicaCheck:
         if self._comparing or not self._counts:
             return _COMPARING
         rows: list[Any] = [self._every, self.backwards, self.epochs]
-        steps = 0
-        for number, one in self._optimizers.items():
-            real = one.ref()
-            if real is not None:
-                steps += one.steps
-                groups = [[v for k, v in g.items() if k not in _NOT_COMPARED] for g in real.param_groups]
-                rows.append((number, one.steps, one.clip, groups))
-        self._equal_at = self._equal_at[1], steps
+        for number, one, real in self._alive():
+            groups = [[v for k, v in group.items() if k not in _NOT_COMPARED] for group in real.param_groups]
+            rows.append((number, one.steps, one.clip, groups))
+        self._equal_at = self._equal_at[1], sum([row[1] for row in rows[3:]])
         try:
             raw = marshal.dumps(rows, 2)  # of the same bytes for equal values, on all ranks
         except ValueError:  # a tensor, or an object of another kind
             raw = marshal.dumps(_plain(rows), 2)
-        if raw != self._raw:
-            self._raw, self._digest = raw, blake2b(raw, digest_size=16).digest()
-        return self._digest
+        return blake2b(raw, digest_size=16).digest()
+
+    def _alive(self) -> list[tuple[int, _Held, Any]]:
+        pairs = [(number, one, one.ref()) for number, one in self._optimizers.items()]
+        return [pair for pair in pairs if pair[2] is not None]
 
     def explain(self, channel: Channel) -> None:
         """The facts of the ranks differ: find out in what. All ranks of the channel must call this.
@@ -157,9 +142,8 @@ class ReplicaCheck:
         Raises:
             ReplicasDivergedError: Hyper-parameters or counters differ; on all ranks.
         """
-        self._optimizers = {n: one for n, one in self._optimizers.items() if one.ref() is not None}
         mine = {"place": user_place(), "steps": self._equal_at, "facts": dict(self._described())}
-        mine["alive"] = {number: one.name for number, one in self._optimizers.items()}
+        mine["alive"] = {number: one.name for number, one, _ in self._alive()}
         rows = self._gather(mine, channel, "replica check of hyper-parameters and counters")
         everywhere = set.intersection(*[{*row["alive"]} for row in rows])
         self._optimizers = {n: one for n, one in self._optimizers.items() if n in everywhere}
@@ -169,7 +153,7 @@ class ReplicaCheck:
 
     def _described(self) -> Iterator[tuple[tuple[int, str, int], Any]]:
         """((number of the object, what, parameter group), value), in the order in which they are reported."""
-        alive = [(n, one, real) for n, one in self._optimizers.items() if (real := one.ref()) is not None]
+        alive = self._alive()
         for n, _, real in alive:
             yield (n, "class", 0), f"{type(real).__module__}.{type(real).__qualname__}"
         for n, one, real in alive:
@@ -178,10 +162,8 @@ class ReplicaCheck:
                 for key, value in group.items():
                     if key not in _NOT_COMPARED:
                         yield (n, key, place), _plain(value)
-            for key, value in one.clip:
-                yield (n, key, 0), _plain(value)
-        for n, one, _ in alive:
-            yield (n, "steps", 0), one.steps
+            yield from [((n, key, 0), _plain(value)) for key, value in one.clip]
+        yield from [((n, "steps", 0), one.steps) for n, one, _ in alive]
         yield (-1, "replica_check", 0), self._every
         yield (-1, "synchronised backwards", 0), self.backwards
         yield (-1, "epochs", 0), self.epochs
@@ -194,28 +176,16 @@ class ReplicaCheck:
         Raises:
             ReplicasDivergedError: A check is due, and the ranks differ.
         """
-        known = [number for module in modules if (number := self._numbers.get(module)) is not None]
-        if not known:
+        names = [self._held[module].name for module in modules if module in self._held]
+        if not names:
             return
         self.backwards += 1
-        if self.backwards == 1:
-            for first in self._first:
-                first.settle()
-        if self.backwards < self._due or _is_capturing():
-            return
-        self._due += min(self._due, LONGEST_GAP) if self._every is True else self._every
-        names = ", ".join([self._models[number].name for number in known])
-        self.compare(f"replica check after backward {self.backwards}, of {names}", buffers=True, only=only)
-        if self._first and self.backwards > 1:
-            self._compare_rows()
-
-    def _compare_rows(self) -> None:
-        """Compare the rows of first forwards; `normalize_gradients` of the first step is known by now."""
-        mine, self._first = [first.rows for first in self._first], []
-        if not self._strategy.layout.normalises:
-            channel = self._strategy.channel()
-            for rows in zip(*self._gather(mine, channel, "replica check of rows"), strict=True):
-                warn_of_unequal([*rows])
+        if self.backwards <= 2 and not _is_capturing():
+            self.first_rows = rows_after_backward(self.first_rows, self.backwards, self._strategy)
+        if self.backwards >= self._due and not _is_capturing():
+            self._due += min(self._due, LONGEST_GAP) if self._every is True else self._every
+            label = f"replica check after backward {self.backwards}, of {', '.join(names)}"
+            self.compare(label, buffers=True, only=only)
 
     def epoch_ended(self, backwards_before: int) -> None:
         """Count an epoch that had backwards; `backwards_before`: how many there were when it began."""
@@ -244,7 +214,7 @@ class ReplicaCheck:
         with torch.no_grad():
             if only is None:
                 kinds = kinds if buffers else tuple([kind for kind in kinds if kind != "buffers"])
-                entries = self._entries(kinds, self._models.values(), self._optimizers.values())
+                entries = self._entries(kinds, self._models, self._optimizers.values())
                 scale = getattr(getattr(self._strategy.precision, "scaler", None), "_scale", None)
                 if isinstance(scale, torch.Tensor) and self._counts:
                     self._put(entries, "loss scale", "the loss scale", scale)
@@ -258,7 +228,9 @@ class ReplicaCheck:
             hashes = [blake2b(text, digest_size=8).digest() for text in shapes]
             row = dict(zip(entries, zip(hashes, numbers, strict=True), strict=True))
             rows = self._gather(row, channel, label, comparing=False)
-            if all([len({r[key] for r in rows if key in r}) == 1 for key in {k for r in rows for k in r}]):
+            if all(
+                [len({other[key] for other in rows if key in other}) == 1 for each in rows for key in each]
+            ):
                 self._values_equal_at = self._equal_at[1]
             else:
                 self._look_up(entries, channel)
@@ -267,10 +239,10 @@ class ReplicaCheck:
         """Return the entries of models, optimizers and tensors that `check_replicas` was called with."""
         named = dict(enumerate(leaves))
         kinds = ("parameters", "buffers", "states")
-        models = [_Model(n, leaf, ()) for n, leaf in named.items() if isinstance(leaf, torch.nn.Module)]
-        optimizers = [_Optimizer(n, o) for n, o in named.items() if isinstance(o, torch.optim.Optimizer)]
-        entries = self._entries(kinds, models, optimizers)
-        held = [(one.name, module) for one in self._models.values() if (module := one.ref()) is not None]
+        models = [_Held("model", n, leaf) for n, leaf in named.items() if isinstance(leaf, torch.nn.Module)]
+        optimizers = [leaf for leaf in named.items() if isinstance(leaf[1], torch.optim.Optimizer)]
+        entries = self._entries(kinds, models, [_Held("optimizer", *pair) for pair in optimizers])
+        held = [(one.name, module) for one in self._models if (module := one.ref()) is not None]
         names: dict[Any, str] = {
             p: f"{name} of {model}" for model, module in held for name, p in module.named_parameters()
         }

@@ -1,4 +1,4 @@
-"""Parts of unequal size that ranks were given by hand: `ReplicaCheck` compares numbers of rows, once.
+"""Parts of unequal size that ranks were given by hand: ranks compare numbers of rows once, after backward 2.
 
 The mean over ranks of means over 3 and over 2 rows is not the mean over 5.
 """
@@ -59,7 +59,27 @@ class FirstRows:
                 own["forward"] = plain
 
 
-def warn_of_unequal(rows: list[int]) -> None:
+def rows_after_backward(first: list[FirstRows], backwards: int, strategy: Any) -> list[FirstRows]:
+    """Return those that are not compared yet. All ranks must call this.
+
+    Args:
+        first: Of each model.
+        backwards: Synchronised ones so far. After the second one `normalize_gradients` of the first step
+            is known.
+        strategy: Of these ranks.
+    """
+    if backwards == 1:
+        for one in first:
+            one.settle()
+        return first
+    if first and not strategy.layout.normalises:
+        mine = [one.rows for one in first]
+        for rows in zip(*strategy.all_gather_object(mine, label="replica check of rows"), strict=True):
+            _warn_of_unequal([*rows])
+    return []
+
+
+def _warn_of_unequal(rows: list[int]) -> None:
     """Warn if ranks had unequal numbers of rows; `rows`: by rank, 0 where it is not known."""
     if len(set(rows)) > 1 and all(rows):
         shown = ", ".join([f"{count} on rank {rank}" for rank, count in enumerate(rows)])
