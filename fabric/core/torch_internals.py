@@ -288,6 +288,7 @@ def renew_reducer(replica: Any, trained: list[torch.nn.Parameter]) -> None:
     for parameter in frozen:
         parameter.requires_grad_(True)  # the reducer is to know what it knew at setup
     replica.reducer._remove_autograd_hooks()  # what torch.compile has made of the model may keep it
+    replica.process_group = torch.distributed.group.WORLD  # torch refuses the state of a replica of another
     replica.__setstate__(replica.__getstate__())
     for parameter in frozen:
         parameter.requires_grad_(False)
