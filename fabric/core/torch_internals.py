@@ -381,6 +381,20 @@ def show_part(part: Any) -> None:
     part._setattr_on_modules(part.sharded_param)
 
 
+def stay_gathered(state: Any) -> None:
+    """From now on a forward, a backward or a state dict of the module frees none of its group."""
+    module = state._modules[0]
+    module.set_reshard_after_forward(False, recurse=False)
+    module.set_reshard_after_backward(False, recurse=False)
+    for group in fsdp_groups([state]):
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
+
+
 def whole_of(part: Any) -> Any:
     """The gathered parameter, or its empty memory; None: it was never gathered."""
     return getattr(part, "_unsharded_param", None)
