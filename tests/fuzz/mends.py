@@ -204,6 +204,7 @@ from fabric.strategies.layouts.replicate import Replicate
 Replicate._separate_shared = lambda *_: None
 """,
         ("ddp", "ddp-copies", "zero1"),
+        "parameters of Agent got no gradient",
     ),
     "gradients of parameters of no model are averaged": Mend(
         """

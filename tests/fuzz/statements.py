@@ -484,7 +484,7 @@ def assigned(scene: Scene) -> list[Node]:
         return verb(scene)
     if scene.precision == "bf16-mixed" or scene.chance(0.5):
         return [f"assign_grads({name}, 0.5)"]
-    if scene.chance(0.5):
+    if not scene.layout.splits and scene.chance(0.5):  # torch flattens no tensor that is split unevenly
         return [f"assign_weights({name}, 0.95)"]
     return [(f"for p in {name}.parameters():", ("p.data = p.data * 0.95",))]
 
