@@ -41,6 +41,7 @@ OWED = [
     (r"was moved or converted", "a model that was converted after setup"),
     (r"set up by no fabric\.setup: the gradients are those", "a model that was never set up"),
     (r"carry the loss scale", "torch's clip of scaled gradients"),
+    (r"Ranks called clip_gradients .* with different data", "another limit of gradients on each rank"),
     (r"ReplicasDivergedError: ", "replicas that a statement made different"),
     (r"is not finite", "clip_gradients of gradients that are not finite"),
     # Of engines, which programs meet by --layout only.
