@@ -64,6 +64,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Four warm processes; `ranks.run(function, *args, world_size=2)`. Costs nothing until the first run."""
+    yield from _pool()
+
+
+@pytest.fixture(scope="module")
+def forking_ranks() -> Iterator[RankPool]:
+    """The same, for tests that fork: in these processes nothing has run before.
+
+    In a CUDA build of torch without a GPU, DTensors and torch.compile register eight devices. The
+    next backward starts a thread for each, and in processes that are forked later no backward can run.
+    """
+    yield from _pool()
+
+
+def _pool() -> Iterator[RankPool]:
     settings = {"warnings_as_errors": True, "ignored_warnings": IGNORED}
     with RankPool(4, timeout=60.0, preload=PRELOAD, accelerator=ACCELERATOR, **settings) as pool:
         yield pool
