@@ -15,12 +15,12 @@ for argument in "$@"; do
     *) echo "usage: bash tests/gpu/run.sh [--pretend]" >&2 && exit 2 ;;
     esac
 done
-TESTS_LIMIT=${TESTS_LIMIT:-210}   # seconds
+TESTS_LIMIT=${TESTS_LIMIT:-200}   # seconds
 BENCH_LIMIT=${BENCH_LIMIT:-120}
 
 command -v "$python" >/dev/null || { echo "no $python: set PYTHON to a Python >= 3.10" >&2 && exit 1; }
 # torch finds the pretend device on the path, in all ranks, too.
-export PYTHONPATH="$root${pretend:+:$root/tests/pretend/device}${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH="$root${pretend:+:$root/tests/pretend/device}${PYTHONPATH:+:$PYTHONPATH}"
 unset PYTHONUNBUFFERED
 
 "$python" - "$pretend" <<'CHECK'
