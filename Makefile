@@ -50,9 +50,11 @@ slow-tests: $(VENV)/.dev
 	$(PYTEST) -m "slow and not smoke"
 
 # In processes of their own: with the folder on the path `import torch` gives the device, to all ranks, too.
+# tests/gpu by the script for a machine with a GPU, so that it cannot rot.
 test-device: $(VENV)/.dev
-	PYTHONPATH=$(CURDIR)/tests/pretend/device \
-		$(PYTEST) -m "device or gpu" tests/pretend tests/gpu tests/equivalence tests/test_frames.py
+	@status=0; PYTHON=$(BIN)/python bash tests/gpu/run.sh --pretend || status=1; \
+		PYTHONPATH=$(CURDIR)/tests/pretend/device \
+		$(PYTEST) -m device tests/pretend tests/equivalence tests/test_frames.py || status=1; exit $$status
 
 # Engines of others (tests/integrations): what cannot be installed is skipped, and said at the end. All, unless named.
 ENGINES ?=

@@ -13,6 +13,7 @@ import os
 import platform
 import random
 import resource
+import shutil
 import signal
 import socket
 import statistics
@@ -174,6 +175,8 @@ def commit() -> str:
     """The short commit, with "+" where the tree has changes of its own."""
 
     def git(*arguments: str) -> str:
+        if shutil.which("git") is None:
+            return ""
         done = subprocess.run(["git", *arguments], cwd=HERE, capture_output=True, text=True)
         return done.stdout.strip()
 

@@ -12,7 +12,13 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fabric import Fabric
-from fabric.strategies import FSDPStrategy, ModelParallelStrategy, PipelineStrategy, ZeRO1Strategy
+from fabric.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    PipelineStrategy,
+    ZeRO1Strategy,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -28,6 +34,7 @@ def split(model, mesh):
 
 
 STRATEGIES = {
+    "ddp": DDPStrategy,
     "zero1": ZeRO1Strategy,
     "zero2": partial(FSDPStrategy, sharding_strategy="SHARD_GRAD_OP", auto_wrap_policy={nn.Linear}),
     "zero3": partial(FSDPStrategy, auto_wrap_policy={nn.Linear}),
@@ -97,3 +104,16 @@ def test_dp_equals_plain_torch():
     for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad, msg=name)
     optimizer.step()
+
+
+def backends() -> dict[str, str]:
+    fabric = Fabric(accelerator=KIND, devices=1, strategy="ddp")
+    fabric.launch()
+    kinds = ["cpu", KIND]
+    return {kind: dist.group.WORLD._get_backend(torch.device(kind)).name() for kind in kinds}
+
+
+def test_tensors_of_the_device_are_sent_by_its_own_backend(ranks):
+    (found,) = ranks.run(backends, world_size=1)
+    assert found["cpu"] == "gloo"
+    assert found[KIND] == {"cuda": "nccl", "sim": "simnccl"}[KIND]
