@@ -12,7 +12,14 @@ import torch
 from torch.nn import DataParallel, Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm, goes_on
@@ -26,10 +33,15 @@ if TYPE_CHECKING:
 
 _WORDS = {"true": True, "on": True, "false": False, "off": False, "0": False}
 """What FABRIC_REPLICA_CHECK may be beside a number."""
-begun: list[tuple[weakref.ref[Any], weakref.ref[Any]]] = []
-"""Iterations of DataLoaders over all of their dataset that began with gradients enabled; and the loaders."""
-_told: weakref.WeakSet[Any] = weakref.WeakSet()
+begun: list[tuple[weakref.ref[Any], weakref.ref[Any], str]] = []
+"""Iterations of DataLoaders over all of their dataset that began with gradients enabled; the loaders; a
+description of each."""
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 """Loaders that were not set up, of which a warning was given."""
+_warned_of: set[str] = set()
+"""What those were that were garbage by then: `for batch in DataLoader(...)`."""
+_SAMPLERS = (RandomSampler, SequentialSampler, WeightedRandomSampler, SubsetRandomSampler)
+"""Those of torch that know of no ranks."""
 
 
 def check_given(objects: tuple[Any, ...], kind: type, verb: str) -> None:
@@ -145,11 +157,11 @@ def warn_of_raw(parts: int, model: bool) -> None:
             "yourself.",
             category=RanksDifferWarning,
         )
-    for iteration, loader in [(iteration(), loader()) for iteration, loader in begun]:
-        if iteration is None or loader is None or loader in _told or not goes_on(iteration):
+    for iteration, loader, data in [(iteration(), loader(), data) for iteration, loader, data in begun]:
+        known = data in _warned_of if loader is None else loader in _warned
+        if iteration is None or known or not goes_on(iteration):
             continue
-        _told.add(loader)
-        data = f"{type(loader.dataset).__name__} of {len(loader.dataset)}, batch_size={loader.batch_size}"
+        _warned_of.add(data) if loader is None else _warned.add(loader)
         rank_zero_warn(
             f"A DataLoader that was not set up ({data}) is iterated in training. Unless each rank has its "
             f"own part, this is {parts} times the same work. Write loader = fabric.setup_dataloaders(loader) "
@@ -167,9 +179,10 @@ def watch_loaders() -> None:
     def begin(loader: Any) -> Any:
         iteration, batches = plain(loader), loader.batch_sampler
         order = batches.sampler if type(batches) is BatchSampler else batches or loader.sampler
-        if type(order) in (RandomSampler, SequentialSampler) and torch.is_grad_enabled():
-            going = [pair for pair in begun if pair[0]() is not None]
-            begun[:] = [*going, (weakref.ref(iteration), weakref.ref(loader))]
+        if type(order) in _SAMPLERS and torch.is_grad_enabled():
+            data = f"{type(loader.dataset).__name__} of {len(loader.dataset)}, batch_size={loader.batch_size}"
+            going = [one for one in begun if one[0]() is not None]
+            begun[:] = [*going, (weakref.ref(iteration), weakref.ref(loader), data)]
         return iteration
 
     DataLoader.__iter__ = begin  # type: ignore[method-assign]

@@ -325,7 +325,7 @@ class SetupVerbs(RankFacts):
         self._require_launch("check_replicas()")
         if (check := self._strategy.replicas) is not None:
             given = map_tree(unwrap, list(objects)) if objects else None
-            check.compare("check_replicas", buffers=True, only=given)
+            check.compare("check_replicas", buffers=None, only=given)
 
     def rng_state(self) -> RngState:
         """The random streams of all ranks, to be saved: `fabric.save(path, {"rng": fabric.rng_state()})`.

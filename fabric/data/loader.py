@@ -24,6 +24,8 @@ else:
 
 dealing: weakref.WeakSet[Any] = weakref.WeakSet()
 """Iterations in training of loaders whose data Fabric deals out."""
+_running: list[_Pass] = []
+"""Iterations that have begun and not ended."""
 VERSION = 2
 """Of the state's form."""
 _OF_THE_USER = ("dataset", "collate_fn", "worker_init_fn", "generator")
@@ -199,6 +201,7 @@ class _FabricDataLoader(Loader):
 
     def _received(self, pairs: Iterator[Any], run: _Pass) -> Iterator[Any]:
         clock = time.perf_counter
+        _running.append(run)
         try:
             while True:
                 begin = clock()
@@ -210,9 +213,11 @@ class _FabricDataLoader(Loader):
                 yield batch
             if self._pass is run:
                 self._pass = None
-            if self._replicas is not None:
+            # An iteration inside of another may be one of this rank alone.
+            if self._replicas is not None and _running == [run]:
                 self._replicas.epoch_ended(run.backwards)
         finally:  # an error's traceback must not keep workers alive
+            _running.remove(run)
             close = getattr(pairs, "close", None)
             if close is not None:
                 close()

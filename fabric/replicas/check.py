@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import marshal
 import weakref
+import zlib
 from collections import defaultdict
 from functools import partial
 from hashlib import blake2b
@@ -31,7 +32,7 @@ from fabric.utilities.passes import parameters_of
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from torch import Tensor
     from torch.nn import Module
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 LONGEST_GAP = 1024
 """Synchronised backwards between two checks of values, once their distance has doubled up to it."""
+_RAW = 1 << 32
+"""Numbers of optimizers that were never set up begin here."""
 _NOT_COMPARED = {"params", "param_names"}
 _COMPARING = b"replicas compared"[:16]
 """The facts of messages by which a difference is looked up: equal on all ranks."""
@@ -108,6 +111,21 @@ class ReplicaCheck:
             optimizer.register_step_post_hook(one.count)
             self._made += 1
 
+    def add_stepped(self, optimizer: Optimizer) -> None:
+        """Compare an optimizer that was never set up, if it steps parameters of models that were."""
+        models = [(one.name, module) for one in self._models if (module := one.ref()) is not None]
+        names = {p: f"{name} of {model}" for model, module in models for name, p in module.named_parameters()}
+        held = [names.get(p, "") for p in parameters_of(optimizer)]
+        of_another = any(
+            [real.state is optimizer.state for _, _, real in self._alive()]
+        )  # a part of it steps
+        if self._counts and optimizer not in self._held and not of_another and all(held):
+            # By its parameters: each rank may make others in any order.
+            number = _RAW + zlib.crc32("\0".join(held).encode())
+            one = self._held[optimizer] = self._optimizers[number] = _Held("optimizer", number, optimizer)
+            one.name = f"the optimizer of {held[0]}, ... ({type(optimizer).__name__})"
+            optimizer.register_step_post_hook(one.count)
+
     def clipped(self, optimizer: Optimizer, **limits: Any) -> None:
         """Compare the limits that `clip_gradients` was called with."""
         if (one := self._held.get(optimizer)) is not None:
@@ -122,7 +140,7 @@ class ReplicaCheck:
         rows: list[Any] = [self._every, self.backwards, self.epochs]
         for number, one, real in self._alive():
             groups = [[v for k, v in group.items() if k not in _NOT_COMPARED] for group in real.param_groups]
-            rows.append((number, one.steps, one.clip, groups))
+            rows.append((number, one.steps, one.clip, groups, self._strategy.layout.writes(real)))
         self._equal_at = self._equal_at[1], sum([row[1] for row in rows[3:]])
         try:
             raw = marshal.dumps(rows, 2)  # of the same bytes for equal values, on all ranks
@@ -144,12 +162,24 @@ class ReplicaCheck:
         """
         mine = {"place": user_place(), "steps": self._equal_at, "facts": dict(self._described())}
         mine["alive"] = {number: one.name for number, one, _ in self._alive()}
+        mine["writes"] = {n: self._strategy.layout.writes(real) for n, _, real in self._alive()}
         rows = self._gather(mine, channel, "replica check of hyper-parameters and counters")
         everywhere = set.intersection(*[{*row["alive"]} for row in rows])
         self._optimizers = {n: one for n, one in self._optimizers.items() if n in everywhere}
         text = report.fact_text(rows, everywhere)
         if text is not None:
             raise ReplicasDivergedError(text)
+        if any([row["writes"] != rows[0]["writes"] for row in rows]):  # the step will hide the difference
+            self._compare_written(rows, channel)
+
+    def _compare_written(self, rows: list[dict[str, Any]], channel: Channel) -> None:
+        parts = {n: self._strategy.layout.owned_before_step(real) for n, _, real in self._alive()}
+        mine = {n: [int(digest_of(part)) for part in some] for n, some in parts.items()}
+        found = self._gather(mine, channel, "replica check of parameters that some ranks wrote")
+        for n in mine:
+            for rank, row in enumerate(rows):
+                if row["writes"][n] and len({other[n][rank] for other in found}) > 1:
+                    raise ReplicasDivergedError(report.written_text(rows, self._optimizers[n].name, n))
 
     def _described(self) -> Iterator[tuple[tuple[int, str, int], Any]]:
         """((number of the object, what, parameter group), value), in the order in which they are reported."""
@@ -176,16 +206,19 @@ class ReplicaCheck:
         Raises:
             ReplicasDivergedError: A check is due, and the ranks differ.
         """
-        names = [self._held[module].name for module in modules if module in self._held]
-        if not names:
+        held = {self._held[module]: module for module in modules if module in self._held}
+        if not held:
             return
         self.backwards += 1
         if self.backwards <= 2 and not _is_capturing():
             self.first_rows = rows_after_backward(self.first_rows, self.backwards, self._strategy)
         if self.backwards >= self._due and not _is_capturing():
             self._due += min(self._due, LONGEST_GAP) if self._every is True else self._every
-            label = f"replica check after backward {self.backwards}, of {', '.join(names)}"
-            self.compare(label, buffers=True, only=only)
+            label = (
+                f"replica check after backward {self.backwards}, of {', '.join([one.name for one in held])}"
+            )
+            # Others may have updated buffers in a forward, which their next backward makes equal.
+            self.compare(label, buffers=[one for one, module in held.items() if module.training], only=only)
 
     def epoch_ended(self, backwards_before: int) -> None:
         """Count an epoch that had backwards; `backwards_before`: how many there were when it began."""
@@ -198,12 +231,13 @@ class ReplicaCheck:
         if self._every:
             self.compare("replica check before a save")
 
-    def compare(self, label: str, *, buffers: bool = False, only: Any = None) -> None:
+    def compare(self, label: str, *, buffers: Collection[_Held] | None = (), only: Any = None) -> None:
         """Compare all values that ranks hold in common. All ranks must call this, with the same label.
 
         Args:
             label: Names the call where ranks make different ones.
-            buffers: Whether to compare buffers that the next backward makes equal, too.
+            buffers: Models whose buffers are compared, too; None: all. A forward may change them, and the
+                next backward makes them equal.
             only: A tree of models, optimizers and tensors, instead of all that was set up.
 
         Raises:
@@ -213,8 +247,7 @@ class ReplicaCheck:
         kinds = layout.replicates
         with torch.no_grad():
             if only is None:
-                kinds = kinds if buffers else tuple([kind for kind in kinds if kind != "buffers"])
-                entries = self._entries(kinds, self._models, self._optimizers.values())
+                entries = self._entries(kinds, self._models, self._optimizers.values(), buffers)
                 scale = getattr(getattr(self._strategy.precision, "scaler", None), "_scale", None)
                 if isinstance(scale, torch.Tensor) and self._counts:
                     self._put(entries, "loss scale", "the loss scale", scale)
@@ -267,7 +300,9 @@ class ReplicaCheck:
             self._warned = True
             rank_zero_warn(f"{small} Said once. See fabric/replicas/README.md.")
 
-    def _entries(self, kinds: tuple[str, ...], models: Any, optimizers: Any) -> dict[Any, list[Entry]]:
+    def _entries(
+        self, kinds: tuple[str, ...], models: Any, optimizers: Any, buffers: Collection[_Held] | None = None
+    ) -> dict[Any, list[Entry]]:
         """Return what this rank and others hold. Ranks with the same key hold the same tensors."""
         found: defaultdict[Any, list[Entry]] = defaultdict(list)
         put = partial(self._put, found)
@@ -278,12 +313,18 @@ class ReplicaCheck:
                 names.setdefault(parameter, f"{name} of {one.name}")
                 if "parameters" in kinds:
                     put(one.name, names[parameter], parameter)
-            for name, buffer in sorted(module.named_buffers()) if "buffers" in kinds else ():
+            known = "buffers" in kinds and (buffers is None or one in buffers)
+            for name, buffer in sorted(module.named_buffers()) if known else ():
                 if name in one.shapes and name not in one.rank_local:
                     grown = one.shapes[name] != (buffer.shape, buffer.dtype)  # a cache, this rank's own
                     put(one.name, f"buffer {name} of {one.name}", buffer, own=grown)
         for opt in optimizers:
             real = opt.ref()
+            for place, group in enumerate(
+                real.param_groups if real is not None and "states" in kinds else ()
+            ):
+                for key in [key for key, value in group.items() if isinstance(value, torch.Tensor)]:
+                    put(opt.name, f"{key} of {opt.name}, parameter group {place}", group[key])
             for place, parameter in enumerate(parameters_of(real) if real is not None else ()):
                 if parameter not in names and "parameters" in kinds:
                     names[parameter] = f"parameter {place} of {opt.name}"
@@ -319,11 +360,11 @@ class ReplicaCheck:
             found[key].append(Entry(name, shape, writes, bool(tensor._backward_hooks), local))
 
     def _gather(self, row: Any, channel: Channel, label: str, comparing: bool = True) -> list[Any]:
-        self._comparing = comparing
+        before, self._comparing = self._comparing, comparing or self._comparing
         try:
             return gather_objects(row, channel, label)
         finally:
-            self._comparing = False
+            self._comparing = before
 
 
 def _is_like(value: Tensor, parameter: Tensor) -> bool:
@@ -344,4 +385,7 @@ def _plain(value: Any) -> Any:
         return value.tolist() if value.is_cpu and value.numel() == 1 else f"a tensor on {value.device.type}"
     if isinstance(value, bool | int | float | complex | str | None):
         return value
-    return type(value).__name__
+    if hasattr(value, "item") and getattr(value, "size", 0) == 1:  # of NumPy
+        return value.item()
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text

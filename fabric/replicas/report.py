@@ -145,6 +145,15 @@ def value_text(rows: Sequence[dict[str, Any]], held: dict[int, Entry], distance:
     return f"{text} {_since(rows)} {_value_cause(name, held, values)}"
 
 
+def written_text(rows: Sequence[dict[str, Any]], optimizer: str, number: int) -> str:
+    """Return the text for parameters that some ranks have changed outside of steps."""
+    counts = by_value({rank: row["writes"][number] for rank, row in enumerate(rows)})
+    return (
+        f"Parameters of {optimizer} were changed on some ranks only ({counts} {WRITES}). {_since(rows)} "
+        f"{_ON_ALL_RANKS}"
+    )
+
+
 def small_text(relative: float, name: str) -> str:
     """Return the warning for values that differ by less than the tolerance."""
     return (
@@ -196,9 +205,9 @@ def _value_cause(name: str, held: dict[int, Entry], values: dict[int, Any]) -> s
         return (
             "Gradients were changed after the backward on some ranks. Write fabric.all_reduce(p.grad) on all."
         )
-    first = "All ranks wrote it, with other values." if writes != {-1} else _ON_ALL_RANKS
+    first = "All ranks wrote it, with other values. A cause" if writes != {-1} else f"{_ON_ALL_RANKS} Another"
     return (
-        f"{first} A cause is a re-initialisation by each rank's own random numbers: call "
+        f"{first} is a re-initialisation by each rank's own random numbers: call "
         "torch.manual_seed(0) on all ranks before it, or fabric.broadcast the values. Another is gradients "
         "that a rank changed after the backward: write fabric.all_reduce(p.grad)."
     )

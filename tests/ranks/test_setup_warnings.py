@@ -69,8 +69,8 @@ def test_a_model_that_was_never_set_up_is_said_once(ranks):
 
 
 def never_set_up(shuffle):
-    loader = DataLoader(DATA, batch_size=2, shuffle=shuffle)
     parts = started()
+    loader = DataLoader(DATA, batch_size=2, shuffle=shuffle)
     return loop(*parts, loader) + loop(*parts, loader)  # two epochs
 
 
@@ -82,6 +82,23 @@ def test_a_loader_that_was_never_set_up_is_said_once(ranks, shuffle, world_size)
         "result; for a part of each rank's own with use_distributed_sampler=False."
     )
     assert others == [[]] * (world_size - 1)
+
+
+def held_by_the_loop_alone():
+    fabric, model, optimizer = started()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for (x,) in DataLoader(DATA, batch_size=8):
+                fabric.backward(model(x).sum())
+                optimizer.step()
+    return messages(caught)
+
+
+def test_a_loader_that_is_made_in_the_line_of_the_loop(ranks):
+    (text,), others = ranks.run(held_by_the_loop_alone, world_size=2)
+    assert "A DataLoader that was not set up (TensorDataset of 16, batch_size=8)" in text
+    assert others == []
 
 
 def beside_one_that_is(case):

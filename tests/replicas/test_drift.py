@@ -7,6 +7,7 @@ import os
 import re
 import warnings
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -344,3 +345,36 @@ def test_tensors_that_consist_of_others_are_compared_by_these(ranks):
     first, second = ranks.run(quantised, world_size=2)
     assert first == second
     assert first.startswith("b of tensor 0 differs between ranks (0: 1 | 1: 2 at element 0")
+
+
+def other_rates(kind, strategy):
+    fabric, model, optimizer = started(strategy)
+    rate = 0.05 * (fabric.global_rank + 1)
+    if kind == "never set up":
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    if kind == "numpy":
+        optimizer.param_groups[0]["lr"] = numpy.float32(rate)
+    if kind == "tensor":
+        optimizer.param_groups[0]["lr"] = torch.tensor(rate)
+    try:
+        for _ in range(4):
+            step(fabric, model, optimizer)
+        fabric.check_replicas()
+    except ReplicasDivergedError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("numpy", "optimizer 0 (SGD)"),
+        ("tensor", "optimizer 0 (SGD)"),
+        ("never set up", "the optimizer of 0.weight of model 0 (Sequential), ... (SGD)"),
+    ],
+)
+def test_rates_that_are_no_floats_and_optimizers_that_were_not_set_up(ranks, strategy, kind, name):
+    first, second = ranks.run(other_rates, kind, strategy, world_size=2)
+    assert first == second
+    assert first.startswith(f"lr of {name} differs between ranks (0: 0.05"), first

@@ -144,6 +144,18 @@ class Whole:
         """
         return None
 
+    def writes(self, optimizer: Optimizer) -> int:
+        """How many in-place changes of an optimizer's parameters were made outside of steps. 0: this layout
+        sends no parameters after a step, which would hide a difference.
+        """
+        return 0
+
+    def owned_before_step(self, optimizer: Optimizer) -> list[list[Tensor]]:
+        """By rank, the parameters that it owns as they were before the step that is in progress: also on
+        other ranks, if `writes` has counted any there. Counts from 0 again.
+        """
+        return []
+
     def add_free(self, parameters: list[Tensor]) -> None:
         """Average, from now on, gradients of parameters that an optimizer has and no model. They get rank
         zero's values. All ranks must call this.

@@ -31,6 +31,20 @@ class Share:
         self.owners: dict[Any, int] = {}
         self.handles: list[Any] = []
         self.step: Step | None = None
+        self.changes = self.writes = 0
+        """In-place changes of all parameters at the end of the last step; those made outside of steps."""
+        self.kept: list[Tensor] | None = None
+        """Own parameters as they were before a step, if they were changed outside of steps."""
+
+    def count(self) -> int:
+        """How often parameters were changed in place."""
+        return sum([p._version for p in self.params])
+
+    def count_writes(self) -> None:
+        """Note what was changed since the last step."""
+        if (found := self.count() - self.changes) != 0:
+            self.writes += found
+            self.kept = [p.detach().clone() for _, p in self.own()]
 
     def is_own(self, param: Any) -> bool:
         """Whether this rank steps it; so do all where nothing is agreed on yet."""

@@ -175,10 +175,28 @@ class ShardedStates(Replicate):
         texts = gather_objects(said, self._group(), verb)
         # Also after a failure: the ranks' parameters stay equal, whatever was stepped before it.
         send(stepped, share, self._group().collective.group)
+        share.changes, share.kept = share.count(), None
         ranks = self._group().collective.members
         failed = [f"rank {r} failed in optimizer.step: {t}" for r, t in zip(ranks, texts, strict=True) if t]
         if failed and error is None:
             raise RankError("; ".join(failed))
+
+    def writes(self, optimizer: Optimizer, settle: bool = False) -> int:
+        """See the base: values of owners replace those that another rank has written."""
+        share = self._shares.get(optimizer)
+        return 0 if share is None else share.writes
+
+    def owned_before_step(self, optimizer: Optimizer) -> list[list[Tensor]]:
+        """See the base."""
+        share = self._shares.get(optimizer)
+        if share is None or self.channel is None:
+            return []
+        parts: list[list[Tensor]] = [[] for _ in range(self.channel.world_size)]
+        for parameter in share.params:
+            parts[share.owners[parameter]].append(parameter)
+        parts[share.rank] = share.kept or parts[share.rank]
+        share.writes = 0
+        return parts
 
     def _current(self, optimizer: Optimizer) -> Share:
         """The optimizer's share, divided anew if its parameters have changed. All ranks must call this."""
@@ -209,6 +227,7 @@ class ShardedStates(Replicate):
         owners = divide(told[0][0], [load for _, load, _ in told], holders)
         share.rank, share.params = channel.collective.rank_in_group, params
         share.owners = dict(zip(params, owners, strict=True))
+        share.changes = share.count()
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Step pre-hook: the stand-in steps. One that steps itself (`super().step()`) is left alone."""
@@ -219,6 +238,7 @@ class ShardedStates(Replicate):
             kwargs = {**kwargs, "closure": _called(kwargs["closure"], share)}
         elif len(args) > 1 and callable(args[1]):
             args = (args[0], _called(args[1], share), *args[2:])
+        share.count_writes()
         share.step = step = Step(share, optimizer)
         return (step.stand_in, *args[1:]), kwargs
 
