@@ -206,6 +206,8 @@ class SetupVerbs(RankFacts):
             self._strategy.layout.follow(optimizer)
             self._strategy.layout.add_free(parameters_of(optimizer))
         stepped = [self._strategy.setup_optimizer(o) for o in optimizers]
+        for optimizer in stepped:
+            self._strategy.precision.follow(optimizer)
         if replica_check and (replicas := self._strategy.replicas) is not None:
             replicas.add(None, stepped)
         views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]

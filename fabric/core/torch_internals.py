@@ -288,6 +288,7 @@ def renew_reducer(replica: Any, trained: list[torch.nn.Parameter]) -> None:
     for parameter in frozen:
         parameter.requires_grad_(True)  # the reducer is to know what it knew at setup
     replica.reducer._remove_autograd_hooks()  # what torch.compile has made of the model may keep it
+    replica.process_group = torch.distributed.group.WORLD  # torch refuses the state of a replica of another
     replica.__setstate__(replica.__getstate__())
     for parameter in frozen:
         parameter.requires_grad_(False)
@@ -378,6 +379,20 @@ owner_of = attrgetter("_module_info")
 def show_part(part: Any) -> None:
     """Put this rank's part in the parameter's places; what is gathered stays."""
     part._setattr_on_modules(part.sharded_param)
+
+
+def stay_gathered(state: Any) -> None:
+    """From now on a forward, a backward or a state dict of the module frees none of its group."""
+    module = state._modules[0]
+    module.set_reshard_after_forward(False, recurse=False)
+    module.set_reshard_after_backward(False, recurse=False)
+    for group in fsdp_groups([state]):
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
 
 
 def whole_of(part: Any) -> Any:

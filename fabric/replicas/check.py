@@ -339,7 +339,7 @@ class ReplicaCheck:
     def _put(self, found: Any, owner: str, name: str, tensor: Any, own: bool = False) -> None:
         # By owner, too: one that is garbage on some ranks is compared among the others.
         key = (owner, *self._strategy.layout.replica_key)
-        local, writes = tensor, tensor._version
+        local, writes = tensor, -1 if tensor.is_inference() else tensor._version
         mesh = getattr(tensor, "device_mesh", None)
         if mesh is not None:
             place = mesh.get_coordinate() or [0] * mesh.ndim

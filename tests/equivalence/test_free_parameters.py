@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fabric import Fabric
+from fabric.strategies import PipelineStrategy
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 
@@ -95,6 +96,34 @@ def alone(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_optimizer_of_no_model_at_all(ranks, strategy):
     ranks.run(alone, strategy, world_size=2)
+
+
+def scale_of(fabric: Fabric | None) -> torch.Tensor:
+    """The scale of a pipeline's loss, after three steps."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    scale = nn.Parameter(torch.ones(2).double() + (0 if fabric is None else fabric.global_rank))
+    optimizer = torch.optim.SGD([scale], lr=0.5)
+    if fabric is not None:
+        model, optimizer = fabric.setup(model), fabric.setup_optimizers(optimizer)
+    for x in torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(2)).double():
+        rows = x if fabric is None else x.chunk(2)[fabric.global_rank // 2]
+        loss = (scale.sum() * model(rows)).pow(2).mean()
+        loss.backward() if fabric is None else fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return scale.detach()
+
+
+def beside_pipelines() -> None:
+    strategy = PipelineStrategy(num_stages=2, num_microbatches=2)
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy)
+    fabric.launch()
+    torch.testing.assert_close(scale_of(fabric), scale_of(None), rtol=1e-9, atol=1e-12)
+
+
+def test_free_parameters_of_two_pipelines(ranks):
+    ranks.run(beside_pipelines, world_size=4)
 
 
 def saved(strategy: str, path: str) -> None:

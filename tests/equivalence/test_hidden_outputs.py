@@ -70,11 +70,19 @@ def evaluation_between(actor, x, backward) -> None:
     backward(loss)
 
 
+def states_between(actor, x, backward) -> None:
+    loss = outputs(actor, x).pow(2).mean()
+    actor.state_dict()
+    backward(loss)
+
+
 def inputs_with_gradients(actor, x, backward) -> None:
     backward(outputs(actor, x.clone().requires_grad_()).pow(2).mean() + outputs(actor, -x).sin().mean())
 
 
-LOOPS = {f.__name__: f for f in (one, forwards_first, evaluation_between, inputs_with_gradients)}
+LOOPS = {
+    f.__name__: f for f in (one, forwards_first, evaluation_between, states_between, inputs_with_gradients)
+}
 STRATEGIES = {
     "zero2": lambda: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP", auto_wrap_policy={Block}),
     "zero3": lambda: FSDPStrategy(auto_wrap_policy={Block}),

@@ -69,6 +69,21 @@ def steps_left_out(loop):
             one.step()
 
 
+def beside_no_model(loop):
+    """A parameter of no model, whose gradients add up before its first step and after it."""
+    one, _ = loop.optimizers(both=True)
+    weight = nn.Parameter(torch.ones(4))
+    own = loop.fabric.setup_optimizers(torch.optim.SGD([weight], lr=0.1))
+    for step in range(4):
+        one.zero_grad()
+        loop.backward(step)
+        loop.fabric.backward((loop.first(torch.ones(4, 4)).detach() @ weight).mean())
+        one.step()
+        if step > 1:
+            own.step()
+    loop.nets.append(nn.ParameterList([weight]))
+
+
 def clipped_in_between(loop):
     one, _ = loop.optimizers(both=True)
     for step in range(3):
@@ -120,6 +135,7 @@ def added_up_over_the_steps_of_another(loop):
 
 LOOPS = [
     steps_left_out,
+    beside_no_model,
     clipped_in_between,
     never_cleared,
     stepped_twice,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 import time
 from collections import Counter
@@ -38,7 +39,7 @@ def main() -> int:
             if seed is None:
                 break
             program = generate(seed, layout)
-            if program.avoided:
+            if program.avoided or not re.search(given.only, program.text):
                 continue
             outcome = runner.run(program)
             if outcome.failed or outcome.word == FOREIGN:
@@ -69,12 +70,12 @@ def found_without(name: str, given: argparse.Namespace) -> bool:
     with Runner(plant=mend.undone) as runner:
         for seed in range(given.seed * 1_000_000, 10**12):
             program = generate(seed, layouts[seed % len(layouts)])
-            if program.avoided:
+            if program.avoided or not re.search(given.only, program.text):
                 continue
             outcome = runner.run(program)
             count += outcome.word != INVALID
             minutes = (time.monotonic() - begin) / 60
-            said = outcome.word == FOREIGN and mend.torch and mend.torch in outcome.lines[0]
+            said = outcome.word in (REFUSED, FOREIGN) and mend.torch and mend.torch in outcome.lines[0]
             if outcome.failed or said:
                 at = f"--one {seed}:{program.name}"
                 print(f"{name}: {outcome.word} in program {count}, {minutes:.1f} min ({at})", flush=True)
@@ -91,6 +92,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="another seed is another million of programs")
     parser.add_argument("--count", type=int, default=10**9, help="programs at most")
     parser.add_argument("--layout", help="one layout only, see layouts.py; fsdp:ddp: saved, then loaded")
+    parser.add_argument("--only", default="", help="programs whose text has this pattern only")
     parser.add_argument("--one", help="one program, as its report names it: SEED or SEED:LAYOUT")
     parser.add_argument("--without", help="programs without one mend, or without each: all; see mends.py")
     parser.add_argument("--keep", default="fuzzed", help="where failing scripts go")

@@ -56,7 +56,17 @@ KINDS = [
     Kind("phases", "Phases()", chain=True, weight=1),
     Kind("gaps", "Gaps()", chain=True),
     Kind("attention", "Attention()", chain=True),
+    Kind("agent", "Agent()", chain=True),
+    Kind("normal", "Hides('normal')", ("{m}({x}).mean",), weight=1),
+    Kind("object", "Hides('object')", ("{m}({x}).out",), weight=1),
+    Kind("closure", "Hides('closure')", ("{m}({x})()",), weight=1),
+    Kind("list", "Hides('list')", ("collected({m}, {x})",), weight=1),
+    Kind("veiled", "Hides('block')", weight=1),
+    Kind("ordered", "Ordered(fabric.global_rank)", chain=True, weight=1),
+    Kind("growing", "Growing()", chain=True, weight=1),
 ]  # fmt: skip
+
+AGENT = next(kind for kind in KINDS if kind.name == "agent")
 
 OPTIMIZERS = [
     "torch.optim.SGD({p}, lr=0.1)",
@@ -103,6 +113,8 @@ class Optimizer:
     """Whether it holds all that they have."""
     closes: bool = False
     """Whether its steps need a closure."""
+    kept: bool = False
+    """Whether it must be set up: forgotten, it would do what nobody promises anything of."""
 
 
 @dataclass
@@ -130,6 +142,8 @@ class Scene:
     kept: int = 0
     by_hand: bool = False
     """Whether all turns make gradients without `fabric.backward`."""
+    free: bool = False
+    """Whether there is a parameter of no model, `heat`."""
     drifts: bool = False
     """Whether a statement makes replicas differ."""
     quiet: bool = False
@@ -163,6 +177,7 @@ PAIRS = 0.2  # of all programs
 
 def generate(seed: int, layout: str | None = None) -> Program:
     """The program of this seed; `layout` may be two, with a colon between them, either of them left out."""
+    from drifts import another_order
     from loaders import data_loop
     from pairs import pair
     from statements import interjection, turn
@@ -182,6 +197,7 @@ def generate(seed: int, layout: str | None = None) -> Program:
     make_models(scene)
     make_optimizers(scene)
     lines = list(scene.build)
+    lines += another_order(scene) if scene.chance(0.05) else []
     lines += loop(scene, turn, interjection)
     if scene.chance(0.15):
         lines += data_loop(scene, interjection)
@@ -197,10 +213,18 @@ def make_models(scene: Scene) -> None:
     rng = scene.rng
     kinds = [kind for kind in KINDS if scene.layout.takes(kind.name)]
     count = rng.choices([1, 2, 3], [6, 4, 1])[0]
+    by_user = scene.layout.name in ("mesh", "tensor", "tensor-data")  # whose function splits each model anew
+    shares = count > 1 and scene.layout.takes("agent") and not by_user and scene.chance(0.2)
     for name in ("net", "other", "third")[:count]:
-        kind = rng.choices(kinds, [kind.weight for kind in kinds])[0]
+        kind = rng.choices([AGENT] if shares else kinds, [1] if shares else [kind.weight for kind in kinds])[
+            0
+        ]
         model = Model(name, kind)
         made: Node = f"{name} = {kind.make}"
+        if shares and name != "net":
+            made = f"{name} = " + scene.one_of(
+                ["Agent(net.encoder)"] * 3 + ["nn.Sequential(net, nn.Linear(4, 4))"]
+            )
         if scene.precision is not None and scene.chance(
             0.3
         ):  # where none is named the default dtype is not ours
@@ -210,7 +234,7 @@ def make_models(scene: Scene) -> None:
             scene.build += [f"{start} + fabric.global_rank)", made, f"{start})"]
         else:
             scene.build += [f"{start})", made]
-        if name != "net" and scene.chance(0.3):  # an average of weights, or a target network
+        if name != "net" and not shares and scene.chance(0.3):  # an average of weights, or a target network
             model.kind, model.trained = scene.models[0].kind, scene.chance(0.3)
             scene.build[-1] = f"{name} = copy.deepcopy({scene.models[0].name})"
         if count == 1 and scene.chance(0.08):  # a copy of it that is not set up keeps the prefix of its names
@@ -249,16 +273,28 @@ def make_optimizers(scene: Scene) -> None:
         scene.optimizers.append(Optimizer(("opt", "opt2", "opt3", "opt4")[index], models))
     for model in scene.models:
         set_up(scene, model)
+    if not scene.by_hand and scene.chance(0.15):
+        free_parameter(scene)
     for optimizer in scene.optimizers:
         made = any(line_assigns(line, optimizer.name) for line in scene.build)
         if not made:
             scene.build.append(made_of(scene, optimizer))
             # Forgotten, an optimizer with a closure goes by this rank's loss (fabric/README.md).
-            if scene.chance(0.9) or optimizer.closes:
+            if scene.chance(0.9) or optimizer.closes or optimizer.kept:
                 scene.build.append(f"{optimizer.name} = fabric.setup_optimizers({optimizer.name})")
         if scene.chance(0.3):
             optimizer.schedule = scene.fresh("plan")
             scene.build.append(f"{optimizer.schedule} = {rng.choice(SCHEDULES).format(o=optimizer.name)}")
+
+
+def free_parameter(scene: Scene) -> None:
+    """A parameter of no model, in an optimizer of its own; rank zero's values count."""
+    scene.free = True
+    scene.build += [
+        "heat = nn.Parameter(torch.full((3,), 1.0 + fabric.global_rank))",
+        f"tune = {scene.one_of(OPTIMIZERS[:3]).format(p='[heat]', flag='False')}",
+        "tune = fabric.setup_optimizers(tune)",
+    ]
 
 
 def set_up(scene: Scene, model: Model) -> None:
@@ -271,12 +307,18 @@ def set_up(scene: Scene, model: Model) -> None:
     if not model.trained and scene.chance(0.3):
         model.ready = False  # a teacher that nobody set up
         return
+    first = model is scene.models[0]  # set up: with no model at all there is a warning only
+    if before and model.trained and not (first or scene.pipeline or scene.by_hand) and scene.chance(0.06):
+        model.ready = False  # forgotten: its optimizers are set up, perhaps, which averages their gradients
+        ready = [o for o in own if o.closes or o.kept or scene.chance(0.5)]
+        scene.build += [f"{o.name} = fabric.setup_optimizers({o.name})" for o in ready]
+        return
     if model.kind.name in CHAINS and scene.chance(0.03):  # others take long to compile
         scene.build.append(f"{model.name} = compiled(fabric, {model.name})")
     if late or not own:
         verb = scene.one_of(["setup", "setup_module"])
         scene.build.append(f"{model.name} = fabric.{verb}({model.name})")
-        if before and (scene.chance(0.75) or any(o.closes for o in own)):
+        if before and (scene.chance(0.75) or any(o.closes or o.kept for o in own)):
             scene.build += [f"{o.name} = fabric.setup_optimizers({o.name})" for o in own]
         return
     names = ", ".join([model.name, *(o.name for o in own)])
@@ -291,6 +333,8 @@ def made_of(scene: Scene, optimizer: Optimizer) -> str:
     """An optimizer of its models' parameters: all, in groups, or those that are trained."""
     lists = [f"{model.name}.parameters()" for model in optimizer.models]
     held = lists[0] if len(lists) == 1 else "[" + ", ".join(f"*{text}" for text in lists) + "]"
+    if len(lists) > 1 and any(model.kind is AGENT for model in optimizer.models):  # each once
+        held = f"list(dict.fromkeys({held}))"
     form = scene.rng.random() if len(lists) == 1 else 1.0
     if form < 0.15:
         held = f"[{{'params': list({lists[0]})[:1], 'lr': 0.03}}, {{'params': list({lists[0]})[1:]}}]"
@@ -304,7 +348,13 @@ def made_of(scene: Scene, optimizer: Optimizer) -> str:
     flag = scene.one_of(["True", "False"])
     # Others divide a gradient by its own size: in bfloat16 that makes steps of noise.
     kinds = OPTIMIZERS[:3] if scene.precision == "bf16-mixed" else OPTIMIZERS
-    return f"{optimizer.name} = {scene.one_of(kinds).format(p=held, flag=flag)}"
+    line = f"{optimizer.name} = {scene.one_of(kinds).format(p=held, flag=flag)}"
+    if scene.quiet or scene.by_hand or not scene.chance(0.01):
+        return line
+    from drifts import made_otherwise
+
+    optimizer.kept = True
+    return made_otherwise(scene, line)
 
 
 def losses(scene: Scene, model: Model, whole: bool = True) -> Loss:
@@ -337,6 +387,8 @@ def loop(scene: Scene, turn, interjection) -> list[Node]:
         scene.rng.shuffle(order)
     for optimizer in order:
         body += turn(scene, optimizer)
+    if scene.free:
+        body += ["tune.step()", *["tune.zero_grad()"] * scene.chance(0.8)]
     for _ in range(scene.rng.choice([0, 0, 1, 1, 2, 3])):
         body[(at := scene.rng.randint(0, len(body))) : at] = interjection(scene)
     return [(f"for step in range({scene.rng.choice([2, 3, 3, 4])}):", tuple(body))]
@@ -352,7 +404,7 @@ def resume(scene: Scene) -> list[Node]:
     """Saved, everything made anew, and loaded; or loaded in place."""
     path = f"folder / '{scene.fresh('saved')}.pt'"
     named = [*(m.name for m in scene.models), *(o.name for o in scene.optimizers)]
-    named += [o.schedule for o in scene.optimizers if o.schedule]
+    named += [o.schedule for o in scene.optimizers if o.schedule] + ["heat", "tune"] * scene.free
     state = "{" + ", ".join(f"'{name}': {name}" for name in named) + ", 'epoch': 3}"
     lines: list[Node] = [f"fabric.save({path}, {state}{how_to_save(scene)})"]
     if scene.chance(0.7):
@@ -364,6 +416,7 @@ def closing(scene: Scene) -> list[Node]:
     """What is compared at the end."""
     lines: list[Node] = ["fabric.check_replicas()"] * scene.drifts
     lines += [f"note.same('{m.name}', {m.name}.state_dict())" for m in scene.models]
+    lines += ["note.same('heat', heat)", "note.optimizer('tune', tune)"] * scene.free
     raw = forgotten(scene) if scene.pipeline else []
     return [*lines, *(f"note.optimizer('{o.name}', {o.name})" for o in scene.optimizers if o not in raw)]
 

@@ -28,6 +28,8 @@ class Layout:
     """The only one that it has; "": what the default is."""
     avoids: str = ""
     """A pattern of what means something else there."""
+    idle: int = 0
+    """How many of the first ranks are outside of the strategy's process group, and do nothing."""
     zeros: bool = False
     """Whether what nobody uses has zeros for a gradient, as the strategy says."""
 
@@ -49,6 +51,8 @@ class Layout:
 
 
 POLICY = "auto_wrap_policy={nn.Linear, nn.Embedding, Block}"
+HIDDEN = ("normal", "object", "closure", "list")
+"""Models whose outputs cannot be put together from parts of a batch."""
 CHAINS = ("mlp", "deep", "leaky")
 
 BY_HAND = '''
@@ -94,6 +98,12 @@ class Scaled(MixedPrecision):
 
     def convert_input(self, data: Any) -> Any:
         return data
+'''
+GROUP = '''
+def some_ranks():
+    """All ranks but the first (in the pool; a script needs torchrun)."""
+    dist.is_initialized() or dist.init_process_group("gloo")
+    return dist.new_group(list(range(1, dist.get_world_size())))
 '''
 FULLY_SHARD = "from torch.distributed.fsdp import fully_shard"
 TENSOR_IMPORTS = (
@@ -152,18 +162,31 @@ LAYOUTS = [
     Layout("pipeline-rows", "PipelineStrategy(num_stages=2, num_microbatches=3)", (4,), 1, CHAINS),
     Layout("context", "DDPStrategy(context_parallel=ContextParallel(2))", (2, 4), 1, ("attention",)),
     Layout("context-fsdp", "FSDPStrategy(context_parallel=ContextParallel(2))", (2, 4), 1, ("attention",)),
-    Layout("dp", "DataParallelStrategy()", (1,), 1, without=("batched",), devices=2),
+    Layout("dp", "DataParallelStrategy()", (1,), 1, without=("batched", *HIDDEN), devices=2),
     Layout(
         "ddp2",
         "DDP2Strategy()",
         (2, 3),
         1,
-        without=("batched",),
+        without=("batched", *HIDDEN),
         devices=2,
         imports="from fabric.plugins.environments.process_group import ProcessGroupEnvironment",
         before=MACHINES,
         extra=", num_nodes=dist.get_world_size(), plugins=MachineEach()",
     ),
+]
+LAYOUTS += [
+    Layout(
+        f"{name}-group",
+        f"{kind}(process_group=some_ranks())",
+        (3, 3, 4),
+        1,
+        without=("ordered",),
+        before=GROUP,
+        avoids=r"global_rank|src=0|dst=0|own_ddp|'group'|'all'",  # which count the ranks of the job
+        idle=1,
+    )
+    for name, kind in {"ddp": "DDPStrategy", "zero1": "ZeRO1Strategy"}.items()
 ]
 SCALED_IMPORTS = (
     "from fabric.core.precision import POLICIES\nfrom fabric.plugins.precision import MixedPrecision"

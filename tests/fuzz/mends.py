@@ -15,7 +15,7 @@ class Mend(NamedTuple):
     layouts: tuple[str, ...] = ()
     """The ones that it is about; none named: all."""
     torch: str = ""
-    """What torch says of it, where it is no silent error."""
+    """What torch, or the package for another cause, says of it, where it is no silent error."""
 
 
 DDP = ("ddp", "ddp-unused", "ddp-copies", "zero1")
@@ -197,5 +197,81 @@ sharded.expect_thawed = lambda root: None
 """,
         ("zero2-layers", "fsdp-layers", "fsdp-freed", "mesh"),
         "attempting to assign a gradient with dtype",
+    ),
+    "what two models share is reduced by itself": Mend(
+        """
+from fabric.strategies.layouts.replicate import Replicate
+Replicate._separate_shared = lambda *_: None
+""",
+        ("ddp", "ddp-copies", "zero1"),
+        "parameters of Agent got no gradient",
+    ),
+    "gradients of parameters of no model are averaged": Mend(
+        """
+from fabric.strategies.layouts.free import FreeParameters
+FreeParameters.around_pass = lambda self, run, *args, **kwargs: run(*args, **kwargs)
+""",
+        (*DDP, *SPLIT),
+    ),
+    "modules with hidden outputs stay gathered": Mend(
+        """
+from fabric.strategies.layouts.gathered import RootGate
+class Everything(dict):
+    __contains__ = lambda self, state: True
+made = getattr(RootGate.__init__, "made", RootGate.__init__)
+def begin(self, *args):
+    made(self, *args)
+    self._hidden = Everything()
+begin.made, RootGate.__init__ = made, begin
+""",
+        SPLIT,
+        "what a forward put aside",
+    ),
+    "gradients with other memory are sent": Mend(
+        """
+from fabric.strategies.layouts.replicate import _Known
+_Known.restore_views = lambda self: None
+""",
+        ("ddp", "ddp-unused", "zero1"),
+    ),
+    "other memory for split parameters is refused": Mend(
+        """
+import torch
+import fabric.strategies.layouts.dtensors as dtensors
+dtensors._set_data = lambda tensor, value: torch.Tensor.data.__set__(tensor, value)
+""",
+        SPLIT,
+    ),
+    "a strategy of some ranks stays among them": Mend(
+        """
+import fabric.strategies.parallel as parallel
+made = getattr(parallel.TorchCollective, "func", parallel.TorchCollective)
+def whole(group=None):
+    return made()
+whole.func, parallel.TorchCollective = made, whole
+""",
+        ("ddp-group", "zero1-group"),
+    ),
+    "models in another order are named": Mend(
+        """
+import fabric.strategies.layouts.replicate as replicate
+import fabric.strategies.layouts.gathered as gathered
+replicate.name_of = gathered.name_of = lambda module: "a model"
+""",
+        (*DDP, *SPLIT),
+    ),
+    "torch's clip of scaled gradients is refused": Mend(
+        """
+from fabric.plugins.precision.loss_scale import LossScale
+LossScale.before_clip = lambda self, gradients: None
+""",
+        ("single-scaled", "ddp-scaled", "zero1-scaled", "fsdp-layers-scaled"),
+    ),
+    "buffers are sent by name": Mend(
+        """
+import fabric.strategies.layouts.buffers as buffers
+buffers.sorted = lambda names, reverse=False: list(names)[:: -1 if reverse else 1]
+""",
+        (*DDP, *SPLIT),
     ),
 }

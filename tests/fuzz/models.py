@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from oracle import OnPurpose
+from oracle import OnPurpose, clip_by_hand
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
@@ -307,6 +308,118 @@ class Attention(nn.Module):
 
     def forward(self, x):
         return self.last(self.layer(self.first(x.unsqueeze(-1)))).squeeze(-1)
+
+
+class Agent(nn.Module):
+    """A head on an encoder, which other models may have, too."""
+
+    def __init__(self, encoder=None):
+        super().__init__()
+        self.encoder, self.trap = encoder or nn.Sequential(nn.Linear(4, 6), nn.Tanh()), Trap()
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.head(self.trap(self.encoder(x)))
+
+
+class Opaque:
+    """An output that no library knows."""
+
+    def __init__(self, out):
+        self.out = out
+
+
+class Veiled(Block):
+    """A block, of which FSDP makes a group, with its output in an object."""
+
+    def forward(self, x):
+        return SimpleNamespace(out=super().forward(x))
+
+
+class Hides(nn.Module):
+    """A forward whose tensor is out of sight: in a distribution, an object, a closure or a list."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(4, 4), Veiled(), nn.Linear(4, 4)
+        self.where, self.trap = where, Trap()
+
+    def forward(self, x, into=None):
+        out = self.last(self.trap(self.block(self.first(x)).out))
+        if self.where == "list":
+            into.append(out)
+            return None
+        return {
+            "normal": lambda: torch.distributions.Normal(out, 1.0),
+            "object": lambda: Opaque(out),
+            "closure": lambda: lambda: torch.tanh(out),
+            "block": lambda: out,
+        }[self.where]()
+
+
+def collected(model, x):
+    """What a forward appends to a list."""
+    into = []
+    model(x, into)
+    return into[0]
+
+
+class Ordered(nn.Module):
+    """Buffers of equal sizes that are registered in another order on every second rank."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.layer, buffers = nn.Linear(4, 4), {"gain": torch.arange(4.0), "shift": torch.ones(4)}
+        for name in sorted(buffers, reverse=rank % 2 == 1):
+            self.register_buffer(name, buffers[name])
+
+    def forward(self, x):
+        return torch.tanh(self.layer(x)) * self.gain + self.shift
+
+
+class Growing(nn.Module):
+    """A table that grows to what this rank's data need, out of the state dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(1, 4), persistent=False)
+
+    def forward(self, x):
+        need = 1 + int(4 * x.detach().abs().max())
+        if need > len(self.table):
+            self.table = torch.arange(float(need))[:, None].mul(torch.ones(4)).cos()
+        return self.out(torch.tanh(self.layer(x))) + self.table[0]
+
+
+# what loops call
+
+
+def clip_left_in(fabric, model, limit):
+    """As `clip_by_hand`, where gradients carry a loss scale."""
+    clip_by_hand(fabric, model, limit)
+
+
+def assign_grads(model, factor):
+    """As `scale_by_hand`, by other memory in the place of the gradients'."""
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.data = p.grad.data * factor
+
+
+def assign_weights(model, factor):
+    """Weights times a number, by one vector of all of them."""
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector * factor, model.parameters())
+
+
+def add_hooks(model, how):
+    """Hooks of the user's, each of which halves a gradient."""
+    for p in [p for p in model.parameters() if p.requires_grad][:2]:
+        if how == "tensor":
+            p.register_hook(lambda grad: grad * 0.5)
+        else:
+            p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
 
 
 # data sets

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -154,7 +155,7 @@ def parts(fabric: Any) -> int:
 
 def ranks(fabric: Any) -> list[int]:
     """The ranks that this process stands for."""
-    return list(range(fabric.world_size)) if isinstance(fabric, Plain) else [fabric.global_rank]
+    return list(range(fabric.world_size)) if isinstance(fabric, Plain) else [fabric.strategy.topology.rank]
 
 
 def ranked(fabric: Any, make: Any) -> Any:
@@ -250,6 +251,7 @@ class Plain:
         self.unsynced: list[nn.Module] = []
         self.local: dict[torch.nn.Parameter, bool] = {}
         self.halves: dict[torch.nn.Parameter, Any] = {}
+        self.owners: dict[torch.nn.Parameter, list[nn.Module]] = {}
         self.owed: list[str] = []
         self.alone: Any = None
 
@@ -265,14 +267,18 @@ class Plain:
                 module.__dict__[method] = functools.partial(in_autocast, getattr(module, method))
         module.__dict__["module"] = module
         for p in module.parameters():
+            if p in self.owners:  # models may share modules
+                self.owners[p].append(module)
+                continue
+            self.owners[p] = [module]
             self._round(p)
             trained = p.requires_grad
-            p.requires_grad_(True).register_post_accumulate_grad_hook(functools.partial(self._heard, module))
+            p.requires_grad_(True).register_post_accumulate_grad_hook(self._heard)
             p.requires_grad_(trained)
         return module
 
-    def _heard(self, module: nn.Module, p: torch.nn.Parameter) -> None:
-        self.local[p] = any(module is other for other in self.unsynced)
+    def _heard(self, p: torch.nn.Parameter) -> None:
+        self.local[p] = any(owner is other for owner in self.owners[p] for other in self.unsynced)
         self._round(p.grad)
 
     def _round(self, tensor: Any) -> None:
@@ -375,6 +381,8 @@ class Plain:
             value = held.pop(key)
             if hasattr(state[key], "load_state_dict"):
                 state[key].load_state_dict(value)
+            elif isinstance(state[key], nn.Parameter):
+                state[key].data.copy_(value)
             else:
                 state[key] = value
         return held
@@ -537,7 +545,9 @@ def run_on_rank(program: Any, make_fabric: Any, folder: Path, precision: str | N
         try:
             fabric = make_fabric()
             fabric.launch()
-            notes.rank, notes.part, notes.fabric = fabric.global_rank, place(fabric)[0], fabric
+            if getattr(fabric.strategy, "process_group", None) is dist.GroupMember.NON_GROUP_MEMBER:
+                return []
+            notes.rank, notes.part, notes.fabric = ranks(fabric)[0], place(fabric)[0], fabric
             program(fabric, notes, folder)
             fabric.strategy.finish_save()
         except BaseException as error:

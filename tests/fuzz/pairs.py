@@ -72,7 +72,7 @@ class Keeper:
     def __init__(self, scene: Scene) -> None:
         self.scene, self.optimizer = scene, scene.one_of(scene.optimizers)
         self.named = [*(m.name for m in scene.models), *(o.name for o in scene.optimizers)]
-        self.named += [o.schedule for o in scene.optimizers if o.schedule]
+        self.named += [o.schedule for o in scene.optimizers if o.schedule] + ["heat", "tune"] * scene.free
         self.made: list[Node] = []
         self.loader = None
         self.models = [m for m in self.optimizer.models if m.kind.x == "floats" and not m.kind.alike]

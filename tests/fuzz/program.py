@@ -16,6 +16,11 @@ Node: TypeAlias = "str | tuple[str, tuple[Node, ...]]"
 """A line, or a line that ends in a colon with those below it; with "" for that line, lines that belong
 together (try, except); with a comment, lines of which none can be left out."""
 
+DIFFER = "# ranks differ"
+"""Over lines that do other things on each rank, or behind one."""
+ORDER = ":: -1 if fabric.global_rank == 1 else 1"
+"""The order of two models' calls: ranks differ in it."""
+
 HEADER = '''"""{title}
 
 Run it: {run}. It prints where {world} ranks of {layout} differ from plain torch in one process.
@@ -67,8 +72,9 @@ if __name__ == "__main__":
     if rank == 0:
         private = folder / "plain"
         private.mkdir(exist_ok=True)
-        want, plain = run_plain(program, private, {world}, PRECISION, {replicas})
-        by_rank = [torch.load(folder / f"notes-{{r}}.pt", weights_only=False) for r in range({world})]
+        want, plain = run_plain(program, private, {ranks}, PRECISION, {replicas})
+        files = [folder / f"notes-{{r}}.pt" for r in range({first}, {world})]
+        by_rank = [torch.load(file, weights_only=False) for file in files]
         print("\\n".join(differences(want, by_rank, PRECISION)) or "equal")
 """
 
@@ -100,18 +106,28 @@ class Program:
         return BY_NAME[self.layout]
 
     @property
+    def ranks(self) -> int:
+        """How many ranks run the program."""
+        return self.world - self.place.idle
+
+    @property
     def replicas(self) -> int:
         """How many parts the joined batch has."""
         name = self.layout.removesuffix("-scaled")
         return {
             "pipeline": 1, "pipeline-rows": 2, "tensor": 1, "tensor-data": 2, "dp": 1,
             "context": self.world // 2, "context-fsdp": self.world // 2,
-        }.get(name, self.world)  # fmt: skip
+        }.get(name, self.ranks)  # fmt: skip
 
     @property
     def avoided(self) -> bool:
         """Whether a part says what means something else under its layout."""
         return any(part.place.avoids and re.search(part.place.avoids, part.body()) for part in self.parts)
+
+    @property
+    def text(self) -> str:
+        """The lines of all parts."""
+        return "\n".join([part.body() for part in self.parts])
 
     def body(self) -> str:
         """`def program` alone, of this part."""
@@ -139,7 +155,8 @@ class Program:
         support = (
             f"\n\n# The models\n\n{used}\n\n# The oracle: tests/fuzz/oracle.py\n\n{without_imports(oracle)}"
         )
-        end = SCRIPT.format(world=self.world, replicas=self.replicas)
+        first = self.place.idle
+        end = SCRIPT.format(first=first, world=self.world, ranks=self.ranks, replicas=self.replicas)
         return "\n".join([header, main, support, end])
 
     def with_lines(self, lines: tuple[Node, ...]) -> Program:

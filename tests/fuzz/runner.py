@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,17 @@ from unittest import mock
 import models
 import oracle
 import torch
-from program import HEADER, Program
+from program import DIFFER, HEADER, ORDER, Program
 
 from fabric.core.errors import FabricError
 from fabric.plugins.collectives import control
 from fabric.testing import RankFailure, RankPool, RankTimeout
 from fabric.watch import watchdog
 
-EQUAL, REFUSED, FOREIGN, DIFFERENT, HANG, CRASH, INVALID = (
-    "equal", "refused", "torch's error", "DIFFERENT", "HANG", "CRASH", "invalid",
+EQUAL, REFUSED, FOREIGN, DIFFERENT, HANG, CRASH, INVALID, ALARM = (
+    "equal", "refused", "torch's error", "DIFFERENT", "HANG", "CRASH", "invalid", "FALSE ALARM",
 )  # fmt: skip
-FAILURES = (DIFFERENT, HANG, CRASH)
+FAILURES = (DIFFERENT, HANG, CRASH, ALARM)
 LIMIT = 12.0  # seconds that a program of milliseconds may take
 SETTLE = 0.7  # seconds after an error in which the other ranks may come to theirs
 WARM_UP = 120.0  # seconds in which processes start, before the first program's time begins
@@ -82,7 +82,7 @@ def namespace(program: Program) -> dict[str, Any]:
 
 def as_plain(program: Program, folder: Path) -> tuple[Any, ...]:
     """What `run_plain` takes."""
-    return namespace(program)["program"], folder, program.world, program.precision, program.replicas
+    return namespace(program)["program"], folder, program.ranks, program.precision, program.replicas
 
 
 def on_rank(program: Program, folder: str, plant: str | None = None) -> None:
@@ -183,7 +183,7 @@ class Runner:
                 wanted.append(want)
                 owed = tuple(dict.fromkeys((*owed, *plain.owed)))
             for part, want in zip(program.parts, wanted, strict=True):
-                outcome = self._on_ranks(part, folder / "ranks", want, owed, patience)
+                outcome = named(part, self._on_ranks(part, folder / "ranks", want, owed, patience))
                 if outcome.word != EQUAL:
                     break
             if outcome.word == DIFFERENT and not owed:
@@ -243,16 +243,34 @@ def judged(program: Program, reports: list, broken: BaseException | None, want: 
             [] if len(errors) == len(reports) else [f"(an error on {len(errors)} of {len(reports)} ranks)"]
         )
         word = REFUSED if first["kind"] == "ours" else FOREIGN
+        if "ReplicasDivergedError" in first["error"] and DIFFER not in program.body():
+            word = ALARM
         at = next(rank for rank, report in enumerate(reports) if report is first)
         return Outcome(word, (f"rank {at}: {first['error']}", *alone), owed, text)
     if len(there) < len(reports):
         return Outcome(HANG, (first_line(broken),), owed, f"{broken}\n{text}")
-    found = oracle.differences(want, [report["notes"] for report in there], program.precision)
+    found = oracle.differences(
+        want, [report["notes"] for report in there[program.place.idle :]], program.precision
+    )
     if found:
         return Outcome(DIFFERENT, tuple(found), owed)
     if broken is not None:
         return Outcome(CRASH, (first_line(broken),), owed, str(broken))
     return Outcome(EQUAL, (), owed)
+
+
+def named(program: Program, outcome: Outcome) -> Outcome:
+    """The outcome, which differs if ranks used two models in another order, and no error says so."""
+    about_ranks = any(name in outcome.text for name in ("CollectiveMismatch", "ReplicasDiverged"))
+    if (
+        ORDER not in program.body()
+        or program.ranks == 1
+        or "models and optimizers in one order" in outcome.text
+    ):
+        return outcome
+    if outcome.word == EQUAL or (outcome.word == REFUSED and about_ranks):
+        return replace(outcome, word=DIFFERENT, lines=("another order was not named", *outcome.lines))
+    return outcome
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import drifts
 from grammar import Model, Node, Optimizer, Scene, how_to_save, losses
 
 # an optimizer's turn
@@ -84,6 +87,8 @@ def one_backward(scene: Scene, model: Model, factor: str = "") -> list[Node]:
         if scene.pipeline:  # each stage adds the penalty of its own part
             lines.append(f"{(noted := scene.fresh('loss'))} = {made}")
         lines.append(f"{made} = {made} + 0.01 * sum(p.square().sum() for p in {model.name}.parameters())")
+    if scene.free and noted == made and scene.chance(0.6):
+        lines.append(f"{made} = {made} * torch.sigmoid(heat).mean()")
     if scene.chance(0.25):
         lines += interjection(scene)
     form = scene.rng.random()
@@ -97,12 +102,12 @@ def one_backward(scene: Scene, model: Model, factor: str = "") -> list[Node]:
             f"fabric.backward({twice}, retain_graph=True)",
             f"fabric.backward(0.5 * score([tensor + 1 for tensor in tensors({other})]))",
         ]
-    elif form < 0.13:
+    elif form < 0.13 and all(m.ready for m in scene.models if m.trained):
         lines.append(f"{made}.backward()")
     elif form < 0.135:
         lines.append(f"fabric.backward({made}, create_graph=True)")
     elif form < 0.18:
-        cleared = tuple(f"{m.name}.zero_grad()" for m in scene.models)
+        cleared = tuple(f"{m.name}.zero_grad()" for m in scene.models) + ("heat.grad = None",) * scene.free
         lines += caught(scene, [f"fabric.backward({made})"], "backward", cleared)
     else:
         lines.append(f"fabric.backward({made})")
@@ -217,9 +222,11 @@ def after_backward(scene: Scene, optimizer: Optimizer, model: Model) -> list[Nod
     if form < 0.18:
         return [f"fabric.clip_gradients({name}, {optimizer.name}, clip_val={scene.one_of([0.01, 0.1])})"]
     if form < 0.22 and not scene.pipeline:
-        return [f"clip_by_hand(fabric, {name}, 0.1)"]
+        way = "clip_left_in" if scene.layout.name.endswith("scaled") else "clip_by_hand"
+        return [f"{way}(fabric, {name}, 0.1)"]
     if form < 0.28:
-        return [f"scale_by_hand({name}, 0.5)"]
+        way = "assign_grads" if not scene.layout.splits and scene.chance(0.5) else "scale_by_hand"
+        return [f"{way}({name}, 0.5)"]
     if form < 0.38 and not scene.pipeline:
         return [f"note.grads('grads of {name}', {name})"]
     return []
@@ -275,9 +282,13 @@ def interjection(scene: Scene) -> list[Node]:
         (1, generation),
         (1, whole_model),
         (0.3, lone_failure),
-        (0.4, drift),
+        (0.5, drift),
+        (1.3, assigned),
+        (0.4, hooked),
+        (0.3, converted),
     ]
-    loud = (evaluation_by_rank, generation, failure, lone_failure, freeze, drift) if scene.quiet else ()
+    loud: tuple = (evaluation_by_rank, generation, failure, lone_failure, freeze) if scene.quiet else ()
+    loud += (drift, hooked, converted) if scene.quiet else ()
     makers = [(weight, maker) for weight, maker in makers if maker not in loud]
     maker = scene.rng.choices([m for _, m in makers], [w for w, _ in makers])[0]
     return maker(scene)
@@ -421,22 +432,7 @@ def lone_failure(scene: Scene) -> list[Node]:
     return [("", (("try:", (lone, *body)), ("except OnPurpose:", ("pass",))))]
 
 
-def drift(scene: Scene) -> list[Node]:
-    """Ranks do different things to what they hold in common: `closing` compares the replicas."""
-    model, optimizer = scene.one_of(scene.models), scene.one_of(scene.optimizers)
-    if not model.ready or scene.by_hand:
-        return verb(scene)
-    scene.drifts = True
-    every = f"for p in {model.name}.parameters():"
-    kinds: list[Node] = [
-        (f"for group in {optimizer.name}.param_groups:", ("group['lr'] *= 1 + 0.5 * fabric.global_rank",)),
-        ("if fabric.global_rank == 1:", (f"scale_by_hand({model.name}, 0.5)",)),
-        ("if fabric.global_rank == 1:", (("with torch.no_grad():", ((every, ("p.mul_(0.5)",)),)),)),
-        ("with torch.no_grad():", ((every, ("p.add_(0.1 * fabric.global_rank)",)),)),
-    ]
-    if not scene.layout.splits and scene.layout.name != "zero1" and not optimizer.closes:
-        kinds.append(("if fabric.global_rank == 1:", (f"{optimizer.name}.step()",)))
-    return [scene.one_of(kinds)]
+drift = partial(drifts.drift, instead=verb)
 
 
 def state_dict(scene: Scene) -> list[Node]:
@@ -479,6 +475,30 @@ def weights_by_hand(scene: Scene) -> list[Node]:
     name = scene.one_of(scene.models).name
     line = scene.one_of(["p.mul_(0.95)", "p.clamp_(-0.5, 0.5)", "p.add_(0.01)"])
     return [("with torch.no_grad():", ((f"for p in {name}.parameters():", (line,)),))]
+
+
+def assigned(scene: Scene) -> list[Node]:
+    """Weights or gradients get other memory, which is refused where they are split."""
+    name = scene.one_of(scene.models).name
+    if scene.layout.splits and scene.chance(0.6):
+        return verb(scene)
+    if scene.precision == "bf16-mixed" or scene.chance(0.5):
+        return [f"assign_grads({name}, 0.5)"]
+    if not scene.layout.splits and scene.chance(0.5):  # torch flattens no tensor that is split unevenly
+        return [f"assign_weights({name}, 0.95)"]
+    return [(f"for p in {name}.parameters():", ("p.data = p.data * 0.95",))]
+
+
+def hooked(scene: Scene) -> list[Node]:
+    """Hooks of the user's on parameters."""
+    how = scene.one_of(["'tensor'", "'accumulated'"])
+    return [("if step == 0:", (f"add_hooks({scene.one_of(scene.models).name}, {how})",))]
+
+
+def converted(scene: Scene) -> list[Node]:
+    """A model is converted after setup, and back: the next backward is refused."""
+    there_and_back = ".float().double()" if scene.precision in (None, "64-true") else ".double().float()"
+    return [("if step == 1:", (scene.one_of(scene.models).name + there_and_back,))]
 
 
 def average(scene: Scene) -> list[Node]:

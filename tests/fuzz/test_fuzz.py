@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from grammar import generate
 from layouts import LAYOUTS
-from program import Program
+from program import DIFFER, ORDER, Program
 from refusals import reason
-from runner import CRASH, DIFFERENT, EQUAL, FAILURES, FOREIGN, HANG, INVALID, REFUSED, Runner
+from runner import ALARM, CRASH, DIFFERENT, EQUAL, FAILURES, FOREIGN, HANG, INVALID, REFUSED, Runner
 from shrink import shrunk
 
 FIXED = 24  # seeds, one of each layout; `make fuzz` takes as many as there is time for
@@ -188,6 +188,29 @@ def test_a_step_with_local_gradients_is_owed_an_error(pool):
     outcome = pool.run(program(body))
     assert outcome.owed
     assert outcome.word == DIFFERENT or reason(outcome.lines[0])
+
+
+def test_replicas_that_differ_without_a_line_for_it_are_a_false_alarm(pool):
+    write = ("with torch.no_grad():", (("for p in net.parameters():", ("p.add_(fabric.global_rank)",)),))
+    silent = (*PLAIN[:4], write, "fabric.check_replicas()")
+    assert pool.run(program(silent)).word == ALARM
+    assert pool.run(program((*PLAIN[:4], (DIFFER, (write,)), "fabric.check_replicas()"))).word == REFUSED
+
+
+def test_another_order_of_two_models_must_be_named(pool):
+    made = (
+        "other = fabric.setup(mlp())",
+        "calls = [lambda: score(net(floats(1))), lambda: score(other(floats(2)))]",
+    )
+    call = (f"for call in calls[{ORDER}]:", ("fabric.backward(call())",))
+    lines = (*PLAIN[:4], *made, (DIFFER, (call,)))
+    assert pool.run(program(lines)).word == REFUSED
+    look = (f"for call in calls[{ORDER}]:", (("with torch.no_grad():", ("call()",)),))
+    assert pool.run(program((*lines[:-1], (DIFFER, (look,))))).word == DIFFERENT  # no rank waits for another
+
+
+def test_ranks_outside_of_a_group_do_nothing(pool):
+    assert pool.run(program(layout="ddp-group", world=3)).word == EQUAL
 
 
 def test_scripts_stand_alone(tmp_path):

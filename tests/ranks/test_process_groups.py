@@ -82,6 +82,39 @@ def test_a_group_trains_as_one_process_on_its_ranks_rows(ranks, kind, size, grou
     assert all(results[rank] is None for rank in outside)
 
 
+def trained_after(event: str):
+    """Ranks 1 and 2 train after their reducer was made anew. Gives the weights that two processes get."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    fabric = launched("ddp", group)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double()
+    other = nn.Sequential(net[0], nn.Linear(3, 1)).double()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    if event == "shared":
+        other = fabric.setup(other)
+    else:
+        handle = net[0].weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fabric.backward(model(X[:2]).sum())
+        handle.remove()
+        optimizer.zero_grad()
+    x, y = X[dist.get_rank() - 1 :: 2], Y[dist.get_rank() - 1 :: 2]
+    return trained(model, optimizer, fabric.backward, x, y)
+
+
+@pytest.mark.parametrize("event", ["shared", "failed"])
+def test_a_groups_reducer_is_made_anew(ranks, event):
+    outside, *found = ranks.run(trained_after, event, world_size=3)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)).double()
+    wanted = trained(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.Tensor.backward, X, Y)
+    assert outside is None
+    for values in found:
+        torch.testing.assert_close(values, wanted)
+
+
 def verbs_inside(members: list[int], folder: str):
     """What the verbs without `group=` give inside; ranks outside make no call."""
     rank, group = dist.get_rank(), dist.new_group(members)

@@ -222,6 +222,9 @@ def buffer_of_its_own(how):
         def forward(self, x):
             if how == "grown":
                 self.cache = torch.zeros(2 + dist.get_rank())
+            if how == "grown in evaluation":
+                with torch.inference_mode():
+                    self.cache = torch.zeros(2 + dist.get_rank())
             return self.layer(x)
 
     fabric, model, optimizer = started("ddp", model=Cached(), replica_check=1)
@@ -230,8 +233,9 @@ def buffer_of_its_own(how):
     fabric.check_replicas()
 
 
-def test_a_cache_that_grows_is_each_ranks_own(ranks):
-    ranks.run(buffer_of_its_own, "grown", world_size=2)
+@pytest.mark.parametrize("how", ["grown", "grown in evaluation"])
+def test_a_cache_that_grows_is_each_ranks_own(ranks, how):
+    ranks.run(buffer_of_its_own, how, world_size=2)
 
 
 def own_models():

@@ -35,7 +35,7 @@ class LossScale:
 
     def __init__(self, scaler: torch.amp.GradScaler, device: str) -> None:
         self.scaler, self.device = scaler, device
-        self._models: WeakSet[Module] = WeakSet()
+        self._owners: WeakSet[Module | Optimizer] = WeakSet()
         self._true: set[int] = set()
         """Of parameters: those whose gradients have their true size."""
         self._unscaled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
@@ -45,12 +45,20 @@ class LossScale:
     def __reduce__(self) -> Any:
         return type(self), (self.scaler, self.device)  # a copy follows what is set up with it
 
-    def follow(self, module: Module) -> None:
+    def follow(self, owner: Module | Optimizer) -> None:
         """From now on its gradients are looked after, and nobody may step them as they are."""
-        if not self._models:
+        if not self._owners:
             watch_steps(self)
             watch_clips(self)
-        self._models.add(module)
+        self._owners.add(owner)
+
+    def _parameters(self) -> list[Tensor]:
+        """Those of models and, for the ones that no model has, of optimizers; each once."""
+        held = [
+            owner.parameters() if hasattr(owner, "parameters") else parameters_of(owner)
+            for owner in self._owners
+        ]
+        return [*{id(p): p for some in held for p in some}.values()]
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss of a backward that begins."""
@@ -113,7 +121,7 @@ class LossScale:
         """
         if not self._begun or not self.scaler.is_enabled() or self._unscaled_by_loop():
             return
-        left = [p for model in self._models for p in model.parameters() if id(p) not in self._true]
+        left = [p for p in self._parameters() if id(p) not in self._true]
         if {id(p.grad) for p in left if p.grad is not None}.intersection(map(id, gradients)):
             raise UsageError(
                 'torch.nn.utils got gradients that carry the loss scale of "16-mixed". Clipped now, they '
@@ -130,7 +138,7 @@ class LossScale:
         if self._stepping or not self._begun or not self.scaler.is_enabled():
             return
         held = {id(p) for p in parameters_of(optimizer) if p.grad is not None} - self._true
-        if held and any(id(p) in held for model in self._models for p in model.parameters()):
+        if held and any(id(p) in held for p in self._parameters()):
             raise UsageError(
                 f"{type(optimizer).__name__}.step() is that of an optimizer which was not set up, and under "
                 'precision="16-mixed" gradients are scaled: it would step by a multiple of them. Write '
@@ -166,7 +174,7 @@ class LossScale:
     def _kept(self) -> Iterator[None]:
         """Gradients that are there mean the same under the scale that comes. Waits for no device."""
         left: dict[Any, list[Any]] = {}
-        for p in {id(p): p for model in self._models for p in model.parameters()}.values():
+        for p in self._parameters():
             if (grad := p.grad) is not None:
                 own = grad.to_local() if hasattr(grad, "to_local") else grad
                 left.setdefault((id(p) in self._true, own.device, own.dtype, own.layout), []).append(own)

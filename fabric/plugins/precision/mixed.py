@@ -89,10 +89,10 @@ class MixedPrecision(Precision):
         """True with a scaler, or where a subclass changes the step."""
         return self.scaler is not None or overridden(type(self), MixedPrecision, "optimizer_step")
 
-    def follow(self, module: Module) -> None:
+    def follow(self, owner: Module | Optimizer) -> None:
         """See the base. With a scaler: what gradients there are at a backward come to the scale of that."""
         if self._scale is not None:
-            self._scale.follow(module)
+            self._scale.follow(owner)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast on the device; also what `fabric.autocast()` gives."""

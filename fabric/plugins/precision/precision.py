@@ -88,8 +88,10 @@ class Precision:
         """The module in the dtypes of this precision, changed in place; called once, by `fabric.setup`."""
         return module
 
-    def follow(self, module: Module) -> None:
-        """Called with every model that is set up, as it was converted, and with every copy of one."""
+    def follow(self, owner: Module | Optimizer) -> None:
+        """Called with every model that is set up, as it was converted, and with every copy of one; and with
+        optimizers of `setup_optimizers`, which may have parameters of no model.
+        """
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Context in which new floating-point tensors get the dtype of this precision."""

@@ -30,6 +30,7 @@ from fabric.core.torch_internals import (
     owner_of,
     phase,
     show_part,
+    stay_gathered,
     whole_of,
 )
 from fabric.core.tree import flatten, map_tree
@@ -337,10 +338,8 @@ class RootGate:
         if state not in self._hidden and any([part.sharded_param.requires_grad for part in parts]):
             # Nothing gathers it for its backward: from now on it stays gathered, until the next call.
             self._hidden[state] = None
-            module = state._modules[0]
-            module.set_reshard_after_forward(False, recurse=False)
-            module.set_reshard_after_backward(False, recurse=False)
-            module.unshard()
+            stay_gathered(state)
+            state._modules[0].unshard()
         for leaf in hooked:
             if leaf.grad_fn is not None:  # a parameter that is an output keeps its hooks for ever
                 leaf.register_hook(self.reached)

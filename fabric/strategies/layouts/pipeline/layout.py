@@ -193,6 +193,11 @@ class Pipeline(InRows, PipelineStates):
         self.attend(optimizer)
         return optimizer
 
+    def reduced(self) -> set[int]:
+        """See the base: those of models as setup left them, and free ones."""
+        own = [id(p) for model in self.models() for p in model.parameters()]
+        return {*own, *(self.free.held() if self.free else ())}
+
     def teardown(self) -> None:
         """Let go of the groups; models cannot run after this."""
         self._flows.clear()
