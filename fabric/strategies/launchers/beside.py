@@ -45,10 +45,15 @@ class Creator:
                 self._code = LOST
             return self._code
 
-    def send(self, number: int, code: int) -> None:
-        """Have it end with this code by SIGTERM; other signals it has had before us, but for two."""
+    def send(self, number: int, code: int | None) -> None:
+        """Send a signal.
+
+        Args:
+            number: SIGKILL or SIGSTOP; others were passed on by this process itself.
+            code: With SIGTERM: the exit code with which it is to end; None: it decides.
+        """
         with contextlib.suppress(OSError):
-            if number == signal.SIGTERM:
+            if number == signal.SIGTERM and code is not None:
                 self.control.send(("end", code))
             elif number in (signal.SIGKILL, signal.SIGSTOP):
                 os.kill(self.pid, number)

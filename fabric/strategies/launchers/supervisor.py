@@ -185,7 +185,7 @@ class Supervisor:
         """Send a signal to the ranks that still run (all, or those named)."""
         for rank in self.running() if ranks is None else ranks:
             if self._creator is not None and rank == self._creator[0]:
-                self._creator[1].send(number, self._code)
+                self._creator[1].send(number, self._code if self.stopping else None)
             elif (pid := self.processes[rank].pid) is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
