@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Any build of torch >= 2.13 will do; another VENV keeps several apart. On Linux the plain PyPI one brings CUDA (gigabytes); for the CPU only:
+# Any build of torch >= 2.9 will do; another VENV keeps several apart. On Linux the plain PyPI one brings CUDA (gigabytes); for the CPU only:
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 
@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input install
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all lint types tests slow-tests test-device test-engines test-ecosystem test-pythons fuzz clean help
+.PHONY: demo test test-all lint types tests slow-tests test-device test-engines test-ecosystem test-pythons test-torch fuzz clean help
 .NOTPARALLEL:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make test-device   what can differ on an accelerator, on a pretend one (needs a C++ compiler)"
 	@echo "make test-ecosystem   Hugging Face, peft, WebDataset and loggers, likewise (a part of make test-engines)"
 	@echo "make test-pythons PYTHONS=\"3.10 3.13\"   unit tests, launches and the demo on each Python that is installed"
+	@echo "make test-torch TORCH_VERSIONS=\"2.9.1 2.15.0\"   unit tests, ranks, equivalence and the demo on each version of torch"
 	@echo "make test-engines ENGINES=\"horovod ray\"   engines of others with their packages, each in an environment of its own"
 
 demo: $(VENV)/.examples
@@ -73,11 +74,17 @@ PYTHONS ?=
 test-pythons:
 	@TORCH="$(TORCH)" $(PYTHON) tests/pythons.py $(PYTHONS)
 
+# The same package on other versions of torch (tests/torch_versions.py), each in an environment of its own: gigabytes.
+TORCH_VERSIONS ?= 2.9.1 2.15.0
+
+test-torch:
+	@WORKERS="$(WORKERS)" $(PYTHON) tests/torch_versions.py $(TORCH_VERSIONS)
+
 fuzz: $(VENV)/.dev
 	$(BIN)/python tests/fuzz --minutes $(MINUTES) --seed $(SEED)
 
 clean:
-	rm -rf $(VENV) .venv-engines .venv-pythons
+	rm -rf $(VENV) .venv-engines .venv-pythons .venv-torch
 
 # Stamps: a step runs again only when what it was made from has changed.
 $(VENV)/.made:

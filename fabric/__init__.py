@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from fabric.core.lazy import lazy_exports
+from fabric.core.torch_versions import check_floor
 
 if TYPE_CHECKING:
     from fabric.fabric import Fabric as Fabric
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from fabric.wrappers import is_wrapped as is_wrapped
 
 __version__ = "0.1.0"
+
+check_floor()
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

@@ -33,6 +33,7 @@ IGNORED = (
     "fabric.backward came, and no model was set up",
     "No loader was set up",  # loops here hold what is compared with ranks, too
     r"num_workers=\d+ on each of the \d+ ranks",  # on the cores of wherever the tests run
+    "TypedStorage is deprecated",  # torch 2.9, of torch.distributed.checkpoint's own calls
     "Validating sparse tensor invariants",  # torch >= 2.14: of all that this process has unpickled before
 )
 ROOT = Path(__file__).parent.parent
@@ -63,6 +64,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """Four warm processes; `ranks.run(function, *args, world_size=2)`. Costs nothing until the first run."""
+    yield from _pool()
+
+
+@pytest.fixture(scope="module")
+def forking_ranks() -> Iterator[RankPool]:
+    """The same, for tests that fork: in these processes nothing has run before.
+
+    In a CUDA build of torch without a GPU, DTensors and torch.compile register eight devices. The
+    next backward starts a thread for each, and in processes that are forked later no backward can run.
+    """
+    yield from _pool()
+
+
+def _pool() -> Iterator[RankPool]:
     settings = {"warnings_as_errors": True, "ignored_warnings": IGNORED}
     with RankPool(4, timeout=60.0, preload=PRELOAD, accelerator=ACCELERATOR, **settings) as pool:
         yield pool

@@ -16,6 +16,7 @@ import torch
 from torch import _utils as torch_utils
 from torch import nn
 
+from fabric.core.torch_versions import groups_of, states_hidden
 from fabric.core.tree import flatten
 
 if TYPE_CHECKING:
@@ -45,6 +46,13 @@ running_node: Callable[[], Any] = torch._C._current_autograd_node
 def accumulator_of(parameter: torch.Tensor) -> Any:
     """The node that writes a parameter's gradient; it has another one after a change of dtype or device."""
     return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def tensor_of(ref: Any) -> Any:
+    """The tensor of a weak reference, or None. torch 2.9 has to be told, or the object may be lost."""
+    tensor = ref()
+    getattr(tensor, "_fix_weakref", bool)()
+    return tensor
 
 
 in_function_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -204,7 +212,7 @@ def fsdp_root(module: Any) -> Any:
 
 def fsdp_groups(states: list[Any]) -> list[Any]:
     """The groups of parameters that are gathered together."""
-    return [group for state in states for group in state._fsdp_param_groups]
+    return [group for state in states for group in groups_of(state)]
 
 
 no_subclass_functions = torch._C.DisableTorchFunctionSubclass
@@ -268,9 +276,7 @@ disarm = methodcaller("_reset_state")
 """Let a reducer wait for no gradient."""
 
 has_built_buckets = attrgetter("_has_rebuilt_buckets")
-"""Whether a replica's reducer has put its buckets in the order of gradients; disarmed before, it would do
-so again in a later forward, perhaps alone.
-"""
+"""Whether a reducer has ordered its buckets; disarmed before, it would in a later forward, perhaps alone."""
 
 
 def build_buckets(replica: Any) -> None:
@@ -328,23 +334,15 @@ def hook_again(replica: Any) -> None:
 
 
 def begin_fsdp(root: Any) -> None:
-    """Now, as else in the first forward: this module is the root of all groups in it, but for those that have
-    a root: of modules that another model has, too.
-    """
+    """Make this module the root of all groups in it that have none, as else the first forward does."""
     state = fsdp_state(root)
-    find = state._get_state_for_module
-    state._get_state_for_module = lambda module: (
-        None if (held := find(module)) is not state and getattr(held, "_is_root", None) is not None else held
-    )
-    state._lazy_init()
-    del state._get_state_for_module
+    with states_hidden(state, lambda held: held is not state and held._is_root is not None):
+        state._lazy_init()
 
 
 def expect_thawed(root: Any) -> None:
-    """A group that is frozen now gets gradients of its parameters' dtype, too, once somebody thaws it.
-
-    torch >= 2.14 does so itself, and has no `_orig_dtype`.
-    """
+    """A group that is frozen now gets gradients of its parameters' dtype, too, once it is thawed; torch 2.14
+    does so itself."""
     for group in fsdp_groups(fsdp_states(root)):
         if getattr(group, "_orig_dtype", group) is None and group.fsdp_params:
             first = group.fsdp_params[0]
@@ -410,10 +408,13 @@ def free_root(state: Any, root: Any, out: Any) -> Any:
     return state._post_forward(root, (), out)
 
 
-finish_backward = methodcaller("_root_post_backward_final_callback")
-"""What torch does at the end of a backward through a model, by its root's state: it reduces what is still
-whole. Hooks on outputs ask for it, which hidden outputs do not have.
-"""
+def finish_backward(state: Any) -> None:
+    """What torch does at the end of a backward through a model, by its root's state: it reduces what is still
+    whole. Hooks on outputs ask for it, which hidden outputs do not have.
+    """
+    if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
+        state._state_ctx.manual_backward_finalization_active = False  # torch 2.15: the hooks choose a mode
+    state._root_post_backward_final_callback()
 
 
 def reduce_in_place(root: Any, reduce: Callable[..., None]) -> None:

@@ -19,6 +19,7 @@ from fabric.accelerators.select import group_backend
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.registry import load_slice
 from fabric.core.topology import Topology
+from fabric.core.torch_versions import collectives_recorded
 from fabric.plugins.collectives.channel import Channel, wire_of
 from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.plugins.environments.local import LocalEnvironment
@@ -328,13 +329,14 @@ class ParallelStrategy(Strategy):
                 "If one fails by `Too many open files`, raise the hard limit (ulimit -Hn)."
             )
         store = rendezvous(environment, here.rank, here.world_size, self.startup_timeout)  # type: ignore[arg-type]
-        dist.init_process_group(
-            _with_host(self.process_group_backend, here.device),
-            store=store,
-            rank=here.rank,
-            world_size=here.world_size,
-            timeout=self.process_group_timeout,
-        )
+        with collectives_recorded():
+            dist.init_process_group(
+                _with_host(self.process_group_backend, here.device),
+                store=store,
+                rank=here.rank,
+                world_size=here.world_size,
+                timeout=self.process_group_timeout,
+            )
         self._made_group = True
         # Groups that stand at exit make torch print a warning.
         atexit.register(self.teardown)

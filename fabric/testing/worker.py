@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import RankError, UsageError
+from fabric.core.torch_versions import collectives_recorded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -184,13 +185,14 @@ def _answer(job: Job) -> Answer:
 
 def _join_group(job: Job) -> None:
     info = job.info
-    dist.init_process_group(
-        _backend_on(job.accelerator, info),
-        init_method=f"file://{info.store}",
-        rank=info.rank,
-        world_size=info.world_size,
-        timeout=timedelta(seconds=job.group_timeout),
-    )
+    with collectives_recorded():
+        dist.init_process_group(
+            _backend_on(job.accelerator, info),
+            init_method=f"file://{info.store}",
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timedelta(seconds=job.group_timeout),
+        )
 
 
 def _backend_on(name: str, info: RankInfo) -> str:

@@ -6,6 +6,7 @@ Loaded when used. Outside of the context nothing is marked, and no verb costs mo
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.profiler import profile, record_function, schedule
 
 from fabric.core.errors import ConfigurationError
 from fabric.data.loader import _FabricDataLoader
+from fabric.utilities.compile import uncompiled
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.wrappers import _FabricModule, _FabricOptimizer
 
@@ -106,6 +108,11 @@ def marked(fabric: Any) -> Iterator[None]:
         ):
             marker = _recorded(getattr(owner, name), f"fabric.{label}")
             undo.enter_context(mock.patch.object(owner, name, marker))
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
+            from torch._dynamo import OptimizedModule
+
+            marker = _compiled_recorded(OptimizedModule.__call__)
+            undo.enter_context(mock.patch.object(OptimizedModule, "__call__", marker))
         drawn = _drawn(_FabricDataLoader.__iter__)
         undo.enter_context(mock.patch.object(_FabricDataLoader, "__iter__", drawn))
         yield
@@ -120,6 +127,29 @@ def _recorded(call: Callable[..., Any], label: str) -> Callable[..., Any]:
             return call(*args, **kwargs)
 
     return recorded
+
+
+def _compiled_recorded(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`OptimizedModule.__call__` that makes the row of the forward itself.
+
+    The class of the model has no marker meanwhile: torch 2.15 compiles again if a class gets a `__call__`.
+    """
+
+    @wraps(call)
+    def recorded(compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        marker = vars(_FabricModule).get("__call__")
+        if marker is None or not isinstance(uncompiled(compiled), _FabricModule):
+            return call(compiled, *args, **kwargs)
+        del _FabricModule.__call__
+        try:
+            with record_function("fabric.forward"):
+                return call(compiled, *args, **kwargs)
+        finally:
+            _FabricModule.__call__ = marker  # type: ignore[method-assign]
+
+    # Not compiled itself: in torch 2.9 compiled graphs are OptimizedModules, too, called in compiled code.
+    eager: Callable[..., Any] = torch.compiler.disable(recorded, recursive=False)
+    return eager
 
 
 def _drawn(begin: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:

@@ -125,6 +125,30 @@ def test_hidden_outputs_train_as_on_one_process(ranks, strategy, world_size):
     ranks.run(as_plain, strategy, world_size=world_size)
 
 
+class Hidden(nn.Module):
+    """Its only output is in a class that nothing looks into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.distributions.Normal(self.layer(x), 1.0)
+
+
+def of_one_group() -> list[float]:
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="fsdp")
+    fabric.launch()
+    model = fabric.setup(Hidden())
+    for _ in range(2):
+        fabric.backward(model(torch.full((1, 4), 1.0 + fabric.global_rank)).mean.sum())
+    return model.layer.weight.grad.full_tensor().unique().tolist()
+
+
+def test_a_model_of_one_group_with_hidden_outputs(ranks):
+    assert ranks.run(of_one_group, world_size=2) == [[3.0]] * 2  # twice the mean of 1 and 2
+
+
 def refused() -> None:
     fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=STRATEGIES["zero3"]())
     fabric.launch()

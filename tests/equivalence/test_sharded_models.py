@@ -680,6 +680,31 @@ def test_what_would_go_wrong_silently_is_refused(ranks, case):
     ranks.run(refused, case, world_size=2)
 
 
+class Either(nn.Module):
+    """Each rank uses another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        return self.layers[dist.get_rank()](x)
+
+
+def used_by_one_rank() -> list[bool]:
+    strategy = FSDPStrategy(find_unused_parameters=True)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="bf16-mixed")
+    fabric.launch()
+    model = fabric.setup(Either())
+    fabric.backward(model(torch.ones(2, 4)).sum())
+    bias = torch.ones(4)  # two rows on one of two ranks, and none on the other
+    return [torch.equal(layer.bias.grad.full_tensor(), bias) for layer in model.layers]
+
+
+def test_parameters_that_one_rank_uses_in_half_precision(ranks):
+    assert ranks.run(used_by_one_rank, world_size=2) == [[True, True]] * 2
+
+
 def numbers_of_parts() -> None:
     fabric = start()
     model = fabric.setup(Net())

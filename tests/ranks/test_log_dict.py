@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from test_collectives import counted
+from test_collectives import FLAT, counted
 from torchmetrics import MeanMetric
 
 from fabric import Fabric
@@ -138,7 +138,7 @@ def log_many():
 def test_more_than_fits_a_frame_is_one_message_more(ranks):
     (line, calls), (_, other) = ranks.run(log_many, world_size=2)
     assert line[0] == {f"m{i}": 1.5 * i for i in range(3000)}
-    assert calls == other == {"frame": 1, "all_gather_single": 1}
+    assert calls == other == {"frame": 1, FLAT: 1}
 
 
 def log_one():

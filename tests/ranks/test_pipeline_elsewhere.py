@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from machine import LAZY_ADAGRAD
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -222,7 +223,7 @@ OPTIMIZERS = {
 }
 
 
-def steps(name, after):
+def steps(name, after, given):
     fabric = start()
     model = deep()
     make = OPTIMIZERS[name]
@@ -244,7 +245,7 @@ def steps(name, after):
             optimizer.load_state_dict(optimizer.state_dict())
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert not p.numel() or torch.allclose(p, q, atol=1e-6)
-        if not p.numel():  # a gradient that the user gave it is stepped with, as ever
+        if given and not p.numel():  # a gradient that the user gave it is stepped with, as ever
             p.grad = torch.zeros_like(p)
     optimizer.step()
     state = optimizer.state_dict()["state"]
@@ -255,4 +256,12 @@ def steps(name, after):
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_pass_over_other_stages(ranks, name, after):
-    ranks.run(steps, name, after, world_size=2)
+    ranks.run(steps, name, after, False, world_size=2)
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[LAZY_ADAGRAD] * name.startswith("adagrad")) for name in OPTIMIZERS]
+)
+def test_gradients_that_a_user_gives_other_stages_are_stepped_with(ranks, name, after):
+    ranks.run(steps, name, after, True, world_size=2)

@@ -7,13 +7,15 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from machine import needs_torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from fabric import Fabric
-from fabric.core.errors import UsageError
+from fabric.core.errors import MissingExtraError, UsageError
+from fabric.core.torch_versions import older_than
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 
 INITS = {
@@ -90,8 +92,28 @@ def test_initialisers_give_split_parameters_the_values_of_whole_ones(ranks, name
     ranks.run(initialised, name, sharded, world_size=2)
 
 
+@needs_torch("2.11", "an older one reads uneven parts of parts in a wrong order")
 def test_initialisers_on_a_mesh_of_two_dimensions(ranks):
     ranks.run(initialised, "trunc_normal_", False, world_size=4)
+
+
+def unevenly_split():
+    fabric = with_two(parallel)
+    if not older_than("2.11"):
+        return str(fabric.setup(Mlp()).up.weight.shape)
+    with pytest.raises(MissingExtraError) as caught:
+        fabric.setup(Mlp())
+    return str(caught.value)
+
+
+def test_uneven_parts_of_parts_are_whole_or_refused(ranks):
+    refused = (
+        "up.weight [10, 6] is sharded by tensor parallel and by FSDP, in 4 parts of dimension 0 that differ "
+        f"in size. It needs torch 2.11 or newer, but {torch.__version__} is installed. Make its size a "
+        "multiple of 4, or write data_parallel_size=1."
+    )
+    found = refused if older_than("2.11") else "torch.Size([10, 6])"
+    assert ranks.run(unevenly_split, world_size=4) == [found] * 4
 
 
 # tensors like a parameter

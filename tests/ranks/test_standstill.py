@@ -139,8 +139,8 @@ def ends(ranks, jobs, path):
         raise AssertionError("\n".join([str(error), *stacks])) from None
 
 
-def test_a_verb_on_one_rank_and_training_on_the_other(ranks, tmp_path):
-    found = ends(ranks, JOBS, tmp_path)
+def test_a_verb_on_one_rank_and_training_on_the_other(forking_ranks, tmp_path):
+    found = ends(forking_ranks, JOBS, tmp_path)
     for (_, elsewhere, *_), (end, said) in zip(JOBS[:3], found[:3], strict=True):
         table = said[0].splitlines()
         assert table[0] == "Ranks made different calls where all must make the same."
@@ -154,9 +154,9 @@ def test_a_verb_on_one_rank_and_training_on_the_other(ranks, tmp_path):
     assert re.match(r"rank \d on \S+ failed first: exit code 1", found[3][0])
 
 
-def test_evaluation_on_rank_zero_alone(ranks, tmp_path):
+def test_evaluation_on_rank_zero_alone(forking_ranks, tmp_path):
     """Other ranks wait in functional collectives, or in groups in which rank zero has begun nothing."""
-    for end, said in ends(ranks, ALONE, tmp_path):
+    for end, said in ends(forking_ranks, ALONE, tmp_path):
         table = said[0].splitlines()
         assert re.match(rf"  0 +forward without gradients of model 0 \(Linear\) .+{HERE}:\d+", table[2])
         for row in table[3:-2]:

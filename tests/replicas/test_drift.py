@@ -96,17 +96,28 @@ EXPECTED = {
 }
 
 
+# The watchdog finds a step of zero1 on one rank (test_standstill.py), which takes longer.
+CASES = [
+    (cause, strategy)
+    for cause in EXPECTED
+    for strategy in STRATEGIES
+    if (cause, strategy) != ("skip", "zero1")
+]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("cause", EXPECTED)
+@pytest.mark.parametrize(("cause", "strategy"), CASES)
 def test_drift_is_one_error_that_names_its_cause(ranks, cause, strategy, world_size):
-    if cause == "skip" and strategy != "ddp":
-        return  # steps are collective there: the call check finds it (test_mismatch.py)
     found = ranks.run(drift, cause, strategy, world_size=world_size)
     if (cause, strategy) == ("reset", "fsdp"):  # each rank draws the numbers of one process for its part
+        assert found == [None] * world_size
         return
     assert len({*found}) == 1, "one error, the same on all ranks"
     kind, text = found[0]
+    if (cause, strategy) == ("skip", "fsdp"):  # steps are collective there: the call check finds it
+        assert kind == "CollectiveMismatch"
+        assert "Skip a step on all ranks: `if fabric.any(skip): continue`." in text
+        return
     assert kind == "ReplicasDivergedError"
     assert re.search(EXPECTED[cause], text), text
     assert re.search(r"found at test_drift\.py:\d+\.", text)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MODEL = re.compile(r"model \d+ \(")
 """How the name of a model that was set up begins, in a verb or in the description of its data."""
+_STEP = re.compile(r"\bstep of\b|\.step\b")
 TEXT_BYTES = 1 << 20
 """Longest text in which a rank of those that disagree says what it was about to do."""
 
@@ -54,6 +55,8 @@ def mismatch_text(rows: Sequence[Said]) -> str:
             "All ranks must make the same calls in the same order: is one inside `if rank == 0:`, does a "
             "loop end earlier on one rank?"
         )
+        if any([_STEP.search(row.verb) for row in rows]):
+            remedy += " Skip a step on all ranks: `if fabric.any(skip): continue`."
         if any([IN_THREAD in row.verb for row in rows]):
             remedy += " Do two threads of a rank make calls? Make all of them in one."
         if any([row.verb.startswith(ALONE) for row in rows]):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.torch_versions import all_to_all, collectives_recorded, start_all_gather_flat
 from fabric.plugins.collectives.channel import torch_op
 from fabric.plugins.collectives.collective import Collective
 from fabric.plugins.collectives.control import guard_of
@@ -167,7 +168,7 @@ class TorchCollective(Collective):
 
     def start_all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
         """Every rank's 1-D tensor, one after the other in `output`: gives torch's Work, to wait for."""
-        return dist.all_gather_single(output, tensor, group=self._group, async_op=True)
+        return start_all_gather_flat(output, tensor, self._group)
 
     def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
         """Every rank's tensor, written into `gather_list` on `dst`."""
@@ -190,7 +191,7 @@ class TorchCollective(Collective):
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
         """What each rank has for this one in its `input_tensor_list`, written into `output_tensor_list`."""
-        dist.all_to_all(output_tensor_list, input_tensor_list, group=self._group)
+        all_to_all(output_tensor_list, input_tensor_list, self._group)
         return output_tensor_list
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
@@ -280,7 +281,8 @@ class TorchCollective(Collective):
     @classmethod
     def init_group(cls, **kwargs: Any) -> None:
         """torch.distributed.init_process_group. All ranks must call this."""
-        dist.init_process_group(**kwargs)
+        with collectives_recorded():
+            dist.init_process_group(**kwargs)
 
     @classmethod
     def new_group(cls, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import dtensor_handlers, memory_of, value_of
+from fabric.core.torch_versions import older_than, refuse_before
 from fabric.core.tree import map_tree
 from fabric.plugins.io.portable import Stored, kept_elsewhere
 from fabric.utilities.passes import parameters_of
@@ -164,6 +165,8 @@ def mend_dtensors(layout: Any) -> None:
             aten.log_normal_,
             aten.geometric_,
         )
+        if older_than("2.11"):  # whose parts of bools are added, so that one true part is all
+            handlers.setdefault(aten.all.default, _all)
         for op in (*[fill.default for fill in fills], aten.bernoulli_.float, aten.eye.m_out):
             handlers.setdefault(op, _fill)
     methods = {**dict.fromkeys(_FACTORIES, _plain_factory), **dict.fromkeys(_WRITES, _write_of_whole)}
@@ -185,6 +188,10 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         "Write tensor.full_tensor().item(), on all ranks; the norm of all gradients is what "
         "fabric.clip_gradients gives."
     )
+
+
+def _all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].logical_not().any().full_tensor().logical_not()
 
 
 def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -217,8 +224,13 @@ def _write_of_whole(name: str) -> Any:
         plain = [one for one in (*args, *kwargs.values()) if _is_whole(one) and one.dim()]
         # With a gradient of its own it is an activation, of this rank's data.
         mixes = plain and not (torch.is_grad_enabled() and any([one.requires_grad for one in plain]))
-        with implicit_replication() if mixes else nullcontext():
-            return write(self, *args, **kwargs)
+        try:
+            with implicit_replication() if mixes else nullcontext():
+                return write(self, *args, **kwargs)
+        except NotImplementedError:
+            instead = "Write into full = p.full_tensor(), then p.copy_(full)."
+            refuse_before("2.11", f"p.{name}(...) of a parameter that is split over ranks", instead)
+            raise
 
     return call
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import tensor_of
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import average_gradients, copy_from_first, differing, stamp
 from fabric.utilities.passes import attend_passes, parameters_of, watch_steps
@@ -45,7 +46,7 @@ class FreeParameters:
 
     def held(self) -> dict[int, Tensor]:
         """The parameters that are still about, by id, in the order in which they were added."""
-        return {key: p for key, ref in self._refs.items() if (p := ref()) is not None}
+        return {key: p for key, ref in self._refs.items() if (p := tensor_of(ref)) is not None}
 
     def around_pass(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Run a backward pass, and average the gradients that it changed. All ranks must call this."""

@@ -282,7 +282,8 @@ def _reduce_used(reduce: Callable[[], None], parts: list[Any], channel: Channel)
     used = on_any_rank([whole.grad is not None for whole in wholes], channel)
     for whole, any_has in zip(wholes, used, strict=True):
         if any_has and whole.grad is None:
-            whole.grad = torch.zeros_like(whole)
+            # In torch 2.15 the gradients of half-precision copies have the parameters' own dtype.
+            whole.grad = torch.zeros_like(whole, dtype=getattr(whole, "grad_dtype", None))
     reduce()
 
 

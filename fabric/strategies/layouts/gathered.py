@@ -33,6 +33,7 @@ from fabric.core.torch_internals import (
     stay_gathered,
     whole_of,
 )
+from fabric.core.torch_versions import gather_again, reset_iteration
 from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
 from fabric.plugins.collectives.frames import ALONE
@@ -270,7 +271,7 @@ class RootGate:
         """Groups are split again; what earlier backwards left in `.grad` stays (torch 2.15 would drop it)."""
         parts = [part for group in self._groups() for part in group.fsdp_params]
         grads = [part.sharded_param.grad for part in parts]
-        self.root.reset_iter_state()
+        reset_iteration(self.root)
         for part, grad in zip(parts, grads, strict=True):
             part.sharded_param.grad = grad
 
@@ -306,7 +307,10 @@ class RootGate:
 
     def _enter(self, state: Any, name: str, module: Module, args: Any) -> None:
         """A group is called. torch takes calls in PRE_BACKWARD for ones of a backward, as trials are."""
-        if torch.compiler.is_compiling() or phase(state) == "PRE_BACKWARD":
+        if torch.compiler.is_compiling():
+            return
+        if phase(state) == "PRE_BACKWARD":
+            gather_again(state)
             return
         if not (self.running or in_forward(self.state)):
             self.begin()

@@ -28,7 +28,9 @@ from fabric.core.torch_internals import (
     leave_out,
     renew_reducer,
     running_node,
+    tensor_of,
 )
+from fabric.core.torch_versions import BUFFER_KEYWORDS, buffers_off
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import (
@@ -57,9 +59,6 @@ if TYPE_CHECKING:
 
 NOT_AVERAGED = "_ddp_params_and_buffers_to_ignore"
 """Where DDP looks for names of parameters that the user keeps out of it."""
-
-_BUFFER_KEYWORDS = ("broadcast_buffers", "forward_sync_buffers")
-"""DDP's switch for buffers, and its name from torch 2.13 on."""
 
 
 class Replicate(Whole):
@@ -94,7 +93,7 @@ class Replicate(Whole):
 
     @property
     def _syncs_buffers(self) -> bool:
-        return all([self.settings.get(name, True) for name in _BUFFER_KEYWORDS])
+        return all([self.settings.get(name, True) for name in BUFFER_KEYWORDS])
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """DDP around the module. All ranks must call this; a module without trainable parameters is not
@@ -132,9 +131,10 @@ class Replicate(Whole):
         settings.pop("static_graph", None)
         # DDP sends buffers by their positions. Here they are sent by name, at setup and after training
         # backwards, so that evaluation makes no collective.
-        settings.pop(_BUFFER_KEYWORDS[0], None)
-        settings[_BUFFER_KEYWORDS[1]] = False
-        return settings
+        settings = {name: value for name, value in settings.items() if name not in BUFFER_KEYWORDS}
+        from torch.nn.parallel import DistributedDataParallel
+
+        return {**settings, **buffers_off(DistributedDataParallel)}
 
     def adopt(self, wrapped: Module) -> None:
         """Take in a replica that came to be by copying or unpickling a model."""
@@ -250,7 +250,7 @@ class Replicate(Whole):
         Raises:
             UsageError: Parameters got no gradient, so the ranks' gradients could not be averaged; names them.
         """
-        held = [(name, ref()) for name, ref in self._frozen]
+        held = [(name, tensor_of(ref)) for name, ref in self._frozen]
         thawed = [(name, p, stamp(p)) for name, p in held if p is not None and p.requires_grad]
         syncing = [r for r in self._replicas if r.require_backward_grad_sync and r.reducer is not None]
         if self._failed and syncing and self.channel is not None:  # perhaps on some ranks only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import weakref
 from functools import partial
@@ -11,7 +12,8 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states
-from fabric.forward import HookedCall
+from fabric.core.torch_versions import keep_arguments, refuse_before
+from fabric.forward import HookedCall, differentiable
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers
 from fabric.strategies.layouts.explained import converted
@@ -132,8 +134,11 @@ class Sharded(Split):
         """Call this when all groups of a model stand, and `module` is the outermost."""
         begin_fsdp(module)  # the root is this one, whatever is called first
         expect_thawed(module)
+        for group in fsdp_groups(fsdp_states(module)):
+            keep_arguments(group, differentiable)
         for name, parameter in module.named_parameters():
             if is_split(parameter):
+                _check_strides(name, parameter)
                 parameter.register_hook = partial(_refuse_hook, name)
         for part in module.modules():
             part.__dict__["_apply"] = partial(_convert, part)
@@ -201,6 +206,20 @@ class Sharded(Split):
         if self.synchronised is not None:
             stepped = {*held}
             self.synchronised([m for m in self.models() if not stepped.isdisjoint(m.parameters())])
+
+
+def _check_strides(name: str, parameter: Any) -> None:
+    """Refuse uneven parts of parts in a torch that reads their full values in a wrong order."""
+    placements, sizes, shape = parameter.placements, parameter.device_mesh.shape, [*parameter.shape]
+    for dim in {one.dim for one in placements if type(one).__name__ == "_StridedShard"}:
+        parts = math.prod([size for size, one in zip(sizes, placements, strict=True) if one.is_shard(dim)])
+        if shape[dim] % parts:
+            refuse_before(
+                "2.11",
+                f"{name} {shape} is sharded by tensor parallel and by FSDP, in {parts} parts of dimension "
+                f"{dim} that differ in size. It",
+                f"Make its size a multiple of {parts}, or write data_parallel_size=1.",
+            )
 
 
 def _refuse_hook(name: str, hook: Any) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.torch_internals import tensor_of
 from fabric.core.tree import map_tree
 from fabric.plugins.collectives.frames import call_of
 from fabric.plugins.io.portable import read_stored
@@ -75,7 +76,7 @@ class Split(Whole):
         yield
         for owner, name, key, old in before:
             new = owner._parameters[name]
-            if new is not None and old() is not None and new is not old():
+            if new is not None and tensor_of(old) is not None and new is not tensor_of(old):
                 self._moved[key] = (old, weakref.ref(new))
         self._models.append(weakref.ref(module))
 

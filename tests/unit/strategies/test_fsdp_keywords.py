@@ -30,6 +30,7 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor
 
 from fabric import Fabric
+from fabric.core.torch_internals import fsdp_groups
 from fabric.strategies import FSDPStrategy
 
 STEPS = 3
@@ -188,7 +189,7 @@ WHOLE, HALF, QUARTER = (8, 4), (4, 4), (2, 4)
 def shape_gathered(raw, layer) -> tuple | None:
     """Of a layer's weight, what torch holds beside its part."""
     for state in raw._get_fsdp_state()._state_ctx.all_states:
-        for group in state._fsdp_param_groups:
+        for group in fsdp_groups([state]):
             for part in group.fsdp_params:
                 if part._module_info.module is layer and part._module_info.param_name == "weight":
                     kept = part._unsharded_param if group.is_unsharded else None

@@ -66,6 +66,7 @@ def try_rows(name: str, runner: Runner, parts: CallParts, compute: torch.dtype) 
         for module in modules:
             module.training = False
         runner.run(forwards(3), work)
+    torch.clear_autocast_cache()  # torch 2.9 would use these casts, which have no gradient, in training
     found = _look(name, work, compute) if runner.stage.is_last else None
     wrong, mixed = broadcast_tree(found, runner.ranks[-1], runner.channel)
     work.failed = work.error = None  # where it does not run on so few rows, nothing is known
