@@ -5,6 +5,7 @@ Used by environments and launchers. Imports no torch, does nothing on import.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from multiprocessing import connection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +47,10 @@ def tie_to_parent() -> None:
     if os.getppid() == int(parent):
         _tied = True
         die_with_parent(int(parent))
-        _report_exceptions(os.environ.get(REPORT_FD, ""))
+        with contextlib.suppress(OSError, ValueError):
+            descriptor = int(os.environ.get(REPORT_FD, ""))
+            os.set_inheritable(descriptor, False)  # subprocesses of this rank must not keep the pipe open
+            report_exceptions(connection.Connection(descriptor, readable=False))
         return
     try:
         os.kill(int(parent), 0)
@@ -86,9 +90,8 @@ def die_with_creator() -> None:
     )  # a pipe, which closes when the maker dies, however it dies
 
 
-def _report_exceptions(descriptor: str) -> None:
-    if not descriptor.isdigit():
-        return
+def report_exceptions(link: connection.Connection[Any, Any]) -> None:
+    """Send an exception that ends this process to its supervisor, as an `Ending`."""
     previous, owner = sys.excepthook, os.getpid()
 
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
@@ -108,11 +111,6 @@ def _report_exceptions(descriptor: str) -> None:
         if not trace:  # else the supervisor prints it, once it knows that nothing else came before
             previous(kind, error, tb)
 
-    try:
-        os.set_inheritable(int(descriptor), False)  # subprocesses of this rank must not keep the pipe open
-        link = connection.Connection(int(descriptor), readable=False)
-    except OSError:
-        return
     sys.excepthook = report
 
 

@@ -83,6 +83,11 @@ def take_port(address: str, port: int, everywhere: bool) -> int:
     return port
 
 
+def keep_listening(listener: socket.socket, address: str, port: int) -> None:
+    """Have the store of this process take over a socket that listens there."""
+    _listening[os.getpid(), address, port] = listener
+
+
 def listen(address: str, port: int, everywhere: bool = False) -> socket.socket:
     """A socket that listens on `port` (0: the kernel chooses) of `address`, or of all interfaces.
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from types import FrameType
 
+    from fabric.strategies.launchers.beside import Creator
     from fabric.strategies.launchers.place import Place
     from fabric.strategies.launchers.rank_logs import RankLogs
 
@@ -73,6 +74,7 @@ def run_commands(
     launched: str,
     cwd: str | None = None,
     logs: RankLogs | None = None,
+    creator: Creator | None = None,
 ) -> int:
     """Run a command as each rank of this machine, to the end; gives the exit code of the job.
 
@@ -84,9 +86,10 @@ def run_commands(
         launched: What FABRIC_LAUNCHED is to be.
         cwd: Where they start; None: here.
         logs: Takes what they print; None: it goes where this process prints.
+        creator: Runs as the first rank already, and passes its signals on; None: this process is no rank.
     """
     commands = {}
-    for local_rank in range(first.local_world_size):
+    for local_rank in range(creator is not None, first.local_world_size):
         place = first.at(local_rank)
         # When rank zero dies with the store, torch's C++ warns of it on every other rank, by the page.
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -95,7 +98,12 @@ def run_commands(
         if listens is not None:
             env[STORE_FD] = str(listens)
         commands[place.rank] = Command(place.rank, argv, env, listens, cwd).start
-    supervisor = Supervisor(commands, logs, elsewhere=first.world_size > first.local_world_size)
+    supervisor = Supervisor(
+        commands,
+        logs,
+        elsewhere=first.world_size > first.local_world_size,
+        creator=None if creator is None else (first.rank, creator),
+    )
 
     def pass_on(number: int, _: FrameType | None) -> None:
         supervisor.pass_on(number)
@@ -109,13 +117,15 @@ def run_commands(
 
     # By the last two schedulers announce an end; the ranks know what they mean.
     numbers = (*ENDS, signal.SIGUSR1, signal.SIGUSR2)
-    takes = threading.current_thread() is threading.main_thread()
+    takes = threading.current_thread() is threading.main_thread() and creator is None
     heard = [n for n in numbers if takes and signal.getsignal(n) != signal.SIG_IGN]
     previous = {number: signal.signal(number, pass_on) for number in heard}
     if takes and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
         previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, halt)
     try:
         supervisor.start()
+        if creator is not None:
+            creator.pass_signals(supervisor)
         if listener is not None:
             listener.close()  # rank zero has it now: nobody else may take connections
         return _wait(supervisor)

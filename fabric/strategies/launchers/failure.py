@@ -52,8 +52,14 @@ def root_cause(failures: Collection[Ending], finished: Collection[int] = ()) -> 
     return cause._replace(rank=min(finished), reason=reason)
 
 
+LOST = -255
+"""Instead of a return code: a process ended without an exit hook, and only its parent knows the code."""
+
+
 def from_returncode(rank: int, returncode: int, when: float) -> Ending:
     """The failure behind a process's return code (negative: minus the signal, as subprocess has it)."""
+    if returncode == LOST:
+        return Ending(when, "killed by a signal, or ended by os._exit", rank=rank)
     if returncode >= 0:
         return Ending(when, f"exit code {returncode}", code=returncode, rank=rank)
     try:

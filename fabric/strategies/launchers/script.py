@@ -1,9 +1,10 @@
-"""Runs the user's own command once more for every rank: `python train.py` becomes the supervisor of all."""
+"""Runs the user's own command once for each further rank: the process of `python train.py` is rank zero."""
 
 from __future__ import annotations
 
 import builtins
 import multiprocessing
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ class ScriptLauncher(Launcher):
     """Starts the ranks of this machine by running the original command again.
 
     Args:
-        environment: Of this process, which is no rank.
+        environment: Of this process, which becomes the first rank of its machine.
         num_processes: Ranks on this machine.
         num_nodes: Machines; with more than one the same command is run by hand on each, with MASTER_ADDR,
             MASTER_PORT and NODE_RANK set.
@@ -38,21 +39,21 @@ class ScriptLauncher(Launcher):
         self.num_nodes = num_nodes
 
     def launch(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """In a rank, and where there is but one: call `function`. Else run all ranks to their end, and exit.
+        """Start the other ranks of this machine, unless they are there, and call `function` in each.
 
         Raises:
-            LaunchError: There is no command to run again (notebook, prompt, script on standard input).
-            SystemExit: With the exit code of the job.
+            LaunchError: There is no command for the others to run: a notebook, a prompt, a script on standard
+                input, a test of pytest.
         """
         several = self.num_processes * self.num_nodes > 1
         if several and not self.environment.creates_processes_externally:
             require_posix()
             argv, directory = original_command()
             place, listener = place_here(self.environment, self.num_processes, self.num_nodes)
-            from fabric.strategies.launchers.commands import run_commands
+            from fabric.strategies.launchers.rank_zero import start_others
 
-            flush_output()  # before what the ranks print
-            sys.exit(run_commands(argv, place, listener, {}, "script", directory))
+            flush_output()  # before what the others print
+            start_others(argv, directory, place, listener)
         return function(*args, **kwargs) if function is not None else None
 
 
@@ -74,17 +75,38 @@ def original_command() -> tuple[list[str], str | None]:
     if multiprocessing.parent_process() is not None:
         way = 'Put what the script does under `if __name__ == "__main__":`.'
         raise LaunchError(f"{multiprocessing.current_process().name} cannot start ranks. {way}")
-    argv, directory = [sys.executable, *original[1:]], None
-    file = getattr(main, "__file__", None)
-    if (spec := getattr(main, "__spec__", None)) is not None:
+    if "PYTEST_CURRENT_TEST" in os.environ and "pytest" in sys.modules:
+        raise LaunchError(
+            "This is a test of pytest, and other ranks would run the whole session. Put the loop into a "
+            'function of a module and use strategy="ddp_spawn" (or "ddp_fork") with fabric.launch(function).'
+        )
+    place = _target(original)
+    flags = [flag for flag in original[1:place] if flag != "-i"]
+    argv, directory = [sys.executable, *flags, *original[place:]], None
+    file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if spec is not None and spec.origin == sys.argv[0]:
         # python -m: found from the directory of the start, if nobody has put another one before it.
+        argv = [sys.executable, *flags, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
         start = sys.path[0] if sys.path else ""
         if str(Path(start, *spec.name.split(".")).with_suffix(".py")) == spec.origin:
             directory = start
-    elif file and sys.argv[0] in argv:
+    elif file and original[place : place + 1] == sys.argv[:1]:
         # The script may have left its directory; the ranks start where this process did.
         given, absolute = sys.argv[0], str(Path(file).absolute())
-        argv[argv.index(given)] = absolute
+        argv[1 + len(flags)] = absolute
         if not Path(given).is_absolute() and absolute.endswith(given.removeprefix("./")):
             directory = absolute[: -len(given.removeprefix("./"))] or None
+    elif sys.argv[0] != "-c" and (file or spec) and Path(sys.argv[0]).exists():
+        # A debugger or profiler runs the script; the others run it without.
+        argv = [sys.executable, *flags, str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
     return argv, directory
+
+
+def _target(argv: list[str]) -> int:
+    """The place of the script, of -m or of -c in a command line of Python."""
+    place = 1
+    while place < len(argv) and argv[place].startswith("-"):
+        if argv[place][-1] in "mc":  # also as -um
+            break
+        place += 2 if argv[place] in ("-X", "-W", "--check-hash-based-pycs") else 1
+    return place

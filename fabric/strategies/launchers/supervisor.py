@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
+    from fabric.strategies.launchers.beside import Creator
     from fabric.strategies.launchers.rank_logs import RankLogs
 
     Process = subprocess.Popen[bytes] | BaseProcess
@@ -51,6 +52,7 @@ class Supervisor:
         logs: Takes what the ranks print; None: it goes where this process prints.
         elsewhere: Whether the job has ranks on other machines.
         functions: Whether each rank says its ending, also a good one, and leaves its traceback to the caller.
+        creator: The rank that started this process, and its number; None: all are started here.
     """
 
     def __init__(
@@ -59,11 +61,12 @@ class Supervisor:
         logs: RankLogs | None = None,
         elsewhere: bool = False,
         functions: bool = False,
+        creator: tuple[int, Creator] | None = None,
     ) -> None:
         self.starts = starts
         self.elsewhere = elsewhere
         self.logs = logs
-        self.processes: dict[int, Process] = {}
+        self.processes: dict[int, Process | Creator] = {}
         self.endings: dict[int, Ending] = {}
         self.stopping = False
         self.signalled: int | None = None
@@ -73,6 +76,11 @@ class Supervisor:
         self._links: dict[int, Connection] = {}
         self._told: set[int] = set()
         self._failures: dict[int, Ending] = {}
+        self._creator = creator
+        self._code = 1
+        """Of the failure that is the cause."""
+        if creator is not None:
+            self.processes[creator[0]], self._links[creator[0]] = creator[1], creator[1].link
 
     def start(self) -> None:
         """Start all ranks.
@@ -137,6 +145,7 @@ class Supervisor:
 
     def summary(self, cause: Ending) -> str:
         """Tell all others than the one that failed to end; the last line of the job."""
+        self._code = cause.code
         self.tell(spare=cause.rank)
         return summary(cause, self._told, self._failures.values(), self.elsewhere)
 
@@ -175,7 +184,9 @@ class Supervisor:
     def send(self, number: int, ranks: Iterable[int] | None = None) -> None:
         """Send a signal to the ranks that still run (all, or those named)."""
         for rank in self.running() if ranks is None else ranks:
-            if (pid := self.processes[rank].pid) is not None:
+            if self._creator is not None and rank == self._creator[0]:
+                self._creator[1].send(number, self._code if self.stopping else None)
+            elif (pid := self.processes[rank].pid) is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
 
@@ -237,10 +248,13 @@ class Supervisor:
         """Block until a rank says something that will be noted, or so long; may return early."""
         known = {} if self.stopping else self._links
         links = [known[rank] for rank in running if rank in known]
+        if links and self._creator is not None and self._creator[0] in running:
+            links.append(self._creator[1].control)
+            running = [*running, -1]
         # The end of a process closes its link; who has said its end, or is not heard, may end at any moment.
         wait(links, seconds if len(links) == len(running) else min(seconds, _POLL_S))
 
 
-def _code(process: Process) -> int | None:
+def _code(process: Process | Creator) -> int | None:
     """The exit code; None while it runs."""
     return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode

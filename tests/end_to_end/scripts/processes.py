@@ -61,6 +61,11 @@ def give_lambda(environment):
     return {"f": lambda: 1}
 
 
+SCRIPTS = ("script", "module")
+PLACE = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+)
 WORK = {"sum": add, "wait": wait, "threads": compute, "lambda": give_lambda}
 
 
@@ -71,7 +76,7 @@ def main():
     environment = LocalEnvironment()
     before = dict(os.environ)
     function = WORK[what]
-    if how in ("script", "module"):
+    if how in SCRIPTS:
         ScriptLauncher(environment, 2).launch(function, environment)
     elif how == "cli":
         assert environment.creates_processes_externally
@@ -90,8 +95,10 @@ def main():
                 say(result=[result["rank"], result["total"].item()], shared=result["total"].is_shared())
         if how == "fork":
             say(threads_at_forks=threads)
-    # By it a child process of a rank knows that it is not a rank.
-    assert dict(os.environ) | {"FABRIC_JOINED": ""} == before | {"FABRIC_JOINED": ""}
+    # By JOINED a child process of a rank knows that it is no rank. The first process of a script is a rank.
+    own = {name: os.environ[name] for name in os.environ.keys() - before.keys()} if how in SCRIPTS else {}
+    assert own.keys() <= {"FABRIC_JOINED", "FABRIC_LAUNCHED", *PLACE}, own
+    assert dict(os.environ) | {"FABRIC_JOINED": ""} == before | own | {"FABRIC_JOINED": ""}
 
 
 if __name__ == "__main__":

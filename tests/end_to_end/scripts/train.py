@@ -60,5 +60,9 @@ if __name__ == "__main__":
         fabric.launch()  # again: nothing happens
         train(fabric, 2)
     added = {key for key in os.environ if before.get(key) != os.environ[key]}
-    if added - {"FABRIC_GLOBAL_SEED", "FABRIC_JOINED", "FABRIC_SEED_WORKERS", "TORCHINDUCTOR_CACHE_DIR"}:
+    known = {"FABRIC_GLOBAL_SEED", "FABRIC_JOINED", "FABRIC_SEED_WORKERS", "TORCHINDUCTOR_CACHE_DIR"}
+    if added & {"FABRIC_LAUNCHED"}:  # the first process of a script has become a rank
+        known |= {"FABRIC_LAUNCHED", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT"}
+        known |= {"RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+    if added - known:
         raise SystemExit(f"environment variables left behind: {added}")

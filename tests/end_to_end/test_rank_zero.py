@@ -1,0 +1,197 @@
+"""`python train.py`: the process that the user started is rank zero, under debuggers and profilers, too."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from jobs import alive, environ, until
+
+pytestmark = pytest.mark.slow
+HEAD = """
+import os, sys, time
+print("imported", flush=True)
+from fabric import Fabric
+fabric = Fabric(accelerator="cpu", devices=2)
+if fabric.is_global_zero:
+    print("zero", flush=True)
+fabric.launch()
+fabric.print("hparams")
+"""
+
+
+def script(tmp_path, body="", name="train.py"):
+    path = tmp_path / name
+    path.write_text(HEAD + textwrap.dedent(body))
+    return path
+
+
+def run(*command, code=0, **settings):
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environ(OMP_NUM_THREADS="1", PYTHONPATH=str(Path(__file__).parents[2])),
+        check=False,
+        **settings,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        ["{script}"],
+        ["-u", "-X", "faulthandler", "{script}"],
+        ["-m", "train"],
+        ["-m", "pdb", "-c", "continue", "{script}"],
+        ["-m", "cProfile", "-o", "profile.out", "{script}"],
+        ["-m", "trace", "--count", "--coverdir=cover", "--ignore-dir=/", "{script}"],
+        ["-i", "{script}"],
+    ],
+    ids=lambda way: " ".join(way[:2]),
+)
+def test_code_runs_once_per_rank(tmp_path, way):
+    path = script(tmp_path, 'print("rank", fabric.global_rank, os.getpid(), len(sys.argv), flush=True)')
+    command = [part.format(script=path) for part in way]
+    lines = run(*command, "argument", cwd=tmp_path, input="").stdout.splitlines()
+    count = {name: sum([line.endswith(name) for line in lines]) for name in ("imported", "zero", "hparams")}
+    assert count == {"imported": 2, "zero": 1, "hparams": 1}, lines
+    ranks = sorted([line.split()[-4:] for line in lines if "rank " in line])
+    assert [(rank, count) for _, rank, _, count in ranks] == [("0", "2"), ("1", "2")], lines
+
+
+def test_the_first_process_is_rank_zero(tmp_path):
+    path = script(tmp_path, "print(fabric.global_rank, os.getpid(), flush=True)")
+    command = [sys.executable, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ()) as job:
+        out, _ = job.communicate(timeout=120)
+    assert f"0 {job.pid}" in out.splitlines()
+
+
+def test_another_fabric_in_the_same_script(tmp_path):
+    body = """
+    again = Fabric(accelerator="cpu", devices=2)
+    again.launch()
+    print("sum", again.all_reduce(1.0, reduce_op="sum").item(), flush=True)
+    """
+    out = run(script(tmp_path, body)).stdout.splitlines()
+    assert out.count("sum 2.0") == 2
+    assert out.count("imported") == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "last"),
+    [
+        ("sys.exit(3 if fabric.global_rank == 0 else fabric.barrier())", 3, "rank 0 .* exit code 3; rank 1"),
+        ("if fabric.global_rank: time.sleep(0.5); sys.exit(5)", 5, "rank 1 .* exit code 5$"),
+        (
+            "if fabric.global_rank: raise ValueError('boom')\ntime.sleep(100)",
+            1,
+            r"rank 1 .* boom \(train.py:",
+        ),
+        ("if not fabric.global_rank: sys.exit()\nfabric.barrier()", 1, "rank 0 .* ended well while rank 1 "),
+        ("if fabric.global_rank: os._exit(7)\ntime.sleep(100)", 7, "rank 1 .* exit code 7; rank 0 stopped"),
+    ],
+    ids=["exit of rank zero", "after rank zero has ended", "exception", "rank zero leaves", "os._exit"],
+)
+def test_the_exit_code_and_the_last_line_are_those_of_the_cause(tmp_path, body, code, last):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import atexit\natexit.register(print, 'hook')\n"
+        + HEAD
+        + "fabric.barrier()\ntry:\n"
+        + textwrap.indent(body, "    ")
+        + "\nfinally:\n    fabric.global_rank or print('finally', flush=True)\n"
+    )
+    done = run(path, code=code)
+    assert re.search(f"^fabric: {last}", done.stderr.splitlines()[-1]), done.stderr
+    assert done.stdout.count("finally") == 1  # of rank zero, whoever fails
+
+
+def test_a_status_that_the_script_catches_is_none(tmp_path):
+    body = """
+    try:
+        sys.exit(3)
+    except SystemExit as stop:
+        assert stop.code == 3
+    fabric.barrier()
+    """
+    assert run(script(tmp_path, body)).stderr == ""
+
+
+def test_the_supervisor_is_killed(tmp_path):
+    body = """
+    print("supervisor", os.getppid() if fabric.global_rank else "", flush=True)
+    fabric.barrier()
+    time.sleep(100)
+    """
+    command = [sys.executable, str(script(tmp_path, body))]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environ(), **streams) as job:
+        supervisor = 0
+        while not supervisor:
+            words = job.stdout.readline().split()
+            supervisor = int(words[1]) if words[0] == "supervisor" and len(words) == 2 else 0
+        os.kill(supervisor, signal.SIGKILL)
+        _, err = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert f"the supervisor of this job (process {supervisor}) was killed" in err
+
+
+def test_rank_zero_is_killed_beside_workers(tmp_path):
+    body = """
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+    loader = DataLoader(TensorDataset(torch.ones(64, 1)), num_workers=1, multiprocessing_context="fork")
+    batches = iter(loader)
+    next(batches)
+    fabric.barrier()
+    print("pid", os.getpid(), flush=True)
+    while True:
+        time.sleep(0.01)
+    """
+    command = [sys.executable, str(script(tmp_path, body))]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environ(), **streams) as job:
+        pids: list[int] = []
+        while len(pids) < 2:
+            words = job.stdout.readline().split()
+            pids += [int(words[1])] if words[0] == "pid" else []
+        job.send_signal(signal.SIGKILL)
+        assert until(lambda: not any(map(alive, pids)), 10)
+        _, err = job.communicate(timeout=60)
+    assert "killed by a signal, or ended by os._exit; rank 1 stopped because of it" in err
+
+
+def test_a_test_of_pytest_gets_an_error(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        textwrap.dedent("""
+        import pytest
+        from fabric import Fabric
+        from fabric.core.errors import LaunchError
+
+        def work(fabric):
+            return float(fabric.all_reduce(1.0, reduce_op="sum"))
+
+        @pytest.mark.parametrize("number", [0, 1])
+        def test_script(number):
+            with pytest.raises(LaunchError, match="This is a test of pytest, .* strategy=\\"ddp_spawn\\""):
+                Fabric(accelerator="cpu", devices=2).launch()
+
+        @pytest.mark.parametrize("number", [0, 1])
+        def test_function(number):
+            assert Fabric(accelerator="cpu", devices=2, strategy="ddp_fork").launch(work) == 2.0
+        """)
+    )
+    assert (
+        "4 passed" in run("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py", cwd=tmp_path).stdout
+    )
