@@ -231,40 +231,9 @@ def written_by(operation: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.
     return [leaf for leaf in flatten(found)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def loader_iterator() -> type:
-    """What all running iterations of a DataLoader are."""
-    from torch.utils.data.dataloader import _BaseDataLoaderIter
-
-    return _BaseDataLoaderIter
-
-
 def goes_on(iteration: Any) -> bool:
     """Whether a DataLoader's iteration has given a batch and has more; it may be kept for its workers."""
     return bool(0 < iteration._num_yielded < len(iteration))
-
-
-def drop_workers(loader: Any) -> None:
-    """Let the next iteration of a DataLoader begin with new workers, also if they are persistent."""
-    loader.__dict__["_iterator"] = None
-
-
-def pin_memory(batch: Any) -> Any:
-    """The batch in pinned memory, as a DataLoader with `pin_memory=True` does it."""
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    return pin_memory(batch)
-
-
-@contextmanager
-def without_worker_info() -> Iterator[None]:
-    """Within, `get_worker_info()` is None, also in a DataLoader's worker."""
-    from torch.utils.data._utils import worker
-
-    info, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = info
 
 
 # DistributedDataParallel: one reducer for each replica. Without frames, since each backward calls them.

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from fabric.core.torch_internals import pin_memory, without_worker_info
 from fabric.core.tree import flatten
+from fabric.data._torch import pin_memory, without_worker_info
 from fabric.data.order import PrivateRandomness, has_state, seed_draws
 from fabric.data.rules import Share
 from fabric.data.stand_ins import StandIn

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.torch_internals import drop_workers, loader_iterator
+from fabric.data._torch import drop_workers, loader_iterator
 from fabric.data.order import Order
 from fabric.data.rules import UNEVEN, Rule, Share, check_padding
 from fabric.data.sources import IndexSource, Source, samplers_of

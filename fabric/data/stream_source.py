@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.torch_internals import drop_workers
+from fabric.data._torch import drop_workers
 from fabric.data.rules import check_padding
 from fabric.data.sources import Drawing, check_same
 from fabric.data.streams import digest

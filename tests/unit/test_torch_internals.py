@@ -13,6 +13,7 @@ import torch
 
 from fabric.core import torch_internals as internals
 from fabric.core.torch_versions import collectives_recorded
+from fabric.data import _torch as loaders
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,10 +21,14 @@ if TYPE_CHECKING:
 
 def test_each_name_has_a_test() -> None:
     """A name that nobody looks at would break in a user's run."""
-    source, tested = (Path(file).read_text(encoding="utf-8") for file in (internals.__file__, __file__))
-    names = re.findall(r"^(?:def )?([A-Za-z]\w*)(?=\(|, | = |: )", source, re.MULTILINE)
-    assert {"BatchNorm", "hang", "will_run", "COUNTED_STEP"} <= {*names}
-    assert [name for name in names if f"internals.{name}" not in tested] == []
+    tested = Path(__file__).read_text(encoding="utf-8")
+    found = {}
+    for file, prefix in ((internals.__file__, "internals"), (loaders.__file__, "loaders")):
+        source = Path(file).read_text(encoding="utf-8")
+        found[prefix] = re.findall(r"^(?:def )?([A-Za-z]\w*)(?=\(|, | = |: )", source, re.MULTILINE)
+        assert [name for name in found[prefix] if f"{prefix}.{name}" not in tested] == []
+    assert {"BatchNorm", "hang", "will_run", "COUNTED_STEP"} <= {*found["internals"]}
+    assert {"pin_memory", "drop_workers"} <= {*found["loaders"]}
 
 
 def test_batch_norm_is_the_class_of_all_batch_norms() -> None:
@@ -305,10 +310,10 @@ def test_operations_say_what_they_change_and_run_without_the_class() -> None:
 def test_running_iterations_are_known_and_workers_are_dropped() -> None:
     """Loaders that yield from an old iterator are refused; positions reach workers that live on."""
     loader = torch.utils.data.DataLoader(range(3))  # type: ignore[arg-type]
-    assert isinstance(iter(loader), internals.loader_iterator())
+    assert isinstance(iter(loader), loaders.loader_iterator())
     assert loader._iterator is None
     loader._iterator = iter(loader)
-    internals.drop_workers(loader)
+    loaders.drop_workers(loader)
     assert loader._iterator is None
 
 
@@ -323,13 +328,13 @@ def test_iterations_tell_whether_they_go_on() -> None:
 
 def test_batches_of_unknown_classes_are_pinned_by_their_own_method() -> None:
     """Batches of iterable datasets come with a note, in a class of our own."""
-    assert internals.pin_memory({"a": [1, "b"]}) == {"a": [1, "b"]}
+    assert loaders.pin_memory({"a": [1, "b"]}) == {"a": [1, "b"]}
 
     class Pinned:
         def pin_memory(self) -> str:
             return "pinned"
 
-    assert internals.pin_memory([Pinned()]) == ["pinned"]
+    assert loaders.pin_memory([Pinned()]) == ["pinned"]
 
 
 def test_a_worker_may_take_itself_for_the_only_process() -> None:
@@ -338,7 +343,7 @@ def test_a_worker_may_take_itself_for_the_only_process() -> None:
 
     before, worker._worker_info = worker._worker_info, "info"  # type: ignore[assignment]
     try:
-        with internals.without_worker_info():
+        with loaders.without_worker_info():
             assert torch.utils.data.get_worker_info() is None
         assert torch.utils.data.get_worker_info() == "info"
     finally:
@@ -473,6 +478,11 @@ def _one_split_model() -> None:
     assert internals.fsdp_root(other) is other
     assert internals.fsdp_root(model[1]) is model
     assert len(internals.fsdp_states(other)) == 1
+    internals.stay_gathered(internals.fsdp_state(model[1]))
+    group.unshard()
+    model.state_dict()
+    group.reshard_after_forward = None
+    assert group._sharded_state.name == "UNSHARDED"
 
 
 def test_groups_and_parts_of_fsdp(tmp_path: Path) -> None:

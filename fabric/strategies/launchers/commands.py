@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from types import FrameType
 
-    from fabric.strategies.launchers.beside import Creator
+    from fabric.strategies.launchers.creator import Creator
     from fabric.strategies.launchers.place import Place
     from fabric.strategies.launchers.rank_logs import RankLogs
 

@@ -50,6 +50,7 @@ class ScriptLauncher(Launcher):
             require_posix()
             argv, directory = original_command()
             place, listener = place_here(self.environment, self.num_processes, self.num_nodes)
+            _refuse_in_test()
             from fabric.strategies.launchers.rank_zero import start_others
 
             flush_output()  # before what the others print
@@ -75,11 +76,6 @@ def original_command() -> tuple[list[str], str | None]:
     if multiprocessing.parent_process() is not None:
         way = 'Put what the script does under `if __name__ == "__main__":`.'
         raise LaunchError(f"{multiprocessing.current_process().name} cannot start ranks. {way}")
-    if "PYTEST_CURRENT_TEST" in os.environ and "pytest" in sys.modules:
-        raise LaunchError(
-            "This is a test of pytest, and other ranks would run the whole session. Put the loop into a "
-            'function of a module and use strategy="ddp_spawn" (or "ddp_fork") with fabric.launch(function).'
-        )
     place = _target(original)
     flags = [flag for flag in original[1:place] if flag != "-i"]
     argv, directory = [sys.executable, *flags, *original[place:]], None
@@ -100,6 +96,14 @@ def original_command() -> tuple[list[str], str | None]:
         # A debugger or profiler runs the script; the others run it without.
         argv = [sys.executable, *flags, str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
     return argv, directory
+
+
+def _refuse_in_test() -> None:
+    if "PYTEST_CURRENT_TEST" in os.environ and "pytest" in sys.modules:
+        raise LaunchError(
+            "This is a test of pytest, and other ranks would run the whole session. Put the loop into a "
+            'function of a module and use strategy="ddp_spawn" (or "ddp_fork") with fabric.launch(function).'
+        )
 
 
 def _target(argv: list[str]) -> int:

@@ -1,0 +1,43 @@
+"""Names of torch's DataLoader that are private: all that the package uses, each once.
+
+A new torch that dropped or changed one fails `tests/unit/test_torch_internals.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def loader_iterator() -> type:
+    """What all running iterations of a DataLoader are."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    return _BaseDataLoaderIter
+
+
+def drop_workers(loader: Any) -> None:
+    """Let the next iteration of a DataLoader begin with new workers, also if they are persistent."""
+    loader.__dict__["_iterator"] = None
+
+
+def pin_memory(batch: Any) -> Any:
+    """The batch in pinned memory, as a DataLoader with `pin_memory=True` does it."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(batch)
+
+
+@contextmanager
+def without_worker_info() -> Iterator[None]:
+    """Within, `get_worker_info()` is None, also in a DataLoader's worker."""
+    from torch.utils.data._utils import worker
+
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
