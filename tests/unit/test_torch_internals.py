@@ -523,8 +523,8 @@ def test_a_place_in_a_file_is_what_torch_writes(tmp_path: Path) -> None:
     from torch.distributed import checkpoint
 
     with pytest.warns(UserWarning, match="single process"):
-        metadata = checkpoint.save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
-    (place,) = metadata.storage_data.values()
+        checkpoint.save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
+    (place,) = checkpoint.FileSystemReader(tmp_path).read_metadata().storage_data.values()
     size = (tmp_path / "__0_0.distcp").stat().st_size
     assert place == internals.place_in_file("__0_0.distcp", 0, size)
 
