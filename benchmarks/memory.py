@@ -201,9 +201,11 @@ def buckets(replica: Any) -> int:
 
 def gathered(module: nn.Module) -> Iterable[Tensor]:
     """The memory that FSDP2 gathers parameters into; without any while they are split."""
+    from fabric.core.torch_versions import groups_of
+
     for part in module.modules():
         if isinstance(part, FSDPModule):
-            for group in part._get_fsdp_state()._fsdp_param_groups:
+            for group in groups_of(part._get_fsdp_state()):
                 for parameter in group.fsdp_params:
                     yield from parameter.all_gather_outputs
 
