@@ -1,4 +1,4 @@
-"""Parts of unequal size that ranks were given by hand: ranks compare numbers of rows once, after backward 2.
+"""Parts of unequal size that ranks were given by hand: ranks compare numbers of rows once.
 
 The mean over ranks of means over 3 and over 2 rows is not the mean over 5.
 """
@@ -59,20 +59,17 @@ class FirstRows:
                 own["forward"] = plain
 
 
-def rows_after_backward(first: list[FirstRows], backwards: int, strategy: Any) -> list[FirstRows]:
-    """Return those that are not compared yet. All ranks must call this.
+def settle(first: list[FirstRows]) -> None:
+    """Put back the forwards of all models."""
+    for one in first:
+        one.settle()
 
-    Args:
-        first: Of each model.
-        backwards: Synchronised ones so far. After the second one `normalize_gradients` of the first step
-            is known.
-        strategy: Of these ranks.
+
+def compare_rows(first: list[FirstRows], strategy: Any) -> list[FirstRows]:
+    """Compare the rows of all models after the second synchronised backward or a later one, when it is known
+    whether the loop calls `normalize_gradients`; none is left. All ranks must call this.
     """
-    if backwards == 1:
-        for one in first:
-            one.settle()
-        return first
-    if first and not strategy.layout.normalises:
+    if not strategy.layout.normalises:
         mine = [one.rows for one in first]
         for rows in zip(*strategy.all_gather_object(mine, label="replica check of rows"), strict=True):
             _warn_of_unequal([*rows])

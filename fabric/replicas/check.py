@@ -22,7 +22,7 @@ from fabric.core.errors import ReplicasDivergedError
 from fabric.core.source import user_place
 from fabric.core.torch_internals import is_fsdp
 from fabric.core.tree import flatten
-from fabric.data.unequal import FirstRows, rows_after_backward
+from fabric.data.unequal import FirstRows, compare_rows, settle
 from fabric.plugins.collectives.objects import gather_objects
 from fabric.replicas import report
 from fabric.replicas.digest import digest_of
@@ -174,7 +174,7 @@ class ReplicaCheck:
 
     def _compare_written(self, rows: list[dict[str, Any]], channel: Channel) -> None:
         parts = {n: self._strategy.layout.owned_before_step(real) for n, _, real in self._alive()}
-        mine = {n: [int(digest_of(part)) for part in some] for n, some in parts.items()}
+        mine = {n: [int(digest_of(part)) for part in some] for n, some in parts.items() if some}
         found = self._gather(mine, channel, "replica check of parameters that some ranks wrote")
         for n in mine:
             for rank, row in enumerate(rows):
@@ -210,8 +210,8 @@ class ReplicaCheck:
         if not held:
             return
         self.backwards += 1
-        if self.backwards <= 2 and not _is_capturing():
-            self.first_rows = rows_after_backward(self.first_rows, self.backwards, self._strategy)
+        if self.backwards == 1:
+            settle(self.first_rows)
         if self.backwards >= self._due and not _is_capturing():
             self._due += min(self._due, LONGEST_GAP) if self._every is True else self._every
             label = (
@@ -219,6 +219,8 @@ class ReplicaCheck:
             )
             # Others may have updated buffers in a forward, which their next backward makes equal.
             self.compare(label, buffers=[one for one, module in held.items() if module.training], only=only)
+            if self.first_rows and self.backwards > 1:
+                self.first_rows = compare_rows(self.first_rows, self._strategy)
 
     def epoch_ended(self, backwards_before: int) -> None:
         """Count an epoch that had backwards; `backwards_before`: how many there were when it began."""

@@ -90,7 +90,11 @@ class MixedPrecision(Precision):
         return self.scaler is not None or overridden(type(self), MixedPrecision, "optimizer_step")
 
     def follow(self, owner: Module | Optimizer) -> None:
-        """See the base. With a scaler: what gradients there are at a backward come to the scale of that."""
+        """See the base. With a scaler: gradients that exist at a backward are brought to its scale.
+
+        Args:
+            owner: A model or an optimizer.
+        """
         if self._scale is not None:
             self._scale.follow(owner)
 

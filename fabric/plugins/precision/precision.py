@@ -91,6 +91,9 @@ class Precision:
     def follow(self, owner: Module | Optimizer) -> None:
         """Called with every model that is set up, as it was converted, and with every copy of one; and with
         optimizers of `setup_optimizers`, which may have parameters of no model.
+
+        Args:
+            owner: A model or an optimizer.
         """
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:

@@ -145,14 +145,14 @@ class Whole:
         return None
 
     def writes(self, optimizer: Optimizer) -> int:
-        """How many in-place changes of an optimizer's parameters were made outside of steps. 0: this layout
-        sends no parameters after a step, which would hide a difference.
+        """How many in-place changes of an optimizer's parameters were made between its last step and the one
+        in progress. 0: none, or this layout sends no parameters after a step, which would hide a difference.
         """
         return 0
 
     def owned_before_step(self, optimizer: Optimizer) -> list[list[Tensor]]:
-        """By rank, the parameters that it owns as they were before the step that is in progress: also on
-        other ranks, if `writes` has counted any there. Counts from 0 again.
+        """By rank, the parameters that it owns as they were before the step in progress, of ranks for which
+        `writes` is not 0.
         """
         return []
 

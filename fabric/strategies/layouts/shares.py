@@ -41,10 +41,13 @@ class Share:
         return sum([p._version for p in self.params])
 
     def count_writes(self) -> None:
-        """Note what was changed since the last step."""
-        if (found := self.count() - self.changes) != 0:
-            self.writes += found
-            self.kept = [p.detach().clone() for _, p in self.own()]
+        """Note what was changed since this was called, or a step ended."""
+        now = self.count()
+        self.writes, self.changes = self.writes + now - self.changes, now
+
+    def keep_written(self) -> None:
+        """Keep own parameters as they are before a step, if some were changed outside of steps."""
+        self.kept = [p.detach().clone() for _, p in self.own()] if self.writes else None
 
     def is_own(self, param: Any) -> bool:
         """Whether this rank steps it; so do all where nothing is agreed on yet."""

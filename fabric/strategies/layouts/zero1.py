@@ -47,6 +47,8 @@ class ShardedStates(Replicate):
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         super().__init__(settings)
         self._shares: weakref.WeakKeyDictionary[Optimizer, Share] = weakref.WeakKeyDictionary()
+        self._stepping: Share | None = None
+        """Of the step whose parameters are about to be sent."""
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The same optimizer, which steps this rank's share. All ranks must call this.
@@ -172,10 +174,16 @@ class ShardedStates(Replicate):
         owners = names_of_owners(share.params, [replica.module for replica in self._replicas])
         verb = f"optimizer.step of {owners}: {told} ({zlib.crc32(bytes(step.with_gradient)):08x})"
         said = None if error is None else f"{type(error).__name__}: {error}"
-        texts = gather_objects(said, self._group(), verb)
+        self._stepping = share
+        try:
+            texts = gather_objects(said, self._group(), verb)
+        finally:
+            self._stepping = None
         # Also after a failure: the ranks' parameters stay equal, whatever was stepped before it.
         send(stepped, share, self._group().collective.group)
-        share.changes, share.kept = share.count(), None
+        share.writes, share.kept = 0, None
+        for other in self._shares.values():
+            other.changes = other.count()
         ranks = self._group().collective.members
         failed = [f"rank {r} failed in optimizer.step: {t}" for r, t in zip(ranks, texts, strict=True) if t]
         if failed and error is None:
@@ -184,18 +192,17 @@ class ShardedStates(Replicate):
     def writes(self, optimizer: Optimizer, settle: bool = False) -> int:
         """See the base: values of owners replace those that another rank has written."""
         share = self._shares.get(optimizer)
-        return 0 if share is None else share.writes
+        return share.writes if share is not None and share is self._stepping else 0
 
     def owned_before_step(self, optimizer: Optimizer) -> list[list[Tensor]]:
         """See the base."""
         share = self._shares.get(optimizer)
-        if share is None or self.channel is None:
+        if share is None or share is not self._stepping or self.channel is None:
             return []
         parts: list[list[Tensor]] = [[] for _ in range(self.channel.world_size)]
         for parameter in share.params:
             parts[share.owners[parameter]].append(parameter)
         parts[share.rank] = share.kept or parts[share.rank]
-        share.writes = 0
         return parts
 
     def _current(self, optimizer: Optimizer) -> Share:
@@ -238,7 +245,9 @@ class ShardedStates(Replicate):
             kwargs = {**kwargs, "closure": _called(kwargs["closure"], share)}
         elif len(args) > 1 and callable(args[1]):
             args = (args[0], _called(args[1], share), *args[2:])
-        share.count_writes()
+        for other in self._shares.values():  # which may hold the same parameters
+            other.count_writes()
+        share.keep_written()
         share.step = step = Step(share, optimizer)
         return (step.stand_in, *args[1:]), kwargs
 
