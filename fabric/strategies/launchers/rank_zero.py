@@ -85,18 +85,17 @@ class _Exit(SystemExit):
     Python has no other way to know it before the process has ended.
     """
 
-    def __init__(self, tie: Tie, link: Connection, status: Any) -> None:
+    def __init__(self, tie: Tie, link: Connection | None, status: Any) -> None:
         super().__init__(*() if status is None else (status,))
         self._tie, self._link = tie, link
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if (
-            name == "code" and sys._getframe().f_back is None and self._tie.own is None
-        ):  # read by Python itself
+        # Python itself reads it, at the end of the process.
+        if name == "code" and sys._getframe().f_back is None and self._tie.own is None:
             code, reason = exit_reason(value)
             self._tie.own = code
-            if code:
+            if code and self._link is not None:
                 with contextlib.suppress(OSError):
                     self._link.send_bytes(pickle.dumps(tuple(Ending(time.monotonic(), reason, code=code))))
         return value
@@ -126,18 +125,17 @@ class Tie:
             if known != -1:  # of a running event loop, which needs it
                 signal.set_wakeup_fd(known)
             os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-            for number in (
-                signal.SIGTSTP,
-                signal.SIGCONT,
-            ):  # by default no handler is called, nothing written
+            for number in (signal.SIGTSTP, signal.SIGCONT):  # without a handler, nothing is written
                 if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN):
                     signal.signal(number, self._handle)
         threading.Thread(target=self._listen, daemon=True, name="fabric-supervisor").start()
         atexit.register(self._at_exit)
 
     def _handle(self, number: int, _: Any) -> None:
-        if number == signal.SIGCONT and self._code is not None and not self._ending:
-            raise SystemExit(self._code)
+        # Python ignores it once it has begun to end; the exit code is changed by force then.
+        is_running = not (self._ending or getattr(threading, "_SHUTTING_DOWN", False))
+        if number == signal.SIGCONT and self._code is not None and is_running:
+            raise _Exit(self, None, self._code)
 
     def _listen(self) -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -190,5 +188,5 @@ class Tie:
         if self._verdict == 128 + signal.SIGINT:
             die_by(signal.SIGINT)
         raised = 1 if getattr(sys, "last_value", None) is not None else None
-        if self._verdict not in (0, raised, self.own, self._code):
+        if self._verdict not in (0, raised, self.own):
             os._exit(self._verdict or 1)
