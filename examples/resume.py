@@ -81,7 +81,8 @@ def compare(kill_at):
     def losses(name, *arguments):
         done = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
         steps = [line.split(" loss ") for line in done.stdout.splitlines()] or [("no step", "")]
-        print(f"{name}: {steps[0][0]} to {steps[-1][0]}, exit code {done.returncode}", flush=True)
+        code = done.returncode if done.returncode >= 0 else 128 - done.returncode  # as a shell has it
+        print(f"{name}: {steps[0][0]} to {steps[-1][0]}, exit code {code}", flush=True)
         return dict(steps)
 
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:

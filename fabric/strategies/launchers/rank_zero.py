@@ -54,7 +54,7 @@ def start_others(argv: list[str], cwd: str | None, first: Place, listener: socke
     report, ours = Pipe(duplex=False)
     control, theirs = Pipe()
     signals, writer = os.pipe()
-    os.set_blocking(writer, False)
+    os.set_blocking(writer, False)  # its reader stays open: a signal may arrive after the supervisor
     handed = [report.fileno(), theirs.fileno(), signals]
     command = [sys.executable, "-I", "-S", "-c", _BESIDE, str(_ROOT), *map(str, handed)]
     with report, theirs:
@@ -63,7 +63,6 @@ def start_others(argv: list[str], cwd: str | None, first: Place, listener: socke
             command, stdin=subprocess.DEVNULL, pass_fds=handed, start_new_session=True, close_fds=True
         )
     beside.returncode = 0  # it ends after this process, or just before
-    os.close(signals)
     control.send((argv, cwd, first))
     os.environ.update(first.variables(os.environ, "script"))
     if listener is not None:

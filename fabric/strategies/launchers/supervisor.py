@@ -171,8 +171,10 @@ class Supervisor:
         try:
             self._until(lambda: False, STOP_GRACE_S)
         finally:
-            self.send(signal.SIGKILL)
+            own = None if self._creator is None else self._creator[0]  # ends itself, with the cause's code
+            self.send(signal.SIGKILL, [rank for rank in self.running() if rank != own])
             self._until(lambda: False, KILL_GRACE_S)  # else in the kernel's hands (a dead disk)
+            self.send(signal.SIGKILL)
 
     def tell(self, spare: int | None = None) -> None:
         """The first half of `stop`: SIGTERM to every rank that runs, but `spare`, without waiting."""
