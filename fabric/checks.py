@@ -103,7 +103,7 @@ def check_module(module: Any, verb: str, strategy: Any) -> Module:
 
 
 def warn_of_batch_norm(module: Module, device: torch.device) -> None:
-    """Of layers that take statistics of this rank's part of a batch, where one process takes those of all."""
+    """Warn of layers that take statistics of this rank's part of a batch; one process takes those of all."""
     found = [
         f"{path} ({type(part).__name__})"
         for path, part in module.named_modules()
@@ -123,7 +123,7 @@ def warn_of_batch_norm(module: Module, device: torch.device) -> None:
 
 
 def warn_of_workers(loaders: tuple[Any, ...], ranks: int) -> None:
-    """Of loaders whose workers, on all `ranks` of this machine, are more than its cores.
+    """Warn of loaders whose workers, on all `ranks` of this machine, are more than its cores.
 
     torch looks at one process: it warns where a rank alone has more workers than there are cores.
     """
@@ -143,7 +143,7 @@ def warn_of_workers(loaders: tuple[Any, ...], ranks: int) -> None:
 
 
 def warn_of_raw(parts: int, model: bool) -> None:
-    """Of what was not set up, in a backward: of a model; of each DataLoader over all of its dataset that is
+    """Warn in a backward of what was not set up: a model; each DataLoader over all of its dataset that is
     iterated now.
 
     Args:

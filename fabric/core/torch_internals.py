@@ -368,12 +368,12 @@ def whole_of(part: Any) -> Any:
 
 
 def gather_root(state: Any, root: Any) -> None:
-    """What torch does before a forward of the root module."""
+    """Do what torch does before a forward of the root module."""
     state._pre_forward(root, (), {})
 
 
 def free_root(state: Any, root: Any, out: Any) -> Any:
-    """What torch does after it; gives `out`, from which a backward gathers again."""
+    """Do what torch does after it; return `out`, from which a backward gathers again."""
     return state._post_forward(root, (), out)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def loader_iterator() -> type:
-    """What all running iterations of a DataLoader are."""
+    """Return the base class of all iterations of a DataLoader."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     return _BaseDataLoaderIter
@@ -25,7 +25,7 @@ def drop_workers(loader: Any) -> None:
 
 
 def pin_memory(batch: Any) -> Any:
-    """The batch in pinned memory, as a DataLoader with `pin_memory=True` does it."""
+    """Return the batch in pinned memory, as a DataLoader with `pin_memory=True` does it."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(batch)

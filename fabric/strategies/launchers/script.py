@@ -99,6 +99,7 @@ def original_command() -> tuple[list[str], str | None]:
 
 
 def _refuse_in_test() -> None:
+    """Raise in a test of pytest."""
     if "PYTEST_CURRENT_TEST" in os.environ and "pytest" in sys.modules:
         raise LaunchError(
             "This is a test of pytest, and other ranks would run the whole session. Put the loop into a "
