@@ -1,9 +1,15 @@
-"""Ranks (BENCH_RANKS, 2) by hand: the script starts itself again, joins the group, meets at a barrier."""
+"""Ranks (BENCH_RANKS, 2) by hand: the script starts itself again, joins the group, and calls a barrier.
+
+`plain.py first` imports torch before it starts the others, as a script does that calls `fabric.launch()`.
+"""
 
 import os
 import socket
 import subprocess
 import sys
+
+if "first" in sys.argv:
+    import torch  # noqa: F401
 
 if "RANK" not in os.environ:
     with socket.create_server(("127.0.0.1", 0)) as listener:
