@@ -31,9 +31,9 @@ def compared(ranks: int, rounds: int) -> Table:
         [name, *spread(times, 1.0), *[f"{column[name]:.2f}" for column in columns]]
         for name, times in cpu.items()
     ]
-    head = ["case", "min CPU s", "median", "max", "CPU / torchrun", "wall", "CPU / plain, torch first", "wall"]
+    head = ["case", "min CPU s", "median", "max", "CPU / torchrun", "wall", "CPU / plain", "wall"]
     note = (
-        "A second launch is a script with two launches minus one with one, so it is noisier than the others."
+        "Plain: with torch first. A second launch is a script with two launches minus one with one: noisier."
     )
     done = table(f"Launch of {ranks} ranks to the first barrier", head, rows, note)
     ratio = columns[0]

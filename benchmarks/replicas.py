@@ -101,7 +101,8 @@ def measure() -> None:
             checks.append(time.perf_counter() - before)
         one = median(checks) * 1e6
         added = counting + 11 * one / STEPS
-        cells = [f"{base:.0f}", f"{added:+.1f}", f"{counting:+.1f} ({low:+.0f} to {high:+.0f})", f"{100 * added / base:+.2f}"]
+        counted = f"{counting:+.1f} ({low:+.0f} to {high:+.0f})"
+        cells = [f"{base:.0f}", f"{added:+.1f}", counted, f"{100 * added / base:+.2f}"]
         found["steps"][what] = [*cells, f"{one / 1e3:.2f}"]
     scalar = torch.ones(())
     verbs = {
