@@ -77,6 +77,38 @@ def test_the_first_process_is_rank_zero(tmp_path):
     assert f"0 {job.pid}" in out.splitlines()
 
 
+@pytest.mark.parametrize("arguments", [["+lr=0.1"], ["-m", "+lr=0.1,0.2"]], ids=["run", "multirun"])
+def test_all_ranks_have_the_output_directory_of_hydra(tmp_path, arguments):
+    place = tmp_path / "it's a place"
+    place.mkdir()
+    (place / "train.py").write_text(
+        textwrap.dedent("""
+        import os
+        import hydra, torch
+        from fabric import Fabric
+
+        @hydra.main(version_base=None, config_path=None)
+        def main(config):
+            fabric = Fabric(accelerator="cpu", devices=2)
+            fabric.launch()
+            folder = hydra.core.hydra_config.HydraConfig.get().runtime.output_dir
+            fabric.save(os.path.join(folder, "state.pt"), {"lr": config.lr})
+            print("rank", fabric.global_rank, config.lr, folder, os.getcwd(), sep="|", flush=True)
+
+        main()
+        """)
+    )
+    lines = run("train.py", *arguments, cwd=place).stdout.splitlines()
+    rows = [line.split("|")[1:] for line in lines if line.startswith("rank")]
+    jobs = len(arguments)
+    assert sorted({(rank, lr) for rank, lr, *_ in rows}) == [
+        (str(rank), lr) for rank in (0, 1) for lr in ("0.1", "0.2")[:jobs]
+    ]
+    assert len({folder for _, _, folder, _ in rows}) == jobs
+    assert len([*place.rglob("config.yaml")]) == len([*place.rglob("state.pt")]) == jobs
+    assert {cwd for *_, cwd in rows} == {str(place)}
+
+
 def test_another_fabric_in_the_same_script(tmp_path):
     body = """
     again = Fabric(accelerator="cpu", devices=2)

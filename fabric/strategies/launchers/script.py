@@ -54,7 +54,7 @@ class ScriptLauncher(Launcher):
             from fabric.strategies.launchers.rank_zero import start_others
 
             flush_output()  # before what the others print
-            start_others(argv, directory, place, listener)
+            start_others([*argv, *_hydra_overrides()], directory, place, listener)
         return function(*args, **kwargs) if function is not None else None
 
 
@@ -96,6 +96,18 @@ def original_command() -> tuple[list[str], str | None]:
         # A debugger or profiler runs the script; the others run it without.
         argv = [sys.executable, *flags, str(Path(sys.argv[0]).absolute()), *sys.argv[1:]]
     return argv, directory
+
+
+def _hydra_overrides() -> list[str]:
+    """Return the arguments by which Hydra uses rank zero's output directory in the other ranks, too."""
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    if hydra is None or not hydra.HydraConfig.initialized():
+        return []
+    config = hydra.HydraConfig.get()
+    several = "MULTIRUN" in str(config.mode)
+    path = str(Path(config.runtime.cwd, config.sweep.dir) if several else config.runtime.output_dir)
+    quoted = path.replace("\\", "\\\\").replace("'", "\\'")
+    return [f"hydra.{'sweep' if several else 'run'}.dir='{quoted}'", "hydra.output_subdir=null"]
 
 
 def _refuse_in_test() -> None:
