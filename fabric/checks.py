@@ -21,9 +21,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from fabric.core.compile import is_compiled, recompile
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm, goes_on
-from fabric.utilities.compile import is_compiled, recompile
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning, RanksDifferWarning
 from fabric.wrappers import _FabricModule, is_wrapped, unwrap
@@ -130,7 +130,7 @@ def warn_of_workers(loaders: tuple[Any, ...], ranks: int) -> None:
     most = max([loader.num_workers for loader in loaders])
     if most <= 1:
         return
-    from fabric.processes.cores import usable_cores
+    from fabric.core.cores import usable_cores
     from fabric.utilities.data import suggested_max_num_workers
 
     fair = suggested_max_num_workers(ranks)

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from fabric.accelerators.devices import ALL, read_devices
 from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.messages import say
-from fabric.processes.system import require_posix
-from fabric.strategies.launchers.commands import run_commands
-from fabric.strategies.launchers.place import first_place
-from fabric.strategies.launchers.rank_logs import RankLogs
+from fabric.launch.commands import run_commands
+from fabric.launch.place import first_place
+from fabric.launch.rank_logs import RankLogs
+from fabric.launch.system import require_posix
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Mapping, Sequence
 
-    from fabric.strategies.launchers.place import Place
+    from fabric.launch.place import Place
 
 DEFAULT_PORT = 29400
 """Where rank zero of several machines listens; on one machine the kernel chooses."""

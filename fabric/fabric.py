@@ -22,12 +22,12 @@ from fabric.checks import (
     warn_of_raw,
     watch_loaders,
 )
+from fabric.core.compile import eager
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.plugins.environments.local import LAUNCHED
 from fabric.resolve import Machine, Request, resolve
 from fabric.saving import CheckpointVerbs
 from fabric.setup import SetupVerbs
-from fabric.utilities.compile import eager
 from fabric.utilities.seed import seed_everything, seed_rank
 from fabric.verbs import CollectiveVerbs
 from fabric.wrappers import unwrap

@@ -21,13 +21,13 @@ from fabric.checks import (
     warn_of_batch_norm,
     warn_of_workers,
 )
+from fabric.core.compile import is_compiled, recompile
 from fabric.core.errors import UsageError
+from fabric.core.passes import parameters_of
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
-from fabric.utilities.compile import is_compiled, recompile
 from fabric.utilities.init import MODEL_NAME, describe_module, has_meta_parameters, name_of
-from fabric.utilities.passes import parameters_of
 from fabric.utilities.seed import RngState
 from fabric.wrappers import _FabricContainer, _FabricModule, _FabricOptimizer, unwrap
 

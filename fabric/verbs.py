@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
+    from fabric.core.compile import Verb
     from fabric.core.types import PathLike
-    from fabric.utilities.compile import Verb
     from fabric.watch.profile import Profile
     from fabric.watch.stopping import Stopper
 

@@ -194,7 +194,7 @@ class _FabricDataLoader(Loader):
     def _started(self) -> Iterator[Any]:
         if not getattr(self._dataloader, "num_workers", 0):
             return iter(self._dataloader)
-        from fabric.processes.garbage import forking
+        from fabric.launch.garbage import forking
 
         with forking():
             return iter(self._dataloader)

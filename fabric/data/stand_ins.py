@@ -106,8 +106,8 @@ class SeedWorker:
 
     def __call__(self, worker_id: int) -> None:
         """Run in the worker process, before its first sample."""
-        from fabric.processes.garbage import forked  # neither is loaded where there are no workers
-        from fabric.processes.lifeline import die_with_creator
+        from fabric.launch.garbage import forked  # neither is loaded where there are no workers
+        from fabric.launch.lifeline import die_with_creator
 
         die_with_creator()  # torch looks for the rank every 5 s only, and under forkserver never
         forked()

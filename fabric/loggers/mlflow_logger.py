@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fabric.core.extras import require
 from fabric.loggers.logger import RunLogger, flat
-from fabric.utilities.extras import require
 from fabric.utilities.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from fabric.core.extras import require
 from fabric.core.lazy import lazy_names
 from fabric.loggers.logger import DirectoryLogger, flat, scalar
-from fabric.utilities.extras import require
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 if TYPE_CHECKING:

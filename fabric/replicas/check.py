@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fabric.core.errors import ReplicasDivergedError
+from fabric.core.passes import parameters_of
 from fabric.core.source import user_place
 from fabric.core.torch_internals import is_fsdp
 from fabric.core.tree import flatten
@@ -28,7 +29,6 @@ from fabric.replicas import report
 from fabric.replicas.digest import digest_of
 from fabric.replicas.report import Entry
 from fabric.replicas.values import first_difference
-from fabric.utilities.passes import parameters_of
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:

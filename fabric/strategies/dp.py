@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import torch
 
     from fabric.accelerators.accelerator import Accelerator
+    from fabric.launch.launcher import Launcher
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
-    from fabric.strategies.launchers.launcher import Launcher
     from fabric.strategies.strategy import Plan
 
 

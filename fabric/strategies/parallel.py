@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from fabric.accelerators.select import group_backend
+from fabric.core.cores import share_cores
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.registry import load_slice
 from fabric.core.topology import Topology
 from fabric.core.torch_versions import collectives_recorded
+from fabric.launch.rendezvous import rendezvous
+from fabric.launch.system import allow_open_files
 from fabric.plugins.collectives.channel import Channel, wire_of
 from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.plugins.environments.local import LocalEnvironment
-from fabric.plugins.environments.rendezvous import rendezvous
-from fabric.processes.cores import share_cores
-from fabric.processes.system import allow_open_files
 from fabric.strategies.strategy import Plan, Strategy
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.accelerators.accelerator import Accelerator
+    from fabric.launch.launcher import Launcher
     from fabric.plugins.collectives.collective import Collective
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
-    from fabric.strategies.launchers.launcher import Launcher
     from fabric.strategies.layouts.context.part import ContextParallel
     from fabric.watch.watchdog import Watchdog
 
@@ -354,10 +354,10 @@ class ParallelStrategy(Strategy):
                 "the environment out."
             )
         if self.start_method == "popen":
-            from fabric.strategies.launchers.script import ScriptLauncher
+            from fabric.launch.script import ScriptLauncher
 
             return ScriptLauncher(environment, self.num_processes, self.num_nodes)
-        from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
+        from fabric.launch.functions.multiprocess import MultiprocessLauncher
 
         return MultiprocessLauncher(environment, self.num_processes, self.start_method, self.num_nodes)
 

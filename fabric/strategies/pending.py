@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from fabric.processes.signals import flush_output
+from fabric.launch.signals import flush_output
 from fabric.strategies.state import together
 
 if TYPE_CHECKING:

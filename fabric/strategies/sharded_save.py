@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
+from fabric.launch.garbage import nothing_collected
 from fabric.plugins.io.beside import hold, is_held, is_safetensors, named, put_in_place, remove
 from fabric.plugins.io.directory import begin
 from fabric.plugins.io.torch_io import TorchCheckpointIO
-from fabric.processes.garbage import nothing_collected
 from fabric.strategies import state as states
 from fabric.utilities.cloud_io import target_path
 

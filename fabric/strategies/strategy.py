@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from fabric.accelerators.accelerator import Accelerator
     from fabric.core.traits import Traits
     from fabric.core.types import Optimizable
+    from fabric.launch.launcher import Launcher
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
-    from fabric.strategies.launchers.launcher import Launcher
 
 
 @dataclass(frozen=True)

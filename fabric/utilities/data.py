@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
+from fabric.core.cores import usable_cores
 from fabric.core.errors import ConfigurationError
 from fabric.core.lazy import lazy_names
-from fabric.processes.cores import usable_cores
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from torch import Tensor
 
 from fabric.core.errors import UsageError
+from fabric.core.extras import require
 from fabric.utilities.data import sized_len
-from fabric.utilities.extras import require
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

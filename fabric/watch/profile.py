@@ -16,9 +16,9 @@ from unittest import mock
 import torch
 from torch.profiler import profile, record_function, schedule
 
+from fabric.core.compile import uncompiled
 from fabric.core.errors import ConfigurationError
 from fabric.data.loader import _FabricDataLoader
-from fabric.utilities.compile import uncompiled
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.wrappers import _FabricModule, _FabricOptimizer
 

@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.processes.handlers import Handlers
-from fabric.processes.signals import TOGETHER_S
+from fabric.launch.handlers import Handlers
+from fabric.launch.signals import TOGETHER_S
 
 DEADLINE = "FABRIC_DEADLINE"
 MARGIN = "FABRIC_DEADLINE_MARGIN"

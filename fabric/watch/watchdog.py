@@ -134,7 +134,7 @@ class Watchdog:
         error = getattr(sys, "last_value", None)
         end = "finished"
         if error is not None:
-            from fabric.processes.endings import describe
+            from fabric.launch.endings import describe
 
             end = f"raised {describe(error)}"
         with suppress(Exception):  # the store may have gone before

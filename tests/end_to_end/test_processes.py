@@ -164,7 +164,7 @@ def test_ctrl_z_stops_the_ranks_too_and_fg_lets_them_go_on(how, tmp_path):
 def test_a_script_from_standard_input_says_what_to_do():
     source = textwrap.dedent("""
         from fabric.plugins.environments import LocalEnvironment
-        from fabric.strategies.launchers.script import ScriptLauncher
+        from fabric.launch.script import ScriptLauncher
         ScriptLauncher(LocalEnvironment(), 2).launch(print)
     """)
     done = subprocess.run([sys.executable, "-"], input=source, capture_output=True, text=True, timeout=60)

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fabric import Fabric
+from fabric.core import passes
 from fabric.core.errors import UsageError
 from fabric.strategies import DDPStrategy, FSDPStrategy, ZeRO1Strategy
 from fabric.strategies.layouts import replicate
-from fabric.utilities import passes
 
 STEPS, ROWS = 3, 4
 STRATEGIES = {

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from fabric import Fabric
-from fabric.plugins.environments.stores import listen
+from fabric.launch import supervisor
+from fabric.launch.stores import listen
 from fabric.strategies import DDPStrategy
-from fabric.strategies.launchers import supervisor
 from fabric.testing import rank_info
 
 

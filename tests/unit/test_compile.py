@@ -12,7 +12,7 @@ import torch._dynamo
 from torch import nn
 
 from fabric import Fabric
-from fabric.utilities.compile import is_compiled
+from fabric.core.compile import is_compiled
 from fabric.wrappers import unwrap
 
 X = torch.ones(2, 4)

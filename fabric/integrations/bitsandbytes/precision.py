@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from fabric.core.errors import ConfigurationError
+from fabric.core.extras import needed
 from fabric.core.registry import did_you_mean
 from fabric.integrations.linears import check_settings, replace_linears
 from fabric.plugins.precision.true import TruePrecision
-from fabric.utilities.extras import needed
 
 if TYPE_CHECKING:
     from torch.nn import Module

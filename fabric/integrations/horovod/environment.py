@@ -7,8 +7,8 @@ import socket
 from typing import TYPE_CHECKING
 
 from fabric.integrations.horovod.package import load_horovod
+from fabric.launch.stores import part_of_store, take_port
 from fabric.plugins.environments.started import StartedEnvironment
-from fabric.plugins.environments.stores import part_of_store, take_port
 
 if TYPE_CHECKING:
     from datetime import timedelta

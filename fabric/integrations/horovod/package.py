@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import RankError
-from fabric.utilities.extras import needed
+from fabric.core.extras import needed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

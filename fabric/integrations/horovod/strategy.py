@@ -13,8 +13,8 @@ from fabric.integrations.horovod.package import load_horovod, others_may_end
 from fabric.strategies.ddp import DDPStrategy
 
 if TYPE_CHECKING:
+    from fabric.launch.launcher import Launcher
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.strategies.launchers.launcher import Launcher
 
 _COMPRESSIONS = ("none", "fp16")
 

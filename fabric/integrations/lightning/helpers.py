@@ -18,11 +18,11 @@ from torch import distributed as dist
 from fabric.accelerators.accelerator import Accelerator
 from fabric.accelerators.cuda import CUDAAccelerator
 from fabric.accelerators.mps import MPSAccelerator
+from fabric.core.compile import is_compiled, uncompiled
 from fabric.core.errors import ConfigurationError
 from fabric.data.order import tell
 from fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabric.utilities.cloud_io import local_path
-from fabric.utilities.compile import is_compiled, uncompiled
 from fabric.utilities.seed import collect_rng_states, host_states, set_rng_states
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _load_external_callbacks(group: str) -> list[Any]:
 def _unwrap_compiled(obj: Any) -> tuple[Any, dict[str, Any] | None]:
     """The module inside of `torch.compile`, and {}; or another object as it is, and None.
 
-    torch does not keep the settings: `fabric.utilities.compile.recompile(module, like=obj)` has those of
+    torch does not keep the settings: `fabric.core.compile.recompile(module, like=obj)` has those of
     `obj`.
     """
     return (uncompiled(obj), {}) if is_compiled(obj) else (obj, None)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
+from fabric.core.extras import needed
 from fabric.integrations.ray.seat import Seat
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from fabric.utilities.extras import needed
 
 if TYPE_CHECKING:
-    from fabric.strategies.launchers.launcher import Launcher
+    from fabric.launch.launcher import Launcher
 
 
 class RayEnvironment(ClusterEnvironment):

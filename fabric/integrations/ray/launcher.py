@@ -15,8 +15,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fabric.core.errors import LaunchError, RankError
 from fabric.integrations.ray.seat import Seat
-from fabric.plugins.environments.stores import take_port
-from fabric.strategies.launchers.launcher import Launcher
+from fabric.launch.launcher import Launcher
+from fabric.launch.stores import take_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable

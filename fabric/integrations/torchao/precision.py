@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fabric.core.errors import ConfigurationError
+from fabric.core.extras import needed
 from fabric.core.registry import did_you_mean
 from fabric.core.torch_internals import leave_out_of_ddp
 from fabric.integrations.linears import check_settings, replace_linears
 from fabric.plugins.precision.true import TruePrecision
-from fabric.utilities.extras import needed
 
 if TYPE_CHECKING:
     from torch.nn import Linear, Module

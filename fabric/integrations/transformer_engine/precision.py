@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from fabric.core.errors import ConfigurationError
+from fabric.core.extras import needed
 from fabric.integrations.linears import replace_linears
 from fabric.plugins.precision.precision import DefaultDtype
 from fabric.plugins.precision.true import TruePrecision
-from fabric.utilities.extras import needed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -101,7 +101,7 @@ class ClusterEnvironment(ABC):
         Raises:
             LaunchError: Rank zero's port is taken, or rank zero cannot be reached in time.
         """
-        from fabric.plugins.environments.stores import part_of_store
+        from fabric.launch.stores import part_of_store
 
         return part_of_store(self.main_address, self.main_port, rank == 0, timeout)
 

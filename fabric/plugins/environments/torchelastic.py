@@ -8,9 +8,9 @@ import uuid
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
-from fabric.plugins.environments.rendezvous import ARRIVED, absent
+from fabric.launch.rendezvous import ARRIVED, absent
+from fabric.launch.stores import part_of_store
 from fabric.plugins.environments.started import StartedEnvironment
-from fabric.plugins.environments.stores import part_of_store
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.passes import parameters_of, watch_clips, watch_steps
 from fabric.core.torch_internals import foreach_mul_
-from fabric.utilities.passes import parameters_of, watch_clips, watch_steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,28 +1,3 @@
-"""The base of launchers: start the ranks, run a function in them, supervise them to the end."""
+"""A path of Lightning Fabric; the code is in `fabric/launch/launcher.py`."""
 
-from __future__ import annotations
-
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-class Launcher(ABC):
-    """Starts the processes of a job and runs a function in them."""
-
-    start_method: str
-    """"popen", "spawn", "fork" or "forkserver"."""
-
-    @abstractmethod
-    def launch(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """Start the ranks and return what `function(*args, **kwargs)` returns on rank zero.
-
-        Raises:
-            LaunchError: The ranks cannot be started, or one of them failed.
-        """
-
-
-_Launcher = Launcher
-"""Lightning Fabric's name for it."""
+from fabric.launch.launcher import _Launcher as _Launcher

@@ -1,5 +1,5 @@
 """Lightning Fabric has `_MultiProcessingLauncher` under this path."""
 
-from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
+from fabric.launch.functions.multiprocess import MultiprocessLauncher
 
 _MultiProcessingLauncher = MultiprocessLauncher

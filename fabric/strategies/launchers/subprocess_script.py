@@ -1,5 +1,5 @@
 """Lightning Fabric has `_SubprocessScriptLauncher` under this path."""
 
-from fabric.strategies.launchers.script import ScriptLauncher
+from fabric.launch.script import ScriptLauncher
 
 _SubprocessScriptLauncher = ScriptLauncher

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import DataParallel, Module
 
+from fabric.core.compile import eager, uncompiled
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import leave_out_of_ddp
 from fabric.core.traits import Traits
@@ -16,7 +17,6 @@ from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.replicate import NOT_AVERAGED, Replicate
 from fabric.utilities.apply_func import move_data_to_device
-from fabric.utilities.compile import eager, uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from fabric.core.errors import UsageError
+from fabric.core.passes import attend_passes, parameters_of, watch_steps
 from fabric.core.torch_internals import tensor_of
 from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import average_gradients, copy_from_first, differing, stamp
-from fabric.utilities.passes import attend_passes, parameters_of, watch_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

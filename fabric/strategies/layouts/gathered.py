@@ -13,6 +13,7 @@ from zlib import crc32
 
 import torch
 
+from fabric.core.compile import eager
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import (
     backward_pass,
@@ -38,7 +39,6 @@ from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
 from fabric.plugins.collectives.frames import ALONE
 from fabric.strategies.layouts.explained import split_error
-from fabric.utilities.compile import eager
 from fabric.utilities.init import name_of
 
 if TYPE_CHECKING:

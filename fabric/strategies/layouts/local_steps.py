@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from fabric.core.errors import ArgumentTypeError, UsageError
+from fabric.core.passes import parameters_of, watch_steps
 from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
 from fabric.plugins.collectives.objects import gather_objects
@@ -23,7 +24,6 @@ from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.buffers import SyncedBuffers, shared_buffers
 from fabric.strategies.layouts.layout import Whole
-from fabric.utilities.passes import parameters_of, watch_steps
 from fabric.utilities.state_keys import OUTER
 
 if TYPE_CHECKING:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
+from fabric.core.passes import attend_passes, parameters_of, watch_steps
 from fabric.core.torch_internals import (
     accumulator_of,
     build_buckets,
@@ -43,9 +45,7 @@ from fabric.strategies.layouts.agree import (
 from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
 from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.shared import SharedParameters, reducing
-from fabric.utilities.compile import uncompiled
 from fabric.utilities.init import name_of, names_of_owners
-from fabric.utilities.passes import attend_passes, parameters_of, watch_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

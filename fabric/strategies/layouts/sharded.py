@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
+from fabric.core.passes import attend_passes, parameters_of
 from fabric.core.torch_internals import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states
 from fabric.core.torch_versions import keep_arguments, refuse_before
 from fabric.forward import HookedCall, differentiable
@@ -19,9 +21,7 @@ from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers
 from fabric.strategies.layouts.explained import converted
 from fabric.strategies.layouts.gathered import GatheredCall, Meets, RootGate
 from fabric.strategies.layouts.split import Split, is_split
-from fabric.utilities.compile import uncompiled
 from fabric.utilities.init import names_of_owners
-from fabric.utilities.passes import attend_passes, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
+from fabric.core.passes import parameters_of
 from fabric.core.tree import map_tree
 from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
 from fabric.plugins.io.portable import elsewhere, read_stored
@@ -21,7 +22,6 @@ from fabric.strategies.layouts.joint import joins_parameters
 from fabric.strategies.layouts.replicate import Replicate
 from fabric.strategies.layouts.shares import Share, Step, WholeStateOnly, divide, send, stand_in
 from fabric.utilities.init import names_of_owners
-from fabric.utilities.passes import parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fabric.core.cores import share_cores
+from fabric.launch.functions.multiprocess import MultiprocessLauncher
+from fabric.launch.rendezvous import rendezvous
+from fabric.launch.script import ScriptLauncher
 from fabric.plugins.environments import LocalEnvironment
-from fabric.plugins.environments.rendezvous import rendezvous
-from fabric.processes.cores import share_cores
-from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
-from fabric.strategies.launchers.script import ScriptLauncher
 
 
 def say(**what):

@@ -3,7 +3,7 @@ from math import inf
 
 import pytest
 
-from fabric.processes.cores import cgroup_quota, usable_cores
+from fabric.core.cores import cgroup_quota, usable_cores
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_no_cgroups_at_all(tmp_path):
 
 @pytest.mark.parametrize(("quota", "cores"), [(inf, 8), (1.5, 2), (0.1, 1), (7.0, 7), (64.0, 8)])
 def test_quota_is_rounded_up_and_never_adds_cores(monkeypatch, quota, cores):
-    monkeypatch.setattr("fabric.processes.cores.cgroup_quota", lambda: quota)
+    monkeypatch.setattr("fabric.core.cores.cgroup_quota", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert usable_cores() == cores
 

@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from fabric.processes.system import allow_open_files
+from fabric.launch.system import allow_open_files
 
 resource.setrlimit(resource.RLIMIT_NOFILE, {limits})
 print(allow_open_files(300), *resource.getrlimit(resource.RLIMIT_NOFILE))

@@ -20,18 +20,18 @@ from torch._utils import ExceptionWrapper
 
 from fabric import cli
 from fabric.core.errors import ConfigurationError, LaunchError
+from fabric.launch import system
+from fabric.launch.commands import Command
+from fabric.launch.endings import Ending, describe, is_consequence
+from fabric.launch.failure import from_returncode, root_cause, summary
+from fabric.launch.functions.multiprocess import MultiprocessLauncher
+from fabric.launch.functions.openmp import rest_openmp
+from fabric.launch.place import Place
+from fabric.launch.rank_logs import RankLogs
+from fabric.launch.rendezvous import rendezvous
+from fabric.launch.script import ScriptLauncher, original_command
+from fabric.launch.supervisor import Supervisor
 from fabric.plugins.environments import LocalEnvironment
-from fabric.plugins.environments.rendezvous import rendezvous
-from fabric.processes import system
-from fabric.processes.endings import Ending, describe, is_consequence
-from fabric.strategies.launchers.commands import Command
-from fabric.strategies.launchers.failure import from_returncode, root_cause, summary
-from fabric.strategies.launchers.multiprocess import MultiprocessLauncher
-from fabric.strategies.launchers.openmp import rest_openmp
-from fabric.strategies.launchers.place import Place
-from fabric.strategies.launchers.rank_logs import RankLogs
-from fabric.strategies.launchers.script import ScriptLauncher, original_command
-from fabric.strategies.launchers.supervisor import Supervisor
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:682"
 
@@ -313,7 +313,7 @@ def test_a_system_without_signals_is_told(monkeypatch, start):
 
 
 def test_variables_of_a_rank(monkeypatch):
-    monkeypatch.setattr("fabric.strategies.launchers.place.usable_cores", lambda: 5)
+    monkeypatch.setattr("fabric.launch.place.usable_cores", lambda: 5)
     place = Place(1, 4, 2, "127.0.0.1", 99, node_rank=1)
     variables = place.variables({}, "cli")
     assert variables == {
@@ -385,7 +385,7 @@ def test_a_log_directory_that_cannot_be(tmp_path):
 
 def test_a_forked_child_of_a_rank_does_not_report_as_the_rank():
     code = (
-        "import os, sys; from fabric.processes.lifeline import tie_to_parent; tie_to_parent()\n"
+        "import os, sys; from fabric.launch.lifeline import tie_to_parent; tie_to_parent()\n"
         "if os.fork() == 0: raise ValueError('of the child')\n"
         "os.wait()"
     )

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from fabric.core.cores import usable_cores
 from fabric.core.errors import ConfigurationError
-from fabric.processes.cores import usable_cores
 from fabric.utilities.data import (
     AttributeDict,
     has_iterable_dataset,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fabric.core.errors import MissingExtraError
-from fabric.utilities.extras import needed
+from fabric.core.extras import needed
 
 
 def test_gives_the_module():

@@ -33,7 +33,7 @@ before = set(sys.modules)
 import fabric.utilities, fabric.loggers
 assert "fabric.utilities.seed" not in sys.modules, "packages must be lazy"
 from fabric.loggers import CSVLogger, TensorBoardLogger
-from fabric.processes import cores
+from fabric.core import cores
 from fabric.utilities import apply_func, cloud_io, data, distributed, init
 from fabric.utilities import rank_zero, seed, types, warnings
 new = set(sys.modules) - before

@@ -11,6 +11,7 @@ import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fabric.core.compile import eager
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm, backward_pass
 from fabric.core.tree import flatten
@@ -20,7 +21,6 @@ from fabric.strategies.layouts.alike import Alike
 from fabric.strategies.layouts.blocks import check_policy, choose_blocks
 from fabric.strategies.layouts.context.region import Region, Row
 from fabric.strategies.layouts.rows import InRows, check_number, check_rows, make_rows
-from fabric.utilities.compile import eager
 from fabric.utilities.sequence import part_sizes
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from fabric.core.compile import eager
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import accumulates, keeps_graph
 from fabric.core.tree import flatten, map_tree, unflatten
@@ -17,7 +18,6 @@ from fabric.strategies.layouts.buffers import SyncedBuffers
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.run import Pass, alternating, backwards, forwards
 from fabric.strategies.layouts.pipeline.trial import joined, try_rows
-from fabric.utilities.compile import eager
 from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch.distributed as dist
 
+from fabric.core.compile import is_compiled
 from fabric.core.errors import UsageError
+from fabric.core.passes import watch_steps
 from fabric.core.torch_internals import backward_pass, call_after_backward
 from fabric.core.traits import Traits
 from fabric.plugins.collectives.channel import Channel
@@ -29,8 +31,6 @@ from fabric.strategies.layouts.pipeline.stage import Stage
 from fabric.strategies.layouts.pipeline.states import PipelineStates, Tied, emptied, names_of, tensors_of
 from fabric.strategies.layouts.pipeline.trial import warn_of_modules
 from fabric.strategies.layouts.rows import InRows, check_rows, make_rows
-from fabric.utilities.compile import is_compiled
-from fabric.utilities.passes import watch_steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -16,8 +16,8 @@ from torch.autograd.graph import get_gradient_edge
 from fabric.core.errors import RankError
 from fabric.core.torch_internals import backward_pass
 from fabric.core.tree import flatten, map_tree
+from fabric.launch.endings import describe
 from fabric.plugins.collectives.objects import broadcast_tree
-from fabric.processes.endings import describe
 from fabric.strategies.layouts.pipeline.link import Failed, Link
 from fabric.strategies.layouts.pipeline.stage import own
 from fabric.utilities.random_stream import RandomStream

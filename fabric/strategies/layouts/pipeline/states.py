@@ -13,6 +13,7 @@ import torch
 from torch.nn import Parameter
 
 from fabric.core.errors import UsageError
+from fabric.core.passes import parameters_of
 from fabric.core.tree import iter_paths, map_tree
 from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
 from fabric.plugins.io.portable import elsewhere, read_stored
@@ -21,7 +22,6 @@ from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.norms import norm_over_ranks
 from fabric.strategies.layouts.shares import WholeStateOnly, stand_in
 from fabric.strategies.layouts.split import Split
-from fabric.utilities.passes import parameters_of
 from fabric.utilities.state_keys import like
 
 if TYPE_CHECKING:

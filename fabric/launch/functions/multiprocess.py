@@ -23,16 +23,16 @@ import torch
 
 from fabric.core.errors import LaunchError
 from fabric.core.pickles import pickling_error
-from fabric.processes.garbage import forking
-from fabric.processes.handlers import Handlers
-from fabric.processes.signals import die_by
-from fabric.processes.system import require_posix
-from fabric.strategies.launchers.child import Task, run_rank
-from fabric.strategies.launchers.launcher import Launcher
-from fabric.strategies.launchers.openmp import rest_openmp
-from fabric.strategies.launchers.place import Place, place_here
-from fabric.strategies.launchers.rank_logs import RankLogs
-from fabric.strategies.launchers.supervisor import Supervisor
+from fabric.launch.functions.child import Task, run_rank
+from fabric.launch.functions.openmp import rest_openmp
+from fabric.launch.garbage import forking
+from fabric.launch.handlers import Handlers
+from fabric.launch.launcher import Launcher
+from fabric.launch.place import Place, place_here
+from fabric.launch.rank_logs import RankLogs
+from fabric.launch.signals import die_by
+from fabric.launch.supervisor import Supervisor
+from fabric.launch.system import require_posix
 
 if TYPE_CHECKING:
     import socket

@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fabric.core.messages import say
-from fabric.plugins.environments.stores import keep_listening
-from fabric.processes.endings import Ending
-from fabric.processes.lifeline import report_exceptions
-from fabric.processes.signals import die_by, flush_output
-from fabric.strategies.launchers.failure import exit_reason
+from fabric.launch.endings import Ending
+from fabric.launch.failure import exit_reason
+from fabric.launch.lifeline import report_exceptions
+from fabric.launch.signals import die_by, flush_output
+from fabric.launch.stores import keep_listening
 
 if TYPE_CHECKING:
     import socket
 
-    from fabric.strategies.launchers.place import Place
+    from fabric.launch.place import Place
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[2]
 _BESIDE = (
-    "import sys; sys.path.append(sys.argv[1]); from fabric.strategies.launchers.beside import main; "
+    "import sys; sys.path.append(sys.argv[1]); from fabric.launch.beside import main; "
     "main(*map(int, sys.argv[2:]))"
 )
 _END_S = 2.5

@@ -6,8 +6,8 @@ import contextlib
 import signal
 from multiprocessing.connection import Connection
 
-from fabric.strategies.launchers.commands import run_commands
-from fabric.strategies.launchers.creator import PASSED_ON, Creator
+from fabric.launch.commands import run_commands
+from fabric.launch.creator import PASSED_ON, Creator
 
 
 def main(link: int, control: int, signals: int) -> None:

@@ -10,9 +10,9 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fabric.launch.lifeline import PARENT_PID, REPORT_FD, die_with_parent
+from fabric.launch.supervisor import ENDS, Supervisor
 from fabric.plugins.environments.local import STORE_FD
-from fabric.processes.lifeline import PARENT_PID, REPORT_FD, die_with_parent
-from fabric.strategies.launchers.supervisor import ENDS, Supervisor
 
 if TYPE_CHECKING:
     import socket
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from types import FrameType
 
-    from fabric.strategies.launchers.creator import Creator
-    from fabric.strategies.launchers.place import Place
-    from fabric.strategies.launchers.rank_logs import RankLogs
+    from fabric.launch.creator import Creator
+    from fabric.launch.place import Place
+    from fabric.launch.rank_logs import RankLogs
 
 PASS_ON_GRACE_S = 30.0
 """Seconds that ranks get to end after one has, badly, and all were sent a signal before."""

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
 from fabric.core.pickles import pickling_error
-from fabric.processes.endings import Ending, describe
-from fabric.processes.garbage import forked
-from fabric.processes.lifeline import die_with_creator, die_with_parent
-from fabric.processes.signals import flush_output
-from fabric.strategies.launchers.failure import exit_reason
+from fabric.launch.endings import Ending, describe
+from fabric.launch.failure import exit_reason
+from fabric.launch.garbage import forked
+from fabric.launch.lifeline import die_with_creator, die_with_parent
+from fabric.launch.signals import flush_output
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from fabric.strategies.launchers.place import Place
+    from fabric.launch.place import Place
 
 
 @dataclass(frozen=True, slots=True)

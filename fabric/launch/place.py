@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fabric.core.cores import usable_cores
 from fabric.core.errors import LaunchError
+from fabric.launch.lifeline import JOINED
+from fabric.launch.stores import listen
 from fabric.plugins.environments.local import LAUNCHED
-from fabric.plugins.environments.stores import listen
-from fabric.processes.cores import usable_cores
-from fabric.processes.lifeline import JOINED
 
 if TYPE_CHECKING:
     import socket

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
-from fabric.processes.lifeline import JOINED
-from fabric.processes.system import require_posix
+from fabric.launch.lifeline import JOINED
+from fabric.launch.system import require_posix
 
 if TYPE_CHECKING:
     from torch.distributed import Store

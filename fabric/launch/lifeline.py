@@ -100,7 +100,7 @@ def report_exceptions(link: connection.Connection[Any, Any]) -> None:
             return
         # Before anything else: the peers notice this rank's end only afterwards, so theirs have later times.
         when = time.monotonic()
-        from fabric.processes.endings import Ending, describe, held_back
+        from fabric.launch.endings import Ending, describe, held_back
 
         reason = describe(error, tb)
         trace = held_back(error, reason, tb)

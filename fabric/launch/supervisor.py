@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
-from fabric.processes.endings import Ending
-from fabric.processes.signals import TOGETHER_S
-from fabric.strategies.launchers.failure import from_returncode, root_cause, summary
+from fabric.launch.endings import Ending
+from fabric.launch.failure import from_returncode, root_cause, summary
+from fabric.launch.signals import TOGETHER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-    from fabric.strategies.launchers.creator import Creator
-    from fabric.strategies.launchers.rank_logs import RankLogs
+    from fabric.launch.creator import Creator
+    from fabric.launch.rank_logs import RankLogs
 
     Process = subprocess.Popen[bytes] | BaseProcess
     Start = Callable[[Connection, RankLogs | None], Process]

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import LaunchError
-from fabric.processes.signals import flush_output
-from fabric.processes.system import require_posix
-from fabric.strategies.launchers.launcher import Launcher
-from fabric.strategies.launchers.place import place_here
+from fabric.launch.launcher import Launcher
+from fabric.launch.place import place_here
+from fabric.launch.signals import flush_output
+from fabric.launch.system import require_posix
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ class ScriptLauncher(Launcher):
             argv, directory = original_command()
             place, listener = place_here(self.environment, self.num_processes, self.num_nodes)
             _refuse_in_test()
-            from fabric.strategies.launchers.rank_zero import start_others
+            from fabric.launch.rank_zero import start_others
 
             flush_output()  # before what the others print
             start_others([*argv, *_hydra_overrides()], directory, place, listener)

@@ -8,7 +8,7 @@ import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
-from fabric.strategies.launchers.failure import LOST
+from fabric.launch.failure import LOST
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

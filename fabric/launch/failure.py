@@ -6,7 +6,7 @@ import signal
 import socket
 from typing import TYPE_CHECKING, Any
 
-from fabric.processes.endings import Ending
+from fabric.launch.endings import Ending
 
 if TYPE_CHECKING:
     from collections.abc import Collection

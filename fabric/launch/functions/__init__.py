@@ -1,0 +1,1 @@
+"""Ranks that run a function: spawn, fork, forkserver, notebooks."""
