@@ -42,7 +42,7 @@ def main() -> None:
 
 def far() -> dict[str, Any]:
     """What a call costs the first rank of a large world, through which all frames go."""
-    from fabric.plugins.collectives.star import Listener, Star, connect
+    from fabric.collectives.star import Listener, Star, connect
 
     rows = []
     for world in FAR:

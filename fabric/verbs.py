@@ -130,7 +130,7 @@ class CollectiveVerbs(RankFacts):
         if uneven not in ("list", "cat"):
             text = f"all_gather(uneven={uneven!r}): write 'error', 'list' or 'cat'."
             self._strategy.refuse("all_gather", ConfigurationError(text), group)
-        from fabric.plugins.collectives.grads import all_gather_uneven
+        from fabric.collectives.grads import all_gather_uneven
 
         return all_gather_uneven(data, uneven, self._strategy.channel(group), sync_grads)
 
@@ -164,7 +164,7 @@ class CollectiveVerbs(RankFacts):
             if async_op:
                 text = "all_reduce takes async_op=True or sync_grads=True, not both."
                 self._strategy.refuse("all_reduce", ConfigurationError(text), group)
-            from fabric.plugins.collectives.grads import all_reduce_with_grads
+            from fabric.collectives.grads import all_reduce_with_grads
 
             return all_reduce_with_grads(data, reduce_op, self._strategy.channel(group))
         if not inplace:
@@ -189,8 +189,8 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: A first dimension does not divide by the number of ranks; unknown `reduce_op`.
             ArgumentTypeError: As for `all_reduce`.
         """
-        from fabric.plugins.collectives.grads import reduce_scatter_with_grads
-        from fabric.plugins.collectives.route import reduce_scatter_tree
+        from fabric.collectives.extra.route import reduce_scatter_tree
+        from fabric.collectives.grads import reduce_scatter_with_grads
 
         scatter = reduce_scatter_with_grads if sync_grads else reduce_scatter_tree
         return scatter(data, reduce_op, self._strategy.channel(group))
@@ -209,8 +209,8 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: A first dimension that does not divide by the number of ranks.
             ArgumentTypeError: A leaf that is neither tensor nor number.
         """
-        from fabric.plugins.collectives.grads import all_to_all_with_grads
-        from fabric.plugins.collectives.route import all_to_all_tree
+        from fabric.collectives.extra.route import all_to_all_tree
+        from fabric.collectives.grads import all_to_all_with_grads
 
         exchange = all_to_all_with_grads if sync_grads else all_to_all_tree
         return exchange(data, self._strategy.channel(group))
@@ -226,7 +226,7 @@ class CollectiveVerbs(RankFacts):
             CollectiveMismatch: Structures, shapes or dtypes differ; on all ranks.
         """
         dst = self._checked_rank("gather", "dst", dst, group)
-        from fabric.plugins.collectives.gather import gather_tree
+        from fabric.collectives.gather import gather_tree
 
         return gather_tree(data, self._strategy.channel(group), dst, verb=f"gather(dst={dst})")
 
@@ -244,7 +244,7 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: `src` is no rank.
         """
         src = self._checked_rank("scatter", "src", src, group)
-        from fabric.plugins.collectives.route import scatter_tree
+        from fabric.collectives.extra.route import scatter_tree
 
         return scatter_tree(data, src, self._strategy.channel(group))
 
@@ -282,7 +282,7 @@ class CollectiveVerbs(RankFacts):
         Raises:
             CollectiveMismatch: They do not; the message is a table of values and lines. Raised on all ranks.
         """
-        from fabric.plugins.collectives.agreement import agreed
+        from fabric.collectives.agreement import agreed
 
         return agreed(value, self._strategy.channel())
 
@@ -356,7 +356,7 @@ class CollectiveVerbs(RankFacts):
         computed = metrics_among(metrics)
         if sync_dist:
             self._require_launch("log_dict(sync_dist=True)")
-            from fabric.plugins.collectives.scalars import reduce_scalars
+            from fabric.collectives.scalars import reduce_scalars
 
             plain = {name: value for name, value in metrics.items() if name not in computed}
             metrics = {**metrics, **reduce_scalars(plain, reduce_fx, *self._strategy.parts())}

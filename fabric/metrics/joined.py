@@ -11,8 +11,8 @@ import torch
 from torch.distributed import ReduceOp
 from torchmetrics import regression
 
+from fabric.collectives.frames import fold
 from fabric.core.errors import CollectiveMismatch
-from fabric.plugins.collectives.frames import fold
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,19 +25,19 @@ from torchmetrics.utilities.data import (
 from torchmetrics.wrappers import MetricTracker
 from torchmetrics.wrappers.abstract import WrapperMetric
 
+from fabric.collectives.frames import PACK_LIMIT, call_of, draw, fold, join
+from fabric.collectives.objects import Dumped, gather_dumped
 from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.core.tree import flatten, iter_paths, unflatten
 from fabric.metrics import joined
 from fabric.metrics.joined import Elsewhere, Found, Member, Part, State, Told
-from fabric.plugins.collectives.frames import PACK_LIMIT, call_of, draw, fold, join
-from fabric.plugins.collectives.objects import Dumped, gather_dumped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import Tensor
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
     Values = list[tuple[State, Any]]
 
@@ -243,7 +243,7 @@ def _folded_here(parts: list[Part], rule: str, dtype: torch.dtype, device: torch
 
 def _folded_there(parts: list[Part], rule: str, channel: Channel) -> Values:
     """Large states of one rule, by a reduction."""
-    from fabric.plugins.collectives.reduce import reduce_tree
+    from fabric.collectives.reduce import reduce_tree
 
     me, own = channel.collective.rank_in_group, []
     for part in parts:

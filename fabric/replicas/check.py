@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fabric.collectives.objects import gather_objects
 from fabric.core.errors import ReplicasDivergedError
 from fabric.core.passes import parameters_of
 from fabric.core.source import user_place
 from fabric.core.torch_internals import is_fsdp
 from fabric.core.tree import flatten
 from fabric.data.unequal import FirstRows, compare_rows, settle
-from fabric.plugins.collectives.objects import gather_objects
 from fabric.replicas import report
 from fabric.replicas.digest import digest_of
 from fabric.replicas.report import Entry
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
 LONGEST_GAP = 1024
 """Synchronised backwards between two checks of values, once their distance has doubled up to it."""

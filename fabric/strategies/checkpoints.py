@@ -7,8 +7,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from fabric.collectives.frames import call_of
 from fabric.core.errors import ConfigurationError
-from fabric.plugins.collectives.frames import call_of
 from fabric.strategies import state as states
 from fabric.strategies.exchange import Exchange
 from fabric.utilities.cloud_io import local_path

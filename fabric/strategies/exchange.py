@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from fabric.core.messages import say
-from fabric.core.tree import CONSTANTS, flatten, unflatten
-from fabric.plugins.collectives.channel import (
+from fabric.collectives.channel import (
     Channel,
     Wire,
     check_writable,
@@ -22,11 +20,13 @@ from fabric.plugins.collectives.channel import (
     to_tensors,
     torch_op,
 )
+from fabric.core.messages import say
+from fabric.core.tree import CONSTANTS, flatten, unflatten
 
 if TYPE_CHECKING:
+    from fabric.collectives.collective import Collective
     from fabric.core.errors import FabricError
     from fabric.core.topology import Topology
-    from fabric.plugins.collectives.collective import Collective
 
 
 class Exchange:
@@ -54,7 +54,7 @@ class Exchange:
     @cached_property
     def collective(self) -> Collective:
         """What carries tensors: of this rank alone, until a strategy of several puts another in its place."""
-        from fabric.plugins.collectives.single_device import SingleDeviceCollective
+        from fabric.collectives.single_device import SingleDeviceCollective
 
         return SingleDeviceCollective()
 
@@ -139,7 +139,7 @@ class Exchange:
         channel = self.channel(group)
         if channel.world_size == 1:
             return _reduce_alone(tensor, reduce_op, channel, async_op=async_op)
-        from fabric.plugins.collectives.reduce import reduce_tree
+        from fabric.collectives.reduce import reduce_tree
 
         return reduce_tree(tensor, reduce_op, channel, async_op=async_op)
 
@@ -154,12 +154,12 @@ class Exchange:
         if self.topology.world_size == 1:
             _note_shape()
         if sync_grads:
-            from fabric.plugins.collectives.grads import all_gather_with_grads
+            from fabric.collectives.grads import all_gather_with_grads
 
             return all_gather_with_grads(tensor, channel)
         if channel.world_size == 1:
             return _gather_alone(tensor, channel, async_op=async_op)
-        from fabric.plugins.collectives.gather import gather_tree
+        from fabric.collectives.gather import gather_tree
 
         return gather_tree(tensor, channel, async_op=async_op)
 
@@ -168,7 +168,7 @@ class Exchange:
         channel = self.channel(group)
         if channel.world_size == 1:
             return obj
-        from fabric.plugins.collectives.objects import broadcast_tree
+        from fabric.collectives.objects import broadcast_tree
 
         return broadcast_tree(obj, self.root(src, group), channel)
 
@@ -178,7 +178,7 @@ class Exchange:
         """Every rank's `obj`, in rank order; `label` names the call where ranks make different ones. All
         ranks of `group` must call this.
         """
-        from fabric.plugins.collectives.objects import gather_objects
+        from fabric.collectives.objects import gather_objects
 
         return gather_objects(obj, self.channel(group), label)
 
@@ -193,7 +193,7 @@ class Exchange:
         channel = self.channel()
         if channel.world_size == 1:
             return bool(decision)
-        from fabric.plugins.collectives.reduce import reduce_tree
+        from fabric.collectives.reduce import reduce_tree
 
         vote = torch.tensor(bool(decision))
         label = "all" if all else "any"
@@ -239,6 +239,6 @@ def _note_shape() -> None:
 def _given(result: Any, verb: str, async_op: bool) -> Any:
     if not async_op:
         return result
-    from fabric.plugins.collectives.handle import Handle
+    from fabric.collectives.handle import Handle
 
     return Handle(verb, [], lambda: result)

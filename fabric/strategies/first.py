@@ -25,8 +25,8 @@ def first_then_others(strategy: Strategy, local: bool) -> Iterator[None]:
         CollectiveMismatch: A first rank makes a call of all ranks in its block; on all ranks.
         RankError: One has ended, or given no sign of life for as long as collectives wait.
     """
-    from fabric.plugins.collectives.frames import call_of
-    from fabric.plugins.collectives.objects import Dumped, gather_dumped
+    from fabric.collectives.frames import call_of
+    from fabric.collectives.objects import Dumped, gather_dumped
 
     here, channel, verb = strategy.topology, strategy.channel(), f"rank_zero_first(local={local})"
     members = channel.collective.members

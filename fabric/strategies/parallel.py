@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from fabric.accelerators.select import group_backend
+from fabric.collectives.channel import Channel, wire_of
+from fabric.collectives.torch_collective import TorchCollective
 from fabric.core.cores import share_cores
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.registry import load_slice
@@ -23,8 +25,6 @@ from fabric.core.topology import Topology
 from fabric.core.torch_versions import collectives_recorded
 from fabric.launch.rendezvous import rendezvous
 from fabric.launch.system import allow_open_files
-from fabric.plugins.collectives.channel import Channel, wire_of
-from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.plugins.environments.local import LocalEnvironment
 from fabric.strategies.strategy import Plan, Strategy
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.accelerators.accelerator import Accelerator
+    from fabric.collectives.collective import Collective
     from fabric.launch.launcher import Launcher
-    from fabric.plugins.collectives.collective import Collective
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
@@ -235,7 +235,7 @@ class ParallelStrategy(Strategy):
 
     def teardown(self) -> None:
         """Let go of the process group, if this strategy made it."""
-        from fabric.plugins.collectives.handle import report_unwaited
+        from fabric.collectives.handle import report_unwaited
 
         report_unwaited()
         super().teardown()

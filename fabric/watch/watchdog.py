@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fabric.collectives.frames import Said
+from fabric.collectives.job_store import StoreSilent
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.messages import say
 from fabric.plugins.collectives.control import reason_of, waits_of_world
-from fabric.plugins.collectives.frames import Said
-from fabric.plugins.collectives.job_store import StoreSilent
 from fabric.plugins.collectives.waits import LEFT, SILENT, Wait, as_table
 from fabric.watch.stacks import StillWatch, user_line
 

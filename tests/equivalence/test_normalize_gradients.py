@@ -17,8 +17,8 @@ from test_layouts import LAYOUTS, TOLERANCE, launched, net, parts, scaler
 from torch import nn
 
 from fabric import Fabric
+from fabric.collectives.star import Star
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError
-from fabric.plugins.collectives.star import Star
 from fabric.plugins.precision import MixedPrecision
 from fabric.strategies import DDPStrategy
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from fabric import Fabric
+from fabric.collectives import frames
+from fabric.collectives.star import Star
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import flatten
-from fabric.plugins.collectives import frames
-from fabric.plugins.collectives.star import Star
 from fabric.utilities.dtypes import as_bytes
 
 Pair = namedtuple("Pair", ["left", "right"])

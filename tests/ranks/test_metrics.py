@@ -16,10 +16,10 @@ from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
 from torchmetrics.classification import BinaryAUROC, BinaryStatScores
 from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, R2Score
 
+from fabric.collectives import frames
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, UsageError
 from fabric.core.tree import flatten, map_tree
 from fabric.metrics import sync
-from fabric.plugins.collectives import frames
 
 LOCAL = {"sync_on_compute": False}
 """torchmetrics itself must not synchronise: what `compute` gives is this rank's."""

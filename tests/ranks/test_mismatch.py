@@ -21,11 +21,11 @@ import torch.distributed as dist
 from test_collectives import counted, launched
 
 from fabric import Fabric
+from fabric.collectives.frames import FRAME_BYTES
+from fabric.collectives.star import Listener
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, RankError
 from fabric.plugins.collectives import control
 from fabric.plugins.collectives.control import guard_of
-from fabric.plugins.collectives.frames import FRAME_BYTES
-from fabric.plugins.collectives.star import Listener
 
 HERE = Path(__file__).name
 HANG = 5.0

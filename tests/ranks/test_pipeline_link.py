@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from fabric.collectives.channel import Wire
 from fabric.core.tree import flatten
-from fabric.plugins.collectives.channel import Wire
 from fabric.strategies.layouts.pipeline import link as links
 from fabric.strategies.layouts.pipeline.link import Failed, Link
 

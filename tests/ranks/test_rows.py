@@ -15,8 +15,8 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 from torchmetrics.regression import PearsonCorrCoef
 
 from fabric import Fabric
+from fabric.collectives.frames import PACK_LIMIT
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError
-from fabric.plugins.collectives.frames import PACK_LIMIT
 from fabric.strategies import ContextParallel, DDPStrategy, ModelParallelStrategy, PipelineStrategy
 
 SHAPES = [("pipeline", 2), ("pipeline", 4), ("sequence", 2), ("sequence", 4), ("tensor", 4)]

@@ -97,7 +97,7 @@ def test_ranks_that_may_skip_layers_are_compared(ranks):
 
 def counted(steps):
     """How many messages about rows each step of a loop of equal parts sends."""
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
     fabric = launched()
     model, optimizer = fabric.setup(m := nn.Linear(4, 1), torch.optim.SGD(m.parameters(), lr=0.1))

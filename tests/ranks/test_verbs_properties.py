@@ -23,8 +23,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_collectives import launched
 
+from fabric.collectives.frames import FRAME_BYTES, PACK_LIMIT, ROOM
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError
-from fabric.plugins.collectives.frames import FRAME_BYTES, PACK_LIMIT, ROOM
 
 OPS = ("mean", "sum", "min", "max", "product")
 EXACT = ("float32", "float64", "bfloat16", "float16")

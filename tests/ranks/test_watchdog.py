@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from fabric import Fabric
+from fabric.collectives.frames import Said
 from fabric.core.errors import ConfigurationError, RankError
-from fabric.plugins.collectives.frames import Said
 from fabric.plugins.collectives.waits import Wait, as_table
 from fabric.watch import watchdog
 from fabric.watch.stacks import user_line

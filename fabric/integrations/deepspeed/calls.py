@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.plugins.collectives.frames import ALONE
+from fabric.collectives.frames import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

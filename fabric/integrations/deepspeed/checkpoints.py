@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.collectives.objects import gather_objects
 from fabric.core.errors import UsageError
 from fabric.integrations.deepspeed.package import load_deepspeed
-from fabric.plugins.collectives.objects import gather_objects
 from fabric.plugins.io.beside import present, put_in_place, remove
 from fabric.plugins.io.digest import damaged
 from fabric.plugins.io.directory import begin, check, digest, write_manifest

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fabric.collectives.objects import broadcast_tree
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import has_built_buckets
 from fabric.integrations.horovod.buckets import mean_of_bucket
-from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.strategies.layouts.replicate import Replicate
 
 if TYPE_CHECKING:

@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fabric.plugins.collectives.collective import Collective
-    from fabric.plugins.collectives.single_device import SingleDeviceCollective
-    from fabric.plugins.collectives.torch_collective import TorchCollective
+    from fabric.collectives.collective import Collective
+    from fabric.collectives.single_device import SingleDeviceCollective
+    from fabric.collectives.torch_collective import TorchCollective
 
 __all__ = ["Collective", "SingleDeviceCollective", "TorchCollective"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "Collective": "fabric.plugins.collectives.collective",
-        "SingleDeviceCollective": "fabric.plugins.collectives.single_device",
-        "TorchCollective": "fabric.plugins.collectives.torch_collective",
+        "Collective": "fabric.collectives.collective",
+        "SingleDeviceCollective": "fabric.collectives.single_device",
+        "TorchCollective": "fabric.collectives.torch_collective",
     },
 )

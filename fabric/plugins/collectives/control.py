@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
+from fabric.collectives.frames import IN_THREAD, Said
+from fabric.collectives.job_store import StoreSilent
+from fabric.collectives.star import PATIENCE, Listener, Star, Turn, connect
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
 from fabric.core.torch_internals import group_timeout
-from fabric.plugins.collectives.frames import IN_THREAD, Said
-from fabric.plugins.collectives.job_store import StoreSilent
-from fabric.plugins.collectives.star import PATIENCE, Listener, Star, Turn, connect
 from fabric.plugins.collectives.waits import LEFT, SILENT, Wait, Waits, as_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from fabric.plugins.collectives.frames import Call
+    from fabric.collectives.frames import Call
 
 MODES = ("full", "light", "off")
 FULL_UP_TO = 16

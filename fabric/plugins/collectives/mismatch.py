@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from fabric.plugins.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, REFUSED, Said
+from fabric.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, REFUSED, Said
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

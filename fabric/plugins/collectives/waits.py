@@ -23,9 +23,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fabric.collectives.frames import Said
+from fabric.collectives.job_store import JobStore
 from fabric.core.torch_internals import flight_record, group_names
-from fabric.plugins.collectives.frames import Said
-from fabric.plugins.collectives.job_store import JobStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

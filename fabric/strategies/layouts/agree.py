@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fabric.collectives.frames import PACK_LIMIT, join
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import foreach_copy_
-from fabric.plugins.collectives.frames import PACK_LIMIT, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
 PARCEL_BYTES = 25 << 20
 """Up to how many bytes of small tensors travel in one message."""

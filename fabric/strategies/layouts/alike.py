@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.plugins.collectives.frames import CONTENTS, call_of, describe_tensor, draw
+from fabric.collectives.frames import CONTENTS, call_of, describe_tensor, draw
 from fabric.utilities.dtypes import as_bytes
 
 if TYPE_CHECKING:
+    from fabric.collectives.channel import Channel
     from fabric.core.tree import Spec
-    from fabric.plugins.collectives.channel import Channel
 
 _COMPARED = 2
 """Calls with gradients in which ranks compare what is in their batches; later ones compare shapes."""

@@ -9,9 +9,9 @@ import weakref
 from fnmatch import filter as matching
 from typing import TYPE_CHECKING, Any
 
+from fabric.collectives.frames import PACK_LIMIT, describe_tensor
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm
-from fabric.plugins.collectives.frames import PACK_LIMIT, describe_tensor
 from fabric.strategies.layouts.agree import copy_from_first, differing
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
 _RANK_LOCAL = "_fabric_rank_local"
 """Attribute of a module: names of its own buffers that are rank-local. A copied module has it, too."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
+from fabric.collectives.frames import call_of
 from fabric.core.errors import UsageError
 from fabric.core.passes import attend_passes, parameters_of, watch_steps
 from fabric.core.torch_internals import tensor_of
-from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import average_gradients, copy_from_first, differing, stamp
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
 
 class FreeParameters:

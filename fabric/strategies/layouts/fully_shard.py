@@ -15,11 +15,11 @@ import torch
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from fabric.collectives.frames import call_of
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.precision import POLICIES
 from fabric.core.torch_internals import BatchNorm, has_hooks, is_fsdp, reduce_in_place, whole_of
 from fabric.core.traits import Traits
-from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import broadcast_from_zero, on_any_rank
 from fabric.strategies.layouts.blocks import check_whole, choose_blocks, innermost_first
 from fabric.strategies.layouts.buffers import shared_buffers
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+    from fabric.collectives.channel import Channel
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
-    from fabric.plugins.collectives.channel import Channel
 
 
 @dataclass

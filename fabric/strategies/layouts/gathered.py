@@ -13,6 +13,7 @@ from zlib import crc32
 
 import torch
 
+from fabric.collectives.frames import ALONE
 from fabric.core.compile import eager
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import (
@@ -37,7 +38,6 @@ from fabric.core.torch_internals import (
 from fabric.core.torch_versions import gather_again, reset_iteration
 from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
-from fabric.plugins.collectives.frames import ALONE
 from fabric.strategies.layouts.explained import split_error
 from fabric.utilities.init import name_of
 

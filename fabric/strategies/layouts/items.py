@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from fabric.collectives.objects import gather_objects
 from fabric.core.errors import CollectiveMismatch
-from fabric.plugins.collectives.objects import gather_objects
 
 if TYPE_CHECKING:
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
 
 def total_items(count: float | int, part: int, channel: Channel, models: str) -> float | int:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from fabric.collectives.channel import Channel
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
-    from fabric.plugins.collectives.channel import Channel
     from fabric.strategies.layouts.free import FreeParameters
     from fabric.strategies.layouts.norms import FiniteNorms
 

@@ -86,7 +86,7 @@ def norm_over_ranks(spread: list[tuple[list[Tensor], list[Any]]], norm_type: flo
         norm_type: Its order.
         via: The device that messages travel from.
     """
-    from fabric.plugins.collectives.ordered import from_ordered, to_ordered
+    from fabric.collectives.ordered import from_ordered, to_ordered
 
     infinite = math.isinf(norm_type)
     wide = torch.float32 if torch.device(via).type == "mps" else torch.float64

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.collectives.frames import call_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
 from fabric.core.passes import attend_passes, parameters_of, watch_steps
@@ -34,7 +35,6 @@ from fabric.core.torch_internals import (
 )
 from fabric.core.torch_versions import BUFFER_KEYWORDS, buffers_off
 from fabric.core.traits import Traits
-from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.agree import (
     average_gradients,
     copy_from_first,
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from torch.nn import Module, Parameter
     from torch.nn.parallel import DistributedDataParallel
 
+    from fabric.collectives.channel import Channel
     from fabric.core.topology import Topology
-    from fabric.plugins.collectives.channel import Channel
 
 NOT_AVERAGED = "_ddp_params_and_buffers_to_ignore"
 """Where DDP looks for names of parameters that the user keeps out of it."""

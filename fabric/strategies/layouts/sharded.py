@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.collectives.frames import call_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
 from fabric.core.passes import attend_passes, parameters_of
 from fabric.core.torch_internals import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states
 from fabric.core.torch_versions import keep_arguments, refuse_before
 from fabric.forward import HookedCall, differentiable
-from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers
 from fabric.strategies.layouts.explained import converted
 from fabric.strategies.layouts.gathered import GatheredCall, Meets, RootGate

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fabric.collectives.frames import join
 from fabric.core.errors import UsageError
-from fabric.plugins.collectives.frames import join
 from fabric.strategies.layouts.agree import parcels, spread
 
 if TYPE_CHECKING:

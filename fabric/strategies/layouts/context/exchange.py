@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
     from fabric.utilities.sequence import Part
 
     Passage = Callable[[list[Tensor]], list[Tensor]]

@@ -11,12 +11,12 @@ import itertools
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fabric.collectives.channel import Channel
+from fabric.collectives.torch_collective import TorchCollective
 from fabric.core.compile import eager
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm, backward_pass
 from fabric.core.tree import flatten
-from fabric.plugins.collectives.channel import Channel
-from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.strategies.layouts.alike import Alike
 from fabric.strategies.layouts.blocks import check_policy, choose_blocks
 from fabric.strategies.layouts.context.region import Region, Row
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
+    from fabric.collectives.channel import Wire
     from fabric.core.topology import Topology
-    from fabric.plugins.collectives.channel import Wire
 
 DIMS = ("data_parallel", "context_parallel")
 

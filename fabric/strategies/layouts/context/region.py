@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
 
 @dataclass

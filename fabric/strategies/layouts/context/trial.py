@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
     from fabric.strategies.layouts.context.call import DividedCall
 
 _EACH = (3, 5)

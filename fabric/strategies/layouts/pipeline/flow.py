@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from fabric.collectives.frames import call_of
 from fabric.core.compile import eager
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import accumulates, keeps_graph
 from fabric.core.tree import flatten, map_tree, unflatten
 from fabric.forward import differentiable
-from fabric.plugins.collectives.frames import call_of
 from fabric.strategies.layouts.alike import Alike
 from fabric.strategies.layouts.buffers import SyncedBuffers
 from fabric.strategies.layouts.parts import CallParts

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch.distributed as dist
 
+from fabric.collectives.channel import Channel
+from fabric.collectives.torch_collective import TorchCollective
 from fabric.core.compile import is_compiled
 from fabric.core.errors import UsageError
 from fabric.core.passes import watch_steps
 from fabric.core.torch_internals import backward_pass, call_after_backward
 from fabric.core.traits import Traits
-from fabric.plugins.collectives.channel import Channel
-from fabric.plugins.collectives.torch_collective import TorchCollective
 from fabric.strategies.layouts.agree import average_gradients, broadcast_from_zero, copy_from_first
 from fabric.strategies.layouts.buffers import shared_buffers
 from fabric.strategies.layouts.materialise import Materialiser

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fabric.collectives.objects import Arrived, Dumped
 from fabric.core.tree import flatten, unflatten
-from fabric.plugins.collectives.objects import Arrived, Dumped
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fabric.plugins.collectives.channel import Wire
+    from fabric.collectives.channel import Wire
 
 _KNOWN, _NEW, _FAILED = 0, 1, 2
 _HEAD = 32

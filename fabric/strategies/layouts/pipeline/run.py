@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from fabric.collectives.objects import broadcast_tree
 from fabric.core.errors import RankError
 from fabric.core.torch_internals import backward_pass
 from fabric.core.tree import flatten, map_tree
 from fabric.launch.endings import describe
-from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.strategies.layouts.pipeline.link import Failed, Link
 from fabric.strategies.layouts.pipeline.stage import own
 from fabric.utilities.random_stream import RandomStream
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
     from fabric.strategies.layouts.parts import Call
     from fabric.strategies.layouts.pipeline.stage import Stage
 

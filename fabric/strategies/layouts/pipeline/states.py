@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 
+from fabric.collectives.objects import broadcast_tree, gather_objects
 from fabric.core.errors import UsageError
 from fabric.core.passes import parameters_of
 from fabric.core.tree import iter_paths, map_tree
-from fabric.plugins.collectives.objects import broadcast_tree, gather_objects
 from fabric.plugins.io.portable import elsewhere, read_stored
 from fabric.strategies.layouts.agree import on_any_rank
 from fabric.strategies.layouts.layout import Whole
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
     from fabric.strategies.layouts.pipeline.cut import Blocks
 
     Slot = tuple[dict[str, Any], str, Any]

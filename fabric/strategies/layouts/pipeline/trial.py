@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.collectives.objects import broadcast_tree
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import BatchNorm
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
-from fabric.plugins.collectives.objects import broadcast_tree
 from fabric.strategies.layouts.pipeline.run import Pass, forwards
 from fabric.strategies.layouts.trial import distance, rounding, untouched
 from fabric.utilities.rank_zero import rank_zero_warn

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fabric
+from fabric.collectives.frames import REFUSED, call_of, describe_tensor, draw, tree_call
+from fabric.collectives.job_store import JobStore
 from fabric.core.source import user_place
 from fabric.core.tree import flatten
-from fabric.plugins.collectives.frames import REFUSED, call_of, describe_tensor, draw, tree_call
-from fabric.plugins.collectives.job_store import JobStore
 from fabric.plugins.collectives.mismatch import TEXT_BYTES, Said, from_text, mismatch_text, table, to_text
 from fabric.plugins.collectives.waits import Wait, Waits, stuck
 

@@ -12,9 +12,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from fabric.collectives import job_store
+from fabric.collectives.job_store import JobStore, StoreSilent
 from fabric.core.errors import RankError
-from fabric.plugins.collectives import job_store
-from fabric.plugins.collectives.job_store import JobStore, StoreSilent
 
 HOST = """
 import sys, time

@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from fabric.plugins.collectives import star as module
-from fabric.plugins.collectives.star import Listener, Star, connect
+from fabric.collectives import star as module
+from fabric.collectives.star import Listener, Star, connect
 
 SECONDS = 20.0
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fabric.collectives.reduce import torch_op
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.plugins.collectives import TorchCollective
-from fabric.plugins.collectives.reduce import torch_op
 from fabric.testing import rank_info
 
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fabric.collectives.channel import WIDER, check_writable, op_name, reducible, torch_op
+from fabric.collectives.frames import FOLDS, all_on_host, buckets, fold, join, tree_call
 from fabric.core.torch_internals import foreach_copy_
 from fabric.core.tree import CONSTANTS, LEAF, flatten, unflatten
-from fabric.plugins.collectives.channel import WIDER, check_writable, op_name, reducible, torch_op
-from fabric.plugins.collectives.frames import FOLDS, all_on_host, buckets, fold, join, tree_call
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
 _Op = dist.ReduceOp
 _PLAIN = {name: (f"all_reduce({name})", torch_op(name)) for name in ("mean", "sum", "min", "max", "product")}
@@ -79,7 +79,7 @@ def reduce_tree(
 
     if not async_op:
         return finish()
-    from fabric.plugins.collectives.handle import Handle
+    from fabric.collectives.handle import Handle
 
     return Handle(label, works, finish)
 

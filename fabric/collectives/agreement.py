@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.collectives.objects import gather_objects
 from fabric.core.errors import CollectiveMismatch
 from fabric.core.source import user_place
 from fabric.core.tree import flatten, is_node
-from fabric.plugins.collectives.objects import gather_objects
 
 if TYPE_CHECKING:
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
 
 def agreed(value: Any, channel: Channel) -> Any:

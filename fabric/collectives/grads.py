@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from fabric.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
+from fabric.collectives.extra.route import all_to_all_tree, reduce_scatter_tree
+from fabric.collectives.frames import call_of, draw, fold
+from fabric.collectives.gather import gather_tree
+from fabric.collectives.objects import Dumped, gather_dumped
+from fabric.collectives.reduce import reduce_tree, wire_dtype
 from fabric.core.errors import ConfigurationError
 from fabric.core.tree import CONSTANTS, flatten, unflatten
-from fabric.plugins.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
-from fabric.plugins.collectives.frames import call_of, draw, fold
-from fabric.plugins.collectives.gather import gather_tree
-from fabric.plugins.collectives.objects import Dumped, gather_dumped
-from fabric.plugins.collectives.reduce import reduce_tree, wire_dtype
-from fabric.plugins.collectives.route import all_to_all_tree, reduce_scatter_tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
     Verb = Callable[[Any], Any]
 

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from fabric.core.errors import ArgumentTypeError
-from fabric.core.pickles import pickling_error
-from fabric.plugins.collectives.frames import (
+from fabric.collectives.frames import (
     ROOM,
     all_on_host,
     buckets,
@@ -27,14 +25,16 @@ from fabric.plugins.collectives.frames import (
     to_bytes,
     unpack,
 )
+from fabric.core.errors import ArgumentTypeError
+from fabric.core.pickles import pickling_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from fabric.plugins.collectives.channel import Channel
-    from fabric.plugins.collectives.frames import Call, Meeting
+    from fabric.collectives.channel import Channel
+    from fabric.collectives.frames import Call, Meeting
 
 _TAIL = struct.Struct("<qqq")
 """Of a message: where the labels of its tensors begin, where their bytes do, and whether these are there."""

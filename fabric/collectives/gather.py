@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fabric.collectives.channel import to_tensors
+from fabric.collectives.frames import buckets, pack, tree_call, unpack
 from fabric.core.tree import CONSTANTS, flatten, unflatten
-from fabric.plugins.collectives.channel import to_tensors
-from fabric.plugins.collectives.frames import buckets, pack, tree_call, unpack
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
 
 def gather_tree(
@@ -72,6 +72,6 @@ def gather_tree(
 
     if not async_op:
         return finish()
-    from fabric.plugins.collectives.handle import Handle
+    from fabric.collectives.handle import Handle
 
     return Handle(verb, works, finish)

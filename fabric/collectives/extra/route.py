@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
+from fabric.collectives.frames import buckets, fold, pack, tree_call, unpack
+from fabric.collectives.objects import label_of, receive, told_by
+from fabric.collectives.reduce import foldable, wire_dtype
 from fabric.core.tree import CONSTANTS, flatten, unflatten
-from fabric.plugins.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
-from fabric.plugins.collectives.frames import buckets, fold, pack, tree_call, unpack
-from fabric.plugins.collectives.objects import label_of, receive, told_by
-from fabric.plugins.collectives.reduce import foldable, wire_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
 
 def reduce_scatter_tree(data: Any, op: Any, channel: Channel, *, label: str | None = None) -> Any:

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fabric.plugins.collectives.collective import Collective
+    from fabric.collectives.collective import Collective
+    from fabric.collectives.frames import Call, Meeting
     from fabric.plugins.collectives.control import Guard
-    from fabric.plugins.collectives.frames import Call, Meeting
 
 
 _OPS = ("sum", "mean", "min", "max", "product", "avg", "prod", "band", "bor", "bxor")
@@ -131,13 +131,13 @@ class Channel:
         if guard.waits.broken is not None:
             raise CollectiveMismatch(guard.waits.broken)
         if not torch.compiler.is_compiling() and get_ident() != guard.waits.thread:
-            from fabric.plugins.collectives.threads import in_this_thread
+            from fabric.collectives.threads import in_this_thread
 
             call = in_this_thread(call, guard.waits)
         star = guard.star or guard.open(call)
         if star is None:
             return None
-        from fabric.plugins.collectives.frames import NO_FACTS, Meeting, is_alike, message
+        from fabric.collectives.frames import NO_FACTS, Meeting, is_alike, message
 
         counts, name = guard.waits.counts, guard.name
         facts = NO_FACTS if self.facts is None or torch.compiler.is_compiling() else self.facts.facts()
@@ -156,7 +156,7 @@ class Channel:
 
     def _differ(self, guard: Guard, star: Any, call: Call, own: bytes, turn: Any) -> None:
         """Raise for frames that differ in the call or in its facts, unless these facts mean the same."""
-        from fabric.plugins.collectives.frames import CALL_BYTES, is_alike
+        from fabric.collectives.frames import CALL_BYTES, is_alike
 
         if self.facts is None or not is_alike(own, turn.rows, turn.size, CALL_BYTES):
             guard.disagree(star, call)
@@ -170,7 +170,7 @@ class Channel:
         None if they must be sent by themselves, with what `room()` gave: memory, asked for before the call
         where that is known by then. A rank without it must not leave the others in the message after it.
         """
-        from fabric.plugins.collectives.frames import ROOM, all_on_host
+        from fabric.collectives.frames import ROOM, all_on_host
 
         if self.world_size == 1 and may:
             return [flat.view(1, -1).clone() for flat in flats], None
@@ -184,7 +184,7 @@ class Channel:
     def announce(self, verb: str, what: str = "") -> None:
         """Wait until all ranks make a call without data: this verb, with the same description `what`."""
         if self.world_size > 1:
-            from fabric.plugins.collectives.frames import call_of
+            from fabric.collectives.frames import call_of
 
             self.meet(call_of(verb, what))
 
@@ -209,7 +209,7 @@ class Channel:
             CollectiveMismatch: Not all ranks refuse alike; raised on all of them.
         """
         if self.world_size > 1:  # raises for ranks outside the group: nobody waits for them
-            from fabric.plugins.collectives.frames import REFUSED, call_of
+            from fabric.collectives.frames import REFUSED, call_of
 
             # Alike is the kind of mistake; its text may name values, of which every rank has its own.
             kind = f"{REFUSED}{type(error).__name__}"

@@ -13,12 +13,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fabric.collectives.frames import IN_THREAD
 from fabric.core.errors import CollectiveMismatch
 from fabric.core.source import user_place
-from fabric.plugins.collectives.frames import IN_THREAD
 
 if TYPE_CHECKING:
-    from fabric.plugins.collectives.frames import Call
+    from fabric.collectives.frames import Call
     from fabric.plugins.collectives.waits import Waits
 
 _HERE = str(Path(__file__).parent)

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fabric.collectives.channel import to_tensors, torch_op
+from fabric.collectives.frames import fold
+from fabric.collectives.gather import gather_tree
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
-from fabric.plugins.collectives.channel import to_tensors, torch_op
-from fabric.plugins.collectives.frames import fold
-from fabric.plugins.collectives.gather import gather_tree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from fabric.plugins.collectives.channel import Channel
+    from fabric.collectives.channel import Channel
 
 _EXTREMES = {dist.ReduceOp.MIN: float("inf"), dist.ReduceOp.MAX: -float("inf")}
 """With what stands in for a value that is not there."""

@@ -1,0 +1,1 @@
+"""Trees of tensors over ranks: pack, reduce, gather, broadcast, objects."""

@@ -1,0 +1,199 @@
+"""`Collective`: the operations of one group of ranks, tensor by tensor. For trees see channel.py."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from fabric.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Self
+
+    from fabric.plugins.collectives.control import Guard
+
+
+CollectibleGroup: TypeAlias = Any
+"""An engine's group object."""
+
+
+class Done:
+    """What there is to wait for where a message has gone already."""
+
+    def wait(self) -> None:
+        """Nothing."""
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+
+class Collective(ABC):
+    """Operations on tensors across one group of ranks, which must all make each call, in one order.
+
+    Ranks in `src` and `dst` are global ranks, as in torch.distributed. Reductions (`op`) are named "sum",
+    "mean" ("avg"), "min", "max", "product". Tensors have the same shape and
+    dtype on all ranks (but in `all_to_all`); lists of them have one for each rank of the group, in rank
+    order. A `tag` tells messages between two ranks apart.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any | None = None
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """The global rank of this process."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+
+    @property
+    def members(self) -> list[int]:
+        """The global ranks of the group."""
+        return [*range(self.world_size)]
+
+    @property
+    def rank_in_group(self) -> int:
+        """The place of this process within the group."""
+        return self.rank
+
+    def place_of(self, rank: int) -> int:
+        """The place of a global `rank` within the group, from 0."""
+        return rank
+
+    @property
+    def guard(self) -> Guard | None:
+        """Where the ranks of the group meet before each call on trees; None: nowhere."""
+        return None
+
+    @property
+    def group(self) -> Any:
+        """The engine's group object.
+
+        Raises:
+            UsageError: Neither `setup` nor `create_group` was called.
+        """
+        if self._group is None:
+            raise UsageError(
+                f"{type(self).__name__} has no group yet. Call .setup() or .create_group(), or launch."
+            )
+        return self._group
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, src: int) -> Tensor:
+        """`src`'s tensor on every rank, written into `tensor`."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """The reduction over ranks, written into `tensor` on every rank."""
+
+    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
+        """As `all_reduce`, without waiting: gives what to `.wait()` for, as torch's Work."""
+        self.all_reduce(tensor, op)
+        return Done()
+
+    @abstractmethod
+    def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
+        """The reduction over ranks, written into `tensor` on `dst`."""
+
+    @abstractmethod
+    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, written into `tensor_list` in rank order."""
+
+    def start_all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
+        """Every rank's 1-D tensor, one after the other in `output` of shape (world_size * numel,), once what
+        this gives was waited for.
+        """
+        self.all_gather(list(output.view(self.world_size, -1)), tensor)
+        return Done()
+
+    @abstractmethod
+    def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
+        """Every rank's tensor, written into `gather_list` on `dst`."""
+
+    @abstractmethod
+    def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
+        """This rank's part of `src`'s `scatter_list`, written into `tensor`."""
+
+    @abstractmethod
+    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
+        """This rank's part of the reduced `input_list`, written into `output`: entry r of all ranks for rank
+        r.
+        """
+
+    @abstractmethod
+    def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
+        """What each rank has for this one in its `input_tensor_list`, written into `output_tensor_list`."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send to `dst`, which must call `recv`."""
+
+    @abstractmethod
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
+        """Receive into `tensor` from `src` (None: from any rank)."""
+
+    @abstractmethod
+    def barrier(self, device_ids: list[int] | None = None) -> None:
+        """Wait until every rank of the group is here. `device_ids`: the device of this rank, for NCCL."""
+
+    @classmethod
+    @abstractmethod
+    def is_available(cls) -> bool:
+        """Whether the engine is there."""
+
+    @classmethod
+    @abstractmethod
+    def is_initialized(cls) -> bool:
+        """Whether the engine's default group stands."""
+
+    @classmethod
+    @abstractmethod
+    def init_group(cls, **kwargs: Any) -> None:
+        """Make the engine's default group. All ranks must call this."""
+
+    @classmethod
+    @abstractmethod
+    def new_group(cls, **kwargs: Any) -> Any:
+        """Make a further group; all ranks of the default group must call this."""
+
+    @classmethod
+    @abstractmethod
+    def destroy_group(cls, group: Any) -> None:
+        """Take a group down."""
+
+    def setup(self, **kwargs: Any) -> Self:
+        """Make the default group if there is none, and use it; `kwargs` are for `init_group`. All ranks must
+        call this.
+        """
+        if not self.is_initialized():
+            self.init_group(**kwargs)
+        return self
+
+    def create_group(self, **kwargs: Any) -> Self:
+        """Make a further group and use it; `kwargs` are for `new_group`. All ranks must call this.
+
+        Raises:
+            UsageError: This collective has a group already.
+        """
+        if self._group is not None:
+            raise UsageError(
+                f"{type(self).__name__} has a group already. Make a second {type(self).__name__}() for "
+                "another group."
+            )
+        self._group = self.new_group(**kwargs)
+        return self
+
+    def teardown(self) -> Self:
+        """Take the group down.
+
+        Raises:
+            UsageError: There is no group.
+        """
+        self.destroy_group(self.group)
+        self._group = None
+        return self

@@ -1,0 +1,296 @@
+"""`TorchCollective`: a group of torch.distributed. Usable without a Fabric."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fabric.collectives.channel import torch_op
+from fabric.collectives.collective import Collective
+from fabric.collectives.frames import for_bools
+from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.torch_versions import all_to_all, collectives_recorded, start_all_gather_flat
+from fabric.plugins.collectives.control import guard_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Self
+
+    from fabric.plugins.collectives.control import Guard
+
+default_pg_timeout = timedelta(seconds=1800)
+
+
+class _Reduction:
+    """A reduction of a tensor, as engines are asked for it: not every backend knows a mean, some add bools as
+    bytes, and all lose NaN in a minimum or maximum, where floats go as integers of the same order.
+    """
+
+    work: Any = None
+    """What the engine gave; None: it has done it, or this rank is not in the group, and torch has warned."""
+
+    def __init__(self, tensor: Tensor, op: Any, size: int) -> None:
+        self.tensor, self.op, self.size = tensor, torch_op(op), size
+        if self.op == dist.ReduceOp.AVG and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ArgumentTypeError(
+                f"The mean of {tensor.dtype} would round. Use op='sum', or convert first."
+            )
+        self._ordered = tensor.is_floating_point() and self.op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+        self.engine_op = for_bools(self.op) if tensor.dtype is torch.bool else self.op
+        if self.op == dist.ReduceOp.AVG:
+            self.engine_op = dist.ReduceOp.SUM
+        self.sent = self.to_send(tensor)
+
+    def to_send(self, tensor: Tensor) -> Tensor:
+        """What the engine reduces in place of such a tensor."""
+        if not self._ordered:
+            return tensor
+        from fabric.collectives.ordered import to_ordered
+
+        return to_ordered(tensor, largest=self.op == dist.ReduceOp.MAX)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> Tensor:
+        """The tensor, with the result."""
+        if self.work is not None:
+            self.work.wait()
+        if self._ordered:
+            from fabric.collectives.ordered import from_ordered
+
+            self.tensor.copy_(from_ordered(self.sent, self.tensor.dtype))
+        elif self.op == dist.ReduceOp.AVG and self.size > 1:
+            self.tensor.div_(self.size)
+        return self.tensor
+
+
+class TorchCollective(Collective):
+    """The operations of a torch.distributed group; without `create_group`, of the default group. All ranks of
+    it must make each call, in one order: see `Collective`.
+
+    Args:
+        group: An existing torch.distributed process group to use.
+
+    Raises:
+        UsageError: torch was built without torch.distributed.
+    """
+
+    manages_default_group = False
+
+    def __init__(self, *, group: Any | None = None) -> None:
+        if not dist.is_available():
+            raise UsageError("This torch was built without torch.distributed. Install a build that has it.")
+        super().__init__()
+        self._group = group
+
+    @property
+    def group(self) -> Any:
+        """The process group.
+
+        Raises:
+            UsageError: There is no default group yet.
+        """
+        return dist.group.WORLD if self._group is None and dist.is_initialized() else super().group
+
+    @property
+    def rank(self) -> int:
+        """The global rank of this process."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def members(self) -> list[int]:
+        """The global ranks of the group."""
+        return dist.get_process_group_ranks(self.group)
+
+    @property
+    def rank_in_group(self) -> int:
+        """The rank of this process within the group."""
+        return dist.get_rank(self.group)
+
+    def place_of(self, rank: int) -> int:
+        """The place of a global `rank` within the group, from 0.
+
+        Raises:
+            ConfigurationError: The rank is not in the group.
+        """
+        members = self.members
+        if rank not in members:
+            raise ConfigurationError(
+                f"Rank {rank} is not in the group of ranks {', '.join(map(str, members))}."
+            )
+        return members.index(rank)
+
+    @property
+    def guard(self) -> Guard | None:
+        """Where the ranks of the group meet before each call on trees; None: one rank, or
+        FABRIC_GUARD=off.
+        """
+        return guard_of(self.group)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Tensor:
+        """`src`'s tensor on every rank, written into `tensor`."""
+        dist.broadcast(tensor, src, group=self._group)
+        return tensor
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """The reduction over ranks, written into `tensor` on every rank."""
+        one = _Reduction(tensor, op, self.world_size)
+        dist.all_reduce(one.sent, one.engine_op, group=self._group)
+        return one.wait()
+
+    def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
+        """As `all_reduce`, without waiting: the result is there after `.wait()` of what this gives."""
+        one = _Reduction(tensor, op, self.world_size)
+        one.work = dist.all_reduce(one.sent, one.engine_op, group=self._group, async_op=True)
+        return one
+
+    def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
+        """The reduction over ranks, written into `tensor` on `dst`."""
+        one = _Reduction(tensor, op, self.world_size)
+        dist.reduce(one.sent, dst, one.engine_op, group=self._group)
+        return one.wait() if self.rank == dst else tensor
+
+    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, written into `tensor_list` in rank order."""
+        dist.all_gather(tensor_list, tensor, group=self._group)
+        return tensor_list
+
+    def start_all_gather_flat(self, output: Tensor, tensor: Tensor) -> Any:
+        """Every rank's 1-D tensor, one after the other in `output`: gives torch's Work, to wait for."""
+        return start_all_gather_flat(output, tensor, self._group)
+
+    def gather(self, tensor: Tensor, gather_list: list[Tensor], dst: int = 0) -> list[Tensor]:
+        """Every rank's tensor, written into `gather_list` on `dst`."""
+        dist.gather(tensor, gather_list if self.rank == dst else None, dst, group=self._group)
+        return gather_list
+
+    def scatter(self, tensor: Tensor, scatter_list: list[Tensor], src: int = 0) -> Tensor:
+        """This rank's part of `src`'s `scatter_list`, written into `tensor`."""
+        dist.scatter(tensor, scatter_list if self.rank == src else None, src, group=self._group)
+        return tensor
+
+    def reduce_scatter(self, output: Tensor, input_list: list[Tensor], op: str = "sum") -> Tensor:
+        """This rank's part of the reduced `input_list`, written into `output`: entry r of all ranks for rank
+        r.
+        """
+        one = _Reduction(output, op, self.world_size)
+        parts = [one.to_send(part) for part in input_list]
+        dist.reduce_scatter(one.sent, parts, one.engine_op, group=self._group)
+        return one.wait()
+
+    def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
+        """What each rank has for this one in its `input_tensor_list`, written into `output_tensor_list`."""
+        all_to_all(output_tensor_list, input_tensor_list, self._group)
+        return output_tensor_list
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send to `dst`, which must call `recv`."""
+        dist.send(tensor, dst, tag=tag, group=self._group)
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Tensor:
+        """Receive into `tensor` from `src` (None: from any rank)."""
+        dist.recv(tensor, src, tag=tag, group=self._group)
+        return tensor
+
+    def all_gather_object(self, object_list: list[Any], obj: Any) -> list[Any]:
+        """Every rank's picklable `obj`, written into `object_list` in rank order."""
+        dist.all_gather_object(object_list, obj, group=self._group)
+        return object_list
+
+    def broadcast_object_list(
+        self, object_list: list[Any], src: int, device: torch.device | None = None
+    ) -> list[Any]:
+        """`src`'s picklable objects, written into `object_list`; sent by way of `device`, None: as torch
+        chooses.
+        """
+        dist.broadcast_object_list(object_list, src, group=self._group, device=device)
+        return object_list
+
+    def gather_object(self, obj: Any, object_gather_list: list[Any], dst: int = 0) -> list[Any]:
+        """Every rank's picklable `obj`, written into `object_gather_list` on `dst`."""
+        dist.gather_object(obj, object_gather_list if self.rank == dst else None, dst, group=self._group)
+        return object_gather_list
+
+    def scatter_object_list(
+        self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any], src: int = 0
+    ) -> list[Any]:
+        """This rank's part of `src`'s objects (`scatter_object_input_list`), written into
+        `scatter_object_output_list[0]`.
+        """
+        dist.scatter_object_list(
+            scatter_object_output_list, scatter_object_input_list, src, group=self._group
+        )
+        return scatter_object_output_list
+
+    def barrier(self, device_ids: list[int] | None = None) -> None:
+        """Wait until every rank of the group is here."""
+        dist.barrier(group=self._group, device_ids=device_ids)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier (gloo only) whose error names the ranks that did not come within `timeout`: all of them
+        with `wait_all_ranks`, else the first.
+        """
+        dist.monitored_barrier(group=self._group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+
+    def setup(self, main_address: str | None = None, main_port: str | None = None, **kwargs: Any) -> Self:
+        """Make torch's default group if there is none. `main_address` and `main_port` are used for this call
+        only. All ranks must call this.
+
+        None: MASTER_ADDR, or 127.0.0.1, and MASTER_PORT. `kwargs` are for `init_group`.
+        """
+        if self.is_initialized():
+            return self
+        address = main_address or os.environ.get("MASTER_ADDR", "127.0.0.1")
+        port = main_port or os.environ.get("MASTER_PORT")
+        if port is not None and "init_method" not in kwargs and "store" not in kwargs:
+            kwargs["init_method"] = f"tcp://{address}:{port}"
+        super().setup(**kwargs)
+        TorchCollective.manages_default_group = True
+        return self
+
+    def teardown(self) -> Self:
+        """Take down the group that this object (or `setup`) made."""
+        if self._group is not None:
+            return super().teardown()
+        if TorchCollective.manages_default_group and self.is_initialized():
+            self.destroy_group(dist.group.WORLD)
+            TorchCollective.manages_default_group = False
+        return self
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether torch has torch.distributed."""
+        return dist.is_available()
+
+    @classmethod
+    def is_initialized(cls) -> bool:
+        """Whether torch's default group stands."""
+        return dist.is_available() and dist.is_initialized()
+
+    @classmethod
+    def init_group(cls, **kwargs: Any) -> None:
+        """torch.distributed.init_process_group. All ranks must call this."""
+        with collectives_recorded():
+            dist.init_process_group(**kwargs)
+
+    @classmethod
+    def new_group(cls, **kwargs: Any) -> Any:
+        """torch.distributed.new_group; all ranks of the default group must call this."""
+        return dist.new_group(**kwargs)
+
+    @classmethod
+    def destroy_group(cls, group: Any) -> None:
+        """torch.distributed.destroy_process_group."""
+        if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
