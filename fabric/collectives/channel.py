@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from fabric.collectives.collective import Collective
     from fabric.collectives.frames import Call, Meeting
-    from fabric.plugins.collectives.control import Guard
+    from fabric.guard.control import Guard
 
 
 _OPS = ("sum", "mean", "min", "max", "product", "avg", "prod", "band", "bor", "bxor")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
-    from fabric.plugins.collectives.control import Guard
+    from fabric.guard.control import Guard
 
 
 CollectibleGroup: TypeAlias = Any

@@ -19,7 +19,7 @@ from fabric.core.source import user_place
 
 if TYPE_CHECKING:
     from fabric.collectives.frames import Call
-    from fabric.plugins.collectives.waits import Waits
+    from fabric.guard.waits import Waits
 
 _HERE = str(Path(__file__).parent)
 

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
     from fabric.accelerators.accelerator import Accelerator
     from fabric.collectives.collective import Collective
+    from fabric.guard.watchdog import Watchdog
     from fabric.launch.launcher import Launcher
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.plugins.precision.precision import Precision
     from fabric.strategies.layouts.context.part import ContextParallel
-    from fabric.watch.watchdog import Watchdog
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 START_METHODS = get_args(StartMethod)
@@ -215,7 +215,7 @@ class ParallelStrategy(Strategy):
             own, job = self.collective, (self.topology.rank, self.topology.world_size)
             self.topology = replace(self.topology, rank=own.rank_in_group, world_size=own.world_size, job=job)
         if dist.get_world_size() > 1:
-            from fabric.watch.watchdog import watch_over
+            from fabric.guard.watchdog import watch_over
 
             self._watchdog = watch_over(self.root_device)
             if (check := load_slice("replicas")) is not None:

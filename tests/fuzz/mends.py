@@ -54,7 +54,7 @@ Meets.meet = lambda self, name="": self._within is None
     ),
     "standstills end": Mend(
         """
-from fabric.plugins.collectives.waits import Waits
+from fabric.guard.waits import Waits
 Waits.judge = lambda *_: None
 """,
         (*DDP, *SPLIT, "tensor"),

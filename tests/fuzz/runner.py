@@ -24,9 +24,8 @@ import torch
 from program import DIFFER, HEADER, ORDER, Program
 
 from fabric.core.errors import FabricError
-from fabric.plugins.collectives import control
+from fabric.guard import control, watchdog
 from fabric.testing import RankFailure, RankPool, RankTimeout
-from fabric.watch import watchdog
 
 EQUAL, REFUSED, FOREIGN, DIFFERENT, HANG, CRASH, INVALID, ALARM = (
     "equal", "refused", "torch's error", "DIFFERENT", "HANG", "CRASH", "invalid", "FALSE ALARM",

@@ -24,8 +24,8 @@ from fabric import Fabric
 from fabric.collectives.frames import FRAME_BYTES
 from fabric.collectives.star import Listener
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, RankError
-from fabric.plugins.collectives import control
-from fabric.plugins.collectives.control import guard_of
+from fabric.guard import control
+from fabric.guard.control import guard_of
 
 HERE = Path(__file__).name
 HANG = 5.0

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from fabric import Fabric
 from fabric.collectives.frames import Said
 from fabric.core.errors import ConfigurationError, RankError
-from fabric.plugins.collectives.waits import Wait, as_table
-from fabric.watch import watchdog
-from fabric.watch.stacks import user_line
-from fabric.watch.watchdog import report_after
+from fabric.guard import watchdog
+from fabric.guard.stacks import user_line
+from fabric.guard.waits import Wait, as_table
+from fabric.guard.watchdog import report_after
 
 HERE = Path(__file__).name
 

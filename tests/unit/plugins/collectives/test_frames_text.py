@@ -20,8 +20,8 @@ from fabric.collectives.frames import REFUSED, call_of, describe_tensor, draw, t
 from fabric.collectives.job_store import JobStore
 from fabric.core.source import user_place
 from fabric.core.tree import flatten
-from fabric.plugins.collectives.mismatch import TEXT_BYTES, Said, from_text, mismatch_text, table, to_text
-from fabric.plugins.collectives.waits import Wait, Waits, stuck
+from fabric.guard.mismatch import TEXT_BYTES, Said, from_text, mismatch_text, table, to_text
+from fabric.guard.waits import Wait, Waits, stuck
 
 Pair = namedtuple("Pair", ["left", "right"])
 PACKAGE = Path(fabric.__file__).parent

@@ -25,13 +25,13 @@ from fabric.collectives.frames import Said
 from fabric.collectives.job_store import StoreSilent
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.messages import say
-from fabric.plugins.collectives.control import reason_of, waits_of_world
-from fabric.plugins.collectives.waits import LEFT, SILENT, Wait, as_table
-from fabric.watch.stacks import StillWatch, user_line
+from fabric.guard.control import reason_of, waits_of_world
+from fabric.guard.stacks import StillWatch, user_line
+from fabric.guard.waits import LEFT, SILENT, Wait, as_table
 
 if TYPE_CHECKING:
-    from fabric.plugins.collectives.waits import Waits
-    from fabric.watch.devices import DeviceWatch
+    from fabric.guard.devices import DeviceWatch
+    from fabric.guard.waits import Waits
 
 REPORT_AFTER = 60.0
 VARIABLE = "FABRIC_HANG_REPORT_AFTER"
@@ -112,7 +112,7 @@ class Watchdog:
         self._still = StillWatch(self._thread)
         self._device: DeviceWatch | None = None
         if device.type not in ("cpu", "mps"):
-            from fabric.watch.devices import DeviceWatch
+            from fabric.guard.devices import DeviceWatch
 
             self._device = DeviceWatch(device, after / 2)
         self._tables = 0  # that ranks have printed

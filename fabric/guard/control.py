@@ -23,7 +23,7 @@ from fabric.collectives.star import PATIENCE, Listener, Star, Turn, connect
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
 from fabric.core.torch_internals import group_timeout
-from fabric.plugins.collectives.waits import LEFT, SILENT, Wait, Waits, as_table
+from fabric.guard.waits import LEFT, SILENT, Wait, Waits, as_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -143,7 +143,7 @@ class Guard:
 
     def disagree(self, star: Star, call: Call) -> NoReturn:
         """All ranks see that their calls differ: say what each was about to do, and raise on all."""
-        from fabric.plugins.collectives import mismatch
+        from fabric.guard import mismatch
 
         turn = star.start(mismatch.to_text(self._row(call)))
         self.wait(turn, call)

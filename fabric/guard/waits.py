@@ -189,7 +189,7 @@ class Waits:
         """Whether ranks wait for each other and can never go on, as one of them has written: `broken`."""
         store = store or self.store
         if self.broken is None and store.check(["verdict"]):
-            from fabric.plugins.collectives.mismatch import mismatch_text
+            from fabric.guard.mismatch import mismatch_text
 
             verdict = json.loads(store.get("verdict"))
             if isinstance(verdict, str):  # of two threads of a rank
@@ -207,7 +207,7 @@ class Waits:
 
 def as_table(waits: Iterable[Wait]) -> str:
     """A line for each rank: where it is."""
-    from fabric.plugins.collectives.mismatch import aligned
+    from fabric.guard.mismatch import aligned
 
     cells = [("rank", "host", "in", "for", "at")]
     for one in waits:
