@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from fabric.core.compile import Verb
     from fabric.core.types import PathLike
+    from fabric.preemption.stopping import Stopper
     from fabric.watch.profile import Profile
-    from fabric.watch.stopping import Stopper
 
 
 def together(verb: Verb) -> Verb:
@@ -71,7 +71,7 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: The deadline cannot be read.
         """
         if self._stopper is None:
-            from fabric.watch.stopping import Stopper
+            from fabric.preemption.stopping import Stopper
 
             try:
                 self._stopper = Stopper(*self._strategy.stop_signals())

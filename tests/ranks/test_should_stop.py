@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, ConfigurationError
 from fabric.plugins.environments import SLURMEnvironment
-from fabric.watch.stopping import Stopper, deadline
+from fabric.preemption.stopping import Stopper, deadline
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def run(script):
 
 def test_a_child_that_was_forked_dies_as_ever():
     script = (
-        "import multiprocessing, time\nfrom fabric.watch.stopping import Stopper\nstopper = Stopper()\n"
+        "import multiprocessing, time\nfrom fabric.preemption.stopping import Stopper\nstopper = Stopper()\n"
         "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
         "child.start()\nchild.terminate()\nchild.join()\nprint(child.exitcode, stopper.asked())\n"
     )
@@ -151,7 +151,7 @@ def test_a_child_that_was_forked_dies_as_ever():
 @pytest.mark.parametrize("thread", [False, True])
 def test_a_child_that_was_forked_dies_in_native_code(thread):
     script = (
-        "import os, signal, threading\nimport ctypes\nfrom fabric.watch.stopping import Stopper\n"
+        "import os, signal, threading\nimport ctypes\nfrom fabric.preemption.stopping import Stopper\n"
         "stopper = Stopper()\nreader, writer = os.pipe()\n"
         "def fork():\n    pid = os.fork()\n    if pid == 0:\n        os.write(writer, b'1')\n"
         "        lock = ctypes.create_string_buffer(64)\n        ctypes.CDLL(None).pthread_mutex_lock(lock)\n"
@@ -169,7 +169,7 @@ def test_a_child_that_was_forked_dies_in_native_code(thread):
 
 def test_a_child_that_was_forked_dies_at_once():
     script = (
-        "import os, signal\nfrom fabric.watch.stopping import Stopper\nstopper = Stopper()\n"
+        "import os, signal\nfrom fabric.preemption.stopping import Stopper\nstopper = Stopper()\n"
         "codes = set()\nfor _ in range(300):\n    pid = os.fork()\n    if pid == 0:\n"
         "        signal.pause()\n    os.kill(pid, signal.SIGTERM)\n"
         "    codes.add(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\nprint(codes, stopper.asked())\n"
@@ -181,7 +181,7 @@ def test_a_child_that_was_forked_dies_at_once():
 def test_what_a_fork_has_copied_is_passed_over():
     script = (
         "import os, signal\nfrom fabric.launch.handlers import Handlers\n"
-        "from fabric.watch.stopping import Stopper\n"
+        "from fabric.preemption.stopping import Stopper\n"
         "seen = []\nhandlers = Handlers([signal.SIGTERM], lambda *_: seen.append('of the parent'))\n"
         "if os.fork() == 0:\n    stopper = Stopper()\n    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print(stopper.asked(), seen, flush=True)\n    os._exit(0)\nos.wait()\n"

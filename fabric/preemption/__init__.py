@@ -1,0 +1,1 @@
+"""Whether this job has to end soon: signals and deadlines (`fabric.should_stop`)."""
