@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fabric.core.compile import Verb
     from fabric.core.types import PathLike
     from fabric.preemption.stopping import Stopper
-    from fabric.watch.profile import Profile
+    from fabric.profile.profile import Profile
 
 
 def together(verb: Verb) -> Verb:
@@ -404,7 +404,7 @@ class CollectiveVerbs(RankFacts):
             CollectiveMismatch: A rank did not enter, or with other numbers; on all ranks.
         """
         self._require_launch("profile()")
-        from fabric.watch.profile import profiled
+        from fabric.profile.profile import profiled
 
         window = {"wait": wait, "warmup": warmup, "active": active}
         return profiled(self, folder, ranks, window, settings)

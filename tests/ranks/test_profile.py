@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, UsageError
 from fabric.data.loader import _FabricDataLoader
-from fabric.watch.profile import table, times_of
+from fabric.profile.profile import table, times_of
 from fabric.wrappers import _FabricModule, _FabricOptimizer
 
 OWN = ["fabric.data", "fabric.forward", "fabric.backward", "fabric.step"]
