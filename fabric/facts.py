@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fabric.accelerators.accelerator import Accelerator
     from fabric.loggers.logger import Logger
     from fabric.plugins.precision.precision import Precision
+    from fabric.progress.progress import Progress
     from fabric.strategies.strategy import Strategy
-    from fabric.utilities.progress import Progress
 
 T = TypeVar("T")
 
@@ -133,7 +133,7 @@ class RankFacts:
         Raises:
             MissingExtraError: tqdm is not installed.
         """
-        from fabric.utilities.progress import Progress, shows
+        from fabric.progress.progress import Progress, shows
 
         return Progress(batches, self.is_global_zero and shows(show), {"desc": desc, **settings})
 

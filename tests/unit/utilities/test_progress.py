@@ -221,7 +221,7 @@ def test_rank_zero_only(ranks):
 
 
 def kind_of_bar():
-    from fabric.utilities.progress import _kind
+    from fabric.progress.progress import _kind
 
     return _kind().__module__
 

@@ -1,0 +1,1 @@
+"""`fabric.progress`: a bar of tqdm on one rank."""
