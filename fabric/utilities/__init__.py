@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from fabric.throughput.throughput import Throughput as Throughput
+    from fabric.throughput.throughput import ThroughputMonitor as ThroughputMonitor
+    from fabric.throughput.throughput import measure_flops as measure_flops
     from fabric.utilities.apply_func import move_data_to_device as move_data_to_device
     from fabric.utilities.data import AttributeDict as AttributeDict
     from fabric.utilities.data import suggested_max_num_workers as suggested_max_num_workers
@@ -15,9 +18,6 @@ if TYPE_CHECKING:
     from fabric.utilities.rank_zero import rank_zero_only as rank_zero_only
     from fabric.utilities.rank_zero import rank_zero_warn as rank_zero_warn
     from fabric.utilities.sequence import sequence_positions as sequence_positions
-    from fabric.utilities.throughput import Throughput as Throughput
-    from fabric.utilities.throughput import ThroughputMonitor as ThroughputMonitor
-    from fabric.utilities.throughput import measure_flops as measure_flops
     from fabric.utilities.warnings import disable_possible_user_warnings as disable_possible_user_warnings
 
 __getattr__, __dir__ = lazy_exports(
@@ -25,11 +25,11 @@ __getattr__, __dir__ = lazy_exports(
     {
         "AttributeDict": "fabric.utilities.data",
         "LightningEnum": "fabric.utilities.enums",
-        "Throughput": "fabric.utilities.throughput",
-        "ThroughputMonitor": "fabric.utilities.throughput",
+        "Throughput": "fabric.throughput.throughput",
+        "ThroughputMonitor": "fabric.throughput.throughput",
         "disable_possible_user_warnings": "fabric.utilities.warnings",
         "is_shared_filesystem": "fabric.utilities.distributed",
-        "measure_flops": "fabric.utilities.throughput",
+        "measure_flops": "fabric.throughput.throughput",
         "move_data_to_device": "fabric.utilities.apply_func",
         "rank_zero_deprecation": "fabric.utilities.rank_zero",
         "rank_zero_info": "fabric.utilities.rank_zero",

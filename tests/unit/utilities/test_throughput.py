@@ -6,8 +6,8 @@ from torch import nn
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.precision import parse_precision
-from fabric.utilities import flops
-from fabric.utilities.throughput import Throughput, ThroughputMonitor, get_available_flops, measure_flops
+from fabric.throughput import flops
+from fabric.throughput.throughput import Throughput, ThroughputMonitor, get_available_flops, measure_flops
 
 
 def filled(count=3, lengths=False, **kwargs):

@@ -1,0 +1,1 @@
+"""Batches, samples, tokens and FLOP per second over a rolling window."""
