@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fabric.accelerators.accelerator import Accelerator
     from fabric.loggers.logger import Logger
-    from fabric.plugins.precision.precision import Precision
+    from fabric.precision.precision import Precision
     from fabric.progress.progress import Progress
     from fabric.strategies.strategy import Strategy
 

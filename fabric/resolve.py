@@ -14,7 +14,7 @@ from fabric.core.traits import Traits
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from fabric.plugins.environments.detect import find_environment
 from fabric.plugins.io.checkpoint_io import CheckpointIO
-from fabric.plugins.precision.precision import Precision, make_precision
+from fabric.precision.precision import Precision, make_precision
 from fabric.strategies.registry import STRATEGY_REGISTRY
 from fabric.strategies.strategy import Plan, Strategy
 

@@ -15,8 +15,8 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten
+from fabric.precision.dtypes import as_bytes
 from fabric.utilities.data import sized_len
-from fabric.utilities.dtypes import as_bytes
 from fabric.utilities.seed import derive_seed
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment as ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO as CheckpointIO
     from fabric.plugins.io.torch_io import TorchCheckpointIO as TorchCheckpointIO
-    from fabric.plugins.precision.mixed import FSDPPrecision as FSDPPrecision
-    from fabric.plugins.precision.mixed import MixedPrecision as MixedPrecision
-    from fabric.plugins.precision.precision import Precision as Precision
-    from fabric.plugins.precision.true import DoublePrecision as DoublePrecision
-    from fabric.plugins.precision.true import HalfPrecision as HalfPrecision
+    from fabric.precision.mixed import FSDPPrecision as FSDPPrecision
+    from fabric.precision.mixed import MixedPrecision as MixedPrecision
+    from fabric.precision.precision import Precision as Precision
+    from fabric.precision.true import DoublePrecision as DoublePrecision
+    from fabric.precision.true import HalfPrecision as HalfPrecision
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
@@ -21,11 +21,11 @@ __getattr__, __dir__ = lazy_exports(
         "CheckpointIO": "fabric.plugins.io.checkpoint_io",
         "ClusterEnvironment": "fabric.plugins.environments.cluster_environment",
         "DeepSpeedPrecision": "fabric.integrations.deepspeed.precision",
-        "DoublePrecision": "fabric.plugins.precision.true",
-        "FSDPPrecision": "fabric.plugins.precision.mixed",
-        "HalfPrecision": "fabric.plugins.precision.true",
-        "MixedPrecision": "fabric.plugins.precision.mixed",
-        "Precision": "fabric.plugins.precision.precision",
+        "DoublePrecision": "fabric.precision.true",
+        "FSDPPrecision": "fabric.precision.mixed",
+        "HalfPrecision": "fabric.precision.true",
+        "MixedPrecision": "fabric.precision.mixed",
+        "Precision": "fabric.precision.precision",
         "TorchAOPrecision": "fabric.integrations.torchao.precision",
         "TorchCheckpointIO": "fabric.plugins.io.torch_io",
         "TransformerEnginePrecision": "fabric.integrations.transformer_engine.precision",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fabric.accelerators.accelerator import Accelerator
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
-    from fabric.plugins.precision.precision import Precision
+    from fabric.precision.precision import Precision
     from fabric.strategies.layouts.context.part import ContextParallel
     from fabric.strategies.parallel import StartMethod
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fabric.launch.launcher import Launcher
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.plugins.io.checkpoint_io import CheckpointIO
-    from fabric.plugins.precision.precision import Precision
+    from fabric.precision.precision import Precision
     from fabric.strategies.strategy import Plan
 
 

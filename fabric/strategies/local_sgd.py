@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
-from fabric.plugins.precision.mixed import MixedPrecision
+from fabric.precision.mixed import MixedPrecision
 from fabric.strategies.layouts.local_steps import LocalSteps
 from fabric.strategies.layouts.rows import check_number
 from fabric.strategies.parallel import ParallelStrategy

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.traits import overridden
-from fabric.plugins.precision.mixed import MixedPrecision
-from fabric.plugins.precision.precision import CONVERSIONS, Precision
-from fabric.plugins.precision.true import TruePrecision
-from fabric.utilities.dtypes import CastTo
+from fabric.precision.dtypes import CastTo
+from fabric.precision.mixed import MixedPrecision
+from fabric.precision.precision import CONVERSIONS, Precision
+from fabric.precision.true import TruePrecision
 
 if TYPE_CHECKING:
     from collections.abc import Callable

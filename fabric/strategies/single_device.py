@@ -12,7 +12,7 @@ from fabric.strategies.strategy import Strategy
 if TYPE_CHECKING:
     from fabric.accelerators.accelerator import Accelerator
     from fabric.plugins.io.checkpoint_io import CheckpointIO
-    from fabric.plugins.precision.precision import Precision
+    from fabric.precision.precision import Precision
 
 
 class SingleDeviceStrategy(Strategy):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, FabricError
 from fabric.core.topology import Topology
 from fabric.core.traits import overridden
-from fabric.plugins.precision.precision import CONVERSIONS, Precision
+from fabric.precision.precision import CONVERSIONS, Precision
 from fabric.strategies.checkpoints import Checkpoints
 from fabric.strategies.exchange import Exchange
 from fabric.strategies.layouts.layout import Whole

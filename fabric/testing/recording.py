@@ -26,8 +26,8 @@ from fabric.core.torch_internals import BatchNorm, Dropout
 from fabric.core.tree import flatten
 from fabric.data.loader import _FabricDataLoader
 from fabric.fabric import Fabric
+from fabric.precision.dtypes import as_bytes
 from fabric.strategies.strategy import Strategy
-from fabric.utilities.dtypes import as_bytes
 from fabric.utilities.warnings import RanksDifferWarning
 
 if TYPE_CHECKING:

@@ -172,7 +172,7 @@ parallel.DistributedDataParallel = functools.partial(made, static_graph=True)
     ),
     "gradients that are left come to the new scale": Mend(
         """
-from fabric.plugins.precision.loss_scale import LossScale
+from fabric.precision.loss_scale import LossScale
 def update(self):
     if self._true:
         self.scaler.update()
@@ -262,7 +262,7 @@ replicate.name_of = gathered.name_of = lambda module: "a model"
     ),
     "torch's clip of scaled gradients is refused": Mend(
         """
-from fabric.plugins.precision.loss_scale import LossScale
+from fabric.precision.loss_scale import LossScale
 LossScale.before_clip = lambda self, gradients: None
 """,
         ("single-scaled", "ddp-scaled", "zero1-scaled", "fsdp-layers-scaled"),

@@ -19,7 +19,7 @@ from fabric.collectives import frames
 from fabric.collectives.star import Star
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import flatten
-from fabric.utilities.dtypes import as_bytes
+from fabric.precision.dtypes import as_bytes
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -17,9 +17,9 @@ from fabric.core.errors import UsageError
 from fabric.core.traits import overridden
 from fabric.forward import GuardedForward, differentiable
 from fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from fabric.precision.dtypes import CastTo
 from fabric.strategies.precise_forward import AutocastForward, CastForward, PluginForward, precision_plan
 from fabric.strategies.strategy import BackwardGate
-from fabric.utilities.dtypes import CastTo
 
 X = torch.ones(2, 4)
 Pair = namedtuple("Pair", ["left", "right"])

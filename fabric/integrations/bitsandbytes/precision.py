@@ -11,7 +11,7 @@ from fabric.core.errors import ConfigurationError
 from fabric.core.extras import needed
 from fabric.core.registry import did_you_mean
 from fabric.integrations.linears import check_settings, replace_linears
-from fabric.plugins.precision.true import TruePrecision
+from fabric.precision.true import TruePrecision
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -9,8 +9,8 @@ import torch
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.precision import POLICIES, parse_precision
-from fabric.plugins.precision.precision import Precision
-from fabric.utilities.dtypes import CastTo
+from fabric.precision.dtypes import CastTo
+from fabric.precision.precision import Precision
 
 if TYPE_CHECKING:
     from fabric.core.precision import DtypePolicy

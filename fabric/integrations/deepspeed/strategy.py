@@ -18,11 +18,11 @@ from fabric.integrations.deepspeed.layout import Engines
 from fabric.integrations.deepspeed.package import environment, forget_groups, load_deepspeed
 from fabric.integrations.deepspeed.precision import DeepSpeedPrecision
 from fabric.integrations.deepspeed.settings import complete, get, joined
+from fabric.precision.dtypes import CastTo
 from fabric.strategies import state as states
 from fabric.strategies.ddp import DDPStrategy
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.buffers import shared_buffers
-from fabric.utilities.dtypes import CastTo
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fabric.accelerators.accelerator import Accelerator
     from fabric.core.types import Filter, PathLike
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.plugins.precision.precision import Precision
+    from fabric.precision.precision import Precision
     from fabric.strategies.pending import PendingSave
     from fabric.strategies.strategy import Plan
 

@@ -13,7 +13,7 @@ from fabric.core.registry import Registry
 from fabric.core.types import PathLike, Stateful
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from fabric.plugins.io.checkpoint_io import CheckpointIO
-from fabric.plugins.precision.precision import Precision
+from fabric.precision.precision import Precision
 
 ProcessGroup = torch.distributed.ProcessGroup if torch.distributed.is_available() else object
 CollectibleGroup = ProcessGroup

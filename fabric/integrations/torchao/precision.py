@@ -12,7 +12,7 @@ from fabric.core.extras import needed
 from fabric.core.registry import did_you_mean
 from fabric.core.torch_internals import leave_out_of_ddp
 from fabric.integrations.linears import check_settings, replace_linears
-from fabric.plugins.precision.true import TruePrecision
+from fabric.precision.true import TruePrecision
 
 if TYPE_CHECKING:
     from torch.nn import Linear, Module

@@ -11,7 +11,7 @@ from fabric.accelerators.accelerator import Accelerator
 from fabric.core.errors import ConfigurationError
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from fabric.plugins.io.torch_io import TorchCheckpointIO
-from fabric.plugins.precision.precision import Precision
+from fabric.precision.precision import Precision
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.strategies.single_device import SingleDeviceStrategy
 

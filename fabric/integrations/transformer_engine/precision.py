@@ -11,8 +11,8 @@ from torch import nn
 from fabric.core.errors import ConfigurationError
 from fabric.core.extras import needed
 from fabric.integrations.linears import replace_linears
-from fabric.plugins.precision.precision import DefaultDtype
-from fabric.plugins.precision.true import TruePrecision
+from fabric.precision.precision import DefaultDtype
+from fabric.precision.true import TruePrecision
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -35,7 +35,7 @@ from fabric.plugins.io.directory import check, write_manifest
 from fabric.plugins.io.portable import Stored, is_elsewhere
 from fabric.plugins.io.snapshot import Snapshot, place_of, values
 from fabric.plugins.io.torch_io import TorchCheckpointIO, saving, untrusted
-from fabric.utilities.dtypes import as_bytes
+from fabric.precision.dtypes import as_bytes
 from fabric.utilities.state_keys import PLAIN_DICTS, like
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from fabric.core.torch_internals import memory_of
 from fabric.core.tree import map_tree
 from fabric.plugins.io.portable import Stored
-from fabric.utilities.dtypes import as_bytes
+from fabric.precision.dtypes import as_bytes
 
 
 class Snapshot:

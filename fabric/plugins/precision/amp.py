@@ -1,3 +1,3 @@
 """Lightning Fabric has `MixedPrecision` under this path."""
 
-from fabric.plugins.precision.mixed import MixedPrecision as MixedPrecision
+from fabric.precision.mixed import MixedPrecision as MixedPrecision

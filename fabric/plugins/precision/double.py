@@ -1,3 +1,3 @@
 """Lightning Fabric has `DoublePrecision` under this path."""
 
-from fabric.plugins.precision.true import DoublePrecision as DoublePrecision
+from fabric.precision.true import DoublePrecision as DoublePrecision

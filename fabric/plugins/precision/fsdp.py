@@ -1,3 +1,3 @@
 """Lightning Fabric has `FSDPPrecision` under this path."""
 
-from fabric.plugins.precision.mixed import FSDPPrecision as FSDPPrecision
+from fabric.precision.mixed import FSDPPrecision as FSDPPrecision

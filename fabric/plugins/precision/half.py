@@ -1,3 +1,3 @@
 """Lightning Fabric has `HalfPrecision` under this path."""
 
-from fabric.plugins.precision.true import HalfPrecision as HalfPrecision
+from fabric.precision.true import HalfPrecision as HalfPrecision

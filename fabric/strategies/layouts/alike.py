@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.collectives.frames import CONTENTS, call_of, describe_tensor, draw
-from fabric.utilities.dtypes import as_bytes
+from fabric.precision.dtypes import as_bytes
 
 if TYPE_CHECKING:
     from fabric.collectives.channel import Channel

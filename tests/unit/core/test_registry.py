@@ -163,7 +163,7 @@ def test_factories_given_by_name_are_imported_late():
 def test_every_name_of_the_package_leads_to_a_factory():
     from fabric.accelerators.select import ACCELERATOR_REGISTRY
     from fabric.plugins.environments.detect import ENVIRONMENT_REGISTRY
-    from fabric.plugins.precision.precision import PRECISION_REGISTRY
+    from fabric.precision.precision import PRECISION_REGISTRY
     from fabric.strategies.registry import STRATEGY_REGISTRY
 
     for registry in (ACCELERATOR_REGISTRY, ENVIRONMENT_REGISTRY, PRECISION_REGISTRY, STRATEGY_REGISTRY):

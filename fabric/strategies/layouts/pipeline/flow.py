@@ -13,12 +13,12 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import accumulates, keeps_graph
 from fabric.core.tree import flatten, map_tree, unflatten
 from fabric.forward import differentiable
+from fabric.precision.dtypes import CastTo
 from fabric.strategies.layouts.alike import Alike
 from fabric.strategies.layouts.buffers import SyncedBuffers
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.run import Pass, alternating, backwards, forwards
 from fabric.strategies.layouts.pipeline.trial import joined, try_rows
-from fabric.utilities.dtypes import CastTo
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from fabric.plugins.precision import (
     MixedPrecision,
     Precision,
 )
-from fabric.plugins.precision.precision import make_precision
+from fabric.precision.precision import make_precision
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 X = torch.ones(2, 4)

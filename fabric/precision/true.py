@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fabric.plugins.precision.precision import DefaultDtype, Precision, policy_of
-from fabric.utilities.dtypes import CastTo
+from fabric.precision.dtypes import CastTo
+from fabric.precision.precision import DefaultDtype, Precision, policy_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

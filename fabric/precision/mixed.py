@@ -12,8 +12,8 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.precision import parse_precision
 from fabric.core.torch_internals import COUNTED_STEP, STEPPED
 from fabric.core.traits import overridden
-from fabric.plugins.precision.precision import PASSES, Precision, make_precision, policy_of
-from fabric.utilities.dtypes import CastTo
+from fabric.precision.dtypes import CastTo
+from fabric.precision.precision import PASSES, Precision, make_precision, policy_of
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.core.types import Optimizable
-    from fabric.plugins.precision.loss_scale import LossScale
+    from fabric.precision.loss_scale import LossScale
 
 
 class MixedPrecision(Precision):
@@ -75,7 +75,7 @@ class MixedPrecision(Precision):
         elif self._scale is not None:
             self._scale.replace(scaler)
         else:
-            from fabric.plugins.precision.loss_scale import LossScale
+            from fabric.precision.loss_scale import LossScale
 
             self._scale = LossScale(scaler, self.device)
 

@@ -1,0 +1,1 @@
+"""Dtypes, autocast and loss scaling around forward, backward and step."""
