@@ -131,8 +131,8 @@ def _stream_source(
     asks: bool,
     own: bool,
 ) -> Source:
-    from fabric.data.iterables import Batched, Collate
-    from fabric.data.stream_source import StreamSource
+    from fabric.data.iterable.iterables import Batched, Collate
+    from fabric.data.iterable.stream_source import StreamSource
 
     persistent = loader.num_workers > 0 and loader.persistent_workers
     dataset = Batched(loader.dataset, rule, (seed, rule.share.rank), asks, persistent)

@@ -304,7 +304,7 @@ def _stored(dataset: Any) -> str | None:
     as_stored = getattr(dataset, "with_format", None)
     if not callable(as_stored):
         return None
-    from fabric.data.iterables import Head
+    from fabric.data.iterable.iterables import Head
 
     rows = as_stored(None)
     head = Head.of([rows[0], rows[len(rows) - 1]])

@@ -88,8 +88,8 @@ fabric.setup.check_module = lambda module, verb, launches: module
     ),
     "streams that share themselves out are found": Mend(
         """
-import fabric.data.stream_source
-fabric.data.stream_source.shares_itself = lambda name, held: False
+import fabric.data.iterable.stream_source
+fabric.data.iterable.stream_source.shares_itself = lambda name, held: False
 """
     ),
     "the order does not depend on the number of loaders": Mend(

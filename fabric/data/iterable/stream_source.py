@@ -19,7 +19,7 @@ from fabric.utilities.warnings import PossibleUserWarning
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fabric.data.iterables import Batched, Head
+    from fabric.data.iterable.iterables import Batched, Head
     from fabric.data.together import Peers
 
 _FEWER = (

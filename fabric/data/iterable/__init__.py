@@ -1,0 +1,1 @@
+"""Iterable datasets: sharding that is found out, and positions in streams."""
