@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fabric.accelerators.select import ACCELERATOR_REGISTRY, first_device, select_accelerator, select_devices
+from fabric.checkpoint.checkpoint_io import CheckpointIO
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.traits import Traits
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from fabric.plugins.environments.detect import find_environment
-from fabric.plugins.io.checkpoint_io import CheckpointIO
 from fabric.precision.precision import Precision, make_precision
 from fabric.strategies.registry import STRATEGY_REGISTRY
 from fabric.strategies.strategy import Plan, Strategy

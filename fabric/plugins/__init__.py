@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from fabric.checkpoint.checkpoint_io import CheckpointIO as CheckpointIO
+    from fabric.checkpoint.torch_io import TorchCheckpointIO as TorchCheckpointIO
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment as ClusterEnvironment
-    from fabric.plugins.io.checkpoint_io import CheckpointIO as CheckpointIO
-    from fabric.plugins.io.torch_io import TorchCheckpointIO as TorchCheckpointIO
     from fabric.precision.mixed import FSDPPrecision as FSDPPrecision
     from fabric.precision.mixed import MixedPrecision as MixedPrecision
     from fabric.precision.precision import Precision as Precision
@@ -18,7 +18,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "BitsandbytesPrecision": "fabric.integrations.bitsandbytes.precision",
-        "CheckpointIO": "fabric.plugins.io.checkpoint_io",
+        "CheckpointIO": "fabric.checkpoint.checkpoint_io",
         "ClusterEnvironment": "fabric.plugins.environments.cluster_environment",
         "DeepSpeedPrecision": "fabric.integrations.deepspeed.precision",
         "DoublePrecision": "fabric.precision.true",
@@ -27,7 +27,7 @@ __getattr__, __dir__ = lazy_exports(
         "MixedPrecision": "fabric.precision.mixed",
         "Precision": "fabric.precision.precision",
         "TorchAOPrecision": "fabric.integrations.torchao.precision",
-        "TorchCheckpointIO": "fabric.plugins.io.torch_io",
+        "TorchCheckpointIO": "fabric.checkpoint.torch_io",
         "TransformerEnginePrecision": "fabric.integrations.transformer_engine.precision",
     },
 )

@@ -7,9 +7,9 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from fabric.checkpoint import state as states
 from fabric.collectives.frames import call_of
 from fabric.core.errors import ConfigurationError
-from fabric.strategies import state as states
 from fabric.strategies.exchange import Exchange
 from fabric.utilities.cloud_io import local_path
 from fabric.utilities.state_keys import clean_keys, fit_keys, with_ties
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from fabric.checkpoint.checkpoint_io import CheckpointIO
+    from fabric.checkpoint.snapshot import Snapshot
     from fabric.core.types import Filter, PathLike
-    from fabric.plugins.io.checkpoint_io import CheckpointIO
-    from fabric.plugins.io.snapshot import Snapshot
     from fabric.strategies.layouts.layout import Whole
     from fabric.strategies.pending import PendingSave
 
@@ -55,7 +55,7 @@ class Checkpoints(Exchange):
     def checkpoint_io(self) -> CheckpointIO:
         """How checkpoints reach storage."""
         if self._checkpoint_io is None:
-            from fabric.plugins.io.torch_io import TorchCheckpointIO
+            from fabric.checkpoint.torch_io import TorchCheckpointIO
 
             self._checkpoint_io = TorchCheckpointIO()
         return self._checkpoint_io
@@ -149,8 +149,8 @@ class Checkpoints(Exchange):
         storage, where = self.checkpoint_io, path
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
             checkpoint = states.gather(self, state, filter, allow_pickle)
-            from fabric.plugins.io.beside import is_safetensors
-            from fabric.plugins.io.torch_io import TorchCheckpointIO
+            from fabric.checkpoint.files import is_safetensors
+            from fabric.checkpoint.torch_io import TorchCheckpointIO
 
             ours = type(storage) is TorchCheckpointIO
             if ours and is_safetensors(path):
@@ -158,7 +158,7 @@ class Checkpoints(Exchange):
 
                 tensors_of(checkpoint, path)  # raises on all ranks, beside the loop too
             if self.topology.rank == 0 and not wait:
-                from fabric.plugins.io.snapshot import Snapshot
+                from fabric.checkpoint.snapshot import Snapshot
 
                 where = local_path(path) or path  # absolute: the loop may leave its directory
                 # Another's IO may still hold what it was given.
@@ -215,7 +215,7 @@ class Checkpoints(Exchange):
         Raises:
             DamagedCheckpointError: A file of it is missing, or not what was written.
         """
-        from fabric.plugins.io.beside import present, sharded_at
+        from fabric.checkpoint.files import present, sharded_at
 
         self.finish_save()
         doing, storage, found = f"loading {path}", self.checkpoint_io, present(path)

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import torch
 
     from fabric.accelerators.accelerator import Accelerator
+    from fabric.checkpoint.checkpoint_io import CheckpointIO
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.precision.precision import Precision
     from fabric.strategies.layouts.context.part import ContextParallel
     from fabric.strategies.parallel import StartMethod

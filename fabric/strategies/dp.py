@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     import torch
 
     from fabric.accelerators.accelerator import Accelerator
+    from fabric.checkpoint.checkpoint_io import CheckpointIO
     from fabric.launch.launcher import Launcher
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.precision.precision import Precision
     from fabric.strategies.strategy import Plan
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fabric.accelerators.accelerator import Accelerator
+    from fabric.checkpoint.checkpoint_io import CheckpointIO
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.precision.precision import Precision
     from fabric.strategies.layouts.context.part import ContextParallel
     from fabric.strategies.parallel import StartMethod

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.accelerators.accelerator import Accelerator
+    from fabric.checkpoint.checkpoint_io import CheckpointIO
     from fabric.collectives.collective import Collective
     from fabric.guard.watchdog import Watchdog
     from fabric.launch.launcher import Launcher
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.plugins.io.checkpoint_io import CheckpointIO
     from fabric.precision.precision import Precision
     from fabric.strategies.layouts.context.part import ContextParallel
 

@@ -10,8 +10,8 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from fabric.checkpoint.state import together
 from fabric.launch.signals import flush_output
-from fabric.strategies.state import together
 
 if TYPE_CHECKING:
     from collections.abc import Callable

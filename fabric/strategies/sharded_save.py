@@ -9,13 +9,13 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fabric.checkpoint import state as states
+from fabric.checkpoint.files import hold, is_held, is_safetensors, named, put_in_place, remove
+from fabric.checkpoint.torch_io import TorchCheckpointIO
 from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.launch.garbage import nothing_collected
-from fabric.plugins.io.beside import hold, is_held, is_safetensors, named, put_in_place, remove
 from fabric.plugins.io.directory import begin
-from fabric.plugins.io.torch_io import TorchCheckpointIO
-from fabric.strategies import state as states
 from fabric.utilities.cloud_io import target_path
 
 if TYPE_CHECKING:

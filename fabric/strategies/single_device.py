@@ -11,7 +11,7 @@ from fabric.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from fabric.accelerators.accelerator import Accelerator
-    from fabric.plugins.io.checkpoint_io import CheckpointIO
+    from fabric.checkpoint.checkpoint_io import CheckpointIO
     from fabric.precision.precision import Precision
 
 

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from fabric.accelerators.accelerator import Accelerator
+    from fabric.checkpoint.checkpoint_io import CheckpointIO
     from fabric.core.traits import Traits
     from fabric.core.types import Optimizable
     from fabric.launch.launcher import Launcher
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-    from fabric.plugins.io.checkpoint_io import CheckpointIO
 
 
 @dataclass(frozen=True)

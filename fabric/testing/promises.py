@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from fabric.checkpoint.torch_io import TorchCheckpointIO
 from fabric.core.tree import flatten, iter_paths
-from fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabric.testing.subject import sgd, subject
 from fabric.testing.worker import rank_info
 

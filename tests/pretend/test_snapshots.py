@@ -7,7 +7,7 @@ import torch
 from counting import fabric_of, net
 from sim import HostSyncs
 
-from fabric.plugins.io.snapshot import Snapshot
+from fabric.checkpoint.snapshot import Snapshot
 
 
 def state_on(device):

@@ -208,7 +208,7 @@ def test_a_save_beside_the_loop_may_be_the_last_act_of_a_script(fabric, env):
 KILLED = """
 import os, signal, fsspec, torch
 from fabric import Fabric
-from fabric.plugins.io import torch_io
+from fabric.checkpoint import torch_io
 fsspec.config.conf["s3"] = {"default_block_size": 5 << 20}  # parts of the upload
 fabric = Fabric(accelerator="cpu", devices=1)
 fabric.save("s3://bucket/a.pt", {"step": 1, "w": torch.ones(4 << 20)})

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fabric import Fabric
-from fabric.plugins.io.portable import Stored
+from fabric.checkpoint.portable import Stored
 from fabric.strategies import ModelParallelStrategy, PipelineStrategy
 
 WIDE = 64

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 from torch.distributed.tensor import DTensor
 
 from fabric import Fabric
+from fabric.checkpoint.portable import Stored
 from fabric.plugins.io import CheckpointIO, directory, sharded
-from fabric.plugins.io.portable import Stored
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 
 

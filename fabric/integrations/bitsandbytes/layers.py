@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import bitsandbytes.nn as bnb
 from bitsandbytes import matmul
 
-from fabric.plugins.io.portable import read_stored
+from fabric.checkpoint.portable import read_stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.checkpoint import state as states
+from fabric.checkpoint.digest import damaged
+from fabric.checkpoint.files import present, put_in_place, remove
 from fabric.collectives.objects import gather_objects
 from fabric.core.errors import UsageError
 from fabric.integrations.deepspeed.package import load_deepspeed
-from fabric.plugins.io.beside import present, put_in_place, remove
-from fabric.plugins.io.digest import damaged
 from fabric.plugins.io.directory import begin, check, digest, write_manifest
-from fabric.strategies import state as states
 from fabric.utilities.cloud_io import local_path, target_path
 from fabric.wrappers import unwrap
 
@@ -163,7 +163,7 @@ def consolidate(directory: PathLike, file: PathLike) -> None:
     load_deepspeed("cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, get_model_state_files
 
-    from fabric.plugins.io.torch_io import TorchCheckpointIO
+    from fabric.checkpoint.torch_io import TorchCheckpointIO
 
     state = get_fp32_state_dict_from_zero_checkpoint(str(found))
     first = get_model_state_files(str(found / (found / "latest").read_text().strip()))[0]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
+from fabric.checkpoint.portable import read_stored
 from fabric.collectives.frames import call_of
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.traits import Traits
@@ -19,7 +20,6 @@ from fabric.integrations.deepspeed import states
 from fabric.integrations.deepspeed.calls import Together
 from fabric.integrations.deepspeed.gradients import Gradients, take_over, trains
 from fabric.integrations.deepspeed.precision import PRECISIONS, WHY
-from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.norms import norm_over_ranks
 from fabric.strategies.layouts.plain import NOT_THE_USERS

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.checkpoint import state as states
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import COUNTED_STEP, STEPPED
 from fabric.integrations.deepspeed import checkpoints
@@ -19,7 +20,6 @@ from fabric.integrations.deepspeed.package import environment, forget_groups, lo
 from fabric.integrations.deepspeed.precision import DeepSpeedPrecision
 from fabric.integrations.deepspeed.settings import complete, get, joined
 from fabric.precision.dtypes import CastTo
-from fabric.strategies import state as states
 from fabric.strategies.ddp import DDPStrategy
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.buffers import shared_buffers

@@ -18,10 +18,10 @@ from torch import distributed as dist
 from fabric.accelerators.accelerator import Accelerator
 from fabric.accelerators.cuda import CUDAAccelerator
 from fabric.accelerators.mps import MPSAccelerator
+from fabric.checkpoint.torch_io import TorchCheckpointIO
 from fabric.core.compile import is_compiled, uncompiled
 from fabric.core.errors import ConfigurationError
 from fabric.data.order import tell
-from fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabric.utilities.cloud_io import local_path
 from fabric.utilities.seed import collect_rng_states, host_states, set_rng_states
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from fabric.checkpoint.checkpoint_io import CheckpointIO
 from fabric.core.precision import PrecisionInput, PrecisionName
 from fabric.core.registry import Registry
 from fabric.core.types import PathLike, Stateful
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from fabric.plugins.io.checkpoint_io import CheckpointIO
 from fabric.precision.precision import Precision
 
 ProcessGroup = torch.distributed.ProcessGroup if torch.distributed.is_available() else object

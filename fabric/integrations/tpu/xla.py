@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from fabric.accelerators.accelerator import Accelerator
+from fabric.checkpoint.torch_io import TorchCheckpointIO
 from fabric.core.errors import ConfigurationError
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
-from fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabric.precision.precision import Precision
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.strategies.single_device import SingleDeviceStrategy

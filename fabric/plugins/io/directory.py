@@ -10,9 +10,9 @@ import os
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from fabric.checkpoint.digest import crc_of, damaged
+from fabric.checkpoint.files import MANIFEST, METADATA, alone_in, flush_directory, part_of
 from fabric.core.errors import UsageError
-from fabric.plugins.io.beside import MANIFEST, METADATA, alone_in, flush_directory, part_of
-from fabric.plugins.io.digest import crc_of, damaged
 
 if TYPE_CHECKING:
     from pathlib import Path

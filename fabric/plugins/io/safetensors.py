@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.checkpoint.digest import crc_of, damaged, write_all
+from fabric.checkpoint.files import INDEX, INDICES, LENGTH, SINGLE
+from fabric.checkpoint.portable import TAG, Stored, read_stored
+from fabric.checkpoint.snapshot import place_of, values
 from fabric.core.errors import ConfigurationError, MissingExtraError
-from fabric.plugins.io.beside import INDEX, INDICES, LENGTH, SINGLE
-from fabric.plugins.io.digest import crc_of, damaged, write_all
-from fabric.plugins.io.portable import TAG, Stored, read_stored
-from fabric.plugins.io.snapshot import place_of, values
 from fabric.utilities.state_keys import PLAIN_DICTS
 
 if TYPE_CHECKING:

@@ -26,15 +26,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
+from fabric.checkpoint.digest import LARGE, DigestWriter, damaged
+from fabric.checkpoint.files import MANIFEST, METADATA, is_safetensors, sharded_at
+from fabric.checkpoint.portable import Stored, is_elsewhere
+from fabric.checkpoint.snapshot import Snapshot, place_of, values
+from fabric.checkpoint.torch_io import TorchCheckpointIO, saving, untrusted
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import place_in_file
 from fabric.core.tree import map_tree
-from fabric.plugins.io.beside import MANIFEST, METADATA, is_safetensors, sharded_at
-from fabric.plugins.io.digest import LARGE, DigestWriter, damaged
 from fabric.plugins.io.directory import check, write_manifest
-from fabric.plugins.io.portable import Stored, is_elsewhere
-from fabric.plugins.io.snapshot import Snapshot, place_of, values
-from fabric.plugins.io.torch_io import TorchCheckpointIO, saving, untrusted
 from fabric.precision.dtypes import as_bytes
 from fabric.utilities.state_keys import PLAIN_DICTS, like
 

@@ -14,12 +14,12 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from fabric.checkpoint.portable import Stored, kept_elsewhere
 from fabric.core.errors import UsageError
 from fabric.core.passes import parameters_of
 from fabric.core.torch_internals import dtensor_handlers, memory_of, value_of
 from fabric.core.torch_versions import older_than, refuse_before
 from fabric.core.tree import map_tree
-from fabric.plugins.io.portable import Stored, kept_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from fabric.checkpoint.portable import read_stored
 from fabric.collectives.objects import gather_objects
 from fabric.collectives.reduce import reduce_tree
 from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.core.passes import parameters_of, watch_steps
 from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
-from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.buffers import SyncedBuffers, shared_buffers
 from fabric.strategies.layouts.layout import Whole

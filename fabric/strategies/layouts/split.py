@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.checkpoint.portable import read_stored
 from fabric.collectives.frames import call_of
 from fabric.core.errors import UsageError
 from fabric.core.passes import parameters_of, watch_steps
 from fabric.core.torch_internals import tensor_of
 from fabric.core.tree import map_tree
-from fabric.plugins.io.portable import read_stored
 from fabric.strategies.layouts.layout import Whole
 from fabric.utilities.deferred import DeferredInit, Unmade
 from fabric.utilities.init import has_meta_parameters, names_of_owners

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-import fabric.strategies.state as state_module
+import fabric.checkpoint.state as state_module
 from fabric import Fabric
+from fabric.checkpoint.portable import from_portable
+from fabric.checkpoint.state import MissingKeysError
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.plugins.io import CheckpointIO
-from fabric.plugins.io.portable import from_portable
-from fabric.strategies.state import MissingKeysError
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 
+from fabric.checkpoint.portable import elsewhere, read_stored
 from fabric.collectives.objects import broadcast_tree, gather_objects
 from fabric.core.errors import UsageError
 from fabric.core.passes import parameters_of
 from fabric.core.tree import iter_paths, map_tree
-from fabric.plugins.io.portable import elsewhere, read_stored
 from fabric.strategies.layouts.agree import on_any_rank
 from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.norms import norm_over_ranks

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fabric.checkpoint.portable import from_portable, module_entries, to_portable
 from fabric.core.errors import ArgumentTypeError
-from fabric.plugins.io.portable import from_portable, module_entries, to_portable
 from fabric.utilities.seed import collect_rng_states, set_rng_states
 
 

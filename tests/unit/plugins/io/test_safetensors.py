@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from fabric import Fabric
+from fabric.checkpoint.portable import Stored
 from fabric.cli import main
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, MissingExtraError
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO, safetensors
-from fabric.plugins.io.portable import Stored
 from fabric.utilities.cloud_io import get_filesystem
 
 
@@ -342,7 +342,7 @@ def test_without_the_package(fabric, tmp_path, monkeypatch):
 
 
 def test_the_package_is_imported_where_it_is_used():
-    code = "import sys, torch, fabric.plugins.io.torch_io as io; "
+    code = "import sys, torch, fabric.checkpoint.torch_io as io; "
     code += "io.TorchCheckpointIO().save_checkpoint({}, sys.argv[1]); assert 'safetensors' not in sys.modules"
     subprocess.run([sys.executable, "-c", code, "/dev/null"], check=True)
 

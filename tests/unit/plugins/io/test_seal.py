@@ -10,9 +10,9 @@ import zipfile
 import pytest
 import torch
 
+from fabric.checkpoint.digest import DigestWriter, check
 from fabric.core.errors import DamagedCheckpointError, UsageError
 from fabric.plugins.io import TorchCheckpointIO
-from fabric.plugins.io.digest import DigestWriter, check
 
 DATA = {"step": 7, "w": torch.arange(3.0), "text": "fabric-seal: a word of the data"}
 

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 
 from fabric import Fabric
+from fabric.checkpoint.portable import Stored, kept_elsewhere
 from fabric.cli import main
 from fabric.core.errors import DamagedCheckpointError, UsageError
-from fabric.plugins.io.portable import Stored, kept_elsewhere
 from fabric.plugins.io.sharded import Part
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import fabric.plugins.io.torch_io as torch_io
+import fabric.checkpoint.torch_io as torch_io
 from fabric.core.errors import ConfigurationError, FabricError, UsageError
 from fabric.plugins.io import TorchCheckpointIO
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.checkpoint.optimizer_names import by_name, known_names, names_of, with_names
+from fabric.checkpoint.portable import Stored, from_portable, module_entries, to_portable
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError, UsageError
 from fabric.core.passes import parameters_of
 from fabric.core.tree import flatten
-from fabric.plugins.io.portable import Stored, from_portable, module_entries, to_portable
-from fabric.strategies.optimizer_names import by_name, known_names, names_of, with_names
 from fabric.utilities.init import name_of, names_of_owners
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.state_keys import like, warn_if_unloaded
@@ -21,8 +21,8 @@ from fabric.wrappers import unwrap
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fabric.checkpoint.optimizer_names import Known
     from fabric.core.types import Filter
-    from fabric.strategies.optimizer_names import Known
 
 
 class MissingKeysError(ConfigurationError, KeyError):

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from fabric.checkpoint.portable import Stored
 from fabric.core.torch_internals import memory_of
 from fabric.core.tree import map_tree
-from fabric.plugins.io.portable import Stored
 from fabric.precision.dtypes import as_bytes
 
 

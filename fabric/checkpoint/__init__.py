@@ -1,0 +1,1 @@
+"""The tree of values of a checkpoint, and its files: atomic, verified."""

@@ -1,0 +1,237 @@
+"""`TorchCheckpointIO`: one file, of torch or of safetensors, written aside and renamed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import tempfile
+import zipfile
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.checkpoint.checkpoint_io import CheckpointIO
+from fabric.checkpoint.digest import DigestWriter, check, damaged
+from fabric.checkpoint.files import (
+    is_safetensors,
+    named,
+    part_of,
+    put_in_place,
+    remove,
+    safetensors_at,
+    sharded_at,
+)
+from fabric.core.errors import ConfigurationError, UsageError
+from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from fabric.core.types import PathLike
+
+
+_DAMAGE = ("PytorchStreamReader", "zip archive", "unexpected EOF")
+"""What torch.load says of a file that was cut short, or is something else altogether."""
+
+
+class TorchCheckpointIO(CheckpointIO):
+    """Checkpoints as single files of `torch.save`, on a local disk or behind any fsspec URL.
+
+    A name that ends with ".safetensors" is written as such; either kind is read, by what is in it.
+
+    Args:
+        verify: Whether loading reads a file to its end first and compares what was written. Files that others
+            wrote are loaded as they are.
+    """
+
+    verify = True  # also of subclasses that do not call this
+
+    def __init__(self, verify: bool = True) -> None:
+        self.verify = verify
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None
+    ) -> None:
+        """Write to a temporary file beside `path`, flush it to the disk, and rename it over `path`.
+
+        Raises:
+            ConfigurationError: `storage_options` were given; this IO has none. Or a safetensors file cannot
+                hold this.
+            OSError: The file cannot be written; the old file, if any, is untouched.
+        """
+        if storage_options is not None:
+            raise ConfigurationError(
+                f"storage_options={storage_options!r} mean nothing to TorchCheckpointIO. Pass a CheckpointIO "
+                "of your own as Fabric(plugins=...) that reads them."
+            )
+        write = partial(_write, checkpoint, self.facts)
+        if is_safetensors(path):
+            from fabric.plugins.io import safetensors
+
+            write = partial(safetensors.write, safetensors.tensors_of(checkpoint, path), self.facts)
+        target = target_path(path)
+        if target is None:
+            _save_to_url(write, str(path))
+            return
+        with named(local_path(path) or target):
+            _save_to_disk(write, target)
+
+    def load_checkpoint(
+        self, path: PathLike, map_location: Any | None = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The dictionary that was saved. Local files are memory-mapped: bytes are read when they are used.
+
+        Args:
+            path: File or URL; a directory of Hugging Face with safetensors files.
+            map_location: As in `torch.load`; the default keeps tensors on the host, as those of safetensors
+                are.
+            weights_only: None or True refuse arbitrary pickled objects; False trusts the file.
+
+        Raises:
+            FileNotFoundError: Nothing is at `path`.
+            DamagedCheckpointError: The file is no checkpoint, or not what was written.
+            UsageError: The file holds objects that safe loading refuses.
+        """
+        safe, local = weights_only is not False, local_path(path)
+        try:
+            if local is not None:
+                return self._read(local, path, map_location, safe)
+            with tempfile.NamedTemporaryFile() as copy:  # mapped, and so there until it is read
+                _fetch(str(path), copy)
+                return self._read(Path(copy.name), path, map_location, safe)
+        except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not any([sign in str(error) for sign in _DAMAGE]):
+                raise
+            refused = _refused(str(error)) if safe and isinstance(error, pickle.UnpicklingError) else ""
+            if refused:
+                raise untrusted(f"{path} {refused}, which") from error
+            why = "it was cut short, or not written by fabric.save or torch.save"
+            raise damaged(path, why) from error
+
+    def remove_checkpoint(self, path: PathLike) -> None:
+        """Delete the file or directory at `path`, if it is there."""
+        local = local_path(path)
+        if local is not None:
+            remove(local)
+        elif (filesystem := get_filesystem(path)).exists(str(path)):
+            filesystem.rm(str(path), recursive=True)
+
+    def _read(self, path: Path, name: PathLike, map_location: Any, safe: bool) -> dict[str, Any]:
+        if safetensors_at(path, name):
+            from fabric.plugins.io import safetensors
+
+            return safetensors.read(path, self.verify, name)
+        if path.is_dir():
+            raise IsADirectoryError(
+                f"{name} is a directory, not a checkpoint file, and not of fabric.save. If an engine "
+                "wrote it (DeepSpeed), load it under its strategy, or make a file of it with its tool."
+            )
+        if not path.exists():
+            raise FileNotFoundError(f"There is no checkpoint file at {name}.")
+        if self.verify and path.is_file():
+            with path.open("rb", buffering=0) as file:
+                check(file, name)
+        if is_safetensors(path):  # torch would go by the name
+            with path.open("rb") as file:
+                return torch.load(file, map_location, weights_only=safe)  # type: ignore[no-any-return]
+        # Objects that only an unsafe load reads may hold tensors where nobody finds and copies them. Files in
+        # the old format, which are no archives, cannot be mapped.
+        on_host = isinstance(map_location, str | torch.device) and torch.device(map_location).type == "cpu"
+        mapped = safe and on_host and zipfile.is_zipfile(path)
+        return torch.load(path, map_location, weights_only=safe, mmap=mapped)  # type: ignore[no-any-return]
+
+
+def _fetch(url: str, file: Any) -> None:
+    try:
+        with get_filesystem(url).open(url, "rb") as opened:
+            shutil.copyfileobj(opened, file)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"There is no checkpoint file at {url}.") from error
+    except IsADirectoryError as error:
+        raise IsADirectoryError(f"{url} is a directory, not a checkpoint file.") from error
+    file.flush()
+
+
+def _refused(text: str) -> str:
+    """What torch says that safe loading refuses in a file; "": it is no pickle at all."""
+    reason = re.search(r"WeightsUnpickler error:\s*(.*?)(\. |$)", text, re.MULTILINE)
+    operand = re.search(r"Unsupported operand (\d+)", text)
+    if reason is None or (operand and int(operand.group(1)) < 128):  # a letter: the file is some text
+        return ""
+    found = re.search(r"GLOBAL ([\w.]+)", text)
+    return f"refers to {found.group(1)}" if found else f"holds more than data ({reason.group(1)})"
+
+
+def untrusted(what: str) -> UsageError:
+    """The error of a checkpoint with something in it that only unpickling any code would read."""
+    return UsageError(
+        f"{what} safe loading refuses, because reading it can run any code. If you trust the file, write "
+        "fabric.load(path, ..., weights_only=False)."
+    )
+
+
+def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
+    if path.is_dir():
+        from fabric.plugins.io.directory import refuse_foreign
+
+        if sharded_at(path) is None:
+            raise IsADirectoryError(
+                f"{path} is a directory. Give a file name, for example {path / 'checkpoint.pt'}."
+            )
+        refuse_foreign(path)
+    elif path.exists() and not path.is_file():
+        with path.open("wb", buffering=0) as file:  # /dev/null, a pipe: nothing that a file may replace
+            write(file)
+        return
+    part = part_of(path, directory=False)
+    try:
+        with part.open("r+b", buffering=0) as file:
+            write(file)
+            os.fsync(file.fileno())
+        if path.is_file():
+            part.chmod(path.stat().st_mode)
+        put_in_place(part, path)
+    except BaseException:
+        remove(part)
+        raise
+
+
+def _write(checkpoint: dict[str, Any], facts: Mapping[str, Any], file: Any) -> None:
+    digested: Any = DigestWriter(file)
+    with saving():
+        torch.save(checkpoint, digested)
+    digested.seal(facts)
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Let torch.save leave out its own checksums, which are slow, and which torch.load does not read.
+
+    Raises:
+        OSError: Bytes are missing; torch's writer notices it at its end, which covers up why.
+    """
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _save_to_url(write: Callable[[Any], None], url: str) -> None:
+    # One of its own: what the loop writes meanwhile must not come into this transaction.
+    filesystem = get_filesystem(url, skip_instance_cache=True)
+    directory = url.rsplit("/", 1)[0]
+    if not filesystem.isdir(directory):  # else s3fs would make the bucket, which few may
+        filesystem.makedirs(directory, exist_ok=True)
+    with filesystem.transaction, filesystem.open(url, "wb") as file:
+        write(file)
