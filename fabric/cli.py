@@ -124,7 +124,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _consolidate(options: argparse.Namespace) -> int:
-    from fabric.plugins.io.sharded import consolidate
+    from fabric.checkpoint.formats.sharded.dcp import consolidate
 
     output = options.output or f"{options.checkpoint.rstrip(os.sep)}.full.pt"
     try:

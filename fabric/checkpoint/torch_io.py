@@ -71,7 +71,7 @@ class TorchCheckpointIO(CheckpointIO):
             )
         write = partial(_write, checkpoint, self.facts)
         if is_safetensors(path):
-            from fabric.plugins.io import safetensors
+            from fabric.checkpoint.formats import safetensors
 
             write = partial(safetensors.write, safetensors.tensors_of(checkpoint, path), self.facts)
         target = target_path(path)
@@ -123,7 +123,7 @@ class TorchCheckpointIO(CheckpointIO):
 
     def _read(self, path: Path, name: PathLike, map_location: Any, safe: bool) -> dict[str, Any]:
         if safetensors_at(path, name):
-            from fabric.plugins.io import safetensors
+            from fabric.checkpoint.formats import safetensors
 
             return safetensors.read(path, self.verify, name)
         if path.is_dir():
@@ -177,7 +177,7 @@ def untrusted(what: str) -> UsageError:
 
 def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
     if path.is_dir():
-        from fabric.plugins.io.directory import refuse_foreign
+        from fabric.checkpoint.formats.sharded.directory import refuse_foreign
 
         if sharded_at(path) is None:
             raise IsADirectoryError(

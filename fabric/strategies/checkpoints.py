@@ -98,7 +98,7 @@ class Checkpoints(Exchange):
         self.finish_save()
         sharded = False
         if (format or self.state_dict_type) != "full":
-            from fabric.strategies.sharded_save import choose_format, save_sharded
+            from fabric.checkpoint.formats.sharded.save import choose_format, save_sharded
 
             try:
                 format, where = choose_format(self, path, format, storage_options)
@@ -154,7 +154,7 @@ class Checkpoints(Exchange):
 
             ours = type(storage) is TorchCheckpointIO
             if ours and is_safetensors(path):
-                from fabric.plugins.io.safetensors import tensors_of
+                from fabric.checkpoint.formats.safetensors import tensors_of
 
                 tensors_of(checkpoint, path)  # raises on all ranks, beside the loop too
             if self.topology.rank == 0 and not wait:
@@ -228,7 +228,7 @@ class Checkpoints(Exchange):
             if directory is None:
                 tree = states.named(storage.load_checkpoint(found, weights_only=weights_only), state)
             elif verify is not False:
-                from fabric.plugins.io.directory import check
+                from fabric.checkpoint.formats.sharded.directory import check
 
                 same = [rank for rank, where in enumerate(told) if where == mine]
                 check(directory, same.index(self.topology.rank), len(same))
@@ -236,7 +236,7 @@ class Checkpoints(Exchange):
         if any(told):
             with states.together(self, doing):
                 if directory is not None:
-                    from fabric.plugins.io.sharded import Checkpoint
+                    from fabric.checkpoint.formats.sharded.dcp import Checkpoint
 
                     checkpoint = Checkpoint(directory, weights_only is not False)
                     tree = checkpoint.tree()

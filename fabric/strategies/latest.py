@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fabric.checkpoint.formats.sharded.save import choose_format
 from fabric.checkpoint.state import together
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.traits import overridden
 from fabric.strategies.checkpoints import Checkpoints
-from fabric.strategies.sharded_save import choose_format
 from fabric.utilities.cloud_io import join_path, list_directory, local_path
 from fabric.utilities.rank_zero import rank_zero_warn
 

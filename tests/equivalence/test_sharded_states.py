@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fabric import Fabric
+from fabric.checkpoint.formats.sharded.dcp import consolidate
 from fabric.core.errors import CollectiveMismatch, RankError, UsageError
-from fabric.plugins.io.sharded import consolidate
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 
 

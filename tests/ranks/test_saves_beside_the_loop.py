@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from fabric import Fabric
+from fabric.checkpoint.formats.sharded.dcp import Part
 from fabric.core.errors import ConfigurationError
 from fabric.plugins.io import TorchCheckpointIO
-from fabric.plugins.io.sharded import Part
 
 
 class Slow(TorchCheckpointIO):

@@ -16,8 +16,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 from torch.distributed.tensor import DTensor
 
 from fabric import Fabric
+from fabric.checkpoint.formats.sharded import dcp as sharded
+from fabric.checkpoint.formats.sharded import directory
 from fabric.checkpoint.portable import Stored
-from fabric.plugins.io import CheckpointIO, directory, sharded
+from fabric.plugins.io import CheckpointIO
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 
 

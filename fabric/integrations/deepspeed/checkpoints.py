@@ -14,10 +14,10 @@ import torch
 from fabric.checkpoint import state as states
 from fabric.checkpoint.digest import damaged
 from fabric.checkpoint.files import present, put_in_place, remove
+from fabric.checkpoint.formats.sharded.directory import begin, check, digest, write_manifest
 from fabric.collectives.objects import gather_objects
 from fabric.core.errors import UsageError
 from fabric.integrations.deepspeed.package import load_deepspeed
-from fabric.plugins.io.directory import begin, check, digest, write_manifest
 from fabric.utilities.cloud_io import local_path, target_path
 from fabric.wrappers import unwrap
 

@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fabric import Fabric
-from fabric.plugins.io import sharded
-from fabric.strategies import sharded_save
+from fabric.checkpoint.formats.sharded import dcp as sharded
+from fabric.checkpoint.formats.sharded import save as sharded_save
 
 KEEP = 2
 SECONDS = 60

@@ -7,9 +7,9 @@ from io import BytesIO
 import pytest
 import torch
 
+from fabric.checkpoint.formats.sharded.dcp import Part
 from fabric.checkpoint.snapshot import values
 from fabric.checkpoint.torch_io import saving
-from fabric.plugins.io.sharded import Part
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8),

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from fabric import Fabric
+from fabric.checkpoint.formats import safetensors
 from fabric.checkpoint.portable import Stored
 from fabric.cli import main
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, MissingExtraError
-from fabric.plugins.io import CheckpointIO, TorchCheckpointIO, safetensors
+from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from fabric.utilities.cloud_io import get_filesystem
 
 

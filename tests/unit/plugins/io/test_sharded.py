@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 
 from fabric import Fabric
+from fabric.checkpoint.formats.sharded.dcp import Part
 from fabric.checkpoint.portable import Stored, kept_elsewhere
 from fabric.cli import main
 from fabric.core.errors import DamagedCheckpointError, UsageError
-from fabric.plugins.io.sharded import Part
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_missing_or_truncated_file_is_named(fabric, tmp_path, name):
 
 
 def test_a_manifest_of_a_later_format(fabric, tmp_path, monkeypatch):
-    monkeypatch.setattr("fabric.plugins.io.directory.FORMAT", 2)
+    monkeypatch.setattr("fabric.checkpoint.formats.sharded.directory.FORMAT", 2)
     path = saved(fabric, tmp_path / "c")
     monkeypatch.undo()
     with pytest.raises(UsageError, match="is a checkpoint of format 2, and this fabric reads up to 1"):
@@ -260,7 +260,7 @@ def test_code_in_a_checkpoint_is_refused(fabric, tmp_path):
 
 
 def test_consolidate(fabric, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fabric.plugins.io.sharded.LARGE", 64)
+    monkeypatch.setattr("fabric.checkpoint.formats.sharded.dcp.LARGE", 64)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     model[1].weight = nn.Parameter(model[0].weight.detach().t().contiguous())
     model.again = model[0]

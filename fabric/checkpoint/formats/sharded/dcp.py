@@ -28,13 +28,13 @@ from torch.distributed.tensor import DTensor
 
 from fabric.checkpoint.digest import LARGE, DigestWriter, damaged
 from fabric.checkpoint.files import MANIFEST, METADATA, is_safetensors, sharded_at
+from fabric.checkpoint.formats.sharded.directory import check, write_manifest
 from fabric.checkpoint.portable import Stored, is_elsewhere
 from fabric.checkpoint.snapshot import Snapshot, place_of, values
 from fabric.checkpoint.torch_io import TorchCheckpointIO, saving, untrusted
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import place_in_file
 from fabric.core.tree import map_tree
-from fabric.plugins.io.directory import check, write_manifest
 from fabric.precision.dtypes import as_bytes
 from fabric.utilities.state_keys import PLAIN_DICTS, like
 
@@ -343,7 +343,7 @@ def consolidate(path: Path, output: Path) -> list[str]:
     check(path, 0, 1)
     checkpoint = Checkpoint(path)
     if is_safetensors(output):
-        from fabric.plugins.io.safetensors import model_in
+        from fabric.checkpoint.formats.safetensors import model_in
 
         tree = model_in(checkpoint.tree(), path)
         TorchCheckpointIO().save_checkpoint(tree, output)

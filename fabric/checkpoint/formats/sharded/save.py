@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.checkpoint import state as states
 from fabric.checkpoint.files import hold, is_held, is_safetensors, named, put_in_place, remove
+from fabric.checkpoint.formats.sharded.directory import begin
 from fabric.checkpoint.torch_io import TorchCheckpointIO
 from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
 from fabric.launch.garbage import nothing_collected
-from fabric.plugins.io.directory import begin
 from fabric.utilities.cloud_io import target_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from fabric.checkpoint.formats.sharded.dcp import Part
     from fabric.core.types import Filter, PathLike
-    from fabric.plugins.io.sharded import Part
 
 FORMATS = ("full", "sharded")
 
@@ -79,7 +79,7 @@ def save_sharded(
         tree = states.gather(strategy, state, filter, allow_pickle)
     try:
         with _together(strategy, path):
-            from fabric.plugins.io.sharded import Part
+            from fabric.checkpoint.formats.sharded.dcp import Part
 
             own = Part(tree)
             part = begin(path) if zero else None

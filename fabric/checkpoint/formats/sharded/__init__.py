@@ -1,0 +1,1 @@
+"""Sharded checkpoints: each rank writes its part (torch.distributed.checkpoint)."""
