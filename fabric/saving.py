@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from fabric.checkpoint.background.pending import PendingSave
     from fabric.core.types import Filter, PathLike
-    from fabric.strategies.pending import PendingSave
 
 
 class CheckpointVerbs(RankFacts):

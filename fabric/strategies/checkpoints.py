@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from fabric.checkpoint.background.pending import PendingSave
     from fabric.checkpoint.checkpoint_io import CheckpointIO
     from fabric.checkpoint.snapshot import Snapshot
     from fabric.core.types import Filter, PathLike
     from fabric.strategies.layouts.layout import Whole
-    from fabric.strategies.pending import PendingSave
 
 
 class Checkpoints(Exchange):
@@ -126,7 +126,7 @@ class Checkpoints(Exchange):
                 then()
 
         if not wait:
-            from fabric.strategies.pending import PendingSave
+            from fabric.checkpoint.background.pending import PendingSave
 
             self.pending = PendingSave(self, path, None if write is None else work)
             return self.pending

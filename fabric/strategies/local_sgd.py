@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from typing_extensions import Unpack
 
+    from fabric.checkpoint.background.pending import PendingSave
     from fabric.core.types import PathLike
     from fabric.strategies.parallel import Processes
-    from fabric.strategies.pending import PendingSave
 
 
 class LocalSGDStrategy(ParallelStrategy):

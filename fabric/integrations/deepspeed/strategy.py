@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.accelerators.accelerator import Accelerator
+    from fabric.checkpoint.background.pending import PendingSave
     from fabric.core.types import Filter, PathLike
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.precision.precision import Precision
-    from fabric.strategies.pending import PendingSave
     from fabric.strategies.strategy import Plan
 
 

@@ -1,0 +1,1 @@
+"""Saves that go on beside the loop: `fabric.save(..., wait=False)`."""
