@@ -153,7 +153,7 @@ class CheckpointVerbs(RankFacts):
             ConfigurationError: `step` or `keep` is no such number.
             OSError: As for `save`.
         """
-        from fabric.strategies.latest import save_latest
+        from fabric.checkpoint.latest.latest import save_latest
 
         self._require_launch("save_latest()")
         return save_latest(self._strategy, directory, state, step, keep, wait)
@@ -175,7 +175,7 @@ class CheckpointVerbs(RankFacts):
             UsageError: There are checkpoints, and none of them can be read.
             NotADirectoryError: `directory` is a file (a RankError that says so on ranks above zero).
         """
-        from fabric.strategies.latest import load_latest
+        from fabric.checkpoint.latest.latest import load_latest
 
         self._require_launch("load_latest()")
         return load_latest(self._strategy, directory, state, strict)

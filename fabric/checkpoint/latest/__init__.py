@@ -1,0 +1,1 @@
+"""`fabric.save_latest` and `fabric.load_latest`."""
