@@ -192,7 +192,7 @@ def test_what_a_fork_has_copied_is_passed_over():
 
 def test_a_second_signal_ends_at_once():
     script = (
-        "import os, signal\nfrom fabric.watch import stopping\nstopper = stopping.Stopper()\n"
+        "import os, signal\nfrom fabric.preemption import stopping\nstopper = stopping.Stopper()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\nprint(stopper.asked(), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGTERM)\nprint('the same request, by another way', flush=True)\n"
         "stopping.TOGETHER_S = 0\nos.kill(os.getpid(), signal.SIGTERM)\nprint('still here')\n"

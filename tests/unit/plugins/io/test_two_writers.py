@@ -52,7 +52,8 @@ def test_two_processes_save_to_one_path(tmp_path, format):
 def test_a_directory_that_a_living_save_writes_stays_and_that_of_a_killed_one_goes(tmp_path):
     path = tmp_path / "checkpoint"
     code = (
-        "import sys, time; from pathlib import Path; from fabric.checkpoint.formats.sharded.directory import begin\n"
+        "import sys, time; from pathlib import Path\n"
+        "from fabric.checkpoint.formats.sharded.directory import begin\n"
         "print(begin(Path(sys.argv[1])), flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True) as other:
