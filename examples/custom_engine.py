@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fabric import Fabric
 from fabric.core.traits import Traits
 from fabric.strategies import STRATEGY_REGISTRY, ParallelStrategy
-from fabric.strategies.layouts.layout import Whole
+from fabric.strategies.layout import Whole
 
 
 class Engine:

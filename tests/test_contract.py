@@ -23,7 +23,7 @@ from fabric.strategies import (
     LocalSGDStrategy,
     ParallelStrategy,
 )
-from fabric.strategies.layouts.layout import Whole
+from fabric.strategies.layout import Whole
 from fabric.testing.contract import check_strategy
 from fabric.testing.promises import PROMISES
 

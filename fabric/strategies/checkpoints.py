@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fabric.checkpoint.checkpoint_io import CheckpointIO
     from fabric.checkpoint.snapshot import Snapshot
     from fabric.core.types import Filter, PathLike
-    from fabric.strategies.layouts.layout import Whole
+    from fabric.strategies.layout import Whole
 
 
 class Checkpoints(Exchange):

@@ -9,8 +9,8 @@ from fabric.core.errors import ConfigurationError
 from fabric.strategies.layouts.pipeline.cut import checked_balance
 from fabric.strategies.layouts.pipeline.layout import Pipeline
 from fabric.strategies.layouts.pipeline.stage import CHECKPOINT
-from fabric.strategies.layouts.rows import check_number
 from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.rows import check_number
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -16,7 +16,7 @@ from fabric.core.traits import overridden
 from fabric.precision.precision import CONVERSIONS, Precision
 from fabric.strategies.checkpoints import Checkpoints
 from fabric.strategies.exchange import Exchange
-from fabric.strategies.layouts.layout import Whole
+from fabric.strategies.layout import Whole
 from fabric.utilities.init import names_of_owners
 
 if TYPE_CHECKING:
@@ -359,7 +359,7 @@ class Strategy(Checkpoints):
             num_items: This rank's number of items.
             optimizer: Divide the gradients of its parameters instead.
         """
-        from fabric.strategies.layouts.items import total_items
+        from fabric.strategies.items import total_items
 
         self.layout.normalises = True
         held = module.parameters() if optimizer is None else self._precision.main_params(optimizer)

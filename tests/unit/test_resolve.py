@@ -21,7 +21,7 @@ from fabric.plugins.io import TorchCheckpointIO
 from fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from fabric.resolve import Machine, Request, resolve
 from fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, SingleDeviceStrategy, Strategy
-from fabric.strategies.layouts.layout import Whole
+from fabric.strategies.layout import Whole
 
 CPU = torch.device("cpu")
 

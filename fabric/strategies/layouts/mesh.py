@@ -20,9 +20,9 @@ from fabric.core.tree import flatten
 from fabric.strategies.layouts.agree import broadcast_from_zero
 from fabric.strategies.layouts.buffers import shared_buffers
 from fabric.strategies.layouts.materialise import Materialiser, own_meta
-from fabric.strategies.layouts.rows import InRows
 from fabric.strategies.layouts.sharded import Sharded
 from fabric.strategies.layouts.split import is_split
+from fabric.strategies.rows import InRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -35,6 +35,7 @@ from fabric.core.torch_internals import (
 )
 from fabric.core.torch_versions import BUFFER_KEYWORDS, buffers_off
 from fabric.core.traits import Traits
+from fabric.strategies.layout import Whole
 from fabric.strategies.layouts.agree import (
     average_gradients,
     copy_from_first,
@@ -43,7 +44,6 @@ from fabric.strategies.layouts.agree import (
     stamp,
 )
 from fabric.strategies.layouts.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
-from fabric.strategies.layouts.layout import Whole
 from fabric.strategies.layouts.shared import SharedParameters, reducing
 from fabric.utilities.init import name_of, names_of_owners
 

@@ -17,7 +17,7 @@ from fabric.core.errors import UsageError
 from fabric.core.passes import parameters_of, watch_steps
 from fabric.core.torch_internals import tensor_of
 from fabric.core.tree import map_tree
-from fabric.strategies.layouts.layout import Whole
+from fabric.strategies.layout import Whole
 from fabric.utilities.deferred import DeferredInit, Unmade
 from fabric.utilities.init import has_meta_parameters, names_of_owners
 
@@ -143,7 +143,7 @@ class Split(Whole):
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
         """As `Whole`; this rank's parts of the gradients."""
         from fabric.strategies.layouts.dtensors import spread_gradients
-        from fabric.strategies.layouts.norms import norm_over_ranks
+        from fabric.strategies.norms import norm_over_ranks
 
         spread = spread_gradients(parameters)
         grads = [grad for part, _ in spread for grad in part]

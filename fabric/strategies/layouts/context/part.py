@@ -17,10 +17,10 @@ from fabric.core.compile import eager
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm, backward_pass
 from fabric.core.tree import flatten
-from fabric.strategies.layouts.alike import Alike
+from fabric.strategies.alike import Alike
 from fabric.strategies.layouts.blocks import check_policy, choose_blocks
 from fabric.strategies.layouts.context.region import Region, Row
-from fabric.strategies.layouts.rows import InRows, check_number, check_rows, make_rows
+from fabric.strategies.rows import InRows, check_number, check_rows, make_rows
 from fabric.utilities.sequence import part_sizes
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from fabric.strategies.layouts.agree import on_any_rank
 from fabric.strategies.layouts.context.attention import divided
 from fabric.strategies.layouts.context.call import noise
 from fabric.strategies.layouts.context.exchange import Exchange
-from fabric.strategies.layouts.trial import difference, untouched
+from fabric.strategies.trial import difference, untouched
 from fabric.utilities.sequence import Part, seeing
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.nn import Module, Sequential
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.messages import say
-from fabric.strategies.layouts.rows import check_number
+from fabric.strategies.rows import check_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

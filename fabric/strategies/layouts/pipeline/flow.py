@@ -14,7 +14,7 @@ from fabric.core.torch_internals import accumulates, keeps_graph
 from fabric.core.tree import flatten, map_tree, unflatten
 from fabric.forward import differentiable
 from fabric.precision.dtypes import CastTo
-from fabric.strategies.layouts.alike import Alike
+from fabric.strategies.alike import Alike
 from fabric.strategies.layouts.buffers import SyncedBuffers
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.run import Pass, alternating, backwards, forwards

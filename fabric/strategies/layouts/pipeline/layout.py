@@ -30,7 +30,7 @@ from fabric.strategies.layouts.pipeline.run import Runner
 from fabric.strategies.layouts.pipeline.stage import Stage
 from fabric.strategies.layouts.pipeline.states import PipelineStates, Tied, emptied, names_of, tensors_of
 from fabric.strategies.layouts.pipeline.trial import warn_of_modules
-from fabric.strategies.layouts.rows import InRows, check_rows, make_rows
+from fabric.strategies.rows import InRows, check_rows, make_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

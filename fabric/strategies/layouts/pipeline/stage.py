@@ -8,7 +8,7 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
-from fabric.strategies.layouts.trial import kept_buffers
+from fabric.strategies.trial import kept_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from fabric.core.errors import UsageError
 from fabric.core.torch_internals import BatchNorm
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
 from fabric.strategies.layouts.pipeline.run import Pass, forwards
-from fabric.strategies.layouts.trial import distance, rounding, untouched
+from fabric.strategies.trial import distance, rounding, untouched
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
     from fabric.strategies.layouts.free import FreeParameters
-    from fabric.strategies.layouts.norms import FiniteNorms
+    from fabric.strategies.norms import FiniteNorms
 
 
 class Whole:
@@ -205,7 +205,7 @@ class Whole:
             RuntimeError: With `error_if_nonfinite`: it is not finite, or that of the call before (see
                 `FiniteNorms`).
         """
-        from fabric.strategies.layouts.norms import scale_
+        from fabric.strategies.norms import scale_
 
         grads, norm = self.total_norm(list(parameters), norm_type)
         if error_if_nonfinite:
@@ -226,7 +226,7 @@ class Whole:
     @cached_property
     def finite(self) -> FiniteNorms:
         """The check of the norms of gradients."""
-        from fabric.strategies.layouts.norms import FiniteNorms
+        from fabric.strategies.norms import FiniteNorms
 
         return FiniteNorms()
 
@@ -242,7 +242,7 @@ class Whole:
     @torch.no_grad()
     def divide_gradients(self, parameters: Iterable[Tensor], divisor: float) -> None:
         """Divide every gradient by `divisor`, in place."""
-        from fabric.strategies.layouts.norms import alike
+        from fabric.strategies.norms import alike
 
         for group in alike(self.own_gradients(parameters)).values():
             foreach_div_(group, divisor)
@@ -256,7 +256,7 @@ class Whole:
 
         The very module, if nothing was changed in it; else a copy on `device`.
         """
-        from fabric.strategies.layouts.plain import is_plain, plain_copy
+        from fabric.strategies.plain import is_plain, plain_copy
 
         if is_plain(module):
             return module if keep else None
