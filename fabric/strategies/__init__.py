@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from fabric.strategies.ddp import DDPStrategy as DDPStrategy
+    from fabric.strategies.ddp.strategy import DDPStrategy as DDPStrategy
     from fabric.strategies.dp import DataParallelStrategy as DataParallelStrategy
     from fabric.strategies.dp import DDP2Strategy as DDP2Strategy
     from fabric.strategies.fsdp import FSDPStrategy as FSDPStrategy
@@ -25,7 +25,7 @@ __getattr__, __dir__ = lazy_exports(
         "STRATEGY_REGISTRY": "fabric.strategies.registry",
         "ContextParallel": "fabric.strategies.layouts.context.part",
         "DDP2Strategy": "fabric.strategies.dp",
-        "DDPStrategy": "fabric.strategies.ddp",
+        "DDPStrategy": "fabric.strategies.ddp.strategy",
         "DataParallelStrategy": "fabric.strategies.dp",
         "DeepSpeedStrategy": "fabric.integrations.deepspeed.strategy",
         "FSDPStrategy": "fabric.strategies.fsdp",

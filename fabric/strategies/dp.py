@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.topology import Topology
-from fabric.strategies.ddp import DDPStrategy
+from fabric.strategies.ddp.strategy import DDPStrategy
 from fabric.strategies.layouts.data_parallel import ReplicatedSplitBatch, SplitBatch
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.strategies.strategy import Strategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fabric.strategies.ddp import DDPStrategy
+from fabric.strategies.ddp.strategy import DDPStrategy
 from fabric.strategies.layouts.zero1 import ShardedStates
 
 if TYPE_CHECKING:

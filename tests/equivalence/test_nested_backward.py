@@ -17,7 +17,7 @@ from fabric import Fabric
 from fabric.core import passes
 from fabric.core.errors import UsageError
 from fabric.strategies import DDPStrategy, FSDPStrategy, ZeRO1Strategy
-from fabric.strategies.layouts import replicate
+from fabric.strategies.ddp import replicate
 
 STEPS, ROWS = 3, 4
 STRATEGIES = {

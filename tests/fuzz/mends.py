@@ -33,7 +33,7 @@ RootGate.begin, RootGate.end = begin, lambda self: None
     ),
     "unsynchronised steps are refused": Mend(
         """
-from fabric.strategies.layouts.replicate import Replicate
+from fabric.strategies.ddp.replicate import Replicate
 Replicate.check_synced = lambda *_: None
 """,
         DDP,
@@ -61,7 +61,7 @@ Waits.judge = lambda *_: None
     ),
     "failed passes get a new reducer": Mend(
         """
-import fabric.strategies.layouts.replicate as replicate
+import fabric.strategies.ddp.replicate as replicate
 replicate.renew_reducer = lambda *_: None
 """,
         DDP,
@@ -69,7 +69,7 @@ replicate.renew_reducer = lambda *_: None
     "an accumulation disarms the reducer": Mend(
         """
 import contextlib
-from fabric.strategies.layouts.replicate import Replicate
+from fabric.strategies.ddp.replicate import Replicate
 @contextlib.contextmanager
 def no_sync(self, wrapped):
     replica = self._replica_of(wrapped)
@@ -134,7 +134,7 @@ ParallelStrategy.step_plan = Strategy.step_plan
     ),
     "gradients made by hand are compared": Mend(
         """
-from fabric.strategies.layouts.replicate import Replicate
+from fabric.strategies.ddp.replicate import Replicate
 made = getattr(Replicate._keep_local, "made", Replicate._keep_local)
 def keep_local(self, known):
     if self._unsynced:
@@ -200,7 +200,7 @@ sharded.expect_thawed = lambda root: None
     ),
     "what two models share is reduced by itself": Mend(
         """
-from fabric.strategies.layouts.replicate import Replicate
+from fabric.strategies.ddp.replicate import Replicate
 Replicate._separate_shared = lambda *_: None
 """,
         ("ddp", "ddp-copies", "zero1"),
@@ -208,7 +208,7 @@ Replicate._separate_shared = lambda *_: None
     ),
     "gradients of parameters of no model are averaged": Mend(
         """
-from fabric.strategies.layouts.free import FreeParameters
+from fabric.strategies.ddp.free import FreeParameters
 FreeParameters.around_pass = lambda self, run, *args, **kwargs: run(*args, **kwargs)
 """,
         (*DDP, *SPLIT),
@@ -229,7 +229,7 @@ begin.made, RootGate.__init__ = made, begin
     ),
     "gradients with other memory are sent": Mend(
         """
-from fabric.strategies.layouts.replicate import _Known
+from fabric.strategies.ddp.replicate import _Known
 _Known.restore_views = lambda self: None
 """,
         ("ddp", "ddp-unused", "zero1"),
@@ -254,7 +254,7 @@ whole.func, parallel.TorchCollective = made, whole
     ),
     "models in another order are named": Mend(
         """
-import fabric.strategies.layouts.replicate as replicate
+import fabric.strategies.ddp.replicate as replicate
 import fabric.strategies.layouts.gathered as gathered
 replicate.name_of = gathered.name_of = lambda module: "a model"
 """,
@@ -269,7 +269,7 @@ LossScale.before_clip = lambda self, gradients: None
     ),
     "buffers are sent by name": Mend(
         """
-import fabric.strategies.layouts.buffers as buffers
+import fabric.strategies.ddp.buffers as buffers
 buffers.sorted = lambda names, reverse=False: list(names)[:: -1 if reverse else 1]
 """,
         (*DDP, *SPLIT),

@@ -9,7 +9,7 @@ from fabric.collectives.objects import broadcast_tree
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import has_built_buckets
 from fabric.integrations.horovod.buckets import mean_of_bucket
-from fabric.strategies.layouts.replicate import Replicate
+from fabric.strategies.ddp.replicate import Replicate
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -10,7 +10,7 @@ from fabric.core.registry import did_you_mean
 from fabric.integrations.horovod.environment import HorovodEnvironment
 from fabric.integrations.horovod.layout import ReducedByHorovod
 from fabric.integrations.horovod.package import load_horovod, others_may_end
-from fabric.strategies.ddp import DDPStrategy
+from fabric.strategies.ddp.strategy import DDPStrategy
 
 if TYPE_CHECKING:
     from fabric.launch.launcher import Launcher

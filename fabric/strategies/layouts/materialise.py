@@ -9,8 +9,8 @@ import torch
 from torch.nn import Parameter
 
 from fabric.core.errors import UsageError
+from fabric.strategies.ddp.buffers import is_rank_local
 from fabric.strategies.layouts.blocks import innermost_first
-from fabric.strategies.layouts.buffers import is_rank_local
 from fabric.utilities.deferred import DeferredInit, Unmade
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import is_fsdp, memory_of
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten
-from fabric.strategies.layouts.agree import broadcast_from_zero
-from fabric.strategies.layouts.buffers import shared_buffers
+from fabric.strategies.ddp.agree import broadcast_from_zero
+from fabric.strategies.ddp.buffers import shared_buffers
 from fabric.strategies.layouts.materialise import Materialiser, own_meta
 from fabric.strategies.layouts.sharded import Sharded
 from fabric.strategies.layouts.split import is_split

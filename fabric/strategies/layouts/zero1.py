@@ -18,8 +18,8 @@ from fabric.collectives.objects import broadcast_tree, gather_objects
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
 from fabric.core.passes import parameters_of
 from fabric.core.tree import map_tree
+from fabric.strategies.ddp.replicate import Replicate
 from fabric.strategies.layouts.joint import joins_parameters
-from fabric.strategies.layouts.replicate import Replicate
 from fabric.strategies.layouts.shares import Share, Step, WholeStateOnly, divide, send, stand_in
 from fabric.utilities.init import names_of_owners
 

@@ -25,7 +25,7 @@ def test_the_file_is_short_and_the_floor_is_the_one_of_the_package():
 
 
 @pytest.mark.parametrize(
-    "imported", ["import fabric", "from fabric import Fabric", "import fabric.strategies.ddp"]
+    "imported", ["import fabric", "from fabric import Fabric", "import fabric.strategies.ddp.strategy"]
 )
 @pytest.mark.parametrize("first", ["", "import torch; "])
 def test_an_older_torch_is_refused_before_anything_else_fails(tmp_path, first, imported):

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from fabric.core.errors import FabricError, UsageError
 from fabric.core.torch_internals import groups_inside, ungathered
 from fabric.core.tree import flatten
-from fabric.strategies.layouts.agree import on_any_rank
+from fabric.strategies.ddp.agree import on_any_rank
 from fabric.strategies.layouts.context.attention import divided
 from fabric.strategies.layouts.context.call import noise
 from fabric.strategies.layouts.context.exchange import Exchange

@@ -15,7 +15,7 @@ from fabric.core.tree import flatten, map_tree, unflatten
 from fabric.forward import differentiable
 from fabric.precision.dtypes import CastTo
 from fabric.strategies.alike import Alike
-from fabric.strategies.layouts.buffers import SyncedBuffers
+from fabric.strategies.ddp.buffers import SyncedBuffers
 from fabric.strategies.layouts.parts import CallParts
 from fabric.strategies.layouts.pipeline.run import Pass, alternating, backwards, forwards
 from fabric.strategies.layouts.pipeline.trial import joined, try_rows

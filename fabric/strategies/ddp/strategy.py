@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.strategies.layouts.replicate import Replicate
+from fabric.strategies.ddp.replicate import Replicate
 from fabric.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
