@@ -24,7 +24,7 @@ SPLIT = ("zero2", "zero2-layers", "fsdp", "fsdp-layers", "fsdp-freed")
 MENDS = {
     "parts are back after each call": Mend(
         """
-from fabric.strategies.layouts.gathered import RootGate
+from fabric.strategies.sharding.gathered import RootGate
 def begin(self):
     self._lent = False
 RootGate.begin, RootGate.end = begin, lambda self: None
@@ -40,14 +40,14 @@ Replicate.check_synced = lambda *_: None
     ),
     "forgotten optimizers are refused": Mend(
         """
-from fabric.strategies.layouts.split import Split
+from fabric.strategies.sharding.split import Split
 Split.before_step = lambda *_: None
 """,
         SPLIT,
     ),
     "evaluation without gradients meets": Mend(
         """
-from fabric.strategies.layouts.gathered import Meets
+from fabric.strategies.sharding.gathered import Meets
 Meets.meet = lambda self, name="": self._within is None
 """,
         SPLIT,
@@ -119,7 +119,7 @@ state.made, IndexSource.state = told, state
     ),
     "state dicts of parts are saved whole": Mend(
         """
-from fabric.strategies.layouts import dtensors
+from fabric.strategies.sharding import dtensors
 dtensors._full = lambda tensor, keep: tensor.detach().to_local().clone()
 """,
         SPLIT,
@@ -155,7 +155,7 @@ torch.utils.checkpoint.set_checkpoint_early_stop = fully_shard.set_checkpoint_ea
     ),
     "gradient penalties on split models are refused": Mend(
         """
-from fabric.strategies.layouts.gathered import RootGate
+from fabric.strategies.sharding.gathered import RootGate
 RootGate.reached = lambda self, grad: self.give_back()
 """,
         SPLIT,
@@ -192,7 +192,7 @@ ReplicaCheck.compare = lambda *_, **__: None
     ),
     "thawed groups know their dtypes": Mend(
         """
-import fabric.strategies.layouts.sharded as sharded
+import fabric.strategies.sharding.sharded as sharded
 sharded.expect_thawed = lambda root: None
 """,
         ("zero2-layers", "fsdp-layers", "fsdp-freed", "mesh"),
@@ -215,7 +215,7 @@ FreeParameters.around_pass = lambda self, run, *args, **kwargs: run(*args, **kwa
     ),
     "modules with hidden outputs stay gathered": Mend(
         """
-from fabric.strategies.layouts.gathered import RootGate
+from fabric.strategies.sharding.gathered import RootGate
 class Everything(dict):
     __contains__ = lambda self, state: True
 made = getattr(RootGate.__init__, "made", RootGate.__init__)
@@ -237,7 +237,7 @@ _Known.restore_views = lambda self: None
     "other memory for split parameters is refused": Mend(
         """
 import torch
-import fabric.strategies.layouts.dtensors as dtensors
+import fabric.strategies.sharding.dtensors as dtensors
 dtensors._set_data = lambda tensor, value: torch.Tensor.data.__set__(tensor, value)
 """,
         SPLIT,
@@ -255,7 +255,7 @@ whole.func, parallel.TorchCollective = made, whole
     "models in another order are named": Mend(
         """
 import fabric.strategies.ddp.replicate as replicate
-import fabric.strategies.layouts.gathered as gathered
+import fabric.strategies.sharding.gathered as gathered
 replicate.name_of = gathered.name_of = lambda module: "a model"
 """,
         (*DDP, *SPLIT),

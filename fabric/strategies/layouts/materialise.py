@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from fabric.core.errors import UsageError
 from fabric.strategies.ddp.buffers import is_rank_local
-from fabric.strategies.layouts.blocks import innermost_first
+from fabric.strategies.sharding.blocks import innermost_first
 from fabric.utilities.deferred import DeferredInit, Unmade
 
 if TYPE_CHECKING:

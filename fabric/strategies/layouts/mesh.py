@@ -20,9 +20,9 @@ from fabric.core.tree import flatten
 from fabric.strategies.ddp.agree import broadcast_from_zero
 from fabric.strategies.ddp.buffers import shared_buffers
 from fabric.strategies.layouts.materialise import Materialiser, own_meta
-from fabric.strategies.layouts.sharded import Sharded
-from fabric.strategies.layouts.split import is_split
 from fabric.strategies.rows import InRows
+from fabric.strategies.sharding.sharded import Sharded
+from fabric.strategies.sharding.split import is_split
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,7 +161,7 @@ class Mesh(InRows, Sharded):
                 broadcast_from_zero([full])
                 made[id(source)] = full
                 if isinstance(target, DTensor):
-                    from fabric.strategies.layouts.dtensors import own_part
+                    from fabric.strategies.sharding.dtensors import own_part
 
                     made[id(source)] = own_part(full, target, name)
                 if isinstance(target, Parameter):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from fabric.strategies.layouts.blocks import choose_blocks
+from fabric.strategies.sharding.blocks import choose_blocks
 
 
 class Block(nn.Module):

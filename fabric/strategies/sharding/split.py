@@ -53,7 +53,7 @@ class Split(Whole):
 
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Remember where this process is. Subclasses make their mesh here."""
-        from fabric.strategies.layouts.dtensors import mend_dtensors
+        from fabric.strategies.sharding.dtensors import mend_dtensors
 
         self.device, self.policy = topology.device, policy
         mend_dtensors(self)
@@ -142,8 +142,8 @@ class Split(Whole):
 
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
         """As `Whole`; this rank's parts of the gradients."""
-        from fabric.strategies.layouts.dtensors import spread_gradients
         from fabric.strategies.norms import norm_over_ranks
+        from fabric.strategies.sharding.dtensors import spread_gradients
 
         spread = spread_gradients(parameters)
         grads = [grad for part, _ in spread for grad in part]
@@ -159,7 +159,7 @@ class Split(Whole):
 
     def own_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """See the base."""
-        from fabric.strategies.layouts.dtensors import spread_gradients
+        from fabric.strategies.sharding.dtensors import spread_gradients
 
         return [grad for part, _ in spread_gradients(parameters) for grad in part]
 
@@ -171,7 +171,7 @@ class Split(Whole):
 
     def whole_tree(self, tree: Any) -> Any:
         """The tree with whole tensors in the place of parts, which stay where nothing is gathered."""
-        from fabric.strategies.layouts.dtensors import full_tree
+        from fabric.strategies.sharding.dtensors import full_tree
 
         return tree if self.keeps_parts else full_tree(tree, self.keeps_full)
 
@@ -185,7 +185,7 @@ class Split(Whole):
         """Load this rank's part of a full state dict; a module without memory takes the tensors."""
         if has_meta_parameters(module):
             return _assign(module, state, strict)
-        from fabric.strategies.layouts.dtensors import own_parts
+        from fabric.strategies.sharding.dtensors import own_parts
 
         return module.load_state_dict(own_parts(state, module.state_dict()), strict=strict)
 
@@ -196,7 +196,7 @@ class Split(Whole):
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load this rank's part of a full state."""
-        from fabric.strategies.layouts.dtensors import place_optimizer_state
+        from fabric.strategies.sharding.dtensors import place_optimizer_state
 
         placed = place_optimizer_state(optimizer, state)
         optimizer.load_state_dict(map_tree(read_stored, placed))
@@ -214,7 +214,7 @@ class Split(Whole):
 
     def _part(self, value: Any, new: Tensor) -> Any:
         """Of an optimizer's state of a whole parameter, what belongs to its part."""
-        from fabric.strategies.layouts.dtensors import part_like
+        from fabric.strategies.sharding.dtensors import part_like
 
         return part_like(value, new)
 

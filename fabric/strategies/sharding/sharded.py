@@ -19,8 +19,8 @@ from fabric.core.torch_versions import keep_arguments, refuse_before
 from fabric.forward import HookedCall, differentiable
 from fabric.strategies.ddp.buffers import SyncedBuffers, broadcast_buffers
 from fabric.strategies.ddp.explained import converted
-from fabric.strategies.layouts.gathered import GatheredCall, Meets, RootGate
-from fabric.strategies.layouts.split import Split, is_split
+from fabric.strategies.sharding.gathered import GatheredCall, Meets, RootGate
+from fabric.strategies.sharding.split import Split, is_split
 from fabric.utilities.init import names_of_owners
 
 if TYPE_CHECKING:

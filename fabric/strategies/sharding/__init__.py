@@ -1,0 +1,1 @@
+"""What layouts share whose parameters are parts of tensors (DTensor)."""
