@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from fabric.strategies.ddp.strategy import DDPStrategy as DDPStrategy
     from fabric.strategies.dp import DataParallelStrategy as DataParallelStrategy
     from fabric.strategies.dp import DDP2Strategy as DDP2Strategy
-    from fabric.strategies.fsdp import FSDPStrategy as FSDPStrategy
+    from fabric.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
     from fabric.strategies.layouts.context.part import ContextParallel as ContextParallel
     from fabric.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
     from fabric.strategies.model_parallel import ModelParallelStrategy as ModelParallelStrategy
@@ -28,7 +28,7 @@ __getattr__, __dir__ = lazy_exports(
         "DDPStrategy": "fabric.strategies.ddp.strategy",
         "DataParallelStrategy": "fabric.strategies.dp",
         "DeepSpeedStrategy": "fabric.integrations.deepspeed.strategy",
-        "FSDPStrategy": "fabric.strategies.fsdp",
+        "FSDPStrategy": "fabric.strategies.fsdp.strategy",
         "LocalSGDStrategy": "fabric.strategies.local_sgd",
         "ModelParallelStrategy": "fabric.strategies.model_parallel",
         "ParallelStrategy": "fabric.strategies.parallel",

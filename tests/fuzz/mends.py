@@ -147,7 +147,7 @@ keep_local.made, Replicate._keep_local = made, keep_local
         """
 import contextlib
 import torch.utils.checkpoint
-import fabric.strategies.layouts.fully_shard as fully_shard
+import fabric.strategies.fsdp.fully_shard as fully_shard
 early = lambda enabled: contextlib.nullcontext()
 torch.utils.checkpoint.set_checkpoint_early_stop = fully_shard.set_checkpoint_early_stop = early
 """,

@@ -40,7 +40,7 @@ PRELOAD = [  # what the first program would import within its time
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint.state_dict",
-    "fabric.strategies.fsdp",
+    "fabric.strategies.fsdp.strategy",
     "fabric.strategies.pipeline",
     "fabric.strategies.zero1",
     "fabric.strategies.model_parallel",

@@ -14,7 +14,7 @@ from torch.nn import Module
 from fabric.core.errors import ConfigurationError
 from fabric.core.lazy import lazy_names
 from fabric.core.registry import did_you_mean
-from fabric.strategies.layouts.fully_shard import FullyShard, ShardSettings
+from fabric.strategies.fsdp.fully_shard import FullyShard, ShardSettings
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.strategies.sharding.blocks import check_policy
 
