@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from fabric.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
     from fabric.strategies.layouts.context.part import ContextParallel as ContextParallel
     from fabric.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
-    from fabric.strategies.model_parallel import ModelParallelStrategy as ModelParallelStrategy
     from fabric.strategies.parallel import ParallelStrategy as ParallelStrategy
     from fabric.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from fabric.strategies.registry import STRATEGY_REGISTRY as STRATEGY_REGISTRY
     from fabric.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
     from fabric.strategies.strategy import Strategy as Strategy
+    from fabric.strategies.tensor_parallel.strategy import ModelParallelStrategy as ModelParallelStrategy
     from fabric.strategies.zero1 import ZeRO1Strategy as ZeRO1Strategy
 
 __getattr__, __dir__ = lazy_exports(
@@ -30,7 +30,7 @@ __getattr__, __dir__ = lazy_exports(
         "DeepSpeedStrategy": "fabric.integrations.deepspeed.strategy",
         "FSDPStrategy": "fabric.strategies.fsdp.strategy",
         "LocalSGDStrategy": "fabric.strategies.local_sgd",
-        "ModelParallelStrategy": "fabric.strategies.model_parallel",
+        "ModelParallelStrategy": "fabric.strategies.tensor_parallel.strategy",
         "ParallelStrategy": "fabric.strategies.parallel",
         "PipelineStrategy": "fabric.strategies.pipeline",
         "SingleDeviceStrategy": "fabric.strategies.single_device",

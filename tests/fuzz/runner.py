@@ -43,7 +43,7 @@ PRELOAD = [  # what the first program would import within its time
     "fabric.strategies.fsdp.strategy",
     "fabric.strategies.pipeline",
     "fabric.strategies.zero1",
-    "fabric.strategies.model_parallel",
+    "fabric.strategies.tensor_parallel.strategy",
 ]
 
 
