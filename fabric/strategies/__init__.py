@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fabric.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
     from fabric.strategies.strategy import Strategy as Strategy
     from fabric.strategies.tensor_parallel.strategy import ModelParallelStrategy as ModelParallelStrategy
-    from fabric.strategies.zero1 import ZeRO1Strategy as ZeRO1Strategy
+    from fabric.strategies.zero1.strategy import ZeRO1Strategy as ZeRO1Strategy
 
 __getattr__, __dir__ = lazy_exports(
     __name__,
@@ -35,6 +35,6 @@ __getattr__, __dir__ = lazy_exports(
         "PipelineStrategy": "fabric.strategies.pipeline",
         "SingleDeviceStrategy": "fabric.strategies.single_device",
         "Strategy": "fabric.strategies.strategy",
-        "ZeRO1Strategy": "fabric.strategies.zero1",
+        "ZeRO1Strategy": "fabric.strategies.zero1.strategy",
     },
 )

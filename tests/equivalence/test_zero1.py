@@ -21,7 +21,7 @@ from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
 from fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, ZeRO1Strategy
 from fabric.strategies.ddp.agree import PARCEL_BYTES, parcels
-from fabric.strategies.layouts.shares import divide
+from fabric.strategies.zero1.shares import divide
 from fabric.wrappers import unwrap
 
 STEPS, BATCH = 4, 6

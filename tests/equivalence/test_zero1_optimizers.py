@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError
-from fabric.strategies.layouts.joint import joins_parameters
+from fabric.strategies.zero1.joint import joins_parameters
 
 
 class ScheduleFree(Optimizer):

@@ -42,7 +42,7 @@ PRELOAD = [  # what the first program would import within its time
     "torch.distributed.checkpoint.state_dict",
     "fabric.strategies.fsdp.strategy",
     "fabric.strategies.pipeline",
-    "fabric.strategies.zero1",
+    "fabric.strategies.zero1.strategy",
     "fabric.strategies.tensor_parallel.strategy",
 ]
 

@@ -21,9 +21,9 @@ from fabric.integrations.deepspeed.calls import Together
 from fabric.integrations.deepspeed.gradients import Gradients, take_over, trains
 from fabric.integrations.deepspeed.precision import PRECISIONS, WHY
 from fabric.strategies.layout import Whole
-from fabric.strategies.layouts.shares import stand_in
 from fabric.strategies.norms import norm_over_ranks
 from fabric.strategies.plain import NOT_THE_USERS
+from fabric.strategies.zero1.shares import stand_in
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.integrations.deepspeed.gradients import is_stepped
-from fabric.strategies.layouts.shares import stand_in
+from fabric.strategies.zero1.shares import stand_in
 
 if TYPE_CHECKING:
     from torch.nn import Module

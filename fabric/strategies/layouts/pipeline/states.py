@@ -19,9 +19,9 @@ from fabric.core.passes import parameters_of
 from fabric.core.tree import iter_paths, map_tree
 from fabric.strategies.ddp.agree import on_any_rank
 from fabric.strategies.layout import Whole
-from fabric.strategies.layouts.shares import WholeStateOnly, stand_in
 from fabric.strategies.norms import norm_over_ranks
 from fabric.strategies.sharding.split import Split
+from fabric.strategies.zero1.shares import WholeStateOnly, stand_in
 from fabric.utilities.state_keys import like
 
 if TYPE_CHECKING:

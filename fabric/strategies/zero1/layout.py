@@ -19,8 +19,8 @@ from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.passes import parameters_of
 from fabric.core.tree import map_tree
 from fabric.strategies.ddp.replicate import Replicate
-from fabric.strategies.layouts.joint import joins_parameters
-from fabric.strategies.layouts.shares import Share, Step, WholeStateOnly, divide, send, stand_in
+from fabric.strategies.zero1.joint import joins_parameters
+from fabric.strategies.zero1.shares import Share, Step, WholeStateOnly, divide, send, stand_in
 from fabric.utilities.init import names_of_owners
 
 if TYPE_CHECKING:

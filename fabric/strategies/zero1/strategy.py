@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabric.strategies.ddp.strategy import DDPStrategy
-from fabric.strategies.layouts.zero1 import ShardedStates
+from fabric.strategies.zero1.layout import ShardedStates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
