@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fabric.strategies.layouts.context.part import ContextParallel as ContextParallel
     from fabric.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
     from fabric.strategies.parallel import ParallelStrategy as ParallelStrategy
-    from fabric.strategies.pipeline import PipelineStrategy as PipelineStrategy
+    from fabric.strategies.pipeline.strategy import PipelineStrategy as PipelineStrategy
     from fabric.strategies.registry import STRATEGY_REGISTRY as STRATEGY_REGISTRY
     from fabric.strategies.single_device import SingleDeviceStrategy as SingleDeviceStrategy
     from fabric.strategies.strategy import Strategy as Strategy
@@ -32,7 +32,7 @@ __getattr__, __dir__ = lazy_exports(
         "LocalSGDStrategy": "fabric.strategies.local_sgd",
         "ModelParallelStrategy": "fabric.strategies.tensor_parallel.strategy",
         "ParallelStrategy": "fabric.strategies.parallel",
-        "PipelineStrategy": "fabric.strategies.pipeline",
+        "PipelineStrategy": "fabric.strategies.pipeline.strategy",
         "SingleDeviceStrategy": "fabric.strategies.single_device",
         "Strategy": "fabric.strategies.strategy",
         "ZeRO1Strategy": "fabric.strategies.zero1.strategy",

@@ -587,7 +587,7 @@ def test_ranks_that_differ(ranks):
 
 
 def test_the_order_holds_what_the_paper_says():
-    from fabric.strategies.layouts.pipeline.run import alternating
+    from fabric.strategies.pipeline.run import alternating
 
     for stages, count in itertools.product((1, 2, 3, 4), (1, 2, 5, 8)):
         for stage in range(stages):

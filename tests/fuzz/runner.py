@@ -41,7 +41,7 @@ PRELOAD = [  # what the first program would import within its time
     "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint.state_dict",
     "fabric.strategies.fsdp.strategy",
-    "fabric.strategies.pipeline",
+    "fabric.strategies.pipeline.strategy",
     "fabric.strategies.zero1.strategy",
     "fabric.strategies.tensor_parallel.strategy",
 ]

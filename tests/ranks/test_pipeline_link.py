@@ -5,8 +5,8 @@ import torch.distributed as dist
 
 from fabric.collectives.channel import Wire
 from fabric.core.tree import flatten
-from fabric.strategies.layouts.pipeline import link as links
-from fabric.strategies.layouts.pipeline.link import Failed, Link
+from fabric.strategies.pipeline import link as links
+from fabric.strategies.pipeline.link import Failed, Link
 
 
 def trees():

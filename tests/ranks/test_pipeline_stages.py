@@ -20,7 +20,7 @@ from fabric.core.errors import (
     UsageError,
 )
 from fabric.strategies import PipelineStrategy
-from fabric.strategies.layouts.pipeline.cut import partition
+from fabric.strategies.pipeline.cut import partition
 
 
 class Net(nn.Module):

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from fabric import Fabric
 from fabric.core.errors import FabricError
 from fabric.strategies import PipelineStrategy
-from fabric.strategies.layouts.pipeline.trial import _differ
+from fabric.strategies.pipeline.trial import _differ
 from fabric.strategies.trial import distance
 
 X = torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(1))

@@ -17,8 +17,8 @@ from fabric.precision.dtypes import CastTo
 from fabric.strategies.alike import Alike
 from fabric.strategies.ddp.buffers import SyncedBuffers
 from fabric.strategies.layouts.parts import CallParts
-from fabric.strategies.layouts.pipeline.run import Pass, alternating, backwards, forwards
-from fabric.strategies.layouts.pipeline.trial import joined, try_rows
+from fabric.strategies.pipeline.run import Pass, alternating, backwards, forwards
+from fabric.strategies.pipeline.trial import joined, try_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from fabric.core.precision import DtypePolicy
-    from fabric.strategies.layouts.pipeline.run import Runner
-    from fabric.strategies.layouts.pipeline.states import Tied
+    from fabric.strategies.pipeline.run import Runner
+    from fabric.strategies.pipeline.states import Tied
 
 _INTO = "micro-batches"
 

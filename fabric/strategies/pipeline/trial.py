@@ -13,7 +13,7 @@ from fabric.collectives.objects import broadcast_tree
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import BatchNorm
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
-from fabric.strategies.layouts.pipeline.run import Pass, forwards
+from fabric.strategies.pipeline.run import Pass, forwards
 from fabric.strategies.trial import distance, rounding, untouched
 from fabric.utilities.rank_zero import rank_zero_warn
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from fabric.strategies.layouts.parts import CallParts
-    from fabric.strategies.layouts.pipeline.run import Runner
+    from fabric.strategies.pipeline.run import Runner
 
 
 def warn_of_modules(module: Module) -> None:

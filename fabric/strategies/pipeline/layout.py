@@ -24,12 +24,12 @@ from fabric.core.traits import Traits
 from fabric.strategies.ddp.agree import average_gradients, broadcast_from_zero, copy_from_first
 from fabric.strategies.ddp.buffers import shared_buffers
 from fabric.strategies.layouts.materialise import Materialiser
-from fabric.strategies.layouts.pipeline.cut import check_fits, even_balance, find_blocks, shared_parameters
-from fabric.strategies.layouts.pipeline.flow import Flow
-from fabric.strategies.layouts.pipeline.run import Runner
-from fabric.strategies.layouts.pipeline.stage import Stage
-from fabric.strategies.layouts.pipeline.states import PipelineStates, Tied, emptied, names_of, tensors_of
-from fabric.strategies.layouts.pipeline.trial import warn_of_modules
+from fabric.strategies.pipeline.cut import check_fits, even_balance, find_blocks, shared_parameters
+from fabric.strategies.pipeline.flow import Flow
+from fabric.strategies.pipeline.run import Runner
+from fabric.strategies.pipeline.stage import Stage
+from fabric.strategies.pipeline.states import PipelineStates, Tied, emptied, names_of, tensors_of
+from fabric.strategies.pipeline.trial import warn_of_modules
 from fabric.strategies.rows import InRows, check_rows, make_rows
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
-    from fabric.strategies.layouts.pipeline.cut import Blocks, Shared
-    from fabric.strategies.layouts.pipeline.run import Lanes
+    from fabric.strategies.pipeline.cut import Blocks, Shared
+    from fabric.strategies.pipeline.run import Lanes
 
 DIMS = ("data_parallel", "pipeline")
 

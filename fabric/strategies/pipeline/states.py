@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.collectives.channel import Channel
-    from fabric.strategies.layouts.pipeline.cut import Blocks
+    from fabric.strategies.pipeline.cut import Blocks
 
     Slot = tuple[dict[str, Any], str, Any]
 

@@ -18,8 +18,8 @@ from fabric.core.errors import RankError
 from fabric.core.torch_internals import backward_pass
 from fabric.core.tree import flatten, map_tree
 from fabric.launch.endings import describe
-from fabric.strategies.layouts.pipeline.link import Failed, Link
-from fabric.strategies.layouts.pipeline.stage import own
+from fabric.strategies.pipeline.link import Failed, Link
+from fabric.strategies.pipeline.stage import own
 from fabric.utilities.random_stream import RandomStream
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from fabric.collectives.channel import Channel
     from fabric.strategies.layouts.parts import Call
-    from fabric.strategies.layouts.pipeline.stage import Stage
+    from fabric.strategies.pipeline.stage import Stage
 
 
 Lanes = tuple[Any, Any]

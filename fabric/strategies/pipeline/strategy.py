@@ -6,10 +6,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from fabric.core.errors import ConfigurationError
-from fabric.strategies.layouts.pipeline.cut import checked_balance
-from fabric.strategies.layouts.pipeline.layout import Pipeline
-from fabric.strategies.layouts.pipeline.stage import CHECKPOINT
 from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.pipeline.cut import checked_balance
+from fabric.strategies.pipeline.layout import Pipeline
+from fabric.strategies.pipeline.stage import CHECKPOINT
 from fabric.strategies.rows import check_number
 
 if TYPE_CHECKING:

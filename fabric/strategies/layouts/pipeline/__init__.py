@@ -1,1 +1,0 @@
-"""A model in stages, one on each rank of a pipeline, fed with micro-batches."""

@@ -1,0 +1,15 @@
+"""A model in stages, one on each rank of a pipeline, fed with micro-batches."""
+
+from typing import TYPE_CHECKING
+
+from fabric.core.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from fabric.strategies.pipeline.strategy import PipelineStrategy as PipelineStrategy
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "PipelineStrategy": "fabric.strategies.pipeline.strategy",
+    },
+)
