@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from fabric.strategies.context_parallel.part import ContextParallel as ContextParallel
     from fabric.strategies.ddp.strategy import DDPStrategy as DDPStrategy
     from fabric.strategies.dp import DataParallelStrategy as DataParallelStrategy
     from fabric.strategies.dp import DDP2Strategy as DDP2Strategy
     from fabric.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
-    from fabric.strategies.layouts.context.part import ContextParallel as ContextParallel
     from fabric.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
     from fabric.strategies.parallel import ParallelStrategy as ParallelStrategy
     from fabric.strategies.pipeline.strategy import PipelineStrategy as PipelineStrategy
@@ -23,7 +23,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "STRATEGY_REGISTRY": "fabric.strategies.registry",
-        "ContextParallel": "fabric.strategies.layouts.context.part",
+        "ContextParallel": "fabric.strategies.context_parallel.part",
         "DDP2Strategy": "fabric.strategies.dp",
         "DDPStrategy": "fabric.strategies.ddp.strategy",
         "DataParallelStrategy": "fabric.strategies.dp",

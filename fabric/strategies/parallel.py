@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fabric.launch.launcher import Launcher
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.precision.precision import Precision
-    from fabric.strategies.layouts.context.part import ContextParallel
+    from fabric.strategies.context_parallel.part import ContextParallel
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 START_METHODS = get_args(StartMethod)

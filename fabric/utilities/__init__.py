@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from fabric.strategies.context_parallel.sequence import sequence_positions as sequence_positions
     from fabric.throughput.throughput import Throughput as Throughput
     from fabric.throughput.throughput import ThroughputMonitor as ThroughputMonitor
     from fabric.throughput.throughput import measure_flops as measure_flops
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from fabric.utilities.rank_zero import rank_zero_info as rank_zero_info
     from fabric.utilities.rank_zero import rank_zero_only as rank_zero_only
     from fabric.utilities.rank_zero import rank_zero_warn as rank_zero_warn
-    from fabric.utilities.sequence import sequence_positions as sequence_positions
     from fabric.utilities.warnings import disable_possible_user_warnings as disable_possible_user_warnings
 
 __getattr__, __dir__ = lazy_exports(
@@ -35,7 +35,7 @@ __getattr__, __dir__ = lazy_exports(
         "rank_zero_info": "fabric.utilities.rank_zero",
         "rank_zero_only": "fabric.utilities.rank_zero",
         "rank_zero_warn": "fabric.utilities.rank_zero",
-        "sequence_positions": "fabric.utilities.sequence",
+        "sequence_positions": "fabric.strategies.context_parallel.sequence",
         "suggested_max_num_workers": "fabric.utilities.data",
     },
 )

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError
 from fabric.strategies import ContextParallel, DDP2Strategy, DDPStrategy
-from fabric.strategies.layouts.context.exchange import Exchange
+from fabric.strategies.context_parallel.exchange import Exchange
+from fabric.strategies.context_parallel.sequence import current_part
 from fabric.utilities import sequence_positions
-from fabric.utilities.sequence import current_part
 
 
 def launched(*args, strategy=DDPStrategy, **part) -> Fabric:

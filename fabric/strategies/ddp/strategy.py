@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fabric.checkpoint.checkpoint_io import CheckpointIO
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.precision.precision import Precision
-    from fabric.strategies.layouts.context.part import ContextParallel
+    from fabric.strategies.context_parallel.part import ContextParallel
     from fabric.strategies.parallel import StartMethod
 
 

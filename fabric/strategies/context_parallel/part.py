@@ -18,10 +18,10 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm, backward_pass
 from fabric.core.tree import flatten
 from fabric.strategies.alike import Alike
-from fabric.strategies.layouts.context.region import Region, Row
+from fabric.strategies.context_parallel.region import Region, Row
+from fabric.strategies.context_parallel.sequence import part_sizes
 from fabric.strategies.rows import InRows, check_number, check_rows, make_rows
 from fabric.strategies.sharding.blocks import check_policy, choose_blocks
-from fabric.utilities.sequence import part_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -14,12 +14,12 @@ from torch.overrides import TorchFunctionMode
 from fabric.core.errors import FabricError, UsageError
 from fabric.core.torch_internals import groups_inside, ungathered
 from fabric.core.tree import flatten
+from fabric.strategies.context_parallel.attention import divided
+from fabric.strategies.context_parallel.call import noise
+from fabric.strategies.context_parallel.exchange import Exchange
+from fabric.strategies.context_parallel.sequence import Part, seeing
 from fabric.strategies.ddp.agree import on_any_rank
-from fabric.strategies.layouts.context.attention import divided
-from fabric.strategies.layouts.context.call import noise
-from fabric.strategies.layouts.context.exchange import Exchange
 from fabric.strategies.trial import difference, untouched
-from fabric.utilities.sequence import Part, seeing
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from fabric.collectives.channel import Channel
-    from fabric.strategies.layouts.context.call import DividedCall
+    from fabric.strategies.context_parallel.call import DividedCall
 
 _EACH = (3, 5)
 """Positions in each piece of a sequence, in the first trial and in the second; two belong to a rank."""

@@ -14,12 +14,12 @@ import torch
 from fabric.core.compile import eager
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import backward_pass
-from fabric.strategies.layouts.context.attention import called, divided
-from fabric.strategies.layouts.context.call import DividedCall
-from fabric.strategies.layouts.context.exchange import Exchange
-from fabric.strategies.layouts.context.trial import try_parts
+from fabric.strategies.context_parallel.attention import called, divided
+from fabric.strategies.context_parallel.call import DividedCall
+from fabric.strategies.context_parallel.exchange import Exchange
+from fabric.strategies.context_parallel.sequence import Part, current_part, part_sizes
+from fabric.strategies.context_parallel.trial import try_parts
 from fabric.utilities.random_stream import RandomStream
-from fabric.utilities.sequence import Part, current_part, part_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

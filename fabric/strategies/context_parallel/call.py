@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fabric.strategies.layouts.context.exchange import Exchange
+    from fabric.strategies.context_parallel.exchange import Exchange
     from fabric.strategies.layouts.parts import Call
 
 MASK = "mask"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fabric.collectives.channel import Channel
-    from fabric.utilities.sequence import Part
+    from fabric.strategies.context_parallel.sequence import Part
 
     Passage = Callable[[list[Tensor]], list[Tensor]]
 

@@ -14,14 +14,14 @@ from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import UsageError
 from fabric.core.torch_internals import packs_saved_tensors
-from fabric.utilities.sequence import seeing
+from fabric.strategies.context_parallel.sequence import seeing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-    from fabric.strategies.layouts.context.exchange import Exchange
+    from fabric.strategies.context_parallel.exchange import Exchange
 
 HEADS = inspect.signature(F.multi_head_attention_forward)
 

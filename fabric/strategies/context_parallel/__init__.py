@@ -1,0 +1,1 @@
+"""A sequence divided over ranks."""

@@ -1,1 +1,0 @@
-"""A sequence divided over ranks. See `part.py`."""
