@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fabric.strategies.dp import DataParallelStrategy as DataParallelStrategy
     from fabric.strategies.dp import DDP2Strategy as DDP2Strategy
     from fabric.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
-    from fabric.strategies.local_sgd import LocalSGDStrategy as LocalSGDStrategy
+    from fabric.strategies.local_sgd.strategy import LocalSGDStrategy as LocalSGDStrategy
     from fabric.strategies.parallel import ParallelStrategy as ParallelStrategy
     from fabric.strategies.pipeline.strategy import PipelineStrategy as PipelineStrategy
     from fabric.strategies.registry import STRATEGY_REGISTRY as STRATEGY_REGISTRY
@@ -29,7 +29,7 @@ __getattr__, __dir__ = lazy_exports(
         "DataParallelStrategy": "fabric.strategies.dp",
         "DeepSpeedStrategy": "fabric.integrations.deepspeed.strategy",
         "FSDPStrategy": "fabric.strategies.fsdp.strategy",
-        "LocalSGDStrategy": "fabric.strategies.local_sgd",
+        "LocalSGDStrategy": "fabric.strategies.local_sgd.strategy",
         "ModelParallelStrategy": "fabric.strategies.tensor_parallel.strategy",
         "ParallelStrategy": "fabric.strategies.parallel",
         "PipelineStrategy": "fabric.strategies.pipeline.strategy",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
 from fabric.precision.mixed import MixedPrecision
-from fabric.strategies.layouts.local_steps import LocalSteps
+from fabric.strategies.local_sgd.layout import LocalSteps
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.strategies.rows import check_number
 from fabric.strategies.strategy import Strategy
