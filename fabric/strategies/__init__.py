@@ -6,9 +6,9 @@ from fabric.core.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from fabric.strategies.context_parallel.part import ContextParallel as ContextParallel
+    from fabric.strategies.data_parallel.strategy import DataParallelStrategy as DataParallelStrategy
+    from fabric.strategies.data_parallel.strategy import DDP2Strategy as DDP2Strategy
     from fabric.strategies.ddp.strategy import DDPStrategy as DDPStrategy
-    from fabric.strategies.dp import DataParallelStrategy as DataParallelStrategy
-    from fabric.strategies.dp import DDP2Strategy as DDP2Strategy
     from fabric.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
     from fabric.strategies.local_sgd.strategy import LocalSGDStrategy as LocalSGDStrategy
     from fabric.strategies.parallel import ParallelStrategy as ParallelStrategy
@@ -24,9 +24,9 @@ __getattr__, __dir__ = lazy_exports(
     {
         "STRATEGY_REGISTRY": "fabric.strategies.registry",
         "ContextParallel": "fabric.strategies.context_parallel.part",
-        "DDP2Strategy": "fabric.strategies.dp",
+        "DDP2Strategy": "fabric.strategies.data_parallel.strategy",
         "DDPStrategy": "fabric.strategies.ddp.strategy",
-        "DataParallelStrategy": "fabric.strategies.dp",
+        "DataParallelStrategy": "fabric.strategies.data_parallel.strategy",
         "DeepSpeedStrategy": "fabric.integrations.deepspeed.strategy",
         "FSDPStrategy": "fabric.strategies.fsdp.strategy",
         "LocalSGDStrategy": "fabric.strategies.local_sgd.strategy",

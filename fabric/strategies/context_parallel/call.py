@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fabric.strategies.context_parallel.exchange import Exchange
-    from fabric.strategies.layouts.parts import Call
+    from fabric.strategies.data_parallel.parts import Call
 
 MASK = "mask"
 """In place of a dimension: the last two are the sequence, as in a mask of attention."""

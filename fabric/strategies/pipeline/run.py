@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fabric.collectives.channel import Channel
-    from fabric.strategies.layouts.parts import Call
+    from fabric.strategies.data_parallel.parts import Call
     from fabric.strategies.pipeline.stage import Stage
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from fabric.strategies.layouts.parts import CallParts
+    from fabric.strategies.data_parallel.parts import CallParts
     from fabric.strategies.pipeline.run import Runner
 
 

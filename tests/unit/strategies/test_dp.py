@@ -18,8 +18,8 @@ from fabric import Fabric
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.plugins.environments.local import LocalEnvironment
 from fabric.strategies import DataParallelStrategy, ParallelStrategy
-from fabric.strategies.layouts.data_parallel import DeviceSplit
-from fabric.strategies.layouts.parts import CallParts
+from fabric.strategies.data_parallel.layout import DeviceSplit
+from fabric.strategies.data_parallel.parts import CallParts
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,1 @@
+"""One process whose batch is divided over its devices."""
