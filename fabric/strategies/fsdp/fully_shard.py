@@ -22,7 +22,7 @@ from fabric.core.torch_internals import BatchNorm, has_hooks, is_fsdp, reduce_in
 from fabric.core.traits import Traits
 from fabric.strategies.ddp.agree import broadcast_from_zero, on_any_rank
 from fabric.strategies.ddp.buffers import shared_buffers
-from fabric.strategies.layouts.materialise import Materialiser
+from fabric.strategies.deferred_init.materialise import Materialiser
 from fabric.strategies.sharding.blocks import check_whole, choose_blocks, innermost_first
 from fabric.strategies.sharding.sharded import Sharded
 from fabric.strategies.sharding.split import is_split

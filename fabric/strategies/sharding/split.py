@@ -17,8 +17,8 @@ from fabric.core.errors import UsageError
 from fabric.core.passes import parameters_of, watch_steps
 from fabric.core.torch_internals import tensor_of
 from fabric.core.tree import map_tree
+from fabric.strategies.deferred_init.deferred import DeferredInit, Unmade
 from fabric.strategies.layout import Whole
-from fabric.utilities.deferred import DeferredInit, Unmade
 from fabric.utilities.init import has_meta_parameters, names_of_owners
 
 if TYPE_CHECKING:

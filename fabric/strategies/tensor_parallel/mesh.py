@@ -19,7 +19,7 @@ from fabric.core.traits import Traits
 from fabric.core.tree import flatten
 from fabric.strategies.ddp.agree import broadcast_from_zero
 from fabric.strategies.ddp.buffers import shared_buffers
-from fabric.strategies.layouts.materialise import Materialiser, own_meta
+from fabric.strategies.deferred_init.materialise import Materialiser, own_meta
 from fabric.strategies.rows import InRows
 from fabric.strategies.sharding.sharded import Sharded
 from fabric.strategies.sharding.split import is_split

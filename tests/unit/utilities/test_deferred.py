@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import init
 
 from fabric.core.errors import UsageError
-from fabric.utilities.deferred import DeferredInit
+from fabric.strategies.deferred_init.deferred import DeferredInit
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from torch.nn import Parameter
 
 from fabric.core.errors import UsageError
 from fabric.strategies.ddp.buffers import is_rank_local
+from fabric.strategies.deferred_init.deferred import DeferredInit, Unmade
 from fabric.strategies.sharding.blocks import innermost_first
-from fabric.utilities.deferred import DeferredInit, Unmade
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

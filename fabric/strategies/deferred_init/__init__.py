@@ -1,0 +1,1 @@
+"""Modules built without memory for their weights, whose values are made later."""
