@@ -1,1 +1,0 @@
-"""How parameters sit on ranks: whole (`layout.py`, the base of all), replicated, split, in stages."""
