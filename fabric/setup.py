@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from fabric.strategies.ddp.free import StepCheck
+    from fabric.strategies.free import StepCheck
 
 # For type checkers a model and an optimizer that were set up are of the user's own classes.
 M = TypeVar("M", bound="Module")
@@ -141,14 +141,14 @@ class SetupVerbs(RankFacts):
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
         module = check_module(module, "fabric.setup", self._strategy)
-        from fabric.strategies.ddp.buffers import mark_rank_local
+        from fabric.strategies.buffers import mark_rank_local
 
         mark_rank_local(unwrap(module), rank_local)  # also without names: those of another setup are gone
         wrapped, stepped, scheduler = self._wrap(
             module, list(optimizers), scheduler, move_to_device, _reapply_compile
         )
         if replica_check and (replicas := self._strategy.replicas) is not None:
-            from fabric.strategies.ddp.buffers import rank_local_names
+            from fabric.strategies.buffers import rank_local_names
 
             replicas.add(wrapped, stepped, rank_local_names(wrapped.module))
         views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
@@ -367,8 +367,8 @@ class SetupVerbs(RankFacts):
             self._strategy.place_module(inner)
         if self._strategy.topology.world_size > 1:
             self._strategy.meet("setup", describe_module(inner))
-            from fabric.strategies.ddp.buffers import check_buffers
-            from fabric.strategies.ddp.free import StepCheck
+            from fabric.strategies.buffers import check_buffers
+            from fabric.strategies.free import StepCheck
 
             check_buffers(inner, partial(self._strategy.all_gather_object, label="setup"))
             self._step_check = self._step_check or StepCheck(self._strategy)

@@ -23,8 +23,8 @@ PACKAGE = ROOT / "fabric"
 ORDER = [
     ["fabric.core"],
     ["fabric.utilities"],
+    ["fabric.launch.endings"],
     [
-        "fabric.launch.endings",
         "fabric.launch.garbage",
         "fabric.launch.handlers",
         "fabric.launch.lifeline",
@@ -51,7 +51,9 @@ ORDER = [
         "fabric.replicas",
         "fabric.throughput",
     ],
+    ["fabric.utilities.throughput"],
     ["fabric.strategies"],
+    ["fabric.checkpoint.latest"],
     ["fabric.integrations"],
     ["fabric.connector", "fabric.resolve"],
     ["fabric.facts"],

@@ -23,6 +23,3 @@ class Launcher(ABC):
             LaunchError: The ranks cannot be started, or one of them failed.
         """
 
-
-_Launcher = Launcher
-"""Lightning Fabric's name for it."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fabric.collectives.channel import Channel
     from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
-    from fabric.strategies.ddp.free import FreeParameters
+    from fabric.strategies.free import FreeParameters
     from fabric.strategies.norms import FiniteNorms
 
 
@@ -163,7 +163,7 @@ class Whole:
         reduced = self.reduced()
         free = {p: None for p in parameters if reduced is not None and id(p) not in reduced}
         if free and self.channel is not None and self.channel.world_size > 1:
-            from fabric.strategies.ddp.free import FreeParameters
+            from fabric.strategies.free import FreeParameters
 
             self.free = self.free or FreeParameters(self.channel)
             self.free.add(free)

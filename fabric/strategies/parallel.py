@@ -23,9 +23,9 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.registry import load_slice
 from fabric.core.topology import Topology
 from fabric.core.torch_versions import collectives_recorded
-from fabric.launch.rendezvous import rendezvous
 from fabric.launch.system import allow_open_files
 from fabric.plugins.environments.local import LocalEnvironment
+from fabric.plugins.environments.rendezvous import rendezvous
 from fabric.strategies.strategy import Plan, Strategy
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 

@@ -14,7 +14,7 @@ from torch import nn
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.strategies import ModelParallelStrategy
-from fabric.strategies.ddp.buffers import rank_local_names, shared_buffers
+from fabric.strategies.buffers import rank_local_names, shared_buffers
 from fabric.utilities.warnings import PossibleUserWarning
 
 LAYOUTS = [

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Se
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
 from fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, ZeRO1Strategy
-from fabric.strategies.ddp.agree import PARCEL_BYTES, parcels
+from fabric.strategies.agree import PARCEL_BYTES, parcels
 from fabric.strategies.zero1.shares import divide
 from fabric.wrappers import unwrap
 

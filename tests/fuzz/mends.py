@@ -208,7 +208,7 @@ Replicate._separate_shared = lambda *_: None
     ),
     "gradients of parameters of no model are averaged": Mend(
         """
-from fabric.strategies.ddp.free import FreeParameters
+from fabric.strategies.free import FreeParameters
 FreeParameters.around_pass = lambda self, run, *args, **kwargs: run(*args, **kwargs)
 """,
         (*DDP, *SPLIT),
@@ -269,7 +269,7 @@ LossScale.before_clip = lambda self, gradients: None
     ),
     "buffers are sent by name": Mend(
         """
-import fabric.strategies.ddp.buffers as buffers
+import fabric.strategies.buffers as buffers
 buffers.sorted = lambda names, reverse=False: list(names)[:: -1 if reverse else 1]
 """,
         (*DDP, *SPLIT),

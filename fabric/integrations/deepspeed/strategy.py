@@ -20,8 +20,8 @@ from fabric.integrations.deepspeed.package import environment, forget_groups, lo
 from fabric.integrations.deepspeed.precision import DeepSpeedPrecision
 from fabric.integrations.deepspeed.settings import complete, get, joined
 from fabric.precision.dtypes import CastTo
-from fabric.strategies.ddp.agree import broadcast_from_zero
-from fabric.strategies.ddp.buffers import shared_buffers
+from fabric.strategies.agree import broadcast_from_zero
+from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.ddp.strategy import DDPStrategy
 from fabric.wrappers import unwrap
 

@@ -8,8 +8,8 @@ import uuid
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
-from fabric.launch.rendezvous import ARRIVED, absent
 from fabric.launch.stores import part_of_store
+from fabric.plugins.environments.rendezvous import ARRIVED, absent
 from fabric.plugins.environments.started import StartedEnvironment
 
 if TYPE_CHECKING:

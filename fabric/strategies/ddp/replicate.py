@@ -35,14 +35,14 @@ from fabric.core.torch_internals import (
 )
 from fabric.core.torch_versions import BUFFER_KEYWORDS, buffers_off
 from fabric.core.traits import Traits
-from fabric.strategies.ddp.agree import (
+from fabric.strategies.agree import (
     average_gradients,
     copy_from_first,
     differing,
     on_any_rank,
     stamp,
 )
-from fabric.strategies.ddp.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
+from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
 from fabric.strategies.ddp.shared import SharedParameters, reducing
 from fabric.strategies.layout import Whole
 from fabric.utilities.init import name_of, names_of_owners
@@ -275,7 +275,7 @@ class Replicate(Whole):
                 self._replicas[replica].views = {}
                 self._failed = True
             if isinstance(error, RuntimeError) and syncing:
-                from fabric.strategies.ddp.explained import tell_apart
+                from fabric.strategies.explained import tell_apart
 
                 tell_apart(error, graph=kwargs.get("create_graph") or True in args[2:3])
             raise
@@ -284,7 +284,7 @@ class Replicate(Whole):
             if self._replicas[replica].reduced is not None:
                 self._average_rest(self._replicas[replica])
         for name in [name for name, p, before in thawed if stamp(p) != before]:
-            from fabric.strategies.ddp.explained import thawed_late
+            from fabric.strategies.explained import thawed_late
 
             raise thawed_late(name)
         if local:
@@ -317,7 +317,7 @@ class Replicate(Whole):
         try:
             check_reduced(replica)
         except RuntimeError as error:
-            from fabric.strategies.ddp.explained import unused_parameters
+            from fabric.strategies.explained import unused_parameters
 
             raise unused_parameters(replica.module, self._replicas[replica].names, error) from error
         if has_built_buckets(replica):
@@ -361,7 +361,7 @@ class Replicate(Whole):
                 self.channel.meet(call_of("backward", f"of {name_of(replica.module)}"))
         known.came = True
         if running_node() not in (known.nodes[id(parameter)], None):
-            from fabric.strategies.ddp.explained import converted
+            from fabric.strategies.explained import converted
 
             names = {id(p): name for name, p in replica.module.named_parameters()}
             raise converted(names[id(parameter)], parameter)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from fabric.core.errors import UsageError
-from fabric.strategies.ddp.buffers import is_rank_local
+from fabric.strategies.buffers import is_rank_local
 from fabric.strategies.deferred_init.deferred import DeferredInit, Unmade
 from fabric.strategies.sharding.blocks import innermost_first
 

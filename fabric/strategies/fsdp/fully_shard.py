@@ -20,8 +20,8 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.precision import POLICIES
 from fabric.core.torch_internals import BatchNorm, has_hooks, is_fsdp, reduce_in_place, whole_of
 from fabric.core.traits import Traits
-from fabric.strategies.ddp.agree import broadcast_from_zero, on_any_rank
-from fabric.strategies.ddp.buffers import shared_buffers
+from fabric.strategies.agree import broadcast_from_zero, on_any_rank
+from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser
 from fabric.strategies.sharding.blocks import check_whole, choose_blocks, innermost_first
 from fabric.strategies.sharding.sharded import Sharded

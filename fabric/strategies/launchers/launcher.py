@@ -1,3 +1,5 @@
-"""A path of Lightning Fabric; the code is in `fabric/launch/launcher.py`."""
+"""Lightning Fabric has `_Launcher` under this path."""
 
-from fabric.launch.launcher import _Launcher as _Launcher
+from fabric.launch.launcher import Launcher
+
+_Launcher = Launcher

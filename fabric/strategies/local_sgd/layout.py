@@ -21,8 +21,8 @@ from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.core.passes import parameters_of, watch_steps
 from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
-from fabric.strategies.ddp.agree import broadcast_from_zero
-from fabric.strategies.ddp.buffers import SyncedBuffers, shared_buffers
+from fabric.strategies.agree import broadcast_from_zero
+from fabric.strategies.buffers import SyncedBuffers, shared_buffers
 from fabric.strategies.layout import Whole
 from fabric.utilities.state_keys import OUTER
 

@@ -15,8 +15,8 @@ from fabric.core.tree import flatten, map_tree, unflatten
 from fabric.forward import differentiable
 from fabric.precision.dtypes import CastTo
 from fabric.strategies.alike import Alike
+from fabric.strategies.buffers import SyncedBuffers
 from fabric.strategies.data_parallel.parts import CallParts
-from fabric.strategies.ddp.buffers import SyncedBuffers
 from fabric.strategies.pipeline.run import Pass, alternating, backwards, forwards
 from fabric.strategies.pipeline.trial import joined, try_rows
 

@@ -21,8 +21,8 @@ from fabric.core.errors import UsageError
 from fabric.core.passes import watch_steps
 from fabric.core.torch_internals import backward_pass, call_after_backward
 from fabric.core.traits import Traits
-from fabric.strategies.ddp.agree import average_gradients, broadcast_from_zero, copy_from_first
-from fabric.strategies.ddp.buffers import shared_buffers
+from fabric.strategies.agree import average_gradients, broadcast_from_zero, copy_from_first
+from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser
 from fabric.strategies.pipeline.cut import check_fits, even_balance, find_blocks, shared_parameters
 from fabric.strategies.pipeline.flow import Flow

@@ -17,7 +17,7 @@ from fabric.collectives.objects import broadcast_tree, gather_objects
 from fabric.core.errors import UsageError
 from fabric.core.passes import parameters_of
 from fabric.core.tree import iter_paths, map_tree
-from fabric.strategies.ddp.agree import on_any_rank
+from fabric.strategies.agree import on_any_rank
 from fabric.strategies.layout import Whole
 from fabric.strategies.norms import norm_over_ranks
 from fabric.strategies.sharding.split import Split

@@ -38,7 +38,7 @@ from fabric.core.torch_internals import (
 from fabric.core.torch_versions import gather_again, reset_iteration
 from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
-from fabric.strategies.ddp.explained import split_error
+from fabric.strategies.explained import split_error
 from fabric.utilities.init import name_of
 
 if TYPE_CHECKING:

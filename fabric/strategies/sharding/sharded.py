@@ -17,8 +17,8 @@ from fabric.core.passes import attend_passes, parameters_of
 from fabric.core.torch_internals import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states
 from fabric.core.torch_versions import keep_arguments, refuse_before
 from fabric.forward import HookedCall, differentiable
-from fabric.strategies.ddp.buffers import SyncedBuffers, broadcast_buffers
-from fabric.strategies.ddp.explained import converted
+from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers
+from fabric.strategies.explained import converted
 from fabric.strategies.sharding.gathered import GatheredCall, Meets, RootGate
 from fabric.strategies.sharding.split import Split, is_split
 from fabric.utilities.init import names_of_owners

@@ -17,8 +17,8 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_internals import is_fsdp, memory_of
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten
-from fabric.strategies.ddp.agree import broadcast_from_zero
-from fabric.strategies.ddp.buffers import shared_buffers
+from fabric.strategies.agree import broadcast_from_zero
+from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser, own_meta
 from fabric.strategies.rows import InRows
 from fabric.strategies.sharding.sharded import Sharded

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fabric.collectives.frames import join
 from fabric.core.errors import UsageError
-from fabric.strategies.ddp.agree import parcels, spread
+from fabric.strategies.agree import parcels, spread
 
 if TYPE_CHECKING:
     from torch import Tensor

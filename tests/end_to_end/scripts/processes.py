@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from fabric.core.cores import share_cores
 from fabric.launch.functions.multiprocess import MultiprocessLauncher
-from fabric.launch.rendezvous import rendezvous
 from fabric.launch.script import ScriptLauncher
 from fabric.plugins.environments import LocalEnvironment
+from fabric.plugins.environments.rendezvous import rendezvous
 
 
 def say(**what):

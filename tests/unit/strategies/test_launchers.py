@@ -28,10 +28,10 @@ from fabric.launch.functions.multiprocess import MultiprocessLauncher
 from fabric.launch.functions.openmp import rest_openmp
 from fabric.launch.place import Place
 from fabric.launch.rank_logs import RankLogs
-from fabric.launch.rendezvous import rendezvous
 from fabric.launch.script import ScriptLauncher, original_command
 from fabric.launch.supervisor import Supervisor
 from fabric.plugins.environments import LocalEnvironment
+from fabric.plugins.environments.rendezvous import rendezvous
 
 CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:682"
 

@@ -7,7 +7,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from fabric.core.errors import LaunchError
-from fabric.launch.rendezvous import await_ranks
+from fabric.plugins.environments.rendezvous import await_ranks
 from fabric.plugins.environments.torchelastic import fresh_part
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=2)

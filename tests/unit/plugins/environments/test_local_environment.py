@@ -8,10 +8,10 @@ import pytest
 from torch.distributed import HashStore
 
 from fabric.core.errors import ConfigurationError, LaunchError
-from fabric.launch import rendezvous as meeting
 from fabric.launch.place import place_here
-from fabric.launch.rendezvous import await_ranks
 from fabric.plugins.environments import LightningEnvironment, LocalEnvironment
+from fabric.plugins.environments import rendezvous as meeting
+from fabric.plugins.environments.rendezvous import await_ranks
 
 SECOND = timedelta(seconds=1)
 LAUNCHED = {

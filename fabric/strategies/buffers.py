@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.collectives.frames import PACK_LIMIT, describe_tensor
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.torch_internals import BatchNorm
-from fabric.strategies.ddp.agree import copy_from_first, differing
+from fabric.strategies.agree import copy_from_first, differing
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
