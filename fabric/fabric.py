@@ -57,7 +57,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         strategy: "auto", a registered name ("ddp", "ddp_spawn", ...), or a Strategy.
         devices: How many devices, or which; see accelerators/README.md. "auto": all there are (CPU: 1).
         num_nodes: How many machines.
-        precision: "32-true", "bf16-mixed", ...; see plugins/precision/README.md. None: "32-true".
+        precision: "32-true", "bf16-mixed", ...; see precision/README.md. None: "32-true".
         plugins: Precision, ClusterEnvironment and CheckpointIO objects, each at most once.
         callbacks: Objects whose methods `call` and the wrappers call by name.
         loggers: Where `log` and `log_dict` write.

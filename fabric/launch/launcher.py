@@ -22,4 +22,3 @@ class Launcher(ABC):
         Raises:
             LaunchError: The ranks cannot be started, or one of them failed.
         """
-

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.lazy import lazy_names
 from fabric.core.precision import POLICIES, DtypePolicy, find_policy
 from fabric.core.registry import Registry
 from fabric.core.traits import overridden
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     from fabric.core.types import Optimizable
 
-__getattr__ = lazy_names(__name__)
 
 CONVERSIONS = ("forward_context", "convert_input", "convert_output")
 """Methods that add something to a forward."""
@@ -36,7 +34,7 @@ PASSES = ("pre_backward", "backward", "post_backward")
 PRECISION_REGISTRY = Registry("precision", "fabric.precisions")
 """Precision plugins by name; a factory with a parameter `device` gets the accelerator's device type."""
 
-_HOME = "fabric.plugins.precision."
+_HOME = "fabric.precision."
 PRECISION_REGISTRY.register("64-true", f"{_HOME}true:DoublePrecision", "all float64")
 PRECISION_REGISTRY.register("32-true", f"{_HOME}precision:Precision", "as the model is")
 for _name in ("16-true", "bf16-true"):

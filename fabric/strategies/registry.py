@@ -21,17 +21,52 @@ _NAMES: list[tuple[str, str, str, dict[str, Any]]] = [
         "one process, one device",
         {"device": None},
     ),
-    ("dp", f"{_OWN}dp:DataParallelStrategy", "one process, the batch split over its devices", {}),
-    ("ddp2", f"{_OWN}dp:DDP2Strategy", "one process per machine: dp in it, ddp across machines", {}),
-    ("fsdp", f"{_OWN}fsdp:FSDPStrategy", "parameters, gradients and optimizer states split (FSDP2)", {}),
-    ("zero3", f"{_OWN}fsdp:FSDPStrategy", "the same as fsdp", {}),
-    ("fsdp_cpu_offload", f"{_OWN}fsdp:FSDPStrategy", "fsdp in host memory", {"cpu_offload": True}),
-    ("zero2", f"{_OWN}fsdp:FSDPStrategy", "gradients and optimizer states split over ranks", _GRADIENTS),
-    ("ddp_sharded", f"{_OWN}fsdp:FSDPStrategy", "the same as zero2", _GRADIENTS),
-    ("hsdp", f"{_OWN}fsdp:FSDPStrategy", "fsdp within each node", {"sharding_strategy": "HYBRID_SHARD"}),
-    ("zero1", f"{_OWN}zero1:ZeRO1Strategy", "DDP with the optimizer states divided over ranks", {}),
-    ("local_sgd", f"{_OWN}local_sgd:LocalSGDStrategy", "ranks go on from their mean every 16 steps", {}),
-    ("pipeline", f"{_OWN}pipeline:PipelineStrategy", "a model in stages, fed with micro-batches", {}),
+    (
+        "dp",
+        f"{_OWN}data_parallel.strategy:DataParallelStrategy",
+        "one process, the batch split over its devices",
+        {},
+    ),
+    (
+        "ddp2",
+        f"{_OWN}data_parallel.strategy:DDP2Strategy",
+        "one process per machine: dp in it, ddp across machines",
+        {},
+    ),
+    (
+        "fsdp",
+        f"{_OWN}fsdp.strategy:FSDPStrategy",
+        "parameters, gradients and optimizer states split (FSDP2)",
+        {},
+    ),
+    ("zero3", f"{_OWN}fsdp.strategy:FSDPStrategy", "the same as fsdp", {}),
+    ("fsdp_cpu_offload", f"{_OWN}fsdp.strategy:FSDPStrategy", "fsdp in host memory", {"cpu_offload": True}),
+    (
+        "zero2",
+        f"{_OWN}fsdp.strategy:FSDPStrategy",
+        "gradients and optimizer states split over ranks",
+        _GRADIENTS,
+    ),
+    ("ddp_sharded", f"{_OWN}fsdp.strategy:FSDPStrategy", "the same as zero2", _GRADIENTS),
+    (
+        "hsdp",
+        f"{_OWN}fsdp.strategy:FSDPStrategy",
+        "fsdp within each node",
+        {"sharding_strategy": "HYBRID_SHARD"},
+    ),
+    ("zero1", f"{_OWN}zero1.strategy:ZeRO1Strategy", "DDP with the optimizer states divided over ranks", {}),
+    (
+        "local_sgd",
+        f"{_OWN}local_sgd.strategy:LocalSGDStrategy",
+        "ranks go on from their mean every 16 steps",
+        {},
+    ),
+    (
+        "pipeline",
+        f"{_OWN}pipeline.strategy:PipelineStrategy",
+        "a model in stages, fed with micro-batches",
+        {},
+    ),
     ("horovod", "fabric.integrations.horovod.strategy:HorovodStrategy", "DDP by Horovod", {}),
     ("xla", _XLA, "torch_xla's: an error", {"asked": "xla", "instead": "ddp"}),
     ("xla_fsdp", _XLA, "torch_xla's: an error", {"asked": "xla_fsdp", "instead": "fsdp"}),
@@ -41,8 +76,13 @@ for _suffix, _method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_note
     _how: dict[str, Any] = {"start_method": _method}
     _unused = {**_how, "find_unused_parameters": True}
     _NAMES += [
-        (f"ddp{_suffix}", f"{_OWN}ddp:DDPStrategy", f"DDP, started by {_method}", _how),
-        (f"ddp_find_unused_parameters_true{_suffix}", f"{_OWN}ddp:DDPStrategy", "DDP that looks", _unused),
+        (f"ddp{_suffix}", f"{_OWN}ddp.strategy:DDPStrategy", f"DDP, started by {_method}", _how),
+        (
+            f"ddp_find_unused_parameters_true{_suffix}",
+            f"{_OWN}ddp.strategy:DDPStrategy",
+            "DDP that looks",
+            _unused,
+        ),
     ]
 
 _STATES: dict[str, Any] = {"offload_optimizer": True}

@@ -1,5 +1,7 @@
-"""A path of Lightning Fabric; the code is in `fabric/throughput/throughput.py`."""
+"""A path of Lightning Fabric; the code is in `fabric/throughput/`."""
 
+from fabric.throughput.flops import get_available_flops as get_available_flops
+from fabric.throughput.flops import measure_flops as measure_flops
+from fabric.throughput.throughput import T as T
 from fabric.throughput.throughput import Throughput as Throughput
 from fabric.throughput.throughput import ThroughputMonitor as ThroughputMonitor
-from fabric.throughput.throughput import measure_flops as measure_flops

@@ -12,7 +12,6 @@ import torch
 from torch.nn import Module
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.lazy import lazy_names
 from fabric.core.registry import did_you_mean
 from fabric.strategies.fsdp.fully_shard import FullyShard, ShardSettings
 from fabric.strategies.parallel import ParallelStrategy
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from fabric.precision.precision import Precision
     from fabric.strategies.context_parallel.part import ContextParallel
     from fabric.strategies.parallel import StartMethod
-
-__getattr__ = lazy_names(__name__)
 
 
 _SHARDING: dict[str, dict[str, Any]] = {

@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from fabric.core.errors import ArgumentTypeError
-from fabric.core.lazy import lazy_names
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.strategies.tensor_parallel.mesh import Mesh
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fabric.strategies.parallel import Processes
-
-__getattr__ = lazy_names(__name__)
 
 
 class ModelParallelStrategy(ParallelStrategy):
