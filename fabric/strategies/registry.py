@@ -11,78 +11,44 @@ STRATEGY_REGISTRY = Registry("strategy", "fabric.strategies")
 
 _StrategyRegistry = Registry  # Lightning Fabric's name for it
 
-_OWN = "fabric.strategies."
+_FSDP = "fsdp.strategy:FSDPStrategy"
 _XLA = "fabric.integrations.tpu.xla:refuse"
 _GRADIENTS: dict[str, Any] = {"sharding_strategy": "SHARD_GRAD_OP"}
 _NAMES: list[tuple[str, str, str, dict[str, Any]]] = [
-    (
-        "single_device",
-        f"{_OWN}single_device:SingleDeviceStrategy",
-        "one process, one device",
-        {"device": None},
-    ),
+    ("single_device", "single_device:SingleDeviceStrategy", "one process, one device", {"device": None}),
     (
         "dp",
-        f"{_OWN}data_parallel.strategy:DataParallelStrategy",
+        "data_parallel.strategy:DataParallelStrategy",
         "one process, the batch split over its devices",
         {},
     ),
     (
         "ddp2",
-        f"{_OWN}data_parallel.strategy:DDP2Strategy",
+        "data_parallel.strategy:DDP2Strategy",
         "one process per machine: dp in it, ddp across machines",
         {},
     ),
-    (
-        "fsdp",
-        f"{_OWN}fsdp.strategy:FSDPStrategy",
-        "parameters, gradients and optimizer states split (FSDP2)",
-        {},
-    ),
-    ("zero3", f"{_OWN}fsdp.strategy:FSDPStrategy", "the same as fsdp", {}),
-    ("fsdp_cpu_offload", f"{_OWN}fsdp.strategy:FSDPStrategy", "fsdp in host memory", {"cpu_offload": True}),
-    (
-        "zero2",
-        f"{_OWN}fsdp.strategy:FSDPStrategy",
-        "gradients and optimizer states split over ranks",
-        _GRADIENTS,
-    ),
-    ("ddp_sharded", f"{_OWN}fsdp.strategy:FSDPStrategy", "the same as zero2", _GRADIENTS),
-    (
-        "hsdp",
-        f"{_OWN}fsdp.strategy:FSDPStrategy",
-        "fsdp within each node",
-        {"sharding_strategy": "HYBRID_SHARD"},
-    ),
-    ("zero1", f"{_OWN}zero1.strategy:ZeRO1Strategy", "DDP with the optimizer states divided over ranks", {}),
-    (
-        "local_sgd",
-        f"{_OWN}local_sgd.strategy:LocalSGDStrategy",
-        "ranks go on from their mean every 16 steps",
-        {},
-    ),
-    (
-        "pipeline",
-        f"{_OWN}pipeline.strategy:PipelineStrategy",
-        "a model in stages, fed with micro-batches",
-        {},
-    ),
+    ("fsdp", _FSDP, "parameters, gradients and optimizer states split (FSDP2)", {}),
+    ("zero3", _FSDP, "the same as fsdp", {}),
+    ("fsdp_cpu_offload", _FSDP, "fsdp in host memory", {"cpu_offload": True}),
+    ("zero2", _FSDP, "gradients and optimizer states split over ranks", _GRADIENTS),
+    ("ddp_sharded", _FSDP, "the same as zero2", _GRADIENTS),
+    ("hsdp", _FSDP, "fsdp within each node", {"sharding_strategy": "HYBRID_SHARD"}),
+    ("zero1", "zero1.strategy:ZeRO1Strategy", "DDP with the optimizer states divided over ranks", {}),
+    ("local_sgd", "local_sgd.strategy:LocalSGDStrategy", "ranks go on from their mean every 16 steps", {}),
+    ("pipeline", "pipeline.strategy:PipelineStrategy", "a model in stages, fed with micro-batches", {}),
     ("horovod", "fabric.integrations.horovod.strategy:HorovodStrategy", "DDP by Horovod", {}),
     ("xla", _XLA, "torch_xla's: an error", {"asked": "xla", "instead": "ddp"}),
     ("xla_fsdp", _XLA, "torch_xla's: an error", {"asked": "xla_fsdp", "instead": "fsdp"}),
     ("single_xla", _XLA, "torch_xla's: an error", {"asked": "single_xla", "instead": "single_device"}),
 ]
+_DDP = "ddp.strategy:DDPStrategy"
 for _suffix, _method in {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
     _how: dict[str, Any] = {"start_method": _method}
     _unused = {**_how, "find_unused_parameters": True}
     _NAMES += [
-        (f"ddp{_suffix}", f"{_OWN}ddp.strategy:DDPStrategy", f"DDP, started by {_method}", _how),
-        (
-            f"ddp_find_unused_parameters_true{_suffix}",
-            f"{_OWN}ddp.strategy:DDPStrategy",
-            "DDP that looks",
-            _unused,
-        ),
+        (f"ddp{_suffix}", _DDP, f"DDP, started by {_method}", _how),
+        (f"ddp_find_unused_parameters_true{_suffix}", _DDP, "DDP that looks", _unused),
     ]
 
 _STATES: dict[str, Any] = {"offload_optimizer": True}
@@ -102,4 +68,5 @@ for _suffix, _settings in {
     _NAMES.append((f"deepspeed{_suffix}", _engine, "ZeRO by DeepSpeed's engine", _settings))
 
 for _name, _factory, _what, _settings in _NAMES:
+    _factory = _factory if _factory.startswith("fabric.") else f"fabric.strategies.{_factory}"
     STRATEGY_REGISTRY.register(_name, _factory, _what, **_settings)

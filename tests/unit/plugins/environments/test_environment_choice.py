@@ -107,7 +107,7 @@ def test_precedence_is_as_documented():
     [
         ({}, {"local"}),
         (OPENMPI, {"mpi", "started"}),
-        (TORCHRUN, {"torchelastic", "started", "rendezvous", "stores"}),
+        (TORCHRUN, {"torchelastic", "started", "rendezvous"}),
     ],
 )
 def test_only_the_chosen_environment_is_imported(given, loaded):
