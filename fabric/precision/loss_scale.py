@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
@@ -13,11 +13,15 @@ from fabric.core.passes import parameters_of, watch_clips, watch_steps
 from fabric.core.torch_internals import foreach_mul_
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
+
+
+_KEPT = 8
+"""Backwards whose graph is kept until the next one, since an optimizer that was not set up may be stepped."""
 
 
 class LossScale:
@@ -41,6 +45,11 @@ class LossScale:
         self._unscaled: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         """Optimizers that have brought theirs there since the last update; whether they are to step yet."""
         self._begun = self._stepping = False
+        self._passes = 0
+        self._loss: Callable[[], Tensor | None] = lambda: None
+        """Returns the loss of the last backward, if it exists."""
+        self._looked_at: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that were not set up, none of whose gradients are of a scaled backward."""
 
     def __reduce__(self) -> Any:
         return type(self), (self.scaler, self.device)  # a copy follows what is set up with it
@@ -64,6 +73,8 @@ class LossScale:
         """The loss of a backward that begins."""
         self.update()
         self._begun = True
+        self._passes += 1
+        self._loss = (lambda: loss) if self._passes <= _KEPT else ref(loss)
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> bool:
@@ -138,13 +149,30 @@ class LossScale:
         if self._stepping or not self._begun or not self.scaler.is_enabled():
             return
         held = {id(p) for p in parameters_of(optimizer) if p.grad is not None} - self._true
-        if held and any(id(p) in held for p in self._parameters()):
+        if held and (any(id(p) in held for p in self._parameters()) or self._has_scaled(optimizer, held)):
             raise UsageError(
                 f"{type(optimizer).__name__}.step() is that of an optimizer which was not set up, and under "
                 'precision="16-mixed" gradients are scaled: it would step by a multiple of them. Write '
                 "model, optimizer = fabric.setup(model, optimizer), or optimizer = "
                 "fabric.setup_optimizers(optimizer)."
             )
+
+    def _has_scaled(self, optimizer: Optimizer, parameters: set[int]) -> bool:
+        """Return whether the last backward made gradients of parameters with these ids; looks once."""
+        loss = self._loss()
+        if loss is None or optimizer in self._looked_at:
+            return False
+        nodes, seen = [loss.grad_fn], set[Any]()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if id(getattr(node, "variable", None)) in parameters:
+                return True
+            nodes += [after for after, _ in node.next_functions]
+        self._looked_at.add(optimizer)
+        return False
 
     def update(self) -> None:
         """What the steps since the last update make of the scale."""

@@ -696,3 +696,51 @@ def test_rows_average_in_each_backward(ranks):
     plain, _, _, _ = train_plain(data(4), accumulate=4, optimizer=torch.optim.SGD)
     for state in ranks.run(averaged_in_each_backward, world_size=4):
         assert_alike(state, plain.state_dict())
+
+
+def replacing(size, changes, checkpoint):
+    """Gradients of a loop that replaces or changes weights between forward and backward."""
+    f = Fabric(accelerator=ACCELERATOR, devices=size, strategy=PipelineStrategy(checkpoint=checkpoint))
+    f.launch()
+    net = plain_sequential()
+    model = f.setup(net)
+    loss = model(torch.ones(ROWS, 6, device=f.device)).square().mean()
+    CHANGES[changes](net)
+    f.backward(loss)
+    return {name: p.grad.tolist() for name, p in net.named_parameters() if p.numel()}
+
+
+def halved(net):
+    for p in net.parameters():
+        p.data = p.data * 0.5
+
+
+def halved_in_place(net):
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if name.startswith("2.norm"):  # torch has not saved it, but what is computed again needs it
+                p.mul_(0.5)
+
+
+CHANGES = {"p.data = ...": halved, "in place": halved_in_place}
+
+
+def test_weights_that_are_replaced_between_forward_and_backward(ranks):
+    net = plain_sequential()
+    loss = net(torch.ones(ROWS, 6)).square().mean()
+    halved(net)
+    loss.backward()
+    expected = {name: p.grad for name, p in net.named_parameters()}
+    found = ranks.run(replacing, 2, "p.data = ...", "never", world_size=2)
+    for name, grad in [pair for one in found for pair in one.items()]:
+        torch.testing.assert_close(torch.tensor(grad), expected.pop(name))
+    assert not expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "checkpoint"),
+    [("p.data = ...", "always"), ("p.data = ...", "except_last"), ("in place", "always")],
+)
+def test_weights_that_are_changed_before_activations_are_computed_again(ranks, changes, checkpoint):
+    with pytest.raises(Exception, match=r" was changed between the forward and the .*checkpoint=\"never\""):
+        ranks.run(replacing, 2, changes, checkpoint, world_size=2)

@@ -182,6 +182,20 @@ LossScale.update = update
 """,
         ("single-scaled", "ddp-scaled", "zero1-scaled", "fsdp-layers-scaled"),
     ),
+    "activations are not computed again with other weights": Mend(
+        """
+from fabric.strategies.pipeline import stage
+stage._state = lambda parameter: (0, 0)
+""",
+        ("pipeline", "pipeline-rows"),
+    ),
+    "forgotten optimizers of forgotten models are found": Mend(
+        """
+from fabric.precision.loss_scale import LossScale
+LossScale._has_scaled = lambda *_: False
+""",
+        ("single-scaled", "ddp-scaled", "context-scaled"),
+    ),
     "replicas are compared": Mend(
         """
 from fabric.replicas.check import ReplicaCheck

@@ -91,8 +91,10 @@ class Stage:
         return out
 
     def _made_again(self) -> Callable[..., Any]:
-        """The chain; from its second call on with the default dtype of the first one, and buffers stay."""
+        """Return the chain; from its second call on with the default dtype of the first, and buffers stay."""
         dtypes: list[torch.dtype] = []
+        named = [pair for path, block in self.blocks for pair in block.named_parameters(path)]
+        before = [_state(p) for _, p in named]
 
         def chain(*args: Any, **kwargs: Any) -> Any:
             # The first block may change its input in place, which is needed once more.
@@ -100,6 +102,14 @@ class Stage:
             dtypes.append(outside := torch.get_default_dtype())
             if len(dtypes) == 1:
                 return self._chain(*args, **kwargs)
+            if changed := [
+                name for (name, p), state in zip(named, before, strict=True) if _state(p) != state
+            ]:
+                raise UsageError(
+                    f"{changed[0]} was changed between the forward and the backward, which computes "
+                    "activations again: gradients would be those at other weights. Change weights after "
+                    'fabric.backward(loss), or write PipelineStrategy(checkpoint="never").'
+                )
             torch.set_default_dtype(dtypes[0])
             try:
                 with kept_buffers(self.modules):
@@ -135,6 +145,11 @@ def own(tree: Any) -> Any:
     apply: Any = _Own.apply
     made = [apply(leaf) if wanted else leaf for leaf, wanted in zip(leaves, wants, strict=True)]
     return unflatten(made, spec, tree)
+
+
+def _state(parameter: Tensor) -> tuple[int, int]:
+    """Return what differs once the parameter's values were replaced or changed in place."""
+    return parameter.data_ptr(), parameter._version
 
 
 def _copy(leaf: Any) -> Any:
