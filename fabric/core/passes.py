@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fabric.core.torch_internals import backward_pass, before_clips
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
 
 # By number: attendants send messages, whose order must be the same on all ranks.
@@ -90,6 +90,19 @@ def watch_clips(watcher: Any) -> None:
 def _look_at_clip(gradients: list[Any]) -> None:
     for watcher in list(_clip_watchers):
         watcher.before_clip(gradients)
+
+
+def leaves_of(tensors: Iterable[Any]) -> Iterator[Any]:
+    """Yield each leaf of which a backward from these tensors makes gradients."""
+    nodes, seen = [tensor.grad_fn for tensor in tensors], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        nodes += [after for after, _ in node.next_functions]
 
 
 def parameters_of(optimizer: Any) -> list[Any]:

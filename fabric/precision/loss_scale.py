@@ -9,19 +9,19 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 
 from fabric.core.errors import UsageError
-from fabric.core.passes import parameters_of, watch_clips, watch_steps
+from fabric.core.passes import leaves_of, parameters_of, watch_clips, watch_steps
 from fabric.core.torch_internals import foreach_mul_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
 
-_KEPT = 8
-"""Backwards whose graph is kept until the next one, since an optimizer that was not set up may be stepped."""
+_LOOKS = 8
+"""Backwards in which parameters are looked for that nobody has set up; afterwards in 16, 32, 64, ..."""
 
 
 class LossScale:
@@ -46,10 +46,8 @@ class LossScale:
         """Optimizers that have brought theirs there since the last update; whether they are to step yet."""
         self._begun = self._stepping = False
         self._passes = 0
-        self._loss: Callable[[], Tensor | None] = lambda: None
-        """Returns the loss of the last backward, if it exists."""
-        self._looked_at: WeakSet[Optimizer] = WeakSet()
-        """Optimizers that were not set up, none of whose gradients are of a scaled backward."""
+        self._strangers: dict[int, ref[Tensor]] = {}
+        """Parameters with gradients of a scaled backward that nobody has set up, by id."""
 
     def __reduce__(self) -> Any:
         return type(self), (self.scaler, self.device)  # a copy follows what is set up with it
@@ -74,7 +72,9 @@ class LossScale:
         self.update()
         self._begun = True
         self._passes += 1
-        self._loss = (lambda: loss) if self._passes <= _KEPT else ref(loss)
+        if self._passes <= _LOOKS or self._passes.bit_count() == 1:
+            known = {id(p) for p in self._parameters()}
+            self._strangers |= {id(leaf): ref(leaf) for leaf in leaves_of([loss]) if id(leaf) not in known}
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> bool:
@@ -149,7 +149,8 @@ class LossScale:
         if self._stepping or not self._begun or not self.scaler.is_enabled():
             return
         held = {id(p) for p in parameters_of(optimizer) if p.grad is not None} - self._true
-        if held and (any(id(p) in held for p in self._parameters()) or self._has_scaled(optimizer, held)):
+        strange = self._strangers and [p for p in parameters_of(optimizer) if self._is_strange(p)]
+        if held and (strange or any(id(p) in held for p in self._parameters())):
             raise UsageError(
                 f"{type(optimizer).__name__}.step() is that of an optimizer which was not set up, and under "
                 'precision="16-mixed" gradients are scaled: it would step by a multiple of them. Write '
@@ -157,22 +158,9 @@ class LossScale:
                 "fabric.setup_optimizers(optimizer)."
             )
 
-    def _has_scaled(self, optimizer: Optimizer, parameters: set[int]) -> bool:
-        """Return whether the last backward made gradients of parameters with these ids; looks once."""
-        loss = self._loss()
-        if loss is None or optimizer in self._looked_at:
-            return False
-        nodes, seen = [loss.grad_fn], set[Any]()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if id(getattr(node, "variable", None)) in parameters:
-                return True
-            nodes += [after for after, _ in node.next_functions]
-        self._looked_at.add(optimizer)
-        return False
+    def _is_strange(self, parameter: Tensor) -> bool:
+        known = self._strangers.get(id(parameter))
+        return known is not None and known() is parameter and parameter.grad is not None
 
     def update(self) -> None:
         """What the steps since the last update make of the scale."""

@@ -20,7 +20,7 @@ import torch
 from fabric.collectives.frames import call_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
-from fabric.core.passes import attend_passes, parameters_of, watch_steps
+from fabric.core.passes import attend_passes, leaves_of, parameters_of, watch_steps
 from fabric.core.torch_internals import (
     accumulator_of,
     build_buckets,
@@ -253,10 +253,12 @@ class Replicate(Whole):
         held = [(name, tensor_of(ref)) for name, ref in self._frozen]
         thawed = [(name, p, stamp(p)) for name, p in held if p is not None and p.requires_grad]
         syncing = [r for r in self._replicas if r.require_backward_grad_sync and r.reducer is not None]
-        if self._failed and syncing and self.channel is not None:  # perhaps on some ranks only
-            self._failed = False
-            self.channel.meet(call_of("backward after one that failed"))
         start = [t for t in (tensors if isinstance(tensors, Sequence) else [tensors]) if torch.is_tensor(t)]
+        trained = {id(p) for r in syncing for p in self._replicas[r].trained} if self._failed else set()
+        # Not in passes of other models: if this layout is garbage, it may be collected on some ranks only.
+        if trained and self.channel is not None and any(id(leaf) in trained for leaf in leaves_of(start)):
+            self._failed = False
+            self.channel.meet(call_of("backward after one that failed"))  # perhaps on some ranks only
         local = [(known, known.stamps()) for r in syncing if (known := self._replicas[r]).local]
         # Frozen since a forward: torch's backward leaves them out, and the reducer would give them zeros.
         frozen = [p for r in syncing for p in self._replicas[r].trained if not p.requires_grad]
