@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fabric.accelerators.devices import ALL, read_devices
 from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.messages import say
+from fabric.core.slices import use_slice
 from fabric.launch.commands import run_commands
 from fabric.launch.place import first_place
 from fabric.launch.rank_logs import RankLogs
@@ -116,18 +117,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from fabric.testing.check import check
-
     numbers = {name: Setting(getattr(options, name), f"--{name}") for name in ("devices", "steps")}
     ranks, steps = _whole(numbers["devices"], "--devices", 2), _whole(numbers["steps"], "--steps", 1)
-    return check(_command_line(options)[1:], ranks, steps)
+    return int(use_slice("check").check(_command_line(options)[1:], ranks, steps))
 
 
 def _consolidate(options: argparse.Namespace) -> int:
-    from fabric.checkpoint.formats.sharded.dcp import consolidate
-
     output = options.output or f"{options.checkpoint.rstrip(os.sep)}.full.pt"
     try:
+        consolidate = use_slice("sharded reader").consolidate
         left = consolidate(_of_this_machine(options.checkpoint), _of_this_machine(output))
     except OSError as error:
         print(f"fabric consolidate: {error}", file=sys.stderr)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fabric.core.errors import NoLoggerError, UsageError
+from fabric.core.slices import use_slice
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -133,9 +134,10 @@ class RankFacts:
         Raises:
             MissingExtraError: tqdm is not installed.
         """
-        from fabric.progress.progress import Progress, shows
-
-        return Progress(batches, self.is_global_zero and shows(show), {"desc": desc, **settings})
+        progress = use_slice("progress")
+        shown = self.is_global_zero and progress.shows(show)
+        made: Progress[Any] = progress.Progress(batches, shown, {"desc": desc, **settings})
+        return made
 
     @property
     def _data_rank(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
+from fabric.core.slices import use_slice
 from fabric.facts import RankFacts
 
 if TYPE_CHECKING:
@@ -153,10 +154,9 @@ class CheckpointVerbs(RankFacts):
             ConfigurationError: `step` or `keep` is no such number.
             OSError: As for `save`.
         """
-        from fabric.checkpoint.latest.latest import save_latest
-
         self._require_launch("save_latest()")
-        return save_latest(self._strategy, directory, state, step, keep, wait)
+        path: Path | str = use_slice("latest").save_latest(self._strategy, directory, state, step, keep, wait)
+        return path
 
     def load_latest(self, directory: PathLike, state: dict[str, Any], strict: bool = True) -> int | None:
         """Load the newest checkpoint of `save_latest` that is complete and valid. All ranks must call this.
@@ -175,7 +175,6 @@ class CheckpointVerbs(RankFacts):
             UsageError: There are checkpoints, and none of them can be read.
             NotADirectoryError: `directory` is a file (a RankError that says so on ranks above zero).
         """
-        from fabric.checkpoint.latest.latest import load_latest
-
         self._require_launch("load_latest()")
-        return load_latest(self._strategy, directory, state, strict)
+        step: int | None = use_slice("latest").load_latest(self._strategy, directory, state, strict)
+        return step

@@ -16,6 +16,7 @@ import torch
 
 from fabric.checks import metrics_among
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.slices import use_slice
 from fabric.core.tree import map_tree
 from fabric.facts import RankFacts
 
@@ -71,10 +72,8 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: The deadline cannot be read.
         """
         if self._stopper is None:
-            from fabric.preemption.stopping import Stopper
-
             try:
-                self._stopper = Stopper(*self._strategy.stop_signals())
+                self._stopper = use_slice("preemption").Stopper(*self._strategy.stop_signals())
             except ConfigurationError as error:
                 self._strategy.refuse("should_stop", error)
         return any(self._strategy.all_gather_object(self._stopper.asked(), label="should_stop"))
@@ -189,10 +188,9 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: A first dimension does not divide by the number of ranks; unknown `reduce_op`.
             ArgumentTypeError: As for `all_reduce`.
         """
-        from fabric.collectives.extra.route import reduce_scatter_tree
         from fabric.collectives.grads import reduce_scatter_with_grads
 
-        scatter = reduce_scatter_with_grads if sync_grads else reduce_scatter_tree
+        scatter = reduce_scatter_with_grads if sync_grads else use_slice("extra").reduce_scatter_tree
         return scatter(data, reduce_op, self._strategy.channel(group))
 
     @together
@@ -209,10 +207,9 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: A first dimension that does not divide by the number of ranks.
             ArgumentTypeError: A leaf that is neither tensor nor number.
         """
-        from fabric.collectives.extra.route import all_to_all_tree
         from fabric.collectives.grads import all_to_all_with_grads
 
-        exchange = all_to_all_with_grads if sync_grads else all_to_all_tree
+        exchange = all_to_all_with_grads if sync_grads else use_slice("extra").all_to_all_tree
         return exchange(data, self._strategy.channel(group))
 
     @together
@@ -244,9 +241,7 @@ class CollectiveVerbs(RankFacts):
             ConfigurationError: `src` is no rank.
         """
         src = self._checked_rank("scatter", "src", src, group)
-        from fabric.collectives.extra.route import scatter_tree
-
-        return scatter_tree(data, src, self._strategy.channel(group))
+        return use_slice("extra").scatter_tree(data, src, self._strategy.channel(group))
 
     @together
     def all_gather_object(self, obj: Any, group: Any | None = None) -> list[Any]:
@@ -304,9 +299,7 @@ class CollectiveVerbs(RankFacts):
             CollectiveMismatch: Ranks hold different metrics, or states of different shapes; on all ranks.
             UsageError: A metric is synchronised already, or a MetricCollection guessed wrong compute groups.
         """
-        from fabric.metrics.sync import compute_metrics
-
-        return compute_metrics(metrics, *self._strategy.parts())
+        return use_slice("metrics").compute_metrics(metrics, *self._strategy.parts())
 
     def log(
         self,
@@ -404,10 +397,10 @@ class CollectiveVerbs(RankFacts):
             CollectiveMismatch: A rank did not enter, or with other numbers; on all ranks.
         """
         self._require_launch("profile()")
-        from fabric.profile.profile import profiled
-
+        profiled = use_slice("profile").profiled
         window = {"wait": wait, "warmup": warmup, "active": active}
-        return profiled(self, folder, ranks, window, settings)
+        made: AbstractContextManager[Profile] = profiled(self, folder, ranks, window, settings)
+        return made
 
     @contextmanager
     def rank_zero_first(self, local: bool = False) -> Iterator[None]:

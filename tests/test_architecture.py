@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,9 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+
+from fabric.core import slices
+from fabric.core.errors import ConfigurationError
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fabric"
@@ -219,14 +224,149 @@ def test_nobody_imports_integrations():
     assert [pair for pair in every if place(pair[1]) == "fabric.integrations"] == []
 
 
-SLICES = ("fabric.replicas",)  # folders that can be deleted; others follow
+# Folders that can be deleted, each with the slices that it imports. The rest is the kernel.
+_SHARDED = "fabric.checkpoint.formats.sharded"
+NEEDS: dict[str, set[str]] = {
+    "fabric.checkpoint.background": set(),
+    _SHARDED: {"fabric.checkpoint.formats.safetensors"},
+    "fabric.checkpoint.formats.safetensors": set(),
+    "fabric.checkpoint.latest": {_SHARDED},
+    "fabric.collectives.extra": set(),
+    "fabric.data.iterable": set(),
+    "fabric.launch.functions": set(),
+    "fabric.loggers": set(),
+    "fabric.metrics": set(),
+    "fabric.preemption": set(),
+    "fabric.profile": set(),
+    "fabric.progress": set(),
+    "fabric.replicas": set(),
+    "fabric.strategies.context_parallel": {"fabric.strategies.data_parallel", "fabric.strategies.sharding"},
+    "fabric.strategies.data_parallel": set(),
+    "fabric.strategies.deferred_init": {"fabric.strategies.sharding"},
+    "fabric.strategies.fsdp": {
+        "fabric.strategies.context_parallel",
+        "fabric.strategies.deferred_init",
+        "fabric.strategies.sharding",
+    },
+    "fabric.strategies.local_sgd": {"fabric.checkpoint.background"},
+    "fabric.strategies.pipeline": {
+        "fabric.strategies.data_parallel",
+        "fabric.strategies.deferred_init",
+        "fabric.strategies.sharding",
+        "fabric.strategies.zero1",
+    },
+    "fabric.strategies.sharding": {"fabric.strategies.deferred_init"},
+    "fabric.strategies.tensor_parallel": {"fabric.strategies.deferred_init", "fabric.strategies.sharding"},
+    "fabric.strategies.zero1": set(),
+    "fabric.testing": set(),
+    "fabric.throughput": set(),
+}
+# Paths of Lightning Fabric: modules of two lines, which import what they name.
+PATHS = {
+    "fabric.strategies.dp",
+    "fabric.strategies.launchers.multiprocessing",
+    "fabric.strategies.model_parallel",
+    "fabric.utilities.throughput",
+}
+# What annotations of the kernel name under TYPE_CHECKING, so that users' type checkers know it.
+TYPES = {
+    "ContextParallel",
+    "Logger",
+    "PendingSave",
+    "Profile",
+    "Progress",
+    "Stopper",
+}
 
 
-def test_nobody_imports_a_slice():
-    for one in SLICES:
-        others = [name for name in sources() if place(name) != one]
-        every = [(name, imported) for name in others for imported, _, _ in imports(name)]
-        assert [pair for pair in every if place(pair[1]) == one] == []
+def slice_of(name: str) -> str | None:
+    """The slice that a module is part of; None: the kernel, or an integration."""
+    return next((one for one in NEEDS if name == one or name.startswith(one + ".")), None)
+
+
+def uses_of_slices() -> list[tuple[str, str, str, int]]:
+    """(importing module, slice, name, line) for each import of a slice from outside of it."""
+    every = [(name, *one) for name in modules() for one in imports(name)]
+    found = [(name, slice_of(home), what, line) for name, home, what, line in every]
+    return [(name, one, what, line) for name, one, what, line in found if one and one != slice_of(name)]
+
+
+def test_the_kernel_imports_no_slice():
+    kernel = [use for use in uses_of_slices() if slice_of(use[0]) is None and use[0] not in PATHS]
+    wrong = [use for use in kernel if use[2] not in TYPES and place(use[0]) != "fabric.integrations"]
+    assert wrong == [], "name it in SLICES of core/slices.py"
+    assert {use[2] for use in kernel if use[2] in TYPES} == TYPES
+
+
+def test_slices_import_what_they_need():
+    found: dict[str, set[str]] = {one: set() for one in NEEDS}
+    for name, one, _, _ in uses_of_slices():
+        if (own := slice_of(name)) is not None:
+            found[own].add(one)
+    assert found == NEEDS
+
+
+def needed_by(deleted: str) -> set[str]:
+    """The slices that do not work without one, itself among them."""
+    gone = {deleted}
+    while more := {one for one, needs in NEEDS.items() if needs & gone} - gone:
+        gone |= more
+    return gone
+
+
+KERNEL_LOOP = """
+import sys, tempfile
+from importlib import import_module
+import torch
+for name in MODULES:
+    import_module(name)
+from torch.utils.data import DataLoader, TensorDataset
+from fabric import Fabric
+fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+fabric.launch()
+model = torch.nn.Linear(4, 2)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for (x,) in fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)):
+    optimizer.zero_grad()
+    fabric.backward(model(x).sum())
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    optimizer.step()
+state = {"model": model, "optimizer": optimizer}
+path = fabric.broadcast(tempfile.mkdtemp()) + "/state.pt"
+fabric.save(path, state)
+fabric.load(path, state)
+assert fabric.all_reduce({"a": torch.ones(2)}, reduce_op="sum")["a"].tolist() == [2.0, 2.0]
+fabric.barrier()
+assert PACKAGE in sys.modules["fabric"].__file__
+fabric.print("done")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", NEEDS)
+def test_the_kernel_works_without_a_slice(tmp_path, one):
+    """A copy without its folder: all modules import but those that need it, and a job of 2 ranks runs."""
+    shutil.copytree(PACKAGE, tmp_path / "fabric", ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path / one.replace(".", "/")
+    shutil.rmtree(folder) if folder.is_dir() else folder.with_suffix(".py").unlink()
+    gone = needed_by(one)
+    kept = [name for name in modules() if slice_of(name) not in gone and name not in PATHS]
+    kept = [name for name in kept if place(name) != "fabric.integrations" and "__main__" not in name]
+    script = tmp_path / "train.py"
+    script.write_text(KERNEL_LOOP.replace("MODULES", repr(kept)).replace("PACKAGE", repr(str(tmp_path))))
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environ
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+def test_a_slice_that_was_deleted_is_named(monkeypatch):
+    monkeypatch.setitem(slices.SLICES, "latest", "fabric.checkpoint.no_such_folder.latest")
+    with pytest.raises(
+        ConfigurationError, match="This needs fabric/checkpoint/no_such_folder/, which was del"
+    ):
+        slices.use_slice("latest")
 
 
 @pytest.mark.parametrize("name", sorted(packages()))

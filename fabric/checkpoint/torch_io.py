@@ -27,6 +27,7 @@ from fabric.checkpoint.files import (
     sharded_at,
 )
 from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.slices import use_slice
 from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
 
 if TYPE_CHECKING:
@@ -71,8 +72,7 @@ class TorchCheckpointIO(CheckpointIO):
             )
         write = partial(_write, checkpoint, self.facts)
         if is_safetensors(path):
-            from fabric.checkpoint.formats import safetensors
-
+            safetensors = use_slice("safetensors")
             write = partial(safetensors.write, safetensors.tensors_of(checkpoint, path), self.facts)
         target = target_path(path)
         if target is None:
@@ -123,9 +123,8 @@ class TorchCheckpointIO(CheckpointIO):
 
     def _read(self, path: Path, name: PathLike, map_location: Any, safe: bool) -> dict[str, Any]:
         if safetensors_at(path, name):
-            from fabric.checkpoint.formats import safetensors
-
-            return safetensors.read(path, self.verify, name)
+            found: dict[str, Any] = use_slice("safetensors").read(path, self.verify, name)
+            return found
         if path.is_dir():
             raise IsADirectoryError(
                 f"{name} is a directory, not a checkpoint file, and not of fabric.save. If an engine "
@@ -177,13 +176,11 @@ def untrusted(what: str) -> UsageError:
 
 def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
     if path.is_dir():
-        from fabric.checkpoint.formats.sharded.directory import refuse_foreign
-
         if sharded_at(path) is None:
             raise IsADirectoryError(
                 f"{path} is a directory. Give a file name, for example {path / 'checkpoint.pt'}."
             )
-        refuse_foreign(path)
+        use_slice("sharded directory").refuse_foreign(path)
     elif path.exists() and not path.is_file():
         with path.open("wb", buffering=0) as file:  # /dev/null, a pipe: nothing that a file may replace
             write(file)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +30,6 @@ class Entry:
         module, _, name = self.factory.partition(":")
         factory: Callable[..., Any] = attrgetter(name)(import_module(module))
         return factory
-
-
-SLICES = {"replicas": "fabric.replicas.check:ReplicaCheck"}
-"""Optional capabilities that the kernel uses if their folder exists: "module:name" of what it calls."""
-
-
-def load_slice(name: str) -> Any | None:
-    """Return what `SLICES` names; None if the folder of the slice was deleted."""
-    path = SLICES[name]
-    found = find_spec(path.rpartition(".")[0])
-    return None if found is None else Entry(path).load()
 
 
 class Registry:

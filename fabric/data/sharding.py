@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler
 
 from fabric.core.errors import ConfigurationError
+from fabric.core.slices import use_slice
 from fabric.data._torch import drop_workers, loader_iterator
 from fabric.data.order import Order
 from fabric.data.rules import UNEVEN, Rule, Share, check_padding
@@ -131,16 +132,15 @@ def _stream_source(
     asks: bool,
     own: bool,
 ) -> Source:
-    from fabric.data.iterable.iterables import Batched, Collate
-    from fabric.data.iterable.stream_source import StreamSource
-
+    iterable = use_slice("iterable")
     persistent = loader.num_workers > 0 and loader.persistent_workers
-    dataset = Batched(loader.dataset, rule, (seed, rule.share.rank), asks, persistent)
+    dataset = iterable.Batched(loader.dataset, rule, (seed, rule.share.rank), asks, persistent)
     dataset.own = dataset.apart = own
     # The dataset gives whole batches, one for each index that torch draws.
-    collate: Any = Collate(loader.collate_fn)
+    collate: Any = iterable.Collate(loader.collate_fn)
     loader.__dict__.update(dataset=dataset, batch_sampler=None, collate_fn=collate)
-    return StreamSource(loader, dataset, seed, generator, uneven)
+    source: Source = use_slice("streams").StreamSource(loader, dataset, seed, generator, uneven)
+    return source
 
 
 def _stream(loader: DataLoader[Any], share: Share, seed: int, uneven: str | None, own: bool) -> IndexStream:

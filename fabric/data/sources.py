@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import UsageError
+from fabric.core.slices import use_slice
 from fabric.data.order import epoch_of, generators_of, has_state, tell, ways
 from fabric.data.rules import Share
 from fabric.utilities.data import sized_len
@@ -304,10 +305,8 @@ def _stored(dataset: Any) -> str | None:
     as_stored = getattr(dataset, "with_format", None)
     if not callable(as_stored):
         return None
-    from fabric.data.iterable.iterables import Head
-
     rows = as_stored(None)
-    head = Head.of([rows[0], rows[len(rows) - 1]])
+    head = use_slice("iterable").Head.of([rows[0], rows[len(rows) - 1]])
     return f"{head.shown} ({head.samples[0]} to {head.samples[-1]})"
 
 

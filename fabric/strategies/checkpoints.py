@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from fabric.checkpoint import state as states
 from fabric.collectives.frames import call_of
 from fabric.core.errors import ConfigurationError
+from fabric.core.slices import use_slice
 from fabric.strategies.exchange import Exchange
 from fabric.utilities.cloud_io import local_path
 from fabric.utilities.state_keys import clean_keys, fit_keys, with_ties
@@ -98,10 +99,8 @@ class Checkpoints(Exchange):
         self.finish_save()
         sharded = False
         if (format or self.state_dict_type) != "full":
-            from fabric.checkpoint.formats.sharded.save import choose_format, save_sharded
-
             try:
-                format, where = choose_format(self, path, format, storage_options)
+                format, where = use_slice("sharded writer").choose_format(self, path, format, storage_options)
             except ConfigurationError as error:
                 self.refuse("save", error)
             sharded = format == "sharded"
@@ -114,7 +113,9 @@ class Checkpoints(Exchange):
         facts = {"strategy": type(self).__name__, "world_size": self.topology.world_size, **(facts or {})}
         write: Callable[[], None] | None
         if sharded:
-            write = save_sharded(self, where, state, filter, facts, wait, allow_pickle)
+            write = use_slice("sharded writer").save_sharded(
+                self, where, state, filter, facts, wait, allow_pickle
+            )
         else:
             self.checkpoint_io.facts = facts
             write = self._gathered(path, state, storage_options, filter, wait, allow_pickle)
@@ -126,9 +127,7 @@ class Checkpoints(Exchange):
                 then()
 
         if not wait:
-            from fabric.checkpoint.background.pending import PendingSave
-
-            self.pending = PendingSave(self, path, None if write is None else work)
+            self.pending = use_slice("background").PendingSave(self, path, None if write is None else work)
             return self.pending
         with states.together(self, f"saving {path}"):
             work()
@@ -154,9 +153,9 @@ class Checkpoints(Exchange):
 
             ours = type(storage) is TorchCheckpointIO
             if ours and is_safetensors(path):
-                from fabric.checkpoint.formats.safetensors import tensors_of
-
-                tensors_of(checkpoint, path)  # raises on all ranks, beside the loop too
+                use_slice("safetensors").tensors_of(
+                    checkpoint, path
+                )  # raises on all ranks, beside the loop too
             if self.topology.rank == 0 and not wait:
                 from fabric.checkpoint.snapshot import Snapshot
 
@@ -228,17 +227,13 @@ class Checkpoints(Exchange):
             if directory is None:
                 tree = states.named(storage.load_checkpoint(found, weights_only=weights_only), state)
             elif verify is not False:
-                from fabric.checkpoint.formats.sharded.directory import check
-
                 same = [rank for rank, where in enumerate(told) if where == mine]
-                check(directory, same.index(self.topology.rank), len(same))
+                use_slice("sharded directory").check(directory, same.index(self.topology.rank), len(same))
         checkpoint: Any = None
         if any(told):
             with states.together(self, doing):
                 if directory is not None:
-                    from fabric.checkpoint.formats.sharded.dcp import Checkpoint
-
-                    checkpoint = Checkpoint(directory, weights_only is not False)
+                    checkpoint = use_slice("sharded reader").Checkpoint(directory, weights_only is not False)
                     tree = checkpoint.tree()
         try:
             yield tree

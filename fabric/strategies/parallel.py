@@ -20,7 +20,7 @@ from fabric.collectives.channel import Channel, wire_of
 from fabric.collectives.torch_collective import TorchCollective
 from fabric.core.cores import share_cores
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
-from fabric.core.registry import load_slice
+from fabric.core.slices import find_slice, use_slice
 from fabric.core.topology import Topology
 from fabric.core.torch_versions import collectives_recorded
 from fabric.launch.system import allow_open_files
@@ -215,11 +215,10 @@ class ParallelStrategy(Strategy):
             own, job = self.collective, (self.topology.rank, self.topology.world_size)
             self.topology = replace(self.topology, rank=own.rank_in_group, world_size=own.world_size, job=job)
         if dist.get_world_size() > 1:
-            from fabric.guard.watchdog import watch_over
-
-            self._watchdog = watch_over(self.root_device)
-            if (check := load_slice("replicas")) is not None:
-                self.replicas = check(self, self.replica_check)
+            if (watchdog := find_slice("watchdog")) is not None:
+                self._watchdog = watchdog.watch_over(self.root_device)
+            if (replicas := find_slice("replicas")) is not None:
+                self.replicas = replicas.ReplicaCheck(self, self.replica_check)
             if not faulthandler.is_enabled() and sys.__stderr__ is not None:
                 with suppress(OSError):  # a stream that is no file
                     faulthandler.enable(sys.__stderr__)  # where a backend ends the process: at which line
@@ -357,9 +356,11 @@ class ParallelStrategy(Strategy):
             from fabric.launch.script import ScriptLauncher
 
             return ScriptLauncher(environment, self.num_processes, self.num_nodes)
-        from fabric.launch.functions.multiprocess import MultiprocessLauncher
-
-        return MultiprocessLauncher(environment, self.num_processes, self.start_method, self.num_nodes)
+        functions = use_slice("functions")
+        made: Launcher = functions.MultiprocessLauncher(
+            environment, self.num_processes, self.start_method, self.num_nodes
+        )
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         # A group belongs to its process; a spawned rank joins anew.

@@ -1,0 +1,59 @@
+"""Slices: optional capabilities in folders that can be deleted. The kernel names them here, as strings."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from fabric.core.errors import ConfigurationError
+
+SLICES = {
+    "background": "fabric.checkpoint.background.pending",
+    "check": "fabric.testing.check",
+    "extra": "fabric.collectives.extra.route",
+    "functions": "fabric.launch.functions.multiprocess",
+    "iterable": "fabric.data.iterable.iterables",
+    "latest": "fabric.checkpoint.latest.latest",
+    "metrics": "fabric.metrics.sync",
+    "preemption": "fabric.preemption.stopping",
+    "profile": "fabric.profile.profile",
+    "progress": "fabric.progress.progress",
+    "replicas": "fabric.replicas.check",
+    "safetensors": "fabric.checkpoint.formats.safetensors",
+    "sharded directory": "fabric.checkpoint.formats.sharded.directory",
+    "sharded reader": "fabric.checkpoint.formats.sharded.dcp",
+    "sharded writer": "fabric.checkpoint.formats.sharded.save",
+    "streams": "fabric.data.iterable.stream_source",
+    "watchdog": "fabric.guard.watchdog",
+}
+"""Names to the modules that the kernel calls."""
+
+
+def find_slice(name: str) -> Any | None:
+    """Return the module of a slice; None if its folder was deleted."""
+    path = SLICES[name]
+    if (module := sys.modules.get(path)) is not None:
+        return module
+    try:
+        found = find_spec(path)
+    except ModuleNotFoundError:  # of the folder
+        return None
+    return None if found is None else import_module(path)
+
+
+def use_slice(name: str) -> Any:
+    """Return the module of a slice.
+
+    Raises:
+        ConfigurationError: Its folder was deleted.
+    """
+    module = find_slice(name)
+    if module is None:
+        place = SLICES[name].rpartition(".")[0].replace(".", "/")
+        raise ConfigurationError(
+            f"This needs {place}/, which was deleted from this copy of the package. Install "
+            "torch-fabric anew, or leave the call out."
+        )
+    return module
