@@ -42,6 +42,8 @@ def mismatch_text(rows: Sequence[Said]) -> str:
         head = f"Ranks called {rows[0].verb} with different data"
         hint = " (all_gather has uneven='list' or 'cat')" * rows[0].verb.startswith("all_gather")
         remedy = f"Give every rank the same structure, shapes and dtypes{hint}."
+        if " changes in place" in rows[0].what:
+            remedy = "Call the model equally often on all ranks before its weights change."
         if any([CONSTANT in row.what for row in rows]):
             remedy += " Strings must be equal, too: fabric.all_gather_object gathers those that differ."
         if all([CONTENTS in row.what for row in rows]):

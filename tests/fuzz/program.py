@@ -16,6 +16,7 @@ Node: TypeAlias = "str | tuple[str, tuple[Node, ...]]"
 """A line, or a line that ends in a colon with those below it; with "" for that line, lines that belong
 together (try, except); with a comment, lines of which none can be left out."""
 
+UNEQUAL_CALLS = "range(1 + rank)"  # ranks evaluate other numbers of batches
 DIFFER = "# ranks differ"
 """Over lines that do other things on each rank, or behind one."""
 ORDER = ":: -1 if fabric.global_rank == 1 else 1"

@@ -36,6 +36,7 @@ OWED = [
     (r"a penalty on weights", "a term of split parameters in the loss"),
     (r"which is on stage \d+ of the pipeline", "a state dict of some stages in a file"),
     (r"was changed between the forward and the backward", "weights replaced before a pipeline's backward"),
+    (r"forward without gradients .* with different data", "weights changed between unequal evaluations"),
     (r"is that of an optimizer which was not set up", "scaled gradients, by an optimizer that was forgotten"),
     (r"\.data = \.\.\. would change nothing", "other memory for split parameters"),
     (r"register_hook: .* is split over ranks", "a tensor hook on split parameters"),

@@ -21,7 +21,7 @@ from unittest import mock
 import models
 import oracle
 import torch
-from program import DIFFER, HEADER, ORDER, Program
+from program import DIFFER, HEADER, ORDER, UNEQUAL_CALLS, Program
 
 from fabric.core.errors import FabricError
 from fabric.guard import control, watchdog
@@ -242,7 +242,8 @@ def judged(program: Program, reports: list, broken: BaseException | None, want: 
             [] if len(errors) == len(reports) else [f"(an error on {len(errors)} of {len(reports)} ranks)"]
         )
         word = REFUSED if first["kind"] == "ours" else FOREIGN
-        if "ReplicasDivergedError" in first["error"] and DIFFER not in program.body():
+        differs = DIFFER in program.body() or UNEQUAL_CALLS in program.body()
+        if "ReplicasDivergedError" in first["error"] and not differs:
             word = ALARM
         at = next(rank for rank, report in enumerate(reports) if report is first)
         return Outcome(word, (f"rank {at}: {first['error']}", *alone), owed, text)

@@ -26,6 +26,7 @@ from fabric.collectives.star import Listener
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, RankError
 from fabric.guard import control
 from fabric.guard.control import guard_of
+from fabric.testing import RankFailure
 
 HERE = Path(__file__).name
 HANG = 5.0
@@ -996,3 +997,26 @@ def test_ranks_that_cannot_reach_each_other_say_where_they_tried(ranks):
     for text in (first, second):
         assert "GLOO_SOCKET_IFNAME=eth0" in text
         assert "FABRIC_GUARD=off" in text
+
+
+def evaluating_other_weights(strategy):
+    f = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    f.launch()
+    torch.manual_seed(1)
+    model = f.setup(torch.nn.Linear(4, 2))
+    with torch.no_grad():
+        for _ in range(1 + f.global_rank):
+            model(torch.ones(2, 4, device=f.device))
+        for p in model.parameters():
+            p.clamp_(-0.1, 0.1)
+        if f.global_rank == 0:
+            model(torch.ones(2, 4, device=f.device))
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_evaluations_of_other_weights_are_not_mixed(ranks, strategy):
+    """As many calls on each rank, but rank zero has changed the weights before its second one."""
+    with pytest.raises(RankFailure, match="weights after 2 changes in place") as caught:
+        ranks.run(evaluating_other_weights, strategy, world_size=2)
+    assert "weights after 0 changes in place" in str(caught.value)
+    assert "Call the model equally often on all ranks" in str(caught.value)

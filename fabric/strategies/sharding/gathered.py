@@ -87,9 +87,13 @@ class Meets:
             if self._calls & (self._calls - 1) or not gathers or backward_pass() != -1:
                 return True
         if self._layout.channel is not None:
-            mode = "in training" if self._root.training else "in evaluation"
+            mode = ("in training" if self._root.training else "in evaluation") if self._in_lockstep else ""
+            if not trains:
+                # Else a rank that calls the model once more would gather parts of before and after a change.
+                changes = sum([0 if p.is_inference() else p._version for p in self._root.parameters()])
+                mode += f"{', ' * bool(mode)}weights after {changes} changes in place"
             verb = f"{'forward' if trains else ALONE} of {name_of(self._root)}{', its ' * bool(name)}{name}"
-            self._layout.channel.announce(verb, mode if self._in_lockstep else "")
+            self._layout.channel.announce(verb, mode)
         return True
 
     def note(self, what: str) -> None:
