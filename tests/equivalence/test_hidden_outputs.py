@@ -70,6 +70,13 @@ def evaluation_between(actor, x, backward) -> None:
     backward(loss)
 
 
+def frozen_between(actor, x, backward) -> None:
+    loss = outputs(actor, x).pow(2).mean()
+    frozen = next(actor.parameters()).requires_grad_(False)
+    backward(loss)
+    frozen.requires_grad_()
+
+
 def states_between(actor, x, backward) -> None:
     loss = outputs(actor, x).pow(2).mean()
     actor.state_dict()
@@ -81,7 +88,8 @@ def inputs_with_gradients(actor, x, backward) -> None:
 
 
 LOOPS = {
-    f.__name__: f for f in (one, forwards_first, evaluation_between, states_between, inputs_with_gradients)
+    f.__name__: f
+    for f in (one, forwards_first, evaluation_between, frozen_between, states_between, inputs_with_gradients)
 }
 STRATEGIES = {
     "zero2": lambda: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP", auto_wrap_policy={Block}),

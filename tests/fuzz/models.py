@@ -361,7 +361,7 @@ def collected(model, x):
     """What a forward appends to a list."""
     into = []
     model(x, into)
-    return into[0]
+    return into[0].to(x.dtype)  # under autocast, too
 
 
 class Ordered(nn.Module):

@@ -13,6 +13,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch
+from fabric.strategies import FSDPStrategy
 
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
 ONE_ORDER = "Ranks must use models and optimizers in one order. Loop over a list or a dictionary"
@@ -72,6 +73,14 @@ def test_training_is_an_error_before_anything_is_mixed(ranks, strategy, sizes, w
         for rank in range(world_size):
             name = r"model 1 \(Critic\)" if rank == 1 else r"model 0 \(Actor\)"
             assert re.search(rf"\n  {rank} .*of {name}.* \S+test_models_in_another_order\.py:\d+", text), text
+
+
+def test_rows_of_a_mesh_compare_first_calls(ranks):
+    """gloo would end the processes: ranks of a row gather layers of other sizes."""
+    rows = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
+    for text, changed in ranks.run(trained, rows, (4, 7), world_size=4):
+        assert not changed
+        assert ONE_ORDER in text
 
 
 def trained_later(strategy, steps):

@@ -84,7 +84,8 @@ class Meets:
         if trains:
             self._calls += 1
             gathers = self._in_lockstep or (mesh is not None and mesh.size(-1) == mesh.size())  # of all ranks
-            if self._calls & (self._calls - 1) or not gathers or backward_pass() != -1:
+            first = self._calls == 1 and mesh is not None  # rows of a mesh may differ in later ones
+            if self._calls & (self._calls - 1) or not (gathers or first) or backward_pass() != -1:
                 return True
         if self._layout.channel is not None:
             mode = ("in training" if self._root.training else "in evaluation") if self._in_lockstep else ""
@@ -217,7 +218,11 @@ class RootGate:
         Raises:
             UsageError: As `reached`.
         """
-        wholes = [whole_of(part) for group in self._groups() for part in group.fsdp_params]
+        pairs = [(part, whole_of(part)) for group in self._groups() for part in group.fsdp_params]
+        for part, whole in pairs:
+            if whole is not None and not part.sharded_param.requires_grad:  # frozen since the forward
+                whole.grad = None
+        wholes = [whole for _, whole in pairs]
         left = [whole.grad for whole in wholes if whole is not None and whole.grad is not None]
         if any([grad.requires_grad for grad in left]):
             self.reached(left[0])
