@@ -133,6 +133,20 @@ def test_hidden_outputs_train_as_on_one_process(ranks, strategy, world_size):
     ranks.run(as_plain, strategy, world_size=world_size)
 
 
+def frozen_after_forward(where: str) -> list[str]:
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="fsdp")
+    fabric.launch()
+    actor = fabric.setup(Actor(where))
+    frozen_between(actor, torch.ones(2, 4), fabric.backward)
+    return [name for name, p in actor.named_parameters() if p.grad is None]
+
+
+@pytest.mark.parametrize("where", ["root", "list"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_that_is_frozen_after_the_forward_gets_no_gradient(ranks, where, world_size):
+    assert ranks.run(frozen_after_forward, where, world_size=world_size) == [["first.weight"]] * world_size
+
+
 class Hidden(nn.Module):
     """Its only output is in a class that nothing looks into."""
 
