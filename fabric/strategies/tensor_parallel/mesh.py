@@ -13,8 +13,8 @@ import torch
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
+from fabric.core._torch import is_fsdp, memory_of
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.torch_internals import is_fsdp, memory_of
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten
 from fabric.strategies.agree import broadcast_from_zero
