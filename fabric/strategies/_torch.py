@@ -26,6 +26,11 @@ def call_after_backward(call: Callable[[], Any]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def has_forward_hooks(module: Any) -> bool:
+    """Whether a module has forward hooks or forward pre-hooks."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 value_of: Any = torch.ops.aten._local_scalar_dense.default
 """The operation behind `tensor.item()`."""
 

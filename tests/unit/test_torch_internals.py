@@ -672,7 +672,7 @@ def test_spectral_norms_have_these_classes() -> None:
     """A pipeline would not warn of what spectral norm does for each micro-batch."""
     old = torch.nn.utils.spectral_norm(torch.nn.Linear(2, 2))
     new = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(2, 2))
-    found = [*old._forward_pre_hooks.values(), *new.parametrizations["weight"]]
+    found = [*pipeline.forward_pre_hooks(old), *new.parametrizations["weight"]]
     assert [type(one).__name__ for one in found] == [*pipeline.SPECTRAL_NORMS]
 
 
@@ -684,3 +684,15 @@ def test_modules_without_memory_are_initialised_by_these_names() -> None:
     tensor = torch.ones(1).as_subclass(type("Other", (torch.Tensor,), {}))
     setattr(tensor, deferred_init.PARAMETER_MARK, True)
     assert isinstance(tensor, torch.nn.Parameter)
+
+
+def test_hooks_of_modules_are_seen() -> None:
+    """A pipeline would never run them; tensor parallel would not compare inputs of hooked modules."""
+    for register in ("register_forward_hook", "register_forward_pre_hook"):
+        module = torch.nn.Linear(1, 1)
+        assert not strategies.has_forward_hooks(module)
+        getattr(module, register)(lambda *_: None)
+        assert strategies.has_forward_hooks(module)
+        assert not pipeline.has_module_backward_hooks(module)
+    module.register_full_backward_hook(lambda *_: None)
+    assert pipeline.has_module_backward_hooks(module)

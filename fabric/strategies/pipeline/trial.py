@@ -13,7 +13,7 @@ from fabric.collectives.objects import broadcast_tree
 from fabric.core._torch import BatchNorm
 from fabric.core.errors import UsageError
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
-from fabric.strategies.pipeline._torch import SPECTRAL_NORMS
+from fabric.strategies.pipeline._torch import SPECTRAL_NORMS, forward_pre_hooks
 from fabric.strategies.pipeline.run import Pass, forwards
 from fabric.strategies.trial import distance, rounding, untouched
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -39,7 +39,7 @@ def warn_of_modules(module: Module) -> None:
 
 def _looks_at_batches(module: Module) -> bool:
     chains = getattr(module, "parametrizations", {}).values()
-    parts = [*module._forward_pre_hooks.values(), *[part for chain in chains for part in chain]]
+    parts = [*forward_pre_hooks(module), *[part for chain in chains for part in chain]]
     normed = any([type(part).__name__ in SPECTRAL_NORMS for part in parts])
     return normed or isinstance(module, BatchNorm) or getattr(module, "scale_grad_by_freq", False)
 
