@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core._torch import is_custom_function_input, will_run
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import is_custom_function_input, will_run
 from fabric.core.tree import flatten
 
 if TYPE_CHECKING:

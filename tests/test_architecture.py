@@ -369,6 +369,42 @@ def test_a_slice_that_was_deleted_is_named(monkeypatch):
         slices.use_slice("latest")
 
 
+VERSIONS = "fabric.core.torch_versions"  # what differs between versions of torch
+
+
+def test_private_names_of_torch_live_in_torch_files():
+    """A new torch that changes a private name fails a test of `_torch.py`, not a user's run."""
+    found = {name: sorted(private_names_of_torch(tree)) for name, tree in sources().items()}
+    inside = {name for name in found if name.endswith("._torch") or name == VERSIONS}
+    assert {"_foreach_norm", "_utils"} <= {*found["fabric.strategies._torch"], *found["fabric.core._torch"]}
+    outside = [f"{name}: {one}" for name in sorted(found.keys() - inside) for one in found[name]]
+    assert outside == [], "move it into `_torch.py` of its folder, with a test"
+
+
+def private_names_of_torch(tree: ast.Module) -> set[str]:
+    """Return private names in imports of torch and in attribute chains that begin at torch, dist or nn."""
+    parts: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            parts |= {part for alias in node.names if of_torch(alias.name) for part in alias.name.split(".")}
+        elif isinstance(node, ast.ImportFrom) and of_torch(node.module or ""):
+            parts |= {*node.module.split("."), *[alias.name for alias in node.names]}
+        elif isinstance(node, ast.Attribute) and root_of(node) in ("torch", "dist", "nn"):
+            parts.add(node.attr)
+    return {part for part in parts if re.match(r"_(?!_)", part)}
+
+
+def of_torch(module: str) -> bool:
+    return module.partition(".")[0] == "torch"
+
+
+def root_of(node: ast.expr) -> str | None:
+    """Return the name at which a chain of attributes, calls and subscripts begins."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
 @pytest.mark.parametrize("name", sorted(packages()))
 def test_packages_load_nothing_when_imported(name):
     """What a package re-exports loads on first use: importing one module of it must not load the others."""

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 
 from fabric import Fabric, is_wrapped
 from fabric.core import lightning_names
+from fabric.core._torch import is_fsdp
 from fabric.core.errors import ConfigurationError, MissingExtraError, UsageError
-from fabric.core.torch_internals import is_fsdp
 from fabric.loggers import CSVLogger
 from fabric.strategies import FSDPStrategy
 from fabric.wrappers import _unwrap_objects

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core._torch import no_subclass_functions
 from fabric.core.errors import ArgumentTypeError
 from fabric.core.pickles import pickling_error
-from fabric.core.torch_internals import no_subclass_functions
 from fabric.core.tree import map_tree
 from fabric.utilities.state_keys import PLAIN_DICTS, like
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fabric.checkpoint.portable import Stored
-from fabric.core.torch_internals import memory_of
+from fabric.core._torch import memory_of
 from fabric.core.tree import map_tree
 from fabric.precision.dtypes import as_bytes
 

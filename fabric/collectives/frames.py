@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fabric.core.torch_internals import flatten_tensors
+from fabric.core._torch import flatten_tensors
 from fabric.core.tree import CONSTANTS
 
 if TYPE_CHECKING:

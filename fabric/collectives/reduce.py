@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fabric.collectives.channel import WIDER, check_writable, op_name, reducible, torch_op
 from fabric.collectives.frames import FOLDS, all_on_host, buckets, fold, join, tree_call
-from fabric.core.torch_internals import foreach_copy_
+from fabric.core._torch import foreach_copy_
 from fabric.core.tree import CONSTANTS, LEAF, flatten, unflatten
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fabric.core.torch_internals import backward_pass, before_clips
+from fabric.core._torch import backward_pass, before_clips
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,4 @@
-"""Names of torch's DataLoader that are private: all that the package uses, each once.
-
-A new torch that dropped or changed one fails `tests/unit/test_torch_internals.py`.
-"""
+"""Private names of torch's DataLoader, each once; `unit/test_torch_internals.py` tests each."""
 
 from __future__ import annotations
 
@@ -10,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+ITERATOR = "_iterator"
+"""Attribute in which a DataLoader with persistent workers keeps its iterator."""
 
 
 def loader_iterator() -> type:
@@ -21,7 +21,7 @@ def loader_iterator() -> type:
 
 def drop_workers(loader: Any) -> None:
     """Let the next iteration of a DataLoader begin with new workers, also if they are persistent."""
-    loader.__dict__["_iterator"] = None
+    loader.__dict__[ITERATOR] = None
 
 
 def pin_memory(batch: Any) -> Any:

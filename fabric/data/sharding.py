@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.slices import use_slice
-from fabric.data._torch import drop_workers, loader_iterator
+from fabric.data._torch import ITERATOR, drop_workers, loader_iterator
 from fabric.data.order import Order
 from fabric.data.rules import UNEVEN, Rule, Share, check_padding
 from fabric.data.sources import IndexSource, Source, samplers_of
@@ -174,7 +174,7 @@ def _warn_of_repeats(dataset: Any, world: int) -> None:
 def _refuse_running(loader: DataLoader[Any]) -> None:
     """Raise if a DataLoader subclass yields from an iterator made before: it would ignore the shard."""
     for name, value in vars(loader).items():
-        if name != "_iterator" and isinstance(value, loader_iterator()):
+        if name != ITERATOR and isinstance(value, loader_iterator()):
             raise ConfigurationError(
                 f"{type(loader).__name__} keeps a running iterator in .{name}, so every rank would see all "
                 f"data. Pass a plain DataLoader, or shard it with a DistributedSampler and pass "

@@ -22,7 +22,7 @@ from fabric.collectives.job_store import StoreSilent
 from fabric.collectives.star import PATIENCE, Listener, Star, Turn, connect
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
-from fabric.core.torch_internals import group_timeout
+from fabric.guard._torch import group_timeout
 from fabric.guard.waits import LEFT, SILENT, Wait, Waits, as_table
 
 if TYPE_CHECKING:

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fabric.core.source import is_users
+from fabric.guard._torch import BACKWARD_FUNCTION, DISPATCH_FILES
 
 if TYPE_CHECKING:
     from types import FrameType
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
-_DISPATCH = (f"{os.sep}torch{os.sep}_ops.py", f"{os.sep}torch{os.sep}_library{os.sep}")
-"""Between a functional collective and its wait; in a backward several frames of both."""
 _AROUND = ("wrapper", "call")  # what torch and we put around each verb
 _IDLE = 0.02
 """A thread that waits uses less than this share of a core."""
@@ -75,9 +74,9 @@ class StillWatch:
 
 def _waiting_in(frame: FrameType) -> str | None:
     """What a thread's innermost frame waits in, if that may be for other ranks."""
-    while frame.f_back is not None and any([part in frame.f_code.co_filename for part in _DISPATCH]):
+    while frame.f_back is not None and any([part in frame.f_code.co_filename for part in DISPATCH_FILES]):
         frame = frame.f_back
-    if frame.f_code.co_name == "_engine_run_backward":
+    if frame.f_code.co_name == BACKWARD_FUNCTION:
         return "backward"
     name = frame.f_code.co_filename
     if name.startswith(_PACKAGE):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.collectives.frames import Said
 from fabric.collectives.job_store import JobStore
-from fabric.core.torch_internals import flight_record, group_names
+from fabric.guard._torch import flight_record, group_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

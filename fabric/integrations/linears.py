@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
-from fabric.core.torch_internals import CALL_TABLES
+from fabric.integrations._torch import CALL_TABLES
 from fabric.strategies.agree import broadcast_from_zero
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
+from fabric.core._torch import foreach_mul_
 from fabric.core.errors import UsageError
 from fabric.core.passes import leaves_of, parameters_of, watch_clips, watch_steps
-from fabric.core.torch_internals import foreach_mul_
+from fabric.precision._torch import optimizer_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -91,7 +92,7 @@ class LossScale:
                 "fabric.backward(loss). Write that instead of loss.backward(), so that the loss is scaled."
             )
         if held and not (self._unscaled.get(optimizer) and held <= self._true):
-            more = len(self.scaler._per_optimizer_states) > len(self._unscaled)
+            more = len(optimizer_states(self.scaler)) > len(self._unscaled)
             by_hand = self._unscaled_by_loop() if more else []
             if id(optimizer) not in by_hand:
                 if by_hand:
@@ -121,7 +122,7 @@ class LossScale:
     def _unscaled_by_loop(self) -> list[int]:
         """The ids of optimizers whose gradients the loop has unscaled by the scaler itself."""
         own = {id(optimizer) for optimizer in self._unscaled}
-        states = self.scaler._per_optimizer_states.items()
+        states = optimizer_states(self.scaler).items()
         return [key for key, state in states if state["stage"].name == "UNSCALED" and key not in own]
 
     def before_clip(self, gradients: list[Tensor]) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.precision import parse_precision
-from fabric.core.torch_internals import COUNTED_STEP, STEPPED
 from fabric.core.traits import overridden
+from fabric.precision._torch import COUNTED_STEP, STEPPED
 from fabric.precision.dtypes import CastTo
 from fabric.precision.precision import PASSES, Precision, make_precision, policy_of
 

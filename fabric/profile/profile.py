@@ -19,6 +19,7 @@ from torch.profiler import profile, record_function, schedule
 from fabric.core.compile import uncompiled
 from fabric.core.errors import ConfigurationError
 from fabric.data.loader import _FabricDataLoader
+from fabric.profile._torch import compiled_module
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.wrappers import _FabricModule, _FabricOptimizer
 
@@ -109,10 +110,9 @@ def marked(fabric: Any) -> Iterator[None]:
             marker = _recorded(getattr(owner, name), f"fabric.{label}")
             undo.enter_context(mock.patch.object(owner, name, marker))
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
-            from torch._dynamo import OptimizedModule
-
-            marker = _compiled_recorded(OptimizedModule.__call__)
-            undo.enter_context(mock.patch.object(OptimizedModule, "__call__", marker))
+            kind: Any = compiled_module()
+            marker = _compiled_recorded(kind.__call__)
+            undo.enter_context(mock.patch.object(kind, "__call__", marker))
         drawn = _drawn(_FabricDataLoader.__iter__)
         undo.enter_context(mock.patch.object(_FabricDataLoader, "__iter__", drawn))
         yield

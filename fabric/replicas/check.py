@@ -16,16 +16,16 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fabric.collectives.objects import gather_objects
+from fabric.core._torch import is_fsdp
 from fabric.core.errors import ReplicasDivergedError
 from fabric.core.passes import parameters_of
 from fabric.core.source import user_place
-from fabric.core.torch_internals import is_fsdp
 from fabric.core.tree import flatten
 from fabric.data.unequal import FirstRows, compare_rows, settle
 from fabric.replicas import report
+from fabric.replicas._torch import has_backward_hooks, is_traceable_wrapper_subclass, loss_scale
 from fabric.replicas.digest import digest_of
 from fabric.replicas.report import Entry
 from fabric.replicas.values import first_difference
@@ -250,7 +250,7 @@ class ReplicaCheck:
         with torch.no_grad():
             if only is None:
                 entries = self._entries(kinds, self._models, self._optimizers.values(), buffers)
-                scale = getattr(getattr(self._strategy.precision, "scaler", None), "_scale", None)
+                scale = loss_scale(getattr(self._strategy.precision, "scaler", None))
                 if isinstance(scale, torch.Tensor) and self._counts:
                     self._put(entries, "loss scale", "the loss scale", scale)
             else:
@@ -359,7 +359,7 @@ class ReplicaCheck:
         elif local.numel() and not local.is_meta and local.layout is torch.strided and not local.is_nested:
             shape = f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
             writes = writes if self._counts_writes else -1
-            found[key].append(Entry(name, shape, writes, bool(tensor._backward_hooks), local))
+            found[key].append(Entry(name, shape, writes, has_backward_hooks(tensor), local))
 
     def _gather(self, row: Any, channel: Channel, label: str, comparing: bool = True) -> list[Any]:
         before, self._comparing = self._comparing, comparing or self._comparing

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fabric.collectives.frames import PACK_LIMIT, join
+from fabric.core._torch import foreach_copy_
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import foreach_copy_
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ from fnmatch import filter as matching
 from typing import TYPE_CHECKING, Any
 
 from fabric.collectives.frames import PACK_LIMIT, describe_tensor
+from fabric.core._torch import BatchNorm
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.core.torch_internals import BatchNorm
 from fabric.strategies.agree import copy_from_first, differing
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fabric.core.errors import UsageError
 from fabric.core.source import is_users, line_name
-from fabric.core.torch_internals import computes_in
+from fabric.strategies._torch import computes_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable

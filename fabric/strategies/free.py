@@ -13,7 +13,7 @@ from torch.nn import Module
 from fabric.collectives.frames import call_of
 from fabric.core.errors import UsageError
 from fabric.core.passes import attend_passes, parameters_of, watch_steps
-from fabric.core.torch_internals import tensor_of
+from fabric.strategies._torch import tensor_of
 from fabric.strategies.agree import average_gradients, copy_from_first, differing, stamp
 
 if TYPE_CHECKING:

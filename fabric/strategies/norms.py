@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fabric.core.torch_internals import foreach_mul_, foreach_norm
+from fabric.core._torch import foreach_mul_
+from fabric.strategies._torch import foreach_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Parameter
 
-from fabric.core.torch_internals import FSDP_MARKS, is_fsdp
+from fabric.core._torch import is_fsdp
+from fabric.strategies._torch import FSDP_MARKS
 
 if TYPE_CHECKING:
     from torch import Tensor

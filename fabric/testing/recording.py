@@ -21,13 +21,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from fabric.checks import warn_of_raw
+from fabric.core._torch import BatchNorm
 from fabric.core.errors import FabricError
-from fabric.core.torch_internals import BatchNorm, Dropout
 from fabric.core.tree import flatten
 from fabric.data.loader import _FabricDataLoader
 from fabric.fabric import Fabric
 from fabric.precision.dtypes import as_bytes
 from fabric.strategies.strategy import Strategy
+from fabric.testing._torch import Dropout
 from fabric.utilities.warnings import RanksDifferWarning
 
 if TYPE_CHECKING:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fabric.core._torch import INIT_FILLS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -25,9 +27,7 @@ MODEL_NAME = "_fabric_name"
 # Bodies, of one operation, of nn.init functions that do not announce themselves (xavier_*, ones_). Others
 # must not be cut short inside: trunc_normal_ draws until its values fit, and uninitialised memory may never
 # fit.
-_FILLS = frozenset(
-    {"_no_grad_uniform_", "_no_grad_normal_", "_no_grad_fill_", "_no_grad_zero_", "kaiming_normal_"}
-)
+_FILLS = frozenset({*INIT_FILLS, "kaiming_normal_"})
 
 
 class EmptyInit(TorchFunctionMode):

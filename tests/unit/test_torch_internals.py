@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ast
 import copy
-import re
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,42 +11,77 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from fabric.core import torch_internals as internals
+import fabric
+from fabric.checkpoint.formats.sharded import _torch as sharded
+from fabric.core import _torch as core
 from fabric.core.torch_versions import collectives_recorded
 from fabric.data import _torch as loaders
+from fabric.guard import _torch as guard
+from fabric.integrations import _torch as integrations
+from fabric.precision import _torch as precision
+from fabric.profile import _torch as profile
+from fabric.replicas import _torch as replicas
+from fabric.strategies import _torch as strategies
+from fabric.strategies.context_parallel import _torch as context_parallel
+from fabric.strategies.ddp import _torch as ddp
+from fabric.strategies.deferred_init import _torch as deferred_init
+from fabric.strategies.fsdp import _torch as fsdp
+from fabric.strategies.pipeline import _torch as pipeline
+from fabric.strategies.sharding import _torch as sharding
+from fabric.strategies.zero1 import _torch as zero1
+from fabric.testing import _torch as testing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+PACKAGE = Path(fabric.__file__).parent
+
+
 def test_each_name_has_a_test() -> None:
-    """A name that nobody looks at would break in a user's run."""
-    tested = Path(__file__).read_text(encoding="utf-8")
-    found = {}
-    for file, prefix in ((internals.__file__, "internals"), (loaders.__file__, "loaders")):
-        source = Path(file).read_text(encoding="utf-8")
-        found[prefix] = re.findall(r"^(?:def )?([A-Za-z]\w*)(?=\(|, | = |: )", source, re.MULTILINE)
-        assert [name for name in found[prefix] if f"{prefix}.{name}" not in tested] == []
-    assert {"BatchNorm", "hang", "will_run", "COUNTED_STEP"} <= {*found["internals"]}
-    assert {"pin_memory", "drop_workers"} <= {*found["loaders"]}
+    """A name that no test uses would break in a user's run."""
+    own = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    aliases = {
+        node.module: node.names[0].asname
+        for node in own.body
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "_torch"
+    }
+    tested = {ast.unparse(node) for node in ast.walk(own) if isinstance(node, ast.Attribute)}
+    missing, names = [], set()
+    for file in sorted(PACKAGE.rglob("_torch.py")):
+        folder = ".".join(file.parent.relative_to(PACKAGE.parent).parts)
+        defined = _defined(ast.parse(file.read_text(encoding="utf-8")))
+        assert defined, file
+        names |= defined
+        missing += [f"{folder}: {name}" for name in defined if f"{aliases.get(folder)}.{name}" not in tested]
+    assert missing == []
+    assert {"BatchNorm", "hang", "will_run", "COUNTED_STEP", "STEPPED", "pin_memory"} <= names
+
+
+def _defined(tree: ast.Module) -> set[str]:
+    """Return the names of functions and values that a file defines at its top level."""
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    values = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    stored = [part for node in values for part in ast.walk(node) if isinstance(part, ast.Name)]
+    return functions | {part.id for part in stored if isinstance(part.ctx, ast.Store)}
 
 
 def test_batch_norm_is_the_class_of_all_batch_norms() -> None:
     """Warnings of statistics that differ between ranks, and what FSDP keeps in single precision."""
     for kind in (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm):
-        assert issubclass(kind, internals.BatchNorm)
-    assert not issubclass(torch.nn.LayerNorm, internals.BatchNorm)
+        assert issubclass(kind, core.BatchNorm)
+    assert not issubclass(torch.nn.LayerNorm, core.BatchNorm)
 
 
 def test_dropout_is_the_class_of_all_dropouts() -> None:
     """`fabric check` compares gradients without it."""
     for kind in (torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.AlphaDropout, torch.nn.FeatureAlphaDropout):
-        assert issubclass(kind, internals.Dropout)
+        assert issubclass(kind, testing.Dropout)
 
 
 def test_the_operation_behind_item() -> None:
     """`p.norm().item()` of a part would be this rank's, without a word."""
-    assert internals.value_of(torch.tensor(2.5)) == 2.5
+    assert strategies.value_of(torch.tensor(2.5)) == 2.5
 
 
 def test_passes_have_numbers_that_grow_and_calls_run_at_their_end() -> None:
@@ -54,12 +89,12 @@ def test_passes_have_numbers_that_grow_and_calls_run_at_their_end() -> None:
     seen: list[object] = []
 
     def hook(grad: torch.Tensor) -> None:
-        seen.append(internals.backward_pass())
-        internals.call_after_backward(lambda: seen.append(weight.grad is not None))
+        seen.append(core.backward_pass())
+        strategies.call_after_backward(lambda: seen.append(weight.grad is not None))
 
     weight = torch.ones(1, requires_grad=True)
     weight.register_hook(hook)
-    assert internals.backward_pass() == -1
+    assert core.backward_pass() == -1
     (weight * 2).sum().backward()
     (weight * 2).sum().backward()
     first, ended, second, ended_too = seen
@@ -67,7 +102,7 @@ def test_passes_have_numbers_that_grow_and_calls_run_at_their_end() -> None:
     assert isinstance(first, int)
     assert isinstance(second, int)
     assert 0 <= first < second
-    assert internals.backward_pass() == -1
+    assert core.backward_pass() == -1
 
 
 def test_a_clip_is_seen_before_it_changes_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +110,7 @@ def test_a_clip_is_seen_before_it_changes_gradients(monkeypatch: pytest.MonkeyPa
     module, seen = torch.nn.utils.clip_grad, []
     name = "_group_tensors_by_device_and_dtype"
     monkeypatch.setattr(module, name, getattr(module, name))
-    internals.before_clips(lambda grads: seen.append([grad.tolist() for grad in grads]))
+    core.before_clips(lambda grads: seen.append([grad.tolist() for grad in grads]))
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.tensor([3.0])
     torch.nn.utils.clip_grad_norm_([weight], 2.0)
@@ -88,35 +123,35 @@ def test_a_clip_is_seen_before_it_changes_gradients(monkeypatch: pytest.MonkeyPa
 def test_gradients_are_written_by_a_node_that_conversions_replace() -> None:
     """A model that was converted after setup is an error: DDP's reducer hooks the nodes of setup."""
     weight = torch.nn.Parameter(torch.ones(1))
-    first = internals.accumulator_of(weight)
+    first = ddp.accumulator_of(weight)
     seen: list[object] = []
-    weight.register_post_accumulate_grad_hook(lambda _: seen.append(internals.running_node()))
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append(ddp.running_node()))
     (weight * 2).sum().backward()
     weight.data = weight.data.double()
     weight.data = weight.data.float()
     weight.grad = None
     (weight * 2).sum().backward()
     assert [node is first for node in seen] == [True, False]
-    assert internals.running_node() is None
+    assert ddp.running_node() is None
 
 
 def test_tensors_of_weak_references_stay_usable() -> None:
     """Frozen and moved parameters are held weakly; torch 2.9 would lose those that C++ alone holds."""
     holder = torch.nn.Linear(1, 1)
     ref = weakref.ref(holder.weight)
-    assert internals.tensor_of(ref) is holder.weight
+    assert strategies.tensor_of(ref) is holder.weight
     del holder
-    assert internals.tensor_of(ref) is None
+    assert strategies.tensor_of(ref) is None
 
 
 def test_operations_on_lists_are_those_of_their_names() -> None:
     """Clipping, packing of gradients and their means: one kernel for many tensors."""
     lists = [torch.tensor([3.0, 4.0]), torch.tensor([2.0])]
-    assert [float(norm) for norm in internals.foreach_norm(lists, 2.0)] == [5.0, 2.0]
-    internals.foreach_mul_(lists, 2.0)
-    internals.foreach_div_(lists, 4.0)
+    assert [float(norm) for norm in strategies.foreach_norm(lists, 2.0)] == [5.0, 2.0]
+    core.foreach_mul_(lists, 2.0)
+    strategies.foreach_div_(lists, 4.0)
     assert [t.tolist() for t in lists] == [[1.5, 2.0], [1.0]]
-    internals.foreach_copy_(lists, [torch.zeros(2), torch.ones(1)])
+    core.foreach_copy_(lists, [torch.zeros(2), torch.ones(1)])
     assert [t.tolist() for t in lists] == [[0.0, 0.0], [1.0]]
 
 
@@ -126,7 +161,7 @@ def test_nodes_that_the_pass_that_runs_comes_to() -> None:
     used, other = (torch.ones(1, requires_grad=True) for _ in range(2))
     edges = [torch.autograd.graph.get_gradient_edge(weight) for weight in (used, other)]
     out = used * 2 + other
-    out.register_hook(lambda grad: seen.extend([internals.will_run(edge.node) for edge in edges]))
+    out.register_hook(lambda grad: seen.extend([core.will_run(edge.node) for edge in edges]))
     out.sum().backward(inputs=[used])
     assert seen == [True, False]
 
@@ -144,30 +179,30 @@ def test_views_that_a_custom_function_passed_on() -> None:
             return grad
 
     base = torch.ones(4, requires_grad=True) * 2
-    assert internals.is_custom_function_input(Same.apply(base))
-    assert not internals.is_custom_function_input(base[:2])
+    assert core.is_custom_function_input(Same.apply(base))
+    assert not core.is_custom_function_input(base[:2])
 
 
 def test_schedulers_hear_of_steps_that_the_scaler_skips() -> None:
     """Under 16-mixed the first steps may be skipped: the scheduler would warn (an error here)."""
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
-    assert not hasattr(optimizer.step, internals.COUNTED_STEP)
+    assert not hasattr(optimizer.step, precision.COUNTED_STEP)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert hasattr(optimizer.step, internals.COUNTED_STEP)
-    setattr(optimizer, internals.STEPPED, True)
+    assert hasattr(optimizer.step, precision.COUNTED_STEP)
+    setattr(optimizer, precision.STEPPED, True)
     scheduler.step()
 
 
 def test_modules_hold_their_tables_under_these_names() -> None:
     """`register_buffer`, `functional_call` and state dict hooks on a set-up model are the user's module's."""
-    assert {*internals.MODULE_TABLES, *internals.CALL_TABLES} <= {*vars(torch.nn.Module())}
+    assert {*core.MODULE_TABLES, *integrations.CALL_TABLES} <= {*vars(torch.nn.Module())}
 
 
 def test_hooks_on_saved_tensors_are_seen() -> None:
     """ContextParallel would keep what activations that are computed again must not keep, or the other way."""
-    assert not internals.packs_saved_tensors()
+    assert not context_parallel.packs_saved_tensors()
     with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept):
-        assert internals.packs_saved_tensors()
+        assert context_parallel.packs_saved_tensors()
 
 
 def test_passes_that_accumulate_are_told_from_those_that_do_not() -> None:
@@ -176,7 +211,7 @@ def test_passes_that_accumulate_are_told_from_those_that_do_not() -> None:
     weight = torch.ones(1, requires_grad=True)
     for run in (torch.autograd.backward, lambda loss: torch.autograd.grad(loss, [weight])):
         middle = weight * 2
-        middle.register_hook(lambda grad: seen.append(internals.accumulates()))
+        middle.register_hook(lambda grad: seen.append(pipeline.accumulates()))
         run((middle * 3).sum())
     assert seen == [True, False]
 
@@ -185,7 +220,7 @@ def test_passes_that_keep_the_graph_are_told_from_those_that_do_not() -> None:
     """A pipeline's stages would let go of what a second backward needs, or hold it for ever."""
     seen: list[bool] = []
     middle = torch.ones(1, requires_grad=True) * 2
-    middle.register_hook(lambda grad: seen.append(internals.keeps_graph()))
+    middle.register_hook(lambda grad: seen.append(pipeline.keeps_graph()))
     loss = (middle * 3).sum()
     for keep in (True, False):
         loss.backward(retain_graph=keep)
@@ -200,12 +235,12 @@ def _groups() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     for part in (*model, model):
         fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    states = internals.groups_inside(model)
+    states = context_parallel.groups_inside(model)
     assert len(states) == 2
-    assert internals.groups_inside(model[0]) == []
+    assert context_parallel.groups_inside(model[0]) == []
     called: list[object] = []
     model[0].forward = lambda x: called.append(type(model[0].weight.data).__name__) or x  # type: ignore[assignment]
-    with internals.ungathered(states) as dtype:
+    with context_parallel.ungathered(states) as dtype:
         model[0](torch.ones(1, 2))
     model[0](torch.ones(1, 2))
     assert dtype is torch.bfloat16
@@ -222,7 +257,7 @@ def test_function_transforms_say_that_they_run() -> None:
     seen = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(internals.in_function_transform())
+        seen.append(sharding.in_function_transform())
         return x.sum()
 
     look(torch.ones(2))
@@ -235,7 +270,7 @@ def test_views_have_the_number_of_their_memory() -> None:
     """Tied weights are gathered once; parts on the meta device find the tensor that they are parts of."""
     for device in ("cpu", "meta"):
         one, other = torch.ones(4, device=device), torch.ones(4, device=device)
-        assert internals.memory_of(one[2:]) == internals.memory_of(one) != internals.memory_of(other)
+        assert core.memory_of(one[2:]) == core.memory_of(one) != core.memory_of(other)
 
 
 def _look_into_fsdp() -> list[bool]:
@@ -249,17 +284,16 @@ def _look_into_fsdp() -> list[bool]:
         fully_shard(model[0])
         fully_shard(model)
         model(torch.ones(1, 2))
-        states = internals.fsdp_states(model)
-        groups = internals.fsdp_groups(states)
+        states = sharding.fsdp_states(model)
+        groups = sharding.fsdp_groups(states)
         weight: torch.Tensor = model[0].weight
         return [
-            internals.is_fsdp(model) and not internals.is_fsdp(model[1]),
-            all(vars(part)[mark] for part in model.modules() for mark in internals.FSDP_MARKS),
-            internals.fsdp_state(model) in states,
+            core.is_fsdp(model) and not core.is_fsdp(model[1]),
+            all(vars(part)[mark] for part in model.modules() for mark in strategies.FSDP_MARKS),
+            strategies.fsdp_state(model) in states,
             len(states) == 2 and [len(group.fsdp_params) for group in groups] == [2, 2],
-            isinstance(weight, DTensor)
-            and internals.memory_of(weight) == internals.memory_of(weight.to_local()),
-            torch.ops.aten.is_same_size.default in internals.dtensor_handlers(),
+            isinstance(weight, DTensor) and core.memory_of(weight) == core.memory_of(weight.to_local()),
+            torch.ops.aten.is_same_size.default in sharding.dtensor_handlers(),
         ]
     finally:
         dist.destroy_process_group()
@@ -272,7 +306,7 @@ def test_fsdp_and_dtensors_show_what_they_are_made_of() -> None:
 
 def test_tensors_flatten_into_one() -> None:
     """Small leaves of a tree travel in one message, gradients in one bucket."""
-    flat = internals.flatten_tensors([torch.ones(2, 1), torch.zeros(1)])
+    flat = core.flatten_tensors([torch.ones(2, 1), torch.zeros(1)])
     assert flat.tolist() == [1.0, 1.0, 0.0]
 
 
@@ -285,7 +319,7 @@ def test_tensor_classes_are_not_asked() -> None:
             raise AssertionError(func)
 
     tensor = torch.ones(2).as_subclass(Asked)
-    with internals.no_subclass_functions():
+    with core.no_subclass_functions():
         assert (tensor + 1).sum().item() == 4
 
 
@@ -296,8 +330,8 @@ def test_operations_say_what_they_change_and_run_without_the_class() -> None:
     class Recorded(torch.Tensor):
         @classmethod
         def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            seen.append([t.shape for t in internals.written_by(func, args, kwargs or {})])
-            with internals.no_subclass_dispatch():
+            seen.append([t.shape for t in deferred_init.written_by(func, args, kwargs or {})])
+            with deferred_init.no_subclass_dispatch():
                 return func(*args, **(kwargs or {}))
 
     tensor = torch.ones(2, 3).as_subclass(Recorded)
@@ -320,9 +354,9 @@ def test_running_iterations_are_known_and_workers_are_dropped() -> None:
 def test_iterations_tell_whether_they_go_on() -> None:
     """A loop on several ranks whose loader was never set up is warned of."""
     running = iter(torch.utils.data.DataLoader([torch.ones(1)] * 2))  # type: ignore[arg-type]
-    found = [internals.goes_on(running)]
+    found = [core.goes_on(running)]
     for _ in running:
-        found.append(internals.goes_on(running))
+        found.append(core.goes_on(running))
     assert found == [False, True, False]
 
 
@@ -384,30 +418,30 @@ def _one_reducer() -> None:
 
     replica.register_comm_hook(seen, hook)
     armed = replica(True)
-    internals.disarm(replica.reducer)
+    ddp.disarm(replica.reducer)
     armed.backward()
     assert not seen
     replica(False).backward()
     with pytest.raises(RuntimeError, match="finished reduction"):
-        internals.check_reduced(replica)
-    internals.renew_reducer(replica, [*replica.parameters()])
+        ddp.check_reduced(replica)
+    ddp.renew_reducer(replica, [*replica.parameters()])
     for turn in (1, 2):
         replica(True).backward()
-        internals.check_reduced(replica)
-        if not internals.has_built_buckets(replica):
-            internals.build_buckets(replica)
+        ddp.check_reduced(replica)
+        if not ddp.has_built_buckets(replica):
+            ddp.build_buckets(replica)
         assert len(seen) == turn
-    assert internals.has_built_buckets(replica)
+    assert ddp.has_built_buckets(replica)
     twin = copy.deepcopy(replica)
-    internals.hook_again(twin)
+    ddp.hook_again(twin)
     twin(True).backward()
     assert [len(state) for _, state in twin._comm_hooks] == [3]
     assert len(seen) == 2
     used, rest = replica.module.used, replica.module.rest
-    internals.leave_out(replica, {rest}, [used])
+    ddp.leave_out(replica, {rest}, [used])
     replica(False).backward()
-    internals.check_reduced(replica)  # waits for `used` alone
-    internals.leave_out(replica, {used, rest}, [])
+    ddp.check_reduced(replica)  # waits for `used` alone
+    ddp.leave_out(replica, {used, rest}, [])
     assert not replica.require_backward_grad_sync
     assert copy.deepcopy(replica).reducer is not None
 
@@ -424,61 +458,62 @@ def _one_split_model() -> None:
     model[0].requires_grad_(False)
     for part in (*model, model):
         fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    internals.begin_fsdp(model)
-    internals.expect_thawed(model)
-    state = internals.fsdp_state(model[1])
-    (group,) = internals.fsdp_groups([state])
+    sharding.begin_fsdp(model)
+    sharding.expect_thawed(model)
+    state = strategies.fsdp_state(model[1])
+    (group,) = sharding.fsdp_groups([state])
+    assert [*sharding.modules_of(state)] == [model[1]]
     weight = group.fsdp_params[0]
-    assert internals.is_fsdp(model[1])
-    assert len(internals.fsdp_states(model)) == 3
-    assert internals.computes_in(model[1]) is torch.bfloat16
-    assert (internals.owner_of(weight).module, internals.owner_of(weight).param_name) == (model[1], "weight")
-    assert internals.whole_of(weight) is None
-    assert internals.phase(state) == "IDLE"
+    assert core.is_fsdp(model[1])
+    assert len(sharding.fsdp_states(model)) == 3
+    assert strategies.computes_in(model[1]) is torch.bfloat16
+    assert (sharding.owner_of(weight).module, sharding.owner_of(weight).param_name) == (model[1], "weight")
+    assert sharding.whole_of(weight) is None
+    assert sharding.phase(state) == "IDLE"
     hung: list[object] = []
-    internals.hang_in_place(state, lambda out: internals.hang(state, hung.append(out) or out))
+    sharding.hang_in_place(state, lambda out: sharding.hang(state, hung.append(out) or out))
     seen: list[object] = []
-    look = lambda *_: seen.extend([internals.phase(state), internals.in_forward(state)])  # noqa: E731
+    look = lambda *_: seen.extend([sharding.phase(state), sharding.in_forward(state)])  # noqa: E731
     model[1].register_forward_pre_hook(look)
     out = model(torch.ones(1, 2))
     assert seen == ["FORWARD", True]
     assert len(hung) == 1
-    assert not internals.in_forward(state)
-    assert internals.is_gathered_ahead(group) is False
+    assert not sharding.in_forward(state)
+    assert sharding.is_gathered_ahead(group) is False
     group.unshard(async_op=True)
     group.reshard()
     model[0].requires_grad_(True)
     out.sum().backward()
     assert weight.sharded_param.grad is not None
-    assert internals.whole_of(weight) is not None
+    assert sharding.whole_of(weight) is not None
     weight.sharded_param.grad = None
-    whole = internals.whole_of(weight)
+    whole = sharding.whole_of(weight)
     whole.grad = torch.ones_like(whole, dtype=getattr(whole, "grad_dtype", None))
-    root = internals.fsdp_state(model)
+    root = strategies.fsdp_state(model)
     reduced: list[int] = []
-    internals.reduce_in_place(model, lambda reduce, parts: reduced.append(len(parts)) or reduce())
-    internals.finish_backward(root)
+    fsdp.reduce_in_place(model, lambda reduce, parts: reduced.append(len(parts)) or reduce())
+    sharding.finish_backward(root)
     assert sorted(reduced) == sorted(
-        len(g.fsdp_params) for g in internals.fsdp_groups(internals.fsdp_states(model))
+        len(g.fsdp_params) for g in sharding.fsdp_groups(sharding.fsdp_states(model))
     )
-    assert internals.whole_of(weight).grad is None
+    assert sharding.whole_of(weight).grad is None
     assert weight.sharded_param.grad is not None
-    internals.gather_root(root, model)
-    internals.free_root(root, model, torch.ones(1, requires_grad=True) * 2)
+    sharding.gather_root(root, model)
+    sharding.free_root(root, model, torch.ones(1, requires_grad=True) * 2)
     group.unshard()
     group.wait_for_unshard()
-    assert model[1].weight is internals.whole_of(weight)
-    internals.show_part(weight)
+    assert model[1].weight is sharding.whole_of(weight)
+    sharding.show_part(weight)
     assert model[1].weight is weight.sharded_param
-    assert internals.fsdp_root(model[1]) is model
+    assert sharding.fsdp_root(model[1]) is model
     other = torch.nn.Sequential(model[1], torch.nn.Linear(2, 2))
     fully_shard(other)
-    assert internals.fsdp_root(other) is None
-    internals.begin_fsdp(other)  # the group of `model[1]` keeps its root
-    assert internals.fsdp_root(other) is other
-    assert internals.fsdp_root(model[1]) is model
-    assert len(internals.fsdp_states(other)) == 1
-    internals.stay_gathered(internals.fsdp_state(model[1]))
+    assert sharding.fsdp_root(other) is None
+    sharding.begin_fsdp(other)  # the group of `model[1]` keeps its root
+    assert sharding.fsdp_root(other) is other
+    assert sharding.fsdp_root(model[1]) is model
+    assert len(sharding.fsdp_states(other)) == 1
+    sharding.stay_gathered(strategies.fsdp_state(model[1]))
     group.unshard()
     model.state_dict()
     group.reshard_after_forward = None
@@ -486,7 +521,7 @@ def _one_split_model() -> None:
 
 
 def test_groups_and_parts_of_fsdp(tmp_path: Path) -> None:
-    """Calls of methods and layers, calls that fail, nested backwards: `layouts/gathered.py`."""
+    """Calls of methods and layers, calls that fail, nested backwards: `sharding/gathered.py`."""
     _in_a_group(_one_split_model, tmp_path)
 
 
@@ -494,11 +529,11 @@ def _one_group() -> None:
     from datetime import timedelta
 
     world = torch.distributed.group.WORLD
-    assert len(internals.group_names()) == 1
-    assert internals.group_timeout(world, "cpu") == timedelta(minutes=30)
-    assert internals.group_timeout(world, "xpu") is None
+    assert len(guard.group_names()) == 1
+    assert guard.group_timeout(world, "cpu") == timedelta(minutes=30)
+    assert guard.group_timeout(world, "xpu") is None
     torch.distributed.all_reduce(torch.ones(1))
-    last = internals.flight_record()[-1]
+    last = guard.flight_record()[-1]
     assert (last["profiling_name"], last["is_p2p"]) == ("gloo:all_reduce", False)
 
 
@@ -510,11 +545,11 @@ def test_process_groups(tmp_path: Path) -> None:
 def test_hooks_of_parameters_are_seen() -> None:
     """Setup under FSDP would lose them."""
     one, two = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-    assert not internals.has_hooks(one)
+    assert not fsdp.has_hooks(one)
     one.register_hook(lambda grad: grad)
     two.register_post_accumulate_grad_hook(lambda p: None)
-    assert internals.has_hooks(one)
-    assert internals.has_hooks(two)
+    assert fsdp.has_hooks(one)
+    assert fsdp.has_hooks(two)
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch 2.9, of its own call
@@ -526,7 +561,7 @@ def test_a_place_in_a_file_is_what_torch_writes(tmp_path: Path) -> None:
         checkpoint.save({"a": torch.ones(2)}, checkpoint_id=tmp_path)
     (place,) = checkpoint.FileSystemReader(tmp_path).read_metadata().storage_data.values()
     size = (tmp_path / "__0_0.distcp").stat().st_size
-    assert place == internals.place_in_file("__0_0.distcp", 0, size)
+    assert place == sharded.place_in_file("__0_0.distcp", 0, size)
 
 
 def test_ddp_leaves_out_what_it_is_told_to() -> None:
@@ -534,10 +569,130 @@ def test_ddp_leaves_out_what_it_is_told_to() -> None:
     import torch.distributed as dist
 
     module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-    internals.leave_out_of_ddp(module, ["0.weight", "0.bias"])
+    ddp.leave_out_of_ddp(module, ["0.weight", "0.bias"])
+    assert getattr(module, ddp.NOT_AVERAGED) == ["0.weight", "0.bias"]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         replica = torch.nn.parallel.DistributedDataParallel(module)
     finally:
         dist.destroy_process_group()
     assert replica.parameters_to_ignore == {"0.weight", "0.bias"}
+
+
+def test_loss_scales_show_their_optimizers_and_their_value() -> None:
+    """Gradients that the loop unscaled would be unscaled twice; replicas whose scales differ would pass."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert replicas.loss_scale(scaler) is None
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight])
+    scaler.scale((weight * 2).sum()).backward()
+    assert not precision.optimizer_states(scaler)
+    scaler.unscale_(optimizer)
+    assert precision.optimizer_states(scaler)[id(optimizer)]["stage"].name == "UNSCALED"
+    assert replicas.loss_scale(scaler).item() == 4.0
+
+
+def test_tensors_of_tensors_and_their_hooks_are_seen() -> None:
+    """The replica check compares the inner tensors of quantised weights, and reports hooks that differ."""
+
+    class Pair(torch.Tensor):
+        def __tensor_flatten__(self) -> Any:
+            return [], None
+
+        @classmethod
+        def __tensor_unflatten__(cls, *_: Any) -> Any:
+            return None
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return None
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    assert replicas.is_traceable_wrapper_subclass(torch.Tensor._make_subclass(Pair, torch.ones(1)))
+    assert not replicas.is_traceable_wrapper_subclass(weight)
+    assert not replicas.has_backward_hooks(weight)
+    weight.register_hook(lambda grad: grad)
+    assert replicas.has_backward_hooks(weight)
+
+
+def test_iterators_of_loaders_with_persistent_workers_have_their_attribute() -> None:
+    """A loader would be refused for torch's own iterator."""
+    loader = torch.utils.data.DataLoader(range(3))  # type: ignore[arg-type]
+    assert vars(loader)[loaders.ITERATOR] is None
+
+
+def test_frames_of_torch_have_these_names() -> None:
+    """Hang reports would show torch's dispatch code instead of "backward" or the collective."""
+    from torch.autograd import graph
+
+    assert callable(getattr(graph, guard.BACKWARD_FUNCTION))
+    root = str(Path(torch.__file__).parents[1])
+    ops, library = guard.DISPATCH_FILES
+    assert Path(root + ops).is_file()
+    assert Path(root + library).is_dir()
+
+
+def test_compiled_modules_have_this_class() -> None:
+    """Profiles would have no rows for calls of compiled models."""
+    assert type(torch.compile(torch.nn.Linear(1, 1), backend="eager")) is profile.compiled_module()
+
+
+def test_optimizers_hold_their_hooks_under_these_names() -> None:
+    """Under ZeRO-1 the hooks of a user's optimizer would run twice in a step."""
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    assert {*zero1.STEP_HOOKS} <= {*vars(optimizer)}
+    optimizer.step = torch.compile(step := optimizer.step, backend="eager")  # type: ignore[method-assign]
+    assert getattr(optimizer.step, zero1.UNCOMPILED) == step
+
+
+def test_functions_that_fill_are_those_of_init() -> None:
+    """`empty_init=True` would draw weights that are loaded afterwards."""
+    assert [name for name in core.INIT_FILLS if not callable(getattr(torch.nn.init, name, None))] == []
+
+
+def test_policies_of_torch_run_by_this_method() -> None:
+    """`auto_wrap_policy=ModuleWrapPolicy(...)` would be refused."""
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    chosen = getattr(ModuleWrapPolicy({torch.nn.Linear}), sharding.POLICY_METHOD)(model, set(), {})
+    assert [*chosen] == [model[0]]
+
+
+def test_strided_placements_are_known() -> None:
+    """Checkpoints of FSDP over tensor parallel would hold rows in a wrong order in torch 2.10."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    assert sharding.is_strided(_StridedShard(0, split_factor=2))
+    assert not sharding.is_strided(Shard(0))
+
+
+def test_spectral_norms_have_these_classes() -> None:
+    """A pipeline would not warn of what spectral norm does for each micro-batch."""
+    old = torch.nn.utils.spectral_norm(torch.nn.Linear(2, 2))
+    new = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(2, 2))
+    found = [*pipeline.forward_pre_hooks(old), *new.parametrizations["weight"]]
+    assert [type(one).__name__ for one in found] == [*pipeline.SPECTRAL_NORMS]
+
+
+def test_modules_without_memory_are_initialised_by_these_names() -> None:
+    """Weights of attention would keep no values; copies of a parameter would lose that it is one."""
+    public, private = deferred_init.RESET_METHODS
+    assert hasattr(torch.nn.Linear, public)
+    assert hasattr(torch.nn.MultiheadAttention, private)
+    tensor = torch.ones(1).as_subclass(type("Other", (torch.Tensor,), {}))
+    setattr(tensor, deferred_init.PARAMETER_MARK, True)
+    assert isinstance(tensor, torch.nn.Parameter)
+
+
+def test_hooks_of_modules_are_seen() -> None:
+    """A pipeline would never run them; tensor parallel would not compare inputs of hooked modules."""
+    for register in ("register_forward_hook", "register_forward_pre_hook"):
+        module = torch.nn.Linear(1, 1)
+        assert not strategies.has_forward_hooks(module)
+        getattr(module, register)(lambda *_: None)
+        assert strategies.has_forward_hooks(module)
+        assert not pipeline.has_module_backward_hooks(module)
+    module.register_full_backward_hook(lambda *_: None)
+    assert pipeline.has_module_backward_hooks(module)

@@ -13,12 +13,12 @@ import torch
 
 from fabric.checkpoint import state as states
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.core.torch_internals import COUNTED_STEP, STEPPED
 from fabric.integrations.deepspeed import checkpoints
 from fabric.integrations.deepspeed.layout import Engines
 from fabric.integrations.deepspeed.package import environment, forget_groups, load_deepspeed
 from fabric.integrations.deepspeed.precision import DeepSpeedPrecision
 from fabric.integrations.deepspeed.settings import complete, get, joined
+from fabric.precision._torch import COUNTED_STEP, STEPPED
 from fabric.precision.dtypes import CastTo
 from fabric.strategies.agree import broadcast_from_zero
 from fabric.strategies.buffers import shared_buffers

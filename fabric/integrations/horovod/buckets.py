@@ -9,8 +9,8 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import call_after_backward
 from fabric.integrations.horovod.package import others_may_end
+from fabric.strategies._torch import call_after_backward
 
 _sent: list[tuple[int, Any, Future[Tensor]]] = []
 """What is on its way. Ranks meet by name, and send in one order, as DDP does: a name is a place here."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.collectives.objects import broadcast_tree
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import has_built_buckets
 from fabric.integrations.horovod.buckets import mean_of_bucket
+from fabric.strategies.ddp._torch import has_built_buckets
 from fabric.strategies.ddp.replicate import Replicate
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from torch import Tensor
 from fabric.core.errors import ConfigurationError
 from fabric.core.extras import needed
 from fabric.core.registry import did_you_mean
-from fabric.core.torch_internals import leave_out_of_ddp
 from fabric.integrations.linears import check_settings, replace_linears
 from fabric.precision.true import TruePrecision
+from fabric.strategies.ddp._torch import leave_out_of_ddp
 
 if TYPE_CHECKING:
     from torch.nn import Linear, Module

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import packs_saved_tensors
+from fabric.strategies.context_parallel._torch import packs_saved_tensors
 from fabric.strategies.context_parallel.sequence import seeing
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.collectives.channel import Channel
 from fabric.collectives.torch_collective import TorchCollective
+from fabric.core._torch import BatchNorm, backward_pass
 from fabric.core.compile import eager
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.core.torch_internals import BatchNorm, backward_pass
 from fabric.core.tree import flatten
 from fabric.strategies.alike import Alike
 from fabric.strategies.context_parallel.region import Region, Row

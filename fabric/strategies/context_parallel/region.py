@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.core._torch import backward_pass
 from fabric.core.compile import eager
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import backward_pass
 from fabric.strategies.context_parallel.attention import called, divided
 from fabric.strategies.context_parallel.call import DividedCall
 from fabric.strategies.context_parallel.exchange import Exchange

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fabric.core._torch import backward_pass
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import backward_pass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

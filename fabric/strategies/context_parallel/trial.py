@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import FabricError, UsageError
-from fabric.core.torch_internals import groups_inside, ungathered
 from fabric.core.tree import flatten
 from fabric.strategies.agree import on_any_rank
+from fabric.strategies.context_parallel._torch import groups_inside, ungathered
 from fabric.strategies.context_parallel.attention import divided
 from fabric.strategies.context_parallel.call import noise
 from fabric.strategies.context_parallel.exchange import Exchange

@@ -10,11 +10,11 @@ from torch.nn import DataParallel, Module
 
 from fabric.core.compile import eager, uncompiled
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import leave_out_of_ddp
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten, unflatten
 from fabric.strategies.data_parallel.parts import CallParts
-from fabric.strategies.ddp.replicate import NOT_AVERAGED, Replicate
+from fabric.strategies.ddp._torch import NOT_AVERAGED, leave_out_of_ddp
+from fabric.strategies.ddp.replicate import Replicate
 from fabric.strategies.layout import Whole
 from fabric.utilities.apply_func import move_data_to_device
 

@@ -21,7 +21,19 @@ from fabric.collectives.frames import call_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
 from fabric.core.passes import attend_passes, leaves_of, parameters_of, watch_steps
-from fabric.core.torch_internals import (
+from fabric.core.torch_versions import BUFFER_KEYWORDS, buffers_off
+from fabric.core.traits import Traits
+from fabric.strategies._torch import tensor_of
+from fabric.strategies.agree import (
+    average_gradients,
+    copy_from_first,
+    differing,
+    on_any_rank,
+    stamp,
+)
+from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
+from fabric.strategies.ddp._torch import (
+    NOT_AVERAGED,
     accumulator_of,
     build_buckets,
     check_reduced,
@@ -31,18 +43,7 @@ from fabric.core.torch_internals import (
     leave_out,
     renew_reducer,
     running_node,
-    tensor_of,
 )
-from fabric.core.torch_versions import BUFFER_KEYWORDS, buffers_off
-from fabric.core.traits import Traits
-from fabric.strategies.agree import (
-    average_gradients,
-    copy_from_first,
-    differing,
-    on_any_rank,
-    stamp,
-)
-from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
 from fabric.strategies.ddp.shared import SharedParameters, reducing
 from fabric.strategies.layout import Whole
 from fabric.utilities.init import name_of, names_of_owners
@@ -56,9 +57,6 @@ if TYPE_CHECKING:
 
     from fabric.collectives.channel import Channel
     from fabric.core.topology import Topology
-
-NOT_AVERAGED = "_ddp_params_and_buffers_to_ignore"
-"""Where DDP looks for names of parameters that the user keeps out of it."""
 
 
 class Replicate(Whole):

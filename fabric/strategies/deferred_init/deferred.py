@@ -16,9 +16,11 @@ import torch
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from fabric.core._torch import memory_of
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import memory_of, no_subclass_dispatch, value_of, written_by
 from fabric.core.tree import flatten, map_tree
+from fabric.strategies._torch import value_of
+from fabric.strategies.deferred_init._torch import PARAMETER_MARK, no_subclass_dispatch, written_by
 from fabric.utilities.random_stream import default_generator
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ class Unmade(torch.Tensor):
 
     def users_attributes(self) -> dict[str, Any]:
         """What has been set on the tensor, as on any other."""
-        return {key: value for key, value in vars(self).items() if key not in ("recorder", "_is_param")}
+        return {key: value for key, value in vars(self).items() if key not in ("recorder", PARAMETER_MARK)}
 
 
 class DeferredInit(TorchFunctionMode):

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from fabric.core.errors import UsageError
 from fabric.strategies.buffers import is_rank_local
+from fabric.strategies.deferred_init._torch import RESET_METHODS
 from fabric.strategies.deferred_init.deferred import DeferredInit, Unmade
 from fabric.strategies.sharding.blocks import innermost_first
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.nn import Module
-
-_RESETS = ("reset_parameters", "_reset_parameters")
 
 
 class Materialiser:
@@ -57,7 +56,7 @@ class Materialiser:
                     slots[name] = adopted[tensor]
                 if not slots[name].recorder.knows(slots[name]):
                     bare.add(module)
-            own = [getattr(module, name) for name in _RESETS if callable(getattr(module, name, None))]
+            own = [getattr(module, name) for name in RESET_METHODS if callable(getattr(module, name, None))]
             resets = [partial(init, module)] if init else own[:1]
             if not bare.isdisjoint(module.modules()):
                 for reset in resets:

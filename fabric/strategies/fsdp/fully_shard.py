@@ -16,13 +16,15 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from fabric.collectives.frames import call_of
+from fabric.core._torch import BatchNorm, is_fsdp
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.precision import POLICIES
-from fabric.core.torch_internals import BatchNorm, has_hooks, is_fsdp, reduce_in_place, whole_of
 from fabric.core.traits import Traits
 from fabric.strategies.agree import broadcast_from_zero, on_any_rank
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser
+from fabric.strategies.fsdp._torch import has_hooks, reduce_in_place
+from fabric.strategies.sharding._torch import whole_of
 from fabric.strategies.sharding.blocks import check_whole, choose_blocks, innermost_first
 from fabric.strategies.sharding.sharded import Sharded
 from fabric.strategies.sharding.split import is_split

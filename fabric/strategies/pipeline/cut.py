@@ -12,6 +12,8 @@ from torch.nn import Module, Sequential
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.messages import say
+from fabric.strategies._torch import has_forward_hooks
+from fabric.strategies.pipeline._torch import has_module_backward_hooks
 from fabric.strategies.rows import check_number
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ def _check(model: Module, blocks: Blocks) -> None:
         )
     if any([hasattr(p, "device_mesh") for p in model.parameters()]):
         raise UsageError(f"{kind} has parameters that are split over ranks (DTensor). Set up a plain model.")
-    if model._forward_hooks or model._forward_pre_hooks or model._backward_hooks:
+    if has_forward_hooks(model) or has_module_backward_hooks(model):
         raise UsageError(
             f"{kind} has forward or backward hooks of its own, which would never run: a pipeline calls its "
             "blocks one by one. Register them on blocks."

@@ -10,13 +10,13 @@ import torch
 from fabric.collectives.frames import call_of
 from fabric.core.compile import eager
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.torch_internals import accumulates, keeps_graph
 from fabric.core.tree import flatten, map_tree, unflatten
 from fabric.forward import differentiable
 from fabric.precision.dtypes import CastTo
 from fabric.strategies.alike import Alike
 from fabric.strategies.buffers import SyncedBuffers
 from fabric.strategies.data_parallel.parts import CallParts
+from fabric.strategies.pipeline._torch import accumulates, keeps_graph
 from fabric.strategies.pipeline.run import Pass, alternating, backwards, forwards
 from fabric.strategies.pipeline.trial import joined, try_rows
 

@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from fabric.collectives.channel import Channel
 from fabric.collectives.torch_collective import TorchCollective
+from fabric.core._torch import backward_pass
 from fabric.core.compile import is_compiled
 from fabric.core.errors import UsageError
 from fabric.core.passes import watch_steps
-from fabric.core.torch_internals import backward_pass, call_after_backward
 from fabric.core.traits import Traits
+from fabric.strategies._torch import call_after_backward
 from fabric.strategies.agree import average_gradients, broadcast_from_zero, copy_from_first
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser

@@ -14,8 +14,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from fabric.collectives.objects import broadcast_tree
+from fabric.core._torch import backward_pass
 from fabric.core.errors import RankError
-from fabric.core.torch_internals import backward_pass
 from fabric.core.tree import flatten, map_tree
 from fabric.launch.endings import describe
 from fabric.strategies.pipeline.link import Failed, Link

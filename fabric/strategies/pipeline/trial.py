@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.collectives.objects import broadcast_tree
+from fabric.core._torch import BatchNorm
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import BatchNorm
 from fabric.core.tree import flatten, iter_paths, map_tree, unflatten
+from fabric.strategies.pipeline._torch import SPECTRAL_NORMS, forward_pre_hooks
 from fabric.strategies.pipeline.run import Pass, forwards
 from fabric.strategies.trial import distance, rounding, untouched
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -38,8 +39,8 @@ def warn_of_modules(module: Module) -> None:
 
 def _looks_at_batches(module: Module) -> bool:
     chains = getattr(module, "parametrizations", {}).values()
-    parts = [*module._forward_pre_hooks.values(), *[part for chain in chains for part in chain]]
-    normed = any([type(part).__name__ in ("SpectralNorm", "_SpectralNorm") for part in parts])
+    parts = [*forward_pre_hooks(module), *[part for chain in chains for part in chain]]
+    normed = any([type(part).__name__ in SPECTRAL_NORMS for part in parts])
     return normed or isinstance(module, BatchNorm) or getattr(module, "scale_grad_by_freq", False)
 
 

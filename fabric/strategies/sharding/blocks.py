@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from fabric.core._torch import is_fsdp
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.torch_internals import fsdp_root, is_fsdp
+from fabric.strategies.sharding._torch import POLICY_METHOD, fsdp_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -34,7 +35,7 @@ def check_policy(policy: Any, name: str) -> None:
     classes = policy if isinstance(policy, _CLASSES) else [policy]
     named = all([isinstance(kind, type) and issubclass(kind, Module) for kind in classes])
     function = callable(policy) and not isinstance(policy, Module | type)
-    if not (policy is None or named or function or hasattr(policy, "_run_policy")):
+    if not (policy is None or named or function or hasattr(policy, POLICY_METHOD)):
         raise ArgumentTypeError(
             f"{name}={policy!r} must be a set of module classes or a function (module) -> bool. "
             f"Write {name}={{TransformerBlock}}."
@@ -83,7 +84,7 @@ def choose_blocks(
     classes = (policy,) if isinstance(policy, type) else policy
     if policy is None:
         chosen = _repeated(model)
-    elif hasattr(policy, "_run_policy"):  # torch's ModuleWrapPolicy, CustomPolicy
+    elif hasattr(policy, POLICY_METHOD):  # torch's ModuleWrapPolicy, CustomPolicy
         chosen = _run(model, policy, name)
     elif isinstance(classes, _CLASSES):
         chosen = {module for module in model.modules() if isinstance(module, tuple(classes))}
@@ -135,7 +136,7 @@ def _asks_twice(policy: Any) -> bool:
 
 def _run(model: Module, policy: Any, name: str) -> set[Module]:
     """What a policy of torch.distributed.fsdp.wrap chooses."""
-    chosen: dict[Module, dict[str, Any]] = policy._run_policy(model, set(), {})
+    chosen: dict[Module, dict[str, Any]] = getattr(policy, POLICY_METHOD)(model, set(), {})
     settings = next((own for own in chosen.values() if own), None)
     if settings:  # CustomPolicy may give keywords of FSDP1 for a module
         raise ConfigurationError(

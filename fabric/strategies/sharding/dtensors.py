@@ -15,11 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from fabric.checkpoint.portable import Stored, kept_elsewhere
+from fabric.core._torch import memory_of
 from fabric.core.errors import UsageError
 from fabric.core.passes import parameters_of
-from fabric.core.torch_internals import dtensor_handlers, memory_of, value_of
 from fabric.core.torch_versions import older_than, refuse_before
 from fabric.core.tree import map_tree
+from fabric.strategies._torch import value_of
+from fabric.strategies.sharding._torch import dtensor_handlers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

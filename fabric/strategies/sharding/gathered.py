@@ -14,14 +14,18 @@ from zlib import crc32
 import torch
 
 from fabric.collectives.frames import ALONE
+from fabric.core._torch import backward_pass
 from fabric.core.compile import eager
 from fabric.core.errors import UsageError
-from fabric.core.torch_internals import (
-    backward_pass,
+from fabric.core.torch_versions import gather_again, reset_iteration
+from fabric.core.tree import flatten, map_tree
+from fabric.forward import anchor, differentiable
+from fabric.strategies._torch import fsdp_state
+from fabric.strategies.explained import split_error
+from fabric.strategies.sharding._torch import (
     finish_backward,
     free_root,
     fsdp_groups,
-    fsdp_state,
     fsdp_states,
     gather_root,
     hang,
@@ -29,16 +33,13 @@ from fabric.core.torch_internals import (
     in_forward,
     in_function_transform,
     is_gathered_ahead,
+    modules_of,
     owner_of,
     phase,
     show_part,
     stay_gathered,
     whole_of,
 )
-from fabric.core.torch_versions import gather_again, reset_iteration
-from fabric.core.tree import flatten, map_tree
-from fabric.forward import anchor, differentiable
-from fabric.strategies.explained import split_error
 from fabric.utilities.init import name_of
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class RootGate:
         names = {module: name for name, module in root.named_modules()}
         for state in fsdp_states(root):
             hang_in_place(state, partial(self._hang, state))
-            for module in state._modules:
+            for module in modules_of(state):
                 module.register_forward_pre_hook(partial(self._enter, state, names[module]), prepend=True)
                 module.register_forward_hook(self._leave, always_call=True)
 
@@ -352,7 +353,7 @@ class RootGate:
             # Nothing gathers it for its backward: from now on it stays gathered, until the next call.
             self._hidden[state] = None
             stay_gathered(state)
-            state._modules[0].unshard()
+            modules_of(state)[0].unshard()
         for leaf in hooked:
             if leaf.grad_fn is not None:  # a parameter that is an output keeps its hooks for ever
                 leaf.register_hook(self.reached)

@@ -14,11 +14,11 @@ from fabric.collectives.frames import call_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
 from fabric.core.passes import attend_passes, parameters_of
-from fabric.core.torch_internals import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states
 from fabric.core.torch_versions import keep_arguments, refuse_before
 from fabric.forward import HookedCall, differentiable
 from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers
 from fabric.strategies.explained import converted
+from fabric.strategies.sharding._torch import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states, is_strided
 from fabric.strategies.sharding.gathered import GatheredCall, Meets, RootGate
 from fabric.strategies.sharding.split import Split, is_split
 from fabric.utilities.init import names_of_owners
@@ -211,7 +211,7 @@ class Sharded(Split):
 def _check_strides(name: str, parameter: Any) -> None:
     """Refuse uneven parts of parts in a torch that reads their full values in a wrong order."""
     placements, sizes, shape = parameter.placements, parameter.device_mesh.shape, [*parameter.shape]
-    for dim in {one.dim for one in placements if type(one).__name__ == "_StridedShard"}:
+    for dim in {one.dim for one in placements if is_strided(one)}:
         parts = math.prod([size for size, one in zip(sizes, placements, strict=True) if one.is_shard(dim)])
         if shape[dim] % parts:
             refuse_before(

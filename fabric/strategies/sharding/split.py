@@ -15,8 +15,8 @@ from fabric.checkpoint.portable import read_stored
 from fabric.collectives.frames import call_of
 from fabric.core.errors import UsageError
 from fabric.core.passes import parameters_of, watch_steps
-from fabric.core.torch_internals import tensor_of
 from fabric.core.tree import map_tree
+from fabric.strategies._torch import tensor_of
 from fabric.strategies.deferred_init.deferred import DeferredInit, Unmade
 from fabric.strategies.layout import Whole
 from fabric.utilities.init import has_meta_parameters, names_of_owners

@@ -13,10 +13,11 @@ import torch
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
+from fabric.core._torch import is_fsdp, memory_of
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.torch_internals import is_fsdp, memory_of
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten
+from fabric.strategies._torch import has_forward_hooks
 from fabric.strategies.agree import broadcast_from_zero
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser, own_meta
@@ -172,7 +173,7 @@ class Mesh(InRows, Sharded):
         if is_fsdp(module):
             self.open_gate(module, in_lockstep=self.mesh is not None and self.mesh.size(1) > 1)
             return
-        hooked = [m for m in module.modules() if m._forward_hooks or m._forward_pre_hooks or _holds_parts(m)]
+        hooked = [m for m in module.modules() if has_forward_hooks(m) or _holds_parts(m)]
         self.meets(module, in_lockstep=True).watch(list(dict.fromkeys([module, *hooked])))
 
 

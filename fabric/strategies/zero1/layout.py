@@ -19,6 +19,7 @@ from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.passes import parameters_of
 from fabric.core.tree import map_tree
 from fabric.strategies.ddp.replicate import Replicate
+from fabric.strategies.zero1._torch import UNCOMPILED
 from fabric.strategies.zero1.joint import joins_parameters
 from fabric.strategies.zero1.shares import Share, Step, WholeStateOnly, divide, send, stand_in
 from fabric.utilities.init import names_of_owners
@@ -68,7 +69,7 @@ class ShardedStates(Replicate):
         share = self._shares.get(optimizer)
         if share is None:
             _check_divisible(optimizer)
-            compiled = getattr(optimizer.__dict__.get("step"), "_torchdynamo_orig_callable", None)
+            compiled = getattr(optimizer.__dict__.get("step"), UNCOMPILED, None)
             if compiled is not None:
                 optimizer.step = compiled  # type: ignore[method-assign]
             share = self._shares[optimizer] = Share()

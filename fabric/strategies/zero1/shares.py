@@ -14,6 +14,7 @@ import torch.distributed as dist
 from fabric.collectives.frames import join
 from fabric.core.errors import UsageError
 from fabric.strategies.agree import parcels, spread
+from fabric.strategies.zero1._torch import STEP_HOOKS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,8 +84,7 @@ class Step:
         # Hooks run in the user's optimizer, around this: in `super().step()` parameters are not sent yet.
         self.replaced: dict[str, Any] = {
             "param_groups": self.groups,
-            "_optimizer_step_pre_hooks": OrderedDict(),
-            "_optimizer_step_post_hooks": OrderedDict(),
+            **{name: OrderedDict() for name in STEP_HOOKS},
         }
         self.stand_in = stand_in(optimizer, **self.replaced)
         # Before the update: torch steps what has a gradient, and some optimizers clear it then.

@@ -30,8 +30,8 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor
 
 from fabric import Fabric
-from fabric.core.torch_internals import fsdp_groups
 from fabric.strategies import FSDPStrategy
+from fabric.strategies.sharding._torch import fsdp_groups
 
 STEPS = 3
 

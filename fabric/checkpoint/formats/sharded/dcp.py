@@ -28,12 +28,12 @@ from torch.distributed.tensor import DTensor
 
 from fabric.checkpoint.digest import LARGE, DigestWriter, damaged
 from fabric.checkpoint.files import MANIFEST, METADATA, is_safetensors, sharded_at
+from fabric.checkpoint.formats.sharded._torch import place_in_file
 from fabric.checkpoint.formats.sharded.directory import check, write_manifest
 from fabric.checkpoint.portable import Stored, is_elsewhere
 from fabric.checkpoint.snapshot import Snapshot, place_of, values
 from fabric.checkpoint.torch_io import TorchCheckpointIO, saving, untrusted
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.core.torch_internals import place_in_file
 from fabric.core.tree import map_tree
 from fabric.precision.dtypes import as_bytes
 from fabric.utilities.state_keys import PLAIN_DICTS, like

@@ -1,0 +1,85 @@
+"""Private names of torch that several folders use, or that `import fabric` loads in any run; each once.
+
+`unit/test_torch_internals.py` tests each. A file for each folder would load more modules in every run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import _utils as torch_utils
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BatchNorm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""The classes of all batch norms, for `isinstance`; torch's common base class is private."""
+
+flatten_tensors: Callable[[Any], torch.Tensor] = torch_utils._flatten_dense_tensors
+"""Return the concatenation of the flattened tensors; one call into C++."""
+
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the innermost backward pass that runs in this thread, or -1. Numbers grow."""
+
+MODULE_TABLES = (
+    "_modules",
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Attributes of `nn.Module` that a wrapper shares with its module, so that torch treats both alike."""
+
+will_run: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the running backward pass executes a node of the graph. It raises RuntimeError for a node whose
+gradient `torch.autograd.grad` returns."""
+
+INIT_FILLS = ("_no_grad_uniform_", "_no_grad_normal_", "_no_grad_fill_", "_no_grad_zero_")
+"""Functions of one operation by which functions of `torch.nn.init` (xavier_uniform_, ones_) fill a tensor."""
+
+no_subclass_functions = torch._C.DisableTorchFunctionSubclass
+"""Context in which operations do not call `__torch_function__` of their tensors."""
+
+
+def is_custom_function_input(tensor: torch.Tensor) -> bool:
+    """Whether a view is an input that a custom autograd function returned; its base is then unrelated."""
+    kinds = torch._C._autograd.CreationMeta
+    return bool(torch._C._autograd._get_creation_meta(tensor) == kinds.IN_CUSTOM_FUNCTION)
+
+
+def before_clips(call: Callable[[list[torch.Tensor]], None]) -> None:
+    """Patch torch so that `clip_grad_norm_` and the other clips call `call(gradients)` first."""
+    from torch.nn.utils import clip_grad
+
+    grouped = clip_grad._group_tensors_by_device_and_dtype
+
+    def grouped_after_call(lists: list[Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            call(lists[0])
+        return grouped(lists, *args, **kwargs)
+
+    name = "_group_tensors_by_device_and_dtype"  # typed more narrowly than it is called
+    setattr(clip_grad, name, grouped_after_call)
+
+
+def memory_of(tensor: Any) -> int:
+    """Return an identifier of a tensor's storage (of a DTensor's local tensor), also on the meta device."""
+    return id(getattr(tensor, "_local_tensor", tensor).untyped_storage())  # one object as long as it lives
+
+
+def is_fsdp(module: Any) -> bool:
+    """Whether `fully_shard` was called on the module. Does not import FSDP2."""
+    return hasattr(module, "_get_fsdp_state")
+
+
+def goes_on(iteration: Any) -> bool:
+    """Whether an iteration of a DataLoader has yielded a batch and has more."""
+    return bool(0 < iteration._num_yielded < len(iteration))

@@ -1,0 +1,140 @@
+"""Private names of FSDP2 and DTensor; `unit/test_torch_internals.py` tests each."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabric.core.torch_versions import groups_of, states_hidden
+from fabric.strategies._torch import fsdp_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+in_function_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of torch.func (grad, vmap, ...) is active."""
+
+
+def dtensor_handlers() -> Any:
+    """Return DTensor's table of custom handlers by operation, or None in a torch without it."""
+    from torch.distributed.tensor import DTensor
+
+    return getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+
+
+def fsdp_states(root: Any) -> list[Any]:
+    """Return FSDP2's states of all modules below a root. They exist once the root is initialised."""
+    return [*fsdp_state(root)._state_ctx.all_states]
+
+
+def fsdp_root(module: Any) -> Any:
+    """Return the root module of the groups that this module belongs to, or None if it is not known yet."""
+    return next((state._modules[0] for state in fsdp_states(module)), None)
+
+
+def fsdp_groups(states: list[Any]) -> list[Any]:
+    """Return the groups of parameters that are gathered together."""
+    return [group for state in states for group in groups_of(state)]
+
+
+def begin_fsdp(root: Any) -> None:
+    """Make this module the root of all groups in it that have none. Otherwise the first forward does it."""
+    state = fsdp_state(root)
+    with states_hidden(state, lambda held: held is not state and held._is_root is not None):
+        state._lazy_init()
+
+
+def expect_thawed(root: Any) -> None:
+    """Let frozen groups reduce gradients in their parameters' dtype once unfrozen, as torch 2.14 does."""
+    for group in fsdp_groups(fsdp_states(root)):
+        if getattr(group, "_orig_dtype", group) is None and group.fsdp_params:
+            first = group.fsdp_params[0]
+            group._orig_dtype, group._reduce_dtype = first.orig_dtype, first.reduce_dtype
+
+
+def phase(held: Any) -> str:
+    """Return the phase of a state or group: "IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"."""
+    return str(held._training_state.name)
+
+
+def in_forward(state: Any) -> bool:
+    """Whether a forward of the model runs or has failed."""
+    return state._state_ctx.iter_forward_root is not None
+
+
+def is_gathered_ahead(group: Any) -> bool:
+    """Whether an all-gather of the group was prefetched for a forward that has not reached it."""
+    return group._all_gather_result is not None
+
+
+owner_of = attrgetter("_module_info")
+"""Return the owner of a sharded parameter: `module`, `param_name`, and `shared_modules` if it is tied."""
+
+
+def show_part(part: Any) -> None:
+    """Put the sharded parameter back on its modules. The gathered one stays allocated."""
+    part._setattr_on_modules(part.sharded_param)
+
+
+def stay_gathered(state: Any) -> None:
+    """Keep the module's group gathered after a forward, a backward or a state dict."""
+    module = state._modules[0]
+    module.set_reshard_after_forward(False, recurse=False)
+    module.set_reshard_after_backward(False, recurse=False)
+    for group in fsdp_groups([state]):
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
+
+
+def whole_of(part: Any) -> Any:
+    """Return the gathered parameter, whose memory may be freed, or None if it was never gathered."""
+    return getattr(part, "_unsharded_param", None)
+
+
+def gather_root(state: Any, root: Any) -> None:
+    """Run FSDP2's pre-forward of the root module."""
+    state._pre_forward(root, (), {})
+
+
+def free_root(state: Any, root: Any, out: Any) -> Any:
+    """Run FSDP2's post-forward of the root module. Return `out`; a backward of it gathers again."""
+    return state._post_forward(root, (), out)
+
+
+def finish_backward(state: Any) -> None:
+    """Run FSDP2's end of a backward, given the root's state: reduce the groups that are still unsharded.
+
+    torch runs it by hooks on outputs. Outputs that torch does not find have no such hooks.
+    """
+    if getattr(state._state_ctx, "manual_backward_finalization_active", False) is None:
+        state._state_ctx.manual_backward_finalization_active = False  # torch 2.15: the hooks choose a mode
+    state._root_post_backward_final_callback()
+
+
+def hang_in_place(state: Any, hang: Callable[[Any], Any]) -> None:
+    """Replace the function by which FSDP2 registers its pre-backward hooks on outputs."""
+    state._register_pre_backward_hook = hang
+
+
+def hang(state: Any, out: Any) -> Any:
+    """Register FSDP2's pre-backward hooks on `out`; they gather the group."""
+    return type(state)._register_pre_backward_hook(state, out)
+
+
+modules_of = attrgetter("_modules")
+"""Return the modules of one state: several if `fully_shard` was called on a list."""
+
+POLICY_METHOD = "_run_policy"
+"""Method of the policies of torch.distributed.fsdp.wrap, called with (model, ignored modules, settings)."""
+
+
+def is_strided(placement: Any) -> bool:
+    """Whether a DTensor's placement is that of FSDP2 over tensor parallel."""
+    return type(placement).__name__ == "_StridedShard"

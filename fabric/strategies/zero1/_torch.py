@@ -1,0 +1,9 @@
+"""Private names of torch's optimizers; `unit/test_torch_internals.py` tests each."""
+
+from __future__ import annotations
+
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Attributes of an optimizer that hold the hooks of its step."""
+
+UNCOMPILED = "_torchdynamo_orig_callable"
+"""Attribute of a compiled function that holds the function given to `torch.compile`."""

@@ -1,0 +1,8 @@
+"""Private names of torch that tests use; `unit/test_torch_internals.py` tests each."""
+
+from __future__ import annotations
+
+from torch import nn
+
+Dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+"""The classes of all dropouts, for `isinstance`; torch's common base class is private."""
