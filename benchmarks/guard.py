@@ -42,7 +42,7 @@ def main() -> None:
 
 def far() -> dict[str, Any]:
     """What a call costs the first rank of a large world, through which all frames go."""
-    from fabric.collectives.star import Listener, Star, connect
+    from fabric.collectives.star import ControlConnections, Listener, connect
 
     rows = []
     for world in FAR:
@@ -50,13 +50,14 @@ def far() -> dict[str, Any]:
             pid = os.fork()
             if not pid:
                 stars = [
-                    Star(connect(at, "localhost", *listener.told), range(world), at) for at in range(1, world)
+                    ControlConnections(connect(at, "localhost", *listener.told), range(world), at)
+                    for at in range(1, world)
                 ]
                 for _ in range(TURNS):
                     for star, turn in [(star, star.start(bytes(KEY_BYTES))) for star in stars]:
                         star.advance(turn, 60)
                 os._exit(0)
-            star = Star(listener.accept(), range(world), 0)
+            star = ControlConnections(listener.accept(), range(world), 0)
         times = []
         for _ in range(TURNS):
             time.sleep(0.05)  # by then the others have sent

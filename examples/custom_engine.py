@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fabric import Fabric
 from fabric.core.traits import Traits
 from fabric.strategies import STRATEGY_REGISTRY, ParallelStrategy
-from fabric.strategies.layout import Whole
+from fabric.strategies.layout import Layout
 
 
 class Engine:
@@ -47,7 +47,7 @@ class Engine:
             self.own.zero_()
 
 
-class FlatGradients(Whole):
+class FlatGradients(Layout):
     """The layout: models with an engine each."""
 
     traits = Traits(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Mapping, Sequence
 
-    from fabric.launch.place import Place
+    from fabric.launch.place import RankEnv
 
 DEFAULT_PORT = 29400
 """Where rank zero of several machines listens; on one machine the kernel chooses."""
@@ -232,7 +232,7 @@ def _command_line(options: argparse.Namespace) -> list[str]:
     return [sys.executable, options.script, *options.arguments]
 
 
-def _place(settings: Mapping[str, Setting], count: int, nodes: int) -> tuple[Place, socket.socket | None]:
+def _place(settings: Mapping[str, Setting], count: int, nodes: int) -> tuple[RankEnv, socket.socket | None]:
     """The place of the first rank here, and on node 0 the socket that listens for all."""
     node_rank = _whole(settings["node_rank"], "--node-rank", 0)
     port = _whole(settings["main_port"], "--main-port", 0)

@@ -395,22 +395,22 @@ class SetupVerbs(RankFacts):
         uneven: str | None,
         iterable: bool | None,
     ) -> _FabricDataLoader:
-        from fabric.data.rules import Share
+        from fabric.data.rules import Shard
         from fabric.data.sharding import shard_loader
 
         seed = int(os.environ.get("FABRIC_GLOBAL_SEED", "0"))
         seed = self._strategy.broadcast(seed)  # one order on all ranks, whatever each of them was seeded with
         part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        share = Share(part["rank"], part["num_replicas"]) if shard else Share(self._data_rank, 1)
+        share = Shard(part["rank"], part["num_replicas"]) if shard else Shard(self._data_rank, 1)
         here = self._strategy.topology
         source = shard_loader(given, share, seed, uneven, iterable, here.world_size, shard=shard)
         loader = self._strategy.process_dataloader(source.loader)
         peers = together = None
         if here.world_size > 1:
-            from fabric.data.together import Peers
+            from fabric.data.together import RankGroup
 
             exchange = partial(self._strategy.all_gather_object, label="loader")
-            peers = Peers(here.rank, here.world_size, exchange)
+            peers = RankGroup(here.rank, here.world_size, exchange)
             together = uneven or ("train" if shard else None)
         return _FabricDataLoader(
             loader,

@@ -23,12 +23,12 @@ from fabric.strategies import (
     LocalSGDStrategy,
     ParallelStrategy,
 )
-from fabric.strategies.layout import Whole
+from fabric.strategies.layout import Layout
 from fabric.testing.contract import check_strategy
 from fabric.testing.promises import PROMISES
 
 
-class AverageAfterwards(Whole):
+class AverageAfterwards(Layout):
     """Gradients averaged by hand after each backward: a layout that a third party might write."""
 
     traits = Traits(needs_launch=True, data_parallel=True, owns_backward=True)

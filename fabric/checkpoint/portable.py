@@ -14,7 +14,7 @@ from fabric.core._torch import no_subclass_functions
 from fabric.core.errors import ArgumentTypeError
 from fabric.core.pickles import pickling_error
 from fabric.core.tree import map_tree
-from fabric.utilities.state_keys import PLAIN_DICTS, like
+from fabric.utilities.state_keys import PLAIN_DICTS, same_dict_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,14 +43,14 @@ def is_elsewhere(value: Any) -> bool:
     return getattr(value, "kept_elsewhere", False)
 
 
-class Stored(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A tensor of a checkpoint that is read when it is used, each time anew: shape and dtype until then."""
 
     fill: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
     """Reads a part, of the shape of a tensor and from these offsets on, into that tensor."""
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype, fill: Callable[..., torch.Tensor]) -> Stored:
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, fill: Callable[..., torch.Tensor]) -> LazyTensor:
         """A tensor that `fill` reads."""
         made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
         made.fill = fill
@@ -77,8 +77,8 @@ _FACTS |= {"size", "dim", "numel"}
 
 
 def read_stored(value: Any) -> Any:
-    """The values of a tensor that is `Stored`; anything else as it is."""
-    return value.read() if isinstance(value, Stored) else value
+    """The values of a tensor that is `LazyTensor`; anything else as it is."""
+    return value.read() if isinstance(value, LazyTensor) else value
 
 
 def to_portable(data: Any, name: str, allow_pickle: bool = False) -> Any:
@@ -102,7 +102,9 @@ def to_portable(data: Any, name: str, allow_pickle: bool = False) -> Any:
         return data
     if isinstance(data, dict) and not hasattr(kind, "__dataclass_fields__"):
         keys = [key if type(key) in (str, int) else _plain_key(key, name) for key in data]
-        return like(data, {key: to_portable(data[key], f"{name}[{key!r}]", allow_pickle) for key in keys})
+        return same_dict_type(
+            data, {key: to_portable(data[key], f"{name}[{key!r}]", allow_pickle) for key in keys}
+        )
     if kind in (list, tuple):
         return kind([to_portable(value, f"{name}[{i}]", allow_pickle) for i, value in enumerate(data)])
     if kind is set:
@@ -137,7 +139,7 @@ def from_portable(data: Any, stored: bool = False) -> Any:
     Tensors of a memory-mapped file must not outlive the load: whoever overwrites the file in place would
     crash them. With `stored` those that are read when they are used are left so.
     """
-    if isinstance(data, Stored):
+    if isinstance(data, LazyTensor):
         return data if stored else data.read()
     if isinstance(data, torch.Tensor):
         copied = data.detach().clone()
@@ -147,7 +149,7 @@ def from_portable(data: Any, stored: bool = False) -> Any:
     if type(data) in PLAIN_DICTS:
         if data.get(TAG) in _READERS:
             return _READERS[data[TAG]](data)
-        return like(data, {key: from_portable(value, stored) for key, value in data.items()})
+        return same_dict_type(data, {key: from_portable(value, stored) for key, value in data.items()})
     if type(data) in (list, tuple):
         return type(data)([from_portable(value, stored) for value in data])
     return data
@@ -157,7 +159,7 @@ def module_entries(state: dict[str, Any]) -> dict[str, Any]:
     """A module's saved state to load from. Its tensors are not copied, since loading copies them."""
     extra = "_extra_state"  # torch's suffix for what get_extra_state() gave: kept by the module as it is
     kept = [key for key in state if key.endswith(extra) or not isinstance(state[key], torch.Tensor)]
-    return like(state, {**state, **{key: from_portable(state[key]) for key in kept}})
+    return same_dict_type(state, {**state, **{key: from_portable(state[key]) for key in kept}})
 
 
 def _plain_key(key: Any, name: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fabric.checkpoint.portable import Stored
+from fabric.checkpoint.portable import LazyTensor
 from fabric.core._torch import memory_of
 from fabric.core.tree import map_tree
 from fabric.precision.dtypes import as_bytes
@@ -71,10 +71,10 @@ def values(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def place_of(tensor: torch.Tensor) -> Any:
+def storage_key(tensor: torch.Tensor) -> Any:
     """What two names of one tensor have in common, and of two tensors differs."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if not local.numel() or isinstance(tensor, Stored):
+    if not local.numel() or isinstance(tensor, LazyTensor):
         return id(tensor)
     view = local.storage_offset(), local.stride(), local.is_conj(), local.is_neg()
     return memory_of(tensor), view, tensor.shape, tensor.dtype, getattr(tensor, "placements", None)

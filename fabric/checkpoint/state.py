@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.checkpoint.optimizer_names import by_name, known_names, names_of, with_names
-from fabric.checkpoint.portable import Stored, from_portable, module_entries, to_portable
+from fabric.checkpoint.portable import LazyTensor, from_portable, module_entries, to_portable
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError, UsageError
 from fabric.core.passes import parameters_of
 from fabric.core.tree import flatten
 from fabric.utilities.init import name_of, names_of_owners
 from fabric.utilities.rank_zero import rank_zero_warn
-from fabric.utilities.state_keys import like, warn_if_unloaded
+from fabric.utilities.state_keys import same_dict_type, warn_if_unloaded
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def gather(
     strategy.layout.check_saved(plain)
     for key, keep in filter.items():
         entries = {name: value for name, value in plain[key].items() if keep(name, value)}
-        plain[key] = like(plain[key], entries)
+        plain[key] = same_dict_type(plain[key], entries)
     portable: dict[str, Any] = to_portable(plain, "state", allow_pickle)
     return portable
 
@@ -101,7 +101,7 @@ def named(checkpoint: dict[str, Any], state: Any) -> dict[str, Any]:
         MissingKeysError: `state` has more names than one, and objects.
     """
     held = checkpoint.values() if isinstance(checkpoint, dict) and isinstance(state, dict) else ()
-    if not held or not all([isinstance(value, Stored) for value in held]):
+    if not held or not all([isinstance(value, LazyTensor) for value in held]):
         return checkpoint
     objects = [name for name in state if _is_stateful(state[name]) or _holds_stateful(state[name])]
     if objects and len(state) > 1:
@@ -167,7 +167,7 @@ def _state_of(strategy: Any, value: Any, known: Known) -> Any:
     if not _holds_stateful(value):
         return value
     if isinstance(value, dict):
-        return like(value, {key: _state_of(strategy, child, known) for key, child in value.items()})
+        return same_dict_type(value, {key: _state_of(strategy, child, known) for key, child in value.items()})
     return type(value)([_state_of(strategy, child, known) for child in value])
 
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fabric.collectives.collective import Collective
-    from fabric.collectives.frames import Call, Meeting
-    from fabric.guard.control import Guard
+    from fabric.collectives.frames import CallSignature, Meeting
+    from fabric.guard.control import CallChecker
 
 
 _OPS = ("sum", "mean", "min", "max", "product", "avg", "prod", "band", "bor", "bxor")
@@ -48,7 +48,7 @@ _REDUCIBLE = {
 }  # fmt: skip
 
 
-class Wire(NamedTuple):
+class Transport(NamedTuple):
     """What a group can send, and how the rest gets there."""
 
     device: torch.device
@@ -64,7 +64,7 @@ class Wire(NamedTuple):
 
 
 @cache
-def wire_of(device: torch.device, backends: str) -> Wire:
+def wire_of(device: torch.device, backends: str) -> Transport:
     """What a group can send from here.
 
     Args:
@@ -76,23 +76,23 @@ def wire_of(device: torch.device, backends: str) -> Wire:
     types = [kind for kind, backend in by_type.items() if kind == "cpu" or backend != "gloo"]
     home = next((kind for kind in (device.type, "cpu") if kind in types), types[0])
     via = device if home == device.type else torch.device(home)
-    return Wire(device, tuple([kind for kind in ("cpu", via.type) if kind in types]), via)
+    return Transport(device, tuple([kind for kind in ("cpu", via.type) if kind in types]), via)
 
 
 class Channel:
     """A group of ranks: all of them must make each call on it, in one order."""
 
-    def __init__(self, collective: Collective, wire: Wire) -> None:
+    def __init__(self, collective: Collective, wire: Transport) -> None:
         self.collective, self.wire = collective, wire
         self.facts: Any = None
         """What ranks compare in each call beside the call itself: has `facts()` and `explain(channel)`."""
-        self._guard: Callable[[], Guard | None] = lambda: None
+        self._guard: Callable[[], CallChecker | None] = lambda: None
 
     def __reduce__(self) -> Any:
         return Channel, (self.collective, self.wire)
 
     @property
-    def guard(self) -> Guard | None:
+    def guard(self) -> CallChecker | None:
         """Where the ranks meet before each call; None: nowhere."""
         guard = self._guard()
         if guard is None:
@@ -115,7 +115,7 @@ class Channel:
             )
         return size
 
-    def meet(self, call: Call, payload: Sequence[Tensor] = ()) -> Meeting | None:
+    def meet(self, call: CallSignature, payload: Sequence[Tensor] = ()) -> Meeting | None:
         """Wait until all ranks make this call, and give each their `payload` (contiguous tensors on the host)
         if it fits.
 
@@ -154,7 +154,7 @@ class Channel:
             self._differ(guard, star, call, own, turn)
         return Meeting(turn.rows, turn.size, len(guard.members)) if guard.whole else None
 
-    def _differ(self, guard: Guard, star: Any, call: Call, own: bytes, turn: Any) -> None:
+    def _differ(self, guard: CallChecker, star: Any, call: CallSignature, own: bytes, turn: Any) -> None:
         """Raise for frames that differ in the call or in its facts, unless these facts mean the same."""
         from fabric.collectives.frames import CALL_BYTES, is_alike
 
@@ -163,18 +163,18 @@ class Channel:
         self.facts.explain(self)
 
     def ride(
-        self, call: Call, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
+        self, call: CallSignature, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
     ) -> tuple[list[Tensor] | None, Any]:
         """As `meet`, with tensors that may ride: (world_size, numel) of all ranks for each of `flats`.
 
         None if they must be sent by themselves, with what `room()` gave: memory, asked for before the call
         where that is known by then. A rank without it must not leave the others in the message after it.
         """
-        from fabric.collectives.frames import ROOM, all_on_host
+        from fabric.collectives.frames import PAYLOAD_BYTES, all_on_host
 
         if self.world_size == 1 and may:
             return [flat.view(1, -1).clone() for flat in flats], None
-        fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= ROOM
+        fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= PAYLOAD_BYTES
         made = None if fits else room()
         meeting = self.meet(call, flats if fits else ())
         if not fits or meeting is None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
-    from fabric.guard.control import Guard
+    from fabric.guard.control import CallChecker
 
 
 CollectibleGroup: TypeAlias = Any
@@ -66,7 +66,7 @@ class Collective(ABC):
         return rank
 
     @property
-    def guard(self) -> Guard | None:
+    def guard(self) -> CallChecker | None:
         """Where the ranks of the group meet before each call on trees; None: nowhere."""
         return None
 

@@ -32,7 +32,7 @@ CALL_BYTES, KEY_BYTES = 24, 40
 """The parts of the header that are equal on all ranks: count and digest; and the facts."""
 NO_FACTS = bytes(16)
 """The facts of a strategy that compares none."""
-ROOM = FRAME_BYTES - HEADER.size
+PAYLOAD_BYTES = FRAME_BYTES - HEADER.size
 """Bytes of data that ride in a frame."""
 ALONE = "forward without gradients"
 """How the call begins that a split model makes in evaluation."""
@@ -52,7 +52,7 @@ CONTENTS = ", contents "
 """In the data of a call: a checksum of the values follows, which are to be the same."""
 
 
-class Call(NamedTuple):
+class CallSignature(NamedTuple):
     """What a rank is about to do, and the others must be, too."""
 
     verb: str
@@ -65,7 +65,9 @@ class Call(NamedTuple):
     """Whether ranks wait in it as long as the others live, however long collectives wait."""
 
 
-def message(count: int, call: Call, payload: Sequence[Tensor], whole: bool, facts: bytes = NO_FACTS) -> bytes:
+def message(
+    count: int, call: CallSignature, payload: Sequence[Tensor], whole: bool, facts: bytes = NO_FACTS
+) -> bytes:
     """The frame of a group's call number `count`; if `whole`, with the contiguous tensors of the host that
     fit. `facts`: 16 bytes that all ranks of the group must have in common beside the call.
     """
@@ -73,7 +75,7 @@ def message(count: int, call: Call, payload: Sequence[Tensor], whole: bool, fact
     head = HEADER.pack(count, call.digest, facts, size)
     if not whole:
         return head[:KEY_BYTES]
-    return b"".join([head, *map(to_bytes, payload)]) if payload and size <= ROOM else head
+    return b"".join([head, *map(to_bytes, payload)]) if payload and size <= PAYLOAD_BYTES else head
 
 
 def is_alike(own: bytes, rows: bytearray, size: int, length: int = KEY_BYTES) -> bool:
@@ -120,7 +122,7 @@ class Meeting:
         return self._rows[place, HEADER.size : HEADER.size + size].clone()
 
 
-class Said(NamedTuple):
+class RankReport(NamedTuple):
     """What one rank was about to do: its row in the table of a mismatch."""
 
     rank: int
@@ -142,28 +144,28 @@ FOLDS: dict[Any, Callable[[Tensor, Tensor], Any]] = {
 }
 """What a reduction does with the result so far and the next rank's data."""
 
-_known: dict[Any, Call] = {}
+_known: dict[Any, CallSignature] = {}
 
 
-def call_of(verb: str, what: str = "") -> Call:
+def call_of(verb: str, what: str = "") -> CallSignature:
     """The call of a verb whose data is described by `what`."""
     known = _known.get((verb, what))
     return known or _keep((verb, what), verb, what)
 
 
-def tree_call(verb: str, spec: Spec, tensors: list[Tensor]) -> Call:
+def tree_call(verb: str, spec: Spec, tensors: list[Tensor]) -> CallSignature:
     """The call of a verb on a tree: structure, shapes, dtypes, and whether tensors are on the host."""
     # Looked up by values that are at hand; a loop makes the same call a million times.
     shapes, kinds = tuple([t.shape for t in tensors]), tuple([(t.dtype, t.get_device()) for t in tensors])
     key = (verb, spec, shapes, kinds)
-    return _known.get(key) or _keep(key, verb, draw(spec, map(describe_tensor, tensors)))
+    return _known.get(key) or _keep(key, verb, format_tree(spec, map(describe_tensor, tensors)))
 
 
-def _keep(key: Any, verb: str, what: str) -> Call:
+def _keep(key: Any, verb: str, what: str) -> CallSignature:
     if len(_known) >= _KEPT_CALLS:
         _known.clear()
     digest = blake2b(f"{verb}\0{what}".encode(), digest_size=16).digest()
-    call = _known[key] = Call(verb, what, digest)
+    call = _known[key] = CallSignature(verb, what, digest)
     return call
 
 
@@ -173,14 +175,14 @@ def describe_tensor(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{place}"
 
 
-def draw(spec: Spec, leaves: Iterable[str]) -> str:
+def format_tree(spec: Spec, leaves: Iterable[str]) -> str:
     """A tree as a person would write it down, with these texts for its leaves: `{'loss': float32[]}`."""
     leaves = iter(leaves)
     if spec.kind is None:
         return next(leaves)
     if spec.kind in CONSTANTS:
         return _constant(spec.keys[0])
-    inner = [draw(child, leaves) for child in spec.children]
+    inner = [format_tree(child, leaves) for child in spec.children]
     if issubclass(spec.kind, dict):
         pairs = ", ".join([f"{key!r}: {child}" for key, child in zip(spec.keys, inner, strict=True)])
         return f"{{{pairs}}}" if spec.kind is dict else f"{spec.kind.__name__}({{{pairs}}})"

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fabric.collectives.channel import check_parts, op_name, reducible, to_tensors, torch_op
-from fabric.collectives.frames import call_of, draw, fold
+from fabric.collectives.frames import call_of, fold, format_tree
 from fabric.collectives.gather import gather_tree
 from fabric.collectives.objects import Dumped, gather_dumped
 from fabric.collectives.reduce import reduce_tree, wire_dtype
@@ -133,7 +133,7 @@ def all_gather_uneven(data: Any, how: str, channel: Channel, sync_grads: bool) -
     me, world = channel.collective.rank_in_group, channel.world_size
     verb = f"all_gather(uneven={how!r}{', sync_grads=True' if sync_grads else ''})"
     with channel.refusing(verb):
-        call = call_of(verb, draw(spec, [_kind(tensor, how) for tensor in tensors]))
+        call = call_of(verb, format_tree(spec, [_kind(tensor, how) for tensor in tensors]))
 
     def gather(parts: list[Tensor]) -> list[Tensor]:
         dumped = Dumped([part.detach().as_subclass(torch.Tensor) for part in parts], verb)

@@ -25,7 +25,7 @@ _SIOCGIFADDR = 0x8915
 _CALLS = {"check", "get", "multi_get", "set", "add", "compare_set", "delete_key"}
 
 
-class StoreSilent(RankError):
+class StoreTimeout(RankError):
     """Rank zero's store does not answer: its machine is gone, or the network to it is cut."""
 
 
@@ -102,7 +102,7 @@ class JobStore:
                 make()
             wait([answer], _ANSWER_S)
         if not answer.done():
-            raise StoreSilent(
+            raise StoreTimeout(
                 f"lost rank zero's store{self._host.at}: no answer for {_ANSWER_S:g} s, its process or "
                 "machine stands still or is gone, or the network to it is cut"
             )

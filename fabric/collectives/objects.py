@@ -16,7 +16,7 @@ import torch
 from torch.nn import Parameter
 
 from fabric.collectives.frames import (
-    ROOM,
+    PAYLOAD_BYTES,
     all_on_host,
     buckets,
     call_of,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fabric.collectives.channel import Channel
-    from fabric.collectives.frames import Call, Meeting
+    from fabric.collectives.frames import CallSignature, Meeting
 
 _TAIL = struct.Struct("<qqq")
 """Of a message: where the labels of its tensors begin, where their bytes do, and whether these are there."""
@@ -118,7 +118,7 @@ class Dumped:
         pickle.dump([tuple(label) for label in self.labels], file)
         file.write(b"\0" * (-file.tell() % 16))
         end = file.tell()
-        self.inline = all_on_host(tensors) and end + packed_size(tensors) + _TAIL.size <= ROOM
+        self.inline = all_on_host(tensors) and end + packed_size(tensors) + _TAIL.size <= PAYLOAD_BYTES
         if self.inline and tensors:
             file.write(to_bytes(pack(tensors)))
         file.write(_TAIL.pack(middle, end, self.inline))
@@ -176,7 +176,7 @@ def gather_objects(obj: Any, channel: Channel, verb: str = "all_gather_object") 
     return gather_dumped(call_of(verb), dumped, channel)
 
 
-def gather_dumped(call: Call, dumped: Dumped, channel: Channel, copies: bool = True) -> list[Any]:
+def gather_dumped(call: CallSignature, dumped: Dumped, channel: Channel, copies: bool = True) -> list[Any]:
     """Every rank's object: in one message if all are small; else tensors follow, in one for each device.
 
     Without `copies` tensors share memory: for a caller that uses them at once.
@@ -201,18 +201,18 @@ def gather_dumped(call: Call, dumped: Dumped, channel: Channel, copies: bool = T
     return [one.around(some) for one, some in zip(came, tensors, strict=True)]
 
 
-def gather_bytes(call: Call, raw: Tensor, channel: Channel) -> list[Tensor]:
+def gather_bytes(call: CallSignature, raw: Tensor, channel: Channel) -> list[Tensor]:
     """Every rank's flat bytes (on the host), of any length: one message if all are small, else two."""
     if channel.world_size == 1:
         return [raw]
     sizes, meeting = _sizes(call, raw, channel)
-    if meeting is not None and max(sizes) <= ROOM:
+    if meeting is not None and max(sizes) <= PAYLOAD_BYTES:
         return [meeting.data(place, size) for place, size in enumerate(sizes)]
     rows = _gather_padded(raw, max(sizes), channel).cpu()
     return [row[:size].clone() for row, size in zip(rows, sizes, strict=True)]
 
 
-def _sizes(call: Call, raw: Tensor, channel: Channel) -> tuple[list[int], Meeting | None]:
+def _sizes(call: CallSignature, raw: Tensor, channel: Channel) -> tuple[list[int], Meeting | None]:
     """How many bytes every rank has, and the frames that told it, with those bytes that fit into them."""
     meeting = channel.meet(call, [raw])
     if meeting is not None:
@@ -275,7 +275,7 @@ def _message(message: Tensor | None, verb: str, src: int, channel: Channel) -> T
     own = torch.empty(0, dtype=torch.uint8) if message is None else message
     place = channel.collective.place_of(src)
     sizes, meeting = _sizes(call_of(verb), own, channel)
-    if meeting is not None and sizes[place] <= ROOM:
+    if meeting is not None and sizes[place] <= PAYLOAD_BYTES:
         return meeting.data(place, sizes[place])
     raw = channel.wire.ready(own if message is not None else torch.empty(sizes[place], dtype=torch.uint8))
     channel.collective.broadcast(raw, src)

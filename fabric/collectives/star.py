@@ -1,4 +1,4 @@
-"""`Star`: connections of a group's ranks to its first one, through which all get what each of them sends.
+"""`ControlConnections`: connections of a group's ranks to its first one, through which all get what each of them sends.
 
 By sockets of its own: a message is there and back in some 40 us, where gloo's all_gather takes 300 (measured:
 benchmarks/results/2026-11-25-frames.md). A rank that ends closes its connections: whoever waits sees it, the
@@ -35,13 +35,13 @@ PATIENCE = 1.0
 """Seconds that a call waits before its rank looks where the others are."""
 _WHY = "not all ranks are here"
 
-_stars: weakref.WeakSet[Star] = weakref.WeakSet()
+_stars: weakref.WeakSet[ControlConnections] = weakref.WeakSet()
 
 
-class Turn:
+class ControlRound:
     """One message of each rank, to all."""
 
-    def __init__(self, star: Star, own: bytes) -> None:
+    def __init__(self, star: ControlConnections, own: bytes) -> None:
         self._star, self.own = star, own
         self.why = _WHY
         self.size = 0
@@ -71,25 +71,25 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def accept(self) -> list[_Line]:
+    def accept(self) -> list[_Connection]:
         """The connections of the others, by their places; raises TimeoutError if they do not come."""
-        end, found = time.monotonic() + _CONNECT_S, dict[int, _Line]()
+        end, found = time.monotonic() + _CONNECT_S, dict[int, _Connection]()
         while len(found) < self._count:
             self._socket.settimeout(max(0.001, end - time.monotonic()))
             made, _ = self._socket.accept()
             word, place = _HELLO.unpack(_hello(made))
             if hmac.compare_digest(word, self._secret.encode()):
-                found[place] = _Line(made, place)
+                found[place] = _Connection(made, place)
             else:  # no rank of this job
                 made.close()
         return [found[place] for place in sorted(found)]
 
 
-def connect(place: int, host: str, port: str, secret: str) -> list[_Line]:
+def connect(place: int, host: str, port: str, secret: str) -> list[_Connection]:
     """The connection to a `Listener`, by what it told; raises OSError if there is none."""
     made = socket.create_connection((host, int(port)), _CONNECT_S)
     made.sendall(_HELLO.pack(secret.encode(), place))
-    return [_Line(made, 0)]
+    return [_Connection(made, 0)]
 
 
 def _hello(made: socket.socket) -> bytes:
@@ -105,7 +105,7 @@ def _hello(made: socket.socket) -> bytes:
     return said.ljust(_HELLO.size, b"\0")
 
 
-class _Line:
+class _Connection:
     """A connection, on which messages go whole."""
 
     def __init__(self, connection: socket.socket, place: int) -> None:
@@ -153,7 +153,7 @@ class _Line:
             self._in += got
 
 
-class Star:
+class ControlConnections:
     """The connections of a group. All of its ranks start their turns in the same order.
 
     A turn that an interrupt has left is done before the next one: the others may wait in it.
@@ -164,14 +164,14 @@ class Star:
         place: This one.
     """
 
-    def __init__(self, lines: list[_Line], ranks: Sequence[int], place: int) -> None:
+    def __init__(self, lines: list[_Connection], ranks: Sequence[int], place: int) -> None:
         self._lines, self._ranks, self._place = lines, ranks, place
         self._selector = selectors.DefaultSelector()
         for line in lines:
             self._selector.register(line.socket, selectors.EVENT_READ, line)
-        self._turns: deque[Turn] = deque()
+        self._turns: deque[ControlRound] = deque()
         self._said: dict[int, bytearray] = {}
-        self._unsent: list[_Line] = []
+        self._unsent: list[_Connection] = []
         self._whole = True
         """Whether no interrupt came in the middle of a message."""
         self._broken = ""
@@ -182,16 +182,16 @@ class Star:
         _stars.add(self)
         self._end = weakref.finalize(self, _close, self._selector, lines)
 
-    def start(self, own: bytes) -> Turn:
+    def start(self, own: bytes) -> ControlRound:
         """Send this rank's message, once the turns before it are done."""
-        turn, whole, self._whole = Turn(self, own), self._whole, False
+        turn, whole, self._whole = ControlRound(self, own), self._whole, False
         self._turns.append(turn)
         if self._place and len(self._turns) == 1:
             self._tell(self._lines[0], own)
         self._whole = whole
         return turn
 
-    def advance(self, turn: Turn, seconds: float) -> bool:
+    def advance(self, turn: ControlRound, seconds: float) -> bool:
         """Go on until a turn is done, up to `seconds`; whether it is."""
         end = time.monotonic() + seconds
         while not turn.size or self._unsent:
@@ -225,7 +225,7 @@ class Star:
         self._broken = self._broken or why
         self._end()
 
-    def _hear(self, line: _Line) -> None:
+    def _hear(self, line: _Connection) -> None:
         try:
             message = line.take()
         except OSError:
@@ -264,7 +264,7 @@ class Star:
             self._tell(line, _LENGTH.pack(size), flat)
         turn.size, turn.rows = size, flat
 
-    def _tell(self, line: _Line, *parts: bytes | bytearray) -> None:
+    def _tell(self, line: _Connection, *parts: bytes | bytearray) -> None:
         """Send a message, or what is left of one."""
         try:
             if not (line.send(*parts) if parts else line.flush()):
@@ -279,7 +279,7 @@ class Star:
             self._broken = f"Connection closed by rank {self.lost}"
 
 
-def _close(selector: selectors.BaseSelector, lines: list[_Line]) -> None:
+def _close(selector: selectors.BaseSelector, lines: list[_Connection]) -> None:
     selector.close()
     for line in lines:
         line.socket.close()

@@ -18,13 +18,13 @@ from fabric.core.errors import CollectiveMismatch
 from fabric.core.source import user_place
 
 if TYPE_CHECKING:
-    from fabric.collectives.frames import Call
-    from fabric.guard.waits import Waits
+    from fabric.collectives.frames import CallSignature
+    from fabric.guard.waits import DeadlockDetector
 
 _HERE = str(Path(__file__).parent)
 
 
-def in_this_thread(call: Call, waits: Waits) -> Call:
+def in_this_thread(call: CallSignature, waits: DeadlockDetector) -> CallSignature:
     """`call` with the thread that makes it, unless that is the thread of the launch, or one of autograd.
 
     The other ranks compare the thread: calls of two threads can have another order on each rank.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
-    from fabric.guard.control import Guard
+    from fabric.guard.control import CallChecker
 
 default_pg_timeout = timedelta(seconds=1800)
 
@@ -132,7 +132,7 @@ class TorchCollective(Collective):
         return members.index(rank)
 
     @property
-    def guard(self) -> Guard | None:
+    def guard(self) -> CallChecker | None:
         """Where the ranks of the group meet before each call on trees; None: one rank, or
         FABRIC_GUARD=off.
         """

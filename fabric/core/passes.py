@@ -30,7 +30,7 @@ _installed = _sees_clips = False
 _clip_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def attend_passes(attendant: Any) -> None:
+def add_backward_listener(attendant: Any) -> None:
     """From now on tell `attendant` of each pass, in the order of these requests; it is held weakly.
 
     Its `around_pass(run, tensors, *args, **kwargs)` runs an outermost pass: `run(tensors, *args, **kwargs)`.
@@ -60,7 +60,7 @@ def _telling(backward: Callable[..., None]) -> Callable[..., None]:
     return tell
 
 
-def watch_steps(watcher: Any) -> Callable[[], None]:
+def add_step_listener(watcher: Any) -> Callable[[], None]:
     """From now on call `watcher.before_step(optimizer, args, kwargs)` before each step, with its arguments
     (the optimizer is the first one); it may raise to refuse it. Held weakly. Gives what ends this.
     """
@@ -76,7 +76,7 @@ def watch_steps(watcher: Any) -> Callable[[], None]:
     return handle.remove
 
 
-def watch_clips(watcher: Any) -> None:
+def add_clip_listener(watcher: Any) -> None:
     """From now on call `watcher.before_clip(gradients)` before torch's own functions clip any; it may raise
     to refuse it. Held weakly.
     """

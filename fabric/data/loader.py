@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from fabric.data.sources import Source
-    from fabric.data.together import Peers
+    from fabric.data.sources import LoaderAdapter
+    from fabric.data.together import RankGroup
 
     Loader = DataLoader[Any]  # to type checkers a loader that was set up can stand wherever the user's can
 else:
@@ -64,9 +64,9 @@ class _FabricDataLoader(Loader):
         *,
         move: Callable[[Any, torch.device], Any] | None = None,
         given: Any = None,
-        source: Source | None = None,
+        source: LoaderAdapter | None = None,
         together: str | None = None,
-        peers: Peers | None = None,
+        peers: RankGroup | None = None,
         replicas: Any = None,
     ) -> None:
         self._dataloader = dataloader
@@ -78,9 +78,9 @@ class _FabricDataLoader(Loader):
         self._move = move
         self._given = dataloader if given is None else given
         if source is None:
-            from fabric.data.sources import Source
+            from fabric.data.sources import LoaderAdapter
 
-            source = Source(dataloader)
+            source = LoaderAdapter(dataloader)
         self._source = source
         # What this process draws for a sample must come after what the loop draws before it; and a `move` of
         # the user's own may reuse its memory.
@@ -246,9 +246,9 @@ class _FabricDataLoader(Loader):
         found = getattr(self._given if name in _OF_THE_USER else self._dataloader, name)
         if name not in ("sampler", "batch_sampler") or found is None:
             return found
-        from fabric.data.stand_ins import Shown
+        from fabric.data.stand_ins import SamplerProxy
 
-        return Shown(getattr(self._given, name), found, self.set_epoch)
+        return SamplerProxy(getattr(self._given, name), found, self.set_epoch)
 
 
 def _is_plain(move: Any) -> bool:

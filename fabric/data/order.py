@@ -1,4 +1,4 @@
-"""`Order`: a user's sampler whose draws are equal on all ranks and leave the loop's own streams alone.
+"""`EpochOrder`: a user's sampler whose draws are equal on all ranks and leave the loop's own streams alone.
 
 Random generators: the global ones, which the loop and the data share, and those of the user's own.
 """
@@ -23,7 +23,7 @@ _DRAWS_AT_START = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _GROWTH = 256
 
 
-class Order:
+class EpochOrder:
     """The items of an epoch: a user's sampler, or batch sampler; never copied, its constructor never run.
 
     Its draws are a function of (seed, epoch), equal on all ranks: it draws from torch's, Python's and numpy's

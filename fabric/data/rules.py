@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 UNEVEN = ("pad", "exact", "drop", "error")
 
 
-class Share(NamedTuple):
+class Shard(NamedTuple):
     """Which part of the data this rank takes."""
 
     rank: int
     world: int
 
 
-class Dealt(NamedTuple):
+class RankBatch(NamedTuple):
     """One batch of one rank."""
 
     items: list[Any]
@@ -37,7 +37,7 @@ class Dealt(NamedTuple):
     """What the caller noted when the global batch had been drawn."""
 
 
-class Rule(NamedTuple):
+class ShardingRule(NamedTuple):
     """How global batches are formed.
 
     Args:
@@ -49,7 +49,7 @@ class Rule(NamedTuple):
             before), "drop" leaves out what is over, "error" raises.
     """
 
-    share: Share
+    share: Shard
     batch: int | None
     drop_last: bool
     uneven: str
@@ -65,7 +65,7 @@ class Rule(NamedTuple):
         start: int = 0,
         first: list[Any] | None = None,
         mark: Callable[[int], Any] | None = None,
-    ) -> Iterator[Dealt]:
+    ) -> Iterator[RankBatch]:
         """This rank's batches.
 
         Args:
@@ -80,14 +80,14 @@ class Rule(NamedTuple):
         (rank, world), size, first = self.share, self.size, list(first or [])
         # Whether the last few items may join the global batch before.
         holds = self.uneven == "exact" and world > 1 and self.batch is not None and not self.drop_last
-        held: Dealt | None = None  # one global batch back, where the last few items may join it
+        held: RankBatch | None = None  # one global batch back, where the last few items may join it
         at, number = start, 0
         while len(block := draw(size)) == size:
             first += block[: world - len(first)] if len(first) < world else []
             if held:
                 yield held
             at += size
-            held = Dealt(block[rank::world], at, False, False, mark and mark(number))
+            held = RankBatch(block[rank::world], at, False, False, mark and mark(number))
             number += 1
             if not holds:
                 yield held
@@ -96,12 +96,12 @@ class Rule(NamedTuple):
         block = [] if self.drop_last else self._evened(block, first)
         mine = block[rank::world]
         if held and 0 < len(block) < world:
-            yield Dealt(held.items + mine, end, False, True, mark and mark(number - 1))
+            yield RankBatch(held.items + mine, end, False, True, mark and mark(number - 1))
             return
         if held:
             yield held
         if mine:
-            yield Dealt(mine, end, len(block) < world, True, mark and mark(number))
+            yield RankBatch(mine, end, len(block) < world, True, mark and mark(number))
 
     def _evened(self, block: list[Any], first: list[Any]) -> list[Any]:
         """The last, incomplete global batch as the ranks share it."""

@@ -11,10 +11,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from fabric.core.errors import ConfigurationError
 from fabric.core.slices import use_slice
 from fabric.data._torch import ITERATOR, drop_workers, loader_iterator
-from fabric.data.order import Order
-from fabric.data.rules import UNEVEN, Rule, Share, check_padding
-from fabric.data.sources import IndexSource, Source, samplers_of
-from fabric.data.streams import IndexStream
+from fabric.data.order import EpochOrder
+from fabric.data.rules import UNEVEN, Shard, ShardingRule, check_padding
+from fabric.data.sources import IndexSource, LoaderAdapter, samplers_of
+from fabric.data.streams import RankBatchSampler
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import RanksDifferWarning
 
@@ -23,15 +23,15 @@ _TORCHDATA = "torchdata.stateful_dataloader"
 
 def shard_loader(
     loader: DataLoader[Any],
-    share: Share,
+    share: Shard,
     seed: int,
     uneven: str | None,
     shard_iterable: bool | None = None,
     ranks: int = 1,
     *,
     shard: bool = True,
-) -> Source:
-    """A copy of `loader` that yields this rank's part, as a `Source`; the user's own is left as it is.
+) -> LoaderAdapter:
+    """A copy of `loader` that yields this rank's part, as a `LoaderAdapter`; the user's own is left as it is.
 
     Loaders that the user has sharded (DistributedSampler, or any sampler or iterable dataset with
     `num_replicas` and `rank`) keep their order; workers are seeded apart by rank, worker and batch all the
@@ -76,10 +76,10 @@ def shard_loader(
         source = IndexSource(copied, stream, seed, share.rank, generator)
         copied.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = stream
     if opaque:  # what it yields need not be one for one
-        return Source(copied)
+        return LoaderAdapter(copied)
     if streams:
         asks = not own and shard_iterable is None and ranks > 1
-        rule = Rule(share, loader.batch_size, loader.drop_last, uneven or "exact")
+        rule = ShardingRule(share, loader.batch_size, loader.drop_last, uneven or "exact")
         return _stream_source(copied, rule, seed, generator, uneven, asks, own)
     if loader.num_workers:
         from fabric.data.stand_ins import SeededDataset
@@ -125,34 +125,40 @@ def _copied(loader: DataLoader[Any], rank: int, seed: int) -> tuple[DataLoader[A
 
 def _stream_source(
     loader: DataLoader[Any],
-    rule: Rule,
+    rule: ShardingRule,
     seed: int,
     generator: torch.Generator | None,
     uneven: str | None,
     asks: bool,
     own: bool,
-) -> Source:
+) -> LoaderAdapter:
     iterable = use_slice("iterable")
     persistent = loader.num_workers > 0 and loader.persistent_workers
-    dataset = iterable.Batched(loader.dataset, rule, (seed, rule.share.rank), asks, persistent)
+    dataset = iterable.ShardedIterableDataset(loader.dataset, rule, (seed, rule.share.rank), asks, persistent)
     dataset.own = dataset.apart = own
     # The dataset gives whole batches, one for each index that torch draws.
     collate: Any = iterable.Collate(loader.collate_fn)
     loader.__dict__.update(dataset=dataset, batch_sampler=None, collate_fn=collate)
-    source: Source = use_slice("streams").StreamSource(loader, dataset, seed, generator, uneven)
+    source: LoaderAdapter = use_slice("streams").StreamSource(loader, dataset, seed, generator, uneven)
     return source
 
 
-def _stream(loader: DataLoader[Any], share: Share, seed: int, uneven: str | None, own: bool) -> IndexStream:
+def _stream(
+    loader: DataLoader[Any], share: Shard, seed: int, uneven: str | None, own: bool
+) -> RankBatchSampler:
     batches = loader.batch_sampler
     items = loader.sampler if batches is None else batches
     if own:
-        return IndexStream(Order(items, None), Rule(Share(0, 1), None, False, "exact"))
+        return RankBatchSampler(EpochOrder(items, None), ShardingRule(Shard(0, 1), None, False, "exact"))
     if type(batches) is not BatchSampler:
-        return IndexStream(Order(items, seed, share.world), Rule(share, None, False, uneven or "pad"))
-    order = Order(batches.sampler, seed, batches.batch_size * share.world)
+        return RankBatchSampler(
+            EpochOrder(items, seed, share.world), ShardingRule(share, None, False, uneven or "pad")
+        )
+    order = EpochOrder(batches.sampler, seed, batches.batch_size * share.world)
     policy = uneven or ("exact" if order.is_sequential else "pad")
-    return IndexStream(order, Rule(share, batches.batch_size, batches.drop_last, policy), batches)
+    return RankBatchSampler(
+        order, ShardingRule(share, batches.batch_size, batches.drop_last, policy), batches
+    )
 
 
 def knows_its_rank(part: Any) -> bool:

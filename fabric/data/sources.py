@@ -1,4 +1,4 @@
-"""`Source`: where a loader's batches come from, and how to come back to a position in them.
+"""`LoaderAdapter`: where a loader's batches come from, and how to come back to a position in them.
 
 A source begins epochs, pairs every batch with a note, and turns the note of the last batch that the loop
 received into plain data for a checkpoint. Here: indices that Fabric deals out or that are in the user's own
@@ -14,21 +14,21 @@ import torch
 from fabric.core.errors import UsageError
 from fabric.core.slices import use_slice
 from fabric.data.order import epoch_of, generators_of, has_state, tell, ways
-from fabric.data.rules import Share
+from fabric.data.rules import Shard
 from fabric.utilities.data import sized_len
 from fabric.utilities.seed import derive_seed, host_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fabric.data.streams import IndexStream
-    from fabric.data.together import Peers
+    from fabric.data.streams import RankBatchSampler
+    from fabric.data.together import RankGroup
 
 _NOTHING = object()
 _WORKERS = 1  # salt: the workers' streams are not the order's
 
 
-class Source:
+class LoaderAdapter:
     """Base: the batches of a loader that keeps its position itself, or cannot say it.
 
     Args:
@@ -96,7 +96,7 @@ class Source:
         self._told = self._epochs()
         return epoch
 
-    def settle(self, batches: Iterator[Any], peers: Peers) -> bool:
+    def settle(self, batches: Iterator[Any], peers: RankGroup) -> bool:
         """Find out what all ranks must know before the first batch; whether to begin again."""
         return False
 
@@ -121,7 +121,7 @@ class Source:
         return None
 
 
-class Drawing(Source):
+class SeededLoaderAdapter(LoaderAdapter):
     """A source whose order may come from random generators of the user's own.
 
     Args:
@@ -181,7 +181,7 @@ class Drawing(Source):
         return self.at(note)
 
 
-class IndexSource(Drawing):
+class IndexSource(SeededLoaderAdapter):
     """Indices that a stream gives: dealt out by Fabric, or in the user's own order and part.
 
     Args:
@@ -195,7 +195,7 @@ class IndexSource(Drawing):
     def __init__(
         self,
         loader: Any,
-        stream: IndexStream,
+        stream: RankBatchSampler,
         seed: int,
         rank: int,
         own: torch.Generator | None,
@@ -249,7 +249,7 @@ class IndexSource(Drawing):
         items, rule = self._items(), self.stream.rule
         if not self.dealt or (rule.batch is None and rule.uneven == "exact"):
             return None
-        last = rule._replace(share=Share(rule.share.world - 1, rule.share.world))
+        last = rule._replace(share=Shard(rule.share.world - 1, rule.share.world))
         if items is not None and last.count(items) < 2 + rule.count(self.stream.start):
             return None
         shown = _stored(self.loader.dataset)
@@ -306,7 +306,7 @@ def _stored(dataset: Any) -> str | None:
     if not callable(as_stored):
         return None
     rows = as_stored(None)
-    head = use_slice("iterable").Head.of([rows[0], rows[len(rows) - 1]])
+    head = use_slice("iterable").StreamFingerprint.of([rows[0], rows[len(rows) - 1]])
     return f"{head.shown} ({head.samples[0]} to {head.samples[-1]})"
 
 

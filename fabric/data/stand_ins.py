@@ -12,14 +12,14 @@ from torch.utils.data import get_worker_info
 
 from fabric.core.errors import ConfigurationError
 from fabric.data.order import seed_draws
-from fabric.data.streams import Job
+from fabric.data.streams import SamplerJob
 from fabric.utilities.seed import pl_worker_init_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-class StandIn:
+class DatasetProxy:
     """Stands in for `given`, an object of the user's: what it does not have itself is that object's."""
 
     _OWN = frozenset({"given"})
@@ -43,7 +43,7 @@ class StandIn:
             setattr(self.given, name, value)
 
 
-class Shown(StandIn):
+class SamplerProxy(DatasetProxy):
     """A user's (batch) sampler as a loader shows it: `set_epoch` chooses the loader's next epoch.
 
     Args:
@@ -66,7 +66,7 @@ class Shown(StandIn):
     @property
     def sampler(self) -> Any:
         """The one inside a batch sampler, likewise."""
-        return Shown(self.given.sampler, self.given.sampler, self.set_epoch)
+        return SamplerProxy(self.given.sampler, self.given.sampler, self.set_epoch)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._stream)
@@ -75,7 +75,7 @@ class Shown(StandIn):
         return len(self._stream)
 
 
-class SeededDataset(StandIn):
+class SeededDataset(DatasetProxy):
     """A map-style dataset for workers: takes jobs, and seeds the worker for each."""
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class SeededDataset(StandIn):
 
 
 def _begun(job: Any) -> Any:
-    if type(job) is not Job:
+    if type(job) is not SamplerJob:
         return job
     seed_draws(job.seed)
     return job.index
@@ -114,7 +114,7 @@ class SeedWorker:
         pl_worker_init_function(worker_id, self.rank)
         info = get_worker_info()
         inner, before = None, {}
-        if info is not None and isinstance(info.dataset, StandIn):
+        if info is not None and isinstance(info.dataset, DatasetProxy):
             inner, whole = info.dataset.given, info.dataset.whole
             # The user's own, which their function may change; WorkerInfo refuses the plain way.
             object.__setattr__(info, "dataset", inner)

@@ -1,4 +1,4 @@
-"""`IndexStream`: indices, and batches of them, that take a sampler's place in a loader; digests of items.
+"""`RankBatchSampler`: indices, and batches of them, that take a sampler's place in a loader; digests of items.
 
 It knows samplers, not loaders: which part of the order is this rank's, where it begins, how far it went.
 """
@@ -22,22 +22,22 @@ from fabric.utilities.seed import derive_seed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fabric.data.order import Order
-    from fabric.data.rules import Rule
+    from fabric.data.order import EpochOrder
+    from fabric.data.rules import ShardingRule
 
 
 _CHECKED = 32
 """Items at an epoch's beginning by which an order is known again."""
 
 
-class Job(NamedTuple):
+class SamplerJob(NamedTuple):
     """What a worker is to fetch, and the seed of what it draws meanwhile."""
 
     seed: int
     index: Any
 
 
-class IndexStream:
+class RankBatchSampler:
     """This rank's batches of indices, or its items where they are whole batches (`rule.batch` None).
 
     Args:
@@ -46,7 +46,7 @@ class IndexStream:
         batches: The user's BatchSampler, which has the size of batches, also when that is changed.
     """
 
-    def __init__(self, order: Order, rule: Rule, batches: Any = None) -> None:
+    def __init__(self, order: EpochOrder, rule: ShardingRule, batches: Any = None) -> None:
         self.order = order
         self._rule = rule
         self._batches = batches
@@ -63,7 +63,7 @@ class IndexStream:
         """
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> ShardingRule:
         """How the items are dealt out."""
         if self._batches is None:
             return self._rule
@@ -100,7 +100,7 @@ class IndexStream:
         for items, end, *_ in self.rule.deal(draw, start, first[: self.rule.share.world]):
             mine = items[0] if whole else items
             ends.append(end)
-            yield mine if salts is None else Job(derive_seed(*salts, end), mine)
+            yield mine if salts is None else SamplerJob(derive_seed(*salts, end), mine)
 
     def _compare(self, first: list[Any], expected: list[Any]) -> None:
         if _check(first) != expected:

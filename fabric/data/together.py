@@ -1,4 +1,4 @@
-"""`Peers`: this rank among the others that iterate a loader; they compare, and stop together."""
+"""`RankGroup`: this rank among the others that iterate a loader; they compare, and stop together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-class Peers(NamedTuple):
+class RankGroup(NamedTuple):
     """This rank among the others."""
 
     rank: int

@@ -1,4 +1,4 @@
-"""`Guard`: the ranks of a group meet on connections of their own before each collective.
+"""`CallChecker`: the ranks of a group meet on connections of their own before each collective.
 
 They exchange one frame each (frames.py, star.py). If the frames differ, all ranks raise the same error and
 the group stays usable. On the host small data ride in the frame, and need no collective of their own. Ranks
@@ -17,43 +17,47 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
-from fabric.collectives.frames import IN_THREAD, Said
-from fabric.collectives.job_store import StoreSilent
-from fabric.collectives.star import PATIENCE, Listener, Star, Turn, connect
+from fabric.collectives.frames import IN_THREAD, RankReport
+from fabric.collectives.job_store import StoreTimeout
+from fabric.collectives.star import PATIENCE, ControlConnections, ControlRound, Listener, connect
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
 from fabric.guard._torch import group_timeout
-from fabric.guard.waits import LEFT, SILENT, Wait, Waits, as_table
+from fabric.guard.waits import LEFT, SILENT, DeadlockDetector, RankStatus, as_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from fabric.collectives.frames import Call
+    from fabric.collectives.frames import CallSignature
 
 MODES = ("full", "light", "off")
 FULL_UP_TO = 16
 """Ranks up to which data ride in frames, 2 MiB through the first one; larger groups do as `light` does."""
 
-_guards: weakref.WeakKeyDictionary[Any, Guard | None] = weakref.WeakKeyDictionary()
-_waits: weakref.WeakKeyDictionary[Any, Waits] = weakref.WeakKeyDictionary()
+_guards: weakref.WeakKeyDictionary[Any, CallChecker | None] = weakref.WeakKeyDictionary()
+_waits: weakref.WeakKeyDictionary[Any, DeadlockDetector] = weakref.WeakKeyDictionary()
 
 
-def guard_of(group: Any) -> Guard | None:
+def guard_of(group: Any) -> CallChecker | None:
     """The guard of a torch process group; None for a group of one, or once all said FABRIC_GUARD=off."""
     try:
         return _guards[group]
     except KeyError:
         pass
-    guard = None if dist.get_world_size(group) == 1 else Guard(group, os.environ.get("FABRIC_GUARD", "full"))
+    guard = (
+        None
+        if dist.get_world_size(group) == 1
+        else CallChecker(group, os.environ.get("FABRIC_GUARD", "full"))
+    )
     _guards[group] = guard
     return guard
 
 
-def waits_of_world() -> Waits:
+def waits_of_world() -> DeadlockDetector:
     """This rank's view of the job, in the store of torch's default group."""
     world: Any = dist.group.WORLD
     if world not in _waits:
-        _waits[world] = Waits(world.get_group_store(), dist.get_rank(), dist.get_world_size())
+        _waits[world] = DeadlockDetector(world.get_group_store(), dist.get_rank(), dist.get_world_size())
     return _waits[world]
 
 
@@ -69,7 +73,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-class Arrival:
+class StoreBarrier:
     """Ranks that come to the first call of a group, which has no connections yet, through the store.
 
     Args:
@@ -81,7 +85,7 @@ class Arrival:
     why = "it was the first call of the group"
     """What to say if they do not come."""
 
-    def __init__(self, waits: Waits, name: str, members: Sequence[int]) -> None:
+    def __init__(self, waits: DeadlockDetector, name: str, members: Sequence[int]) -> None:
         self.name, self.members = name, members
         self.turn = waits.counts.get(name, 0) + 1
         self._store, self._prefix = waits.store, f"{name}/{self.turn}"
@@ -110,7 +114,7 @@ class Arrival:
         """Wait until all members are here, up to `seconds`."""
         end = time.monotonic() + seconds
         while True:
-            with suppress(StoreSilent):  # the time for the call runs out
+            with suppress(StoreTimeout):  # the time for the call runs out
                 if self._store.add(self._prefix, 0) >= len(self._keys):
                     return True
             if time.monotonic() > end:
@@ -119,7 +123,7 @@ class Arrival:
             self._pause = min(1.5 * self._pause, 0.05)
 
 
-class Guard:
+class CallChecker:
     """What the ranks of one process group need to meet before each collective (`Channel.meet`), and what is
     done where they do not come, or come to different calls. Made by `guard_of`.
     """
@@ -132,7 +136,7 @@ class Guard:
         self.waits = waits_of_world()
         self.waits.counts.setdefault(self.name, 0)
         self.timeout = timeout_of(group)
-        self.star: Star | None = None
+        self.star: ControlConnections | None = None
         self.whole = mode == "full" and len(self.members) <= FULL_UP_TO
         """Whether data ride in the frames."""
 
@@ -141,7 +145,7 @@ class Guard:
         """How many calls of the group this rank has come to."""
         return self.waits.counts[self.name]
 
-    def disagree(self, star: Star, call: Call) -> NoReturn:
+    def disagree(self, star: ControlConnections, call: CallSignature) -> NoReturn:
         """All ranks see that their calls differ: say what each was about to do, and raise on all."""
         from fabric.guard import mismatch
 
@@ -156,10 +160,10 @@ class Guard:
             self.waits.broken = text  # the other threads of each rank go on, in another order
         raise CollectiveMismatch(text)
 
-    def open(self, call: Call) -> Star | None:
+    def open(self, call: CallSignature) -> ControlConnections | None:
         """The connections, made by the first call of the group, when all its ranks are there; None: off."""
         waits, place = self.waits, self.members.index(self.waits.rank)
-        arrival = Arrival(waits, f"open {self.name}", self.members)
+        arrival = StoreBarrier(waits, f"open {self.name}", self.members)
         with nullcontext() if place else Listener(len(self.members) - 1) as listener:
             way = [waits.store.address, *listener.told] if listener else []
             arrival.tell(waits.rank, " ".join([self.mode, *way]))
@@ -180,7 +184,7 @@ class Guard:
                 lines = listener.accept() if listener else connect(place, host, *way)
             except OSError as error:
                 raise RankError(self._unreached(f"{host}:{way[0]}", error)) from error
-        self.star = Star(lines, self.members, place)
+        self.star = ControlConnections(lines, self.members, place)
         return self.star
 
     def _unreached(self, at: str, error: OSError) -> str:
@@ -202,14 +206,16 @@ class Guard:
                 f"{', '.join(each)}."
             )
 
-    def wait(self, point: Arrival | Turn, call: Call, patience: float = PATIENCE) -> None:
+    def wait(
+        self, point: StoreBarrier | ControlRound, call: CallSignature, patience: float = PATIENCE
+    ) -> None:
         """Wait for the others; after a while, look where they are.
 
         Raises:
             CollectiveMismatch: They wait for this rank, elsewhere.
             RankError: One of them went away, or did not come in time.
         """
-        if isinstance(point, Arrival):
+        if isinstance(point, StoreBarrier):
             self.waits.counts[point.name] = point.turn
         try:
             if not point.is_done(patience):
@@ -217,7 +223,7 @@ class Guard:
         except CollectiveMismatch:
             raise
         except (RuntimeError, ConnectionError) as error:
-            if isinstance(point, Turn) and self.star is not None:
+            if isinstance(point, ControlRound) and self.star is not None:
                 self.star.close(str(error))
             with suppress(RuntimeError):  # the store's host may be who has ended
                 self.waits.hear()
@@ -228,15 +234,15 @@ class Guard:
             if self.waits.here is not None:
                 self.waits.here = None
                 with suppress(RuntimeError):
-                    self.waits.tell(self.waits.stand(Said(self.waits.rank, "", "", ""), None))
+                    self.waits.tell(self.waits.stand(RankReport(self.waits.rank, "", "", ""), None))
 
-    def _wait_long(self, point: Arrival | Turn, call: Call) -> None:
+    def _wait_long(self, point: StoreBarrier | ControlRound, call: CallSignature) -> None:
         waits, heard = self.waits, time.monotonic()
         longest = max(1.0, waits.world_size / 64)  # between two looks, for the store's sake
         seconds = 0.2 * longest
         waits.here = self._here(point, call, heard - PATIENCE)
         while not point.is_done(seconds):
-            with suppress(StoreSilent):  # what the ranks wait for may come, all the same
+            with suppress(StoreTimeout):  # what the ranks wait for may come, all the same
                 waits.tell(waits.here)
                 waits.judge()
             if waits.broken is not None:
@@ -244,17 +250,17 @@ class Guard:
             heard = self._heard(point, call, heard)
             seconds = min(1.5 * seconds, longest)
 
-    def _here(self, point: Arrival | Turn, call: Call, since: float) -> Wait:
-        name = point.name if isinstance(point, Arrival) else self.name
+    def _here(self, point: StoreBarrier | ControlRound, call: CallSignature, since: float) -> RankStatus:
+        name = point.name if isinstance(point, StoreBarrier) else self.name
         begun, _ = self.waits.begun(threading.get_ident())
         where = {"group": name, "turn": self.waits.counts[name], "members": self.members, "begun": begun}
         return self.waits.stand(self._row(call), since, **where)
 
-    def _heard(self, point: Arrival | Turn, call: Call, heard: float) -> float:
+    def _heard(self, point: StoreBarrier | ControlRound, call: CallSignature, heard: float) -> float:
         """When the missing ones gave a sign of life, if they must; raises RuntimeError: too long ago."""
         limit, now = self.timeout.total_seconds() - PATIENCE, time.monotonic()
-        with suppress(StoreSilent):
-            if isinstance(point, Arrival):
+        with suppress(StoreTimeout):
+            if isinstance(point, StoreBarrier):
                 told = self.waits.read(ranks=point.missing())
                 limit = 0.0 if any([one.verb == LEFT for one in told.values()]) else limit
             elif call.patient and now - heard > limit / 2 and self.waits.explain:
@@ -265,22 +271,22 @@ class Guard:
             raise RuntimeError(point.why)
         return heard
 
-    def _row(self, call: Call) -> Said:
-        return Said(self.waits.rank, f"{call.verb} #{max(self.count, 1)}", call.what, user_place())
+    def _row(self, call: CallSignature) -> RankReport:
+        return RankReport(self.waits.rank, f"{call.verb} #{max(self.count, 1)}", call.what, user_place())
 
-    def _failure(self, call: Call, error: Exception, point: Arrival | Turn) -> str:
+    def _failure(self, call: CallSignature, error: Exception, point: StoreBarrier | ControlRound) -> str:
         """The error for ranks that ended or did not come: who is missing, and where the others wait."""
         waits, reason = self.waits, reason_of(error)
         waits.store.settle()
         waits.here = waits.here or self._here(point, call, time.monotonic())
-        lost = self.star.lost if self.star is not None and isinstance(point, Turn) else None
-        rows: Mapping[int, Wait] = {}
+        lost = self.star.lost if self.star is not None and isinstance(point, ControlRound) else None
+        rows: Mapping[int, RankStatus] = {}
         away = set[int]()
         try:
             rows = waits.explain() if waits.explain else waits.read()
             came = {rank for rank, one in rows.items() if one.counts.get(self.name, 0) >= self.count}
-            away = point.missing() if isinstance(point, Arrival) else {*self.members} - came
-        except StoreSilent as silent:
+            away = point.missing() if isinstance(point, StoreBarrier) else {*self.members} - came
+        except StoreTimeout as silent:
             reason = f"{reason}; {silent}"
         except Exception:  # the store went with the rank that kept it
             pass

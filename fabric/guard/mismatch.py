@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from fabric.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, REFUSED, Said
+from fabric.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, REFUSED, RankReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,18 +20,18 @@ TEXT_BYTES = 1 << 20
 """Longest text in which a rank of those that disagree says what it was about to do."""
 
 
-def to_text(said: Said) -> bytes:
+def to_text(said: RankReport) -> bytes:
     """A row on its way to the other ranks."""
     return "\n".join((said.verb, said.where, said.what)).encode(errors="replace")[:TEXT_BYTES]
 
 
-def from_text(rank: int, text: bytes) -> Said:
+def from_text(rank: int, text: bytes) -> RankReport:
     """The row that `to_text` sent."""
     verb, where, what = [*text.decode(errors="replace").split("\n", 2), "", ""][:3]
-    return Said(rank, verb, what, where)
+    return RankReport(rank, verb, what, where)
 
 
-def mismatch_text(rows: Sequence[Said]) -> str:
+def mismatch_text(rows: Sequence[RankReport]) -> str:
     """The error for ranks that make different calls: what went wrong, a line per rank, what to look for."""
     refusing = [row for row in rows if row.what.startswith(REFUSED)]
     if refusing:
@@ -72,7 +72,7 @@ def mismatch_text(rows: Sequence[Said]) -> str:
     return f"{head}.\n{table(rows)}\n{remedy}"
 
 
-def table(rows: Sequence[Said]) -> str:
+def table(rows: Sequence[RankReport]) -> str:
     """A line per rank: rank, verb, data, file:line. Long data is shown from where it differs."""
     cells = [("rank", "call", "data", "at")]
     whats = _trimmed([row.what for row in rows])

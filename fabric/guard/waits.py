@@ -23,7 +23,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabric.collectives.frames import Said
+from fabric.collectives.frames import RankReport
 from fabric.collectives.job_store import JobStore
 from fabric.guard._torch import flight_record, group_names
 
@@ -34,7 +34,7 @@ LEFT, SILENT = "has left", "no answer"
 """In place of what a rank waits in."""
 
 
-class Wait(NamedTuple):
+class RankStatus(NamedTuple):
     """Where a rank stands, as it tells the others: in a call of a guard, in torch's own collectives, or
     elsewhere.
     """
@@ -60,7 +60,7 @@ class Wait(NamedTuple):
     told: float = 0.0
     """When, by its own clock; the last field."""
 
-    def needs(self, other: Wait) -> bool:
+    def needs(self, other: RankStatus) -> bool:
         """Whether this wait cannot end before `other` has."""
         if self.turn:
             return other.rank in self.members and other.counts.get(self.group, 0) < self.turn
@@ -71,13 +71,13 @@ class Wait(NamedTuple):
                     return True
         return False
 
-    def row(self) -> Said:
+    def row(self) -> RankReport:
         """Its line in the table of a mismatch."""
         of = f" of ranks {', '.join(map(str, self.members))}" if self.turn else ""
-        return Said(self.rank, self.verb + of, self.what, self.where)
+        return RankReport(self.rank, self.verb + of, self.what, self.where)
 
 
-def stuck(waits: Mapping[int, Wait]) -> set[int]:
+def stuck(waits: Mapping[int, RankStatus]) -> set[int]:
     """The ranks that can never go on: each waits for one that waits, and so on in a circle.
 
     A rank that is not in `waits` is on its way. Waiting ends when every member has come to the call.
@@ -90,7 +90,7 @@ def stuck(waits: Mapping[int, Wait]) -> set[int]:
         held -= moving
 
 
-class Waits:
+class DeadlockDetector:
     """This rank's view of where the ranks of the job wait.
 
     Args:
@@ -104,9 +104,9 @@ class Waits:
         self.rank, self.world_size = rank, world_size
         self.counts: dict[str, int] = {}
         """How many calls of each group this rank has come to."""
-        self.here: Wait | None = None
+        self.here: RankStatus | None = None
         """The call of all ranks that this rank waits in, once it has waited for `PATIENCE`."""
-        self.explain: Callable[[], Mapping[int, Wait]] | None = None
+        self.explain: Callable[[], Mapping[int, RankStatus]] | None = None
         """Asks all ranks where they are; a watchdog's."""
         self.broken: str | None = None
         """The error of all ranks, once some wait for each other: no call of the job can be right any more."""
@@ -116,15 +116,17 @@ class Waits:
         """That of the last call. `home` joined the job; `thread` makes calls without a look: threads.py."""
         self.can_raise = False
         """Whether a rank of those waits in a call of a guard, which raises."""
-        self._told: Wait | None = None
+        self._told: RankStatus | None = None
         self._recorded = max([entry["record_id"] for entry in flight_record()], default=-1)
         self._judged = 0  # how many waits of all ranks had begun when this rank looked last
         self.store.set(f"at/{rank}", "")
 
-    def stand(self, said: Said, since: float | None, **more: Any) -> Wait:
+    def stand(self, said: RankReport, since: float | None, **more: Any) -> RankStatus:
         """Where this rank stands."""
         counts = dict(self.counts)
-        return Wait(self.rank, socket.gethostname(), said.verb, said.what, said.where, since, counts, **more)
+        return RankStatus(
+            self.rank, socket.gethostname(), said.verb, said.what, said.where, since, counts, **more
+        )
 
     def begun(self, thread: int) -> tuple[dict[str, int], dict[str, list[tuple[int, str]]]]:
         """By group, how many of torch's collectives this rank has begun since the job's group was made, and
@@ -144,7 +146,7 @@ class Waits:
                 pending.setdefault(name, []).append((number, entry["profiling_name"]))
         return last, pending
 
-    def tell(self, wait: Wait, store: JobStore | None = None) -> None:
+    def tell(self, wait: RankStatus, store: JobStore | None = None) -> None:
         """Tell the others where this rank stands.
 
         Args:
@@ -157,11 +159,13 @@ class Waits:
             store.add("begun", 1)
         self._told = wait
 
-    def read(self, store: JobStore | None = None, ranks: Iterable[int] | None = None) -> dict[int, Wait]:
+    def read(
+        self, store: JobStore | None = None, ranks: Iterable[int] | None = None
+    ) -> dict[int, RankStatus]:
         """Where each rank stands that has told it, or each of `ranks`."""
         keys = [f"at/{rank}" for rank in (range(self.world_size) if ranks is None else ranks)]
         texts = (store or self.store).get_all(keys).values()
-        return {wait.rank: wait for wait in [Wait(*json.loads(text)) for text in texts if text]}
+        return {wait.rank: wait for wait in [RankStatus(*json.loads(text)) for text in texts if text]}
 
     def judge(self, store: JobStore | None = None) -> None:
         """Say so if this rank can never go on, unless another rank has just said it: see `broken`."""
@@ -195,7 +199,7 @@ class Waits:
             if isinstance(verdict, str):  # of two threads of a rank
                 self.broken, self.can_raise = verdict, True
                 return True
-            waits = [Wait(*fields) for fields in verdict]
+            waits = [RankStatus(*fields) for fields in verdict]
             self.can_raise = any([wait.turn for wait in waits])
             self.broken = (
                 f"{mismatch_text([wait.row() for wait in waits])}\nThey wait in different groups for each "
@@ -205,7 +209,7 @@ class Waits:
         return self.broken is not None
 
 
-def as_table(waits: Iterable[Wait]) -> str:
+def as_table(waits: Iterable[RankStatus]) -> str:
     """A line for each rank: where it is."""
     from fabric.guard.mismatch import aligned
 

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fabric.collectives.frames import Said
-from fabric.collectives.job_store import StoreSilent
+from fabric.collectives.frames import RankReport
+from fabric.collectives.job_store import StoreTimeout
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.messages import say
 from fabric.guard.control import reason_of, waits_of_world
 from fabric.guard.stacks import StillWatch, user_line
-from fabric.guard.waits import LEFT, SILENT, Wait, as_table
+from fabric.guard.waits import LEFT, SILENT, RankStatus, as_table
 
 if TYPE_CHECKING:
     from fabric.guard.devices import DeviceWatch
-    from fabric.guard.waits import Waits
+    from fabric.guard.waits import DeadlockDetector
 
 REPORT_AFTER = 60.0
 VARIABLE = "FABRIC_HANG_REPORT_AFTER"
@@ -103,7 +103,7 @@ class Watchdog:
         device: Of this rank.
     """
 
-    def __init__(self, waits: Waits, after: float, device: torch.device) -> None:
+    def __init__(self, waits: DeadlockDetector, after: float, device: torch.device) -> None:
         self._store = waits.store.clone()
         self._waits = waits
         self._after = self._next = after
@@ -138,9 +138,9 @@ class Watchdog:
 
             end = f"raised {describe(error)}"
         with suppress(Exception):  # the store may have gone before
-            self._waits.tell(self._waits.stand(Said(self._waits.rank, LEFT, "", end), None))
+            self._waits.tell(self._waits.stand(RankReport(self._waits.rank, LEFT, "", end), None))
 
-    def whereabouts(self) -> dict[int, Wait]:
+    def whereabouts(self) -> dict[int, RankStatus]:
         """Where each rank is from now on, as its own watchdog tells it. May be called by any thread."""
         waits, end = self._waits, time.monotonic() + max(_ANSWER, 3 * self._period)
         ranks = {*range(waits.world_size)} - {waits.rank}
@@ -154,7 +154,7 @@ class Watchdog:
         found[waits.rank] = self._stands()._replace(told=time.monotonic())
         for rank in ranks:
             text = "it has died, cannot be reached, or something keeps Python from running there"
-            found[rank] = Wait(rank, "", SILENT, "", text, None, {})
+            found[rank] = RankStatus(rank, "", SILENT, "", text, None, {})
         return dict(sorted(found.items()))
 
     def explain(self, error: Exception, doing: str) -> None:
@@ -173,7 +173,7 @@ class Watchdog:
             raise CollectiveMismatch(self._waits.broken) from error
         try:
             more = f"Where the ranks are:\n{as_table(self.whereabouts().values())}"
-        except StoreSilent as silent:
+        except StoreTimeout as silent:
             more = f"This rank {silent}."
         except Exception:  # the store went with the rank that kept it
             return
@@ -199,7 +199,7 @@ class Watchdog:
             if wait.pending:
                 self._waits.judge(self._store)
             said = self._store.add("tables", 0)
-        except StoreSilent as error:
+        except StoreTimeout as error:
             silent = error
         self._end_if_hopeless(wait)
         if wait.since is None:
@@ -213,20 +213,20 @@ class Watchdog:
                 self._report(wait, seconds, silent)
         self._tables = max(said, self._tables)
 
-    def _stands(self) -> Wait:
+    def _stands(self) -> RankStatus:
         """Where the thread is. Called at each look: quick."""
         still = self._still.look()
         stuck = None if self._device is None else self._device.look(self._still.stays)
         if self._waits.here is not None:
             return self._waits.here
         what, since = still or stuck or ("", None)
-        wait = self._waits.stand(Said(self._waits.rank, what, "", user_line(self._thread)), since)
+        wait = self._waits.stand(RankReport(self._waits.rank, what, "", user_line(self._thread)), since)
         if still is None or time.monotonic() - still[1] < _STILL_S:
             return wait
         begun, pending = self._waits.begun(self._thread)
         return wait._replace(begun=begun, pending=pending) if pending else wait
 
-    def _end_if_hopeless(self, wait: Wait) -> None:
+    def _end_if_hopeless(self, wait: RankStatus) -> None:
         """End this process if by a verdict its thread stands still for ever, and nobody's end does it."""
         verdict, now = self._waits.broken, time.monotonic()
         if verdict is None or not wait.pending:
@@ -243,7 +243,7 @@ class Watchdog:
         finally:  # whatever hooks and streams do: the others wait for the end
             os._exit(1)
 
-    def _report(self, wait: Wait, seconds: float, silent: StoreSilent | None) -> None:
+    def _report(self, wait: RankStatus, seconds: float, silent: StoreTimeout | None) -> None:
         me = str(wait.rank)
         waited = f"rank {me} has waited {seconds:.0f} s in {wait.verb}"
         if silent is not None:
@@ -255,5 +255,5 @@ class Watchdog:
             say(f"{waited} ({VARIABLE}={self._after:g}). Where the ranks are:\n{text}")
 
 
-def _has_left(wait: Wait | None) -> bool:
+def _has_left(wait: RankStatus | None) -> bool:
     return wait is not None and wait.verb == LEFT

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from fabric.launch.creator import Creator
-    from fabric.launch.place import Place
+    from fabric.launch.place import RankEnv
     from fabric.launch.rank_logs import RankLogs
 
 PASS_ON_GRACE_S = 30.0
@@ -68,7 +68,7 @@ class Command:
 
 def run_commands(
     argv: list[str],
-    first: Place,
+    first: RankEnv,
     listener: socket.socket | None,
     variables: Mapping[str, str],
     launched: str,

@@ -29,7 +29,7 @@ _OF_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
 _QUOTED = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 
-class Ending(NamedTuple):
+class RankExit(NamedTuple):
     """What a rank says at its end to the process that started it, as a pickled tuple, by a pipe."""
 
     when: float
@@ -45,12 +45,12 @@ class Ending(NamedTuple):
     """Known to who hears it."""
 
     @property
-    def is_consequence(self) -> bool:
+    def is_secondary_failure(self) -> bool:
         """Whether it reads as if another rank had gone before."""
-        return self.reason is not None and is_consequence(self.reason)
+        return self.reason is not None and is_secondary_failure(self.reason)
 
 
-def is_consequence(reason: str) -> bool:
+def is_secondary_failure(reason: str) -> bool:
     """Whether the end of a rank reads as if another one had gone before."""
     return _CONSEQUENCE.search(reason) is not None
 
@@ -75,11 +75,11 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> str:
     return text if rank is None else f"{text}, raised by rank {rank}"
 
 
-def held_back(error: BaseException, reason: str, tb: TracebackType | None) -> str:
+def deferred_traceback(error: BaseException, reason: str, tb: TracebackType | None) -> str:
     """The traceback, if another rank has more to say, or says the same; "" if this one should print it."""
     rank = int(os.environ.get("RANK", "0"))
     alike = isinstance(error, CollectiveMismatch | RankError | KeyboardInterrupt)
-    if not is_consequence(reason) and not (alike and rank != 0):
+    if not is_secondary_failure(reason) and not (alike and rank != 0):
         return ""
     text = "".join(traceback.format_exception(type(error), error, tb))[-_LONGEST_TRACE:]
     return "".join([f"[rank{rank}]: {line}\n" for line in text.splitlines()])

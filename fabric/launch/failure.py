@@ -6,14 +6,17 @@ import signal
 import socket
 from typing import TYPE_CHECKING, Any
 
-from fabric.launch.endings import Ending
+from fabric.launch.endings import RankExit
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
 
 def summary(
-    cause: Ending, stopped: Collection[int] = (), failures: Collection[Ending] = (), elsewhere: bool = False
+    cause: RankExit,
+    stopped: Collection[int] = (),
+    failures: Collection[RankExit] = (),
+    elsewhere: bool = False,
 ) -> str:
     """The last line of a failed job.
 
@@ -23,9 +26,9 @@ def summary(
         failures: All that failed; those that read like consequences are as good as stopped.
         elsewhere: Whether there are ranks on other machines.
     """
-    how = "lost a rank of another machine" if cause.is_consequence and elsewhere else "failed first"
+    how = "lost a rank of another machine" if cause.is_secondary_failure and elsewhere else "failed first"
     line = f"rank {cause.rank} on {socket.gethostname()} {how}: {cause.reason}"
-    echoes = {failure.rank for failure in failures if failure.is_consequence}
+    echoes = {failure.rank for failure in failures if failure.is_secondary_failure}
     followers = {*stopped, *echoes} - {cause.rank}
     others = {failure.rank for failure in failures} - followers - {cause.rank}
     if others:
@@ -38,15 +41,17 @@ def _ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
-def root_cause(failures: Collection[Ending], finished: Collection[int] = ()) -> Ending:
+def root_cause(failures: Collection[RankExit], finished: Collection[int] = ()) -> RankExit:
     """The failure that made the others: the earliest that does not read like a consequence.
 
     Args:
         failures: At least one.
         finished: Ranks that have ended well. If there are only consequences, one of these left too early.
     """
-    cause = min(failures, key=lambda failure: (failure.is_consequence, bool(failure.trace), failure.when))
-    if not cause.is_consequence or not finished:
+    cause = min(
+        failures, key=lambda failure: (failure.is_secondary_failure, bool(failure.trace), failure.when)
+    )
+    if not cause.is_secondary_failure or not finished:
         return cause
     reason = f"ended well while rank {cause.rank} still needed it ({cause.reason})"
     return cause._replace(rank=min(finished), reason=reason)
@@ -56,17 +61,17 @@ LOST = -255
 """Instead of a return code: a process ended without an exit hook, and only its parent knows the code."""
 
 
-def from_returncode(rank: int, returncode: int, when: float) -> Ending:
+def from_returncode(rank: int, returncode: int, when: float) -> RankExit:
     """The failure behind a process's return code (negative: minus the signal, as subprocess has it)."""
     if returncode == LOST:
-        return Ending(when, "killed by a signal, or ended by os._exit", rank=rank)
+        return RankExit(when, "killed by a signal, or ended by os._exit", rank=rank)
     if returncode >= 0:
-        return Ending(when, f"exit code {returncode}", code=returncode, rank=rank)
+        return RankExit(when, f"exit code {returncode}", code=returncode, rank=rank)
     try:
         name = signal.Signals(-returncode).name
     except ValueError:
         name = f"signal {-returncode}"
-    return Ending(when, f"killed by {name}", code=128 - returncode, rank=rank)
+    return RankExit(when, f"killed by {name}", code=128 - returncode, rank=rank)
 
 
 def exit_reason(status: Any) -> tuple[int, str]:

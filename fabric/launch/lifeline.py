@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PARENT_PID = "FABRIC_PARENT_PID"
 """Set in ranks that a supervisor started: the process to die with."""
 REPORT_FD = "FABRIC_REPORT_FD"
-"""Set in ranks that a supervisor started: a pipe for the `Ending` of a rank that an exception ends."""
+"""Set in ranks that a supervisor started: a pipe for the `RankExit` of a rank that an exception ends."""
 JOINED = "FABRIC_JOINED"
 """Set by a rank that has joined its job, in its own environment: its process, and MASTER_PORT."""
 
@@ -91,7 +91,7 @@ def die_with_creator() -> None:
 
 
 def report_exceptions(link: connection.Connection[Any, Any]) -> None:
-    """Send an exception that ends this process to its supervisor, as an `Ending`."""
+    """Send an exception that ends this process to its supervisor, as an `RankExit`."""
     previous, owner = sys.excepthook, os.getpid()
 
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
@@ -100,12 +100,12 @@ def report_exceptions(link: connection.Connection[Any, Any]) -> None:
             return
         # Before anything else: the peers notice this rank's end only afterwards, so theirs have later times.
         when = time.monotonic()
-        from fabric.launch.endings import Ending, describe, held_back
+        from fabric.launch.endings import RankExit, deferred_traceback, describe
 
         reason = describe(error, tb)
-        trace = held_back(error, reason, tb)
+        trace = deferred_traceback(error, reason, tb)
         try:
-            link.send_bytes(pickle.dumps(tuple(Ending(when, reason[:1000], trace))))
+            link.send_bytes(pickle.dumps(tuple(RankExit(when, reason[:1000], trace))))
         except OSError:
             trace = ""
         if not trace:  # else the supervisor prints it, once it knows that nothing else came before

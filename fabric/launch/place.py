@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankEnv:
     """The place of one rank, and where the store of the job is."""
 
     local_rank: int
@@ -35,7 +35,7 @@ class Place:
         """Global rank: machines one after the other."""
         return self.node_rank * self.local_world_size + self.local_rank
 
-    def at(self, local_rank: int) -> Place:
+    def at(self, local_rank: int) -> RankEnv:
         """The same machine's place of another rank."""
         return replace(self, local_rank=local_rank)
 
@@ -65,7 +65,7 @@ class Place:
 
 def first_place(
     processes: int, num_nodes: int, node_rank: int, address: str, port: int
-) -> tuple[Place, socket.socket | None]:
+) -> tuple[RankEnv, socket.socket | None]:
     """The place of this machine's first rank; on the first machine also a socket that listens for the store.
 
     On one machine that is where the store is, whatever cluster variables name.
@@ -78,12 +78,12 @@ def first_place(
     listener = None if node_rank else listen(address, port, everywhere=num_nodes > 1)
     if listener is not None:
         port = int(listener.getsockname()[1])
-    return Place(0, processes * num_nodes, processes, address, port, node_rank), listener
+    return RankEnv(0, processes * num_nodes, processes, address, port, node_rank), listener
 
 
 def place_here(
     environment: LocalEnvironment, processes: int, num_nodes: int
-) -> tuple[Place, socket.socket | None]:
+) -> tuple[RankEnv, socket.socket | None]:
     """The same, by the variables of this process.
 
     Raises:

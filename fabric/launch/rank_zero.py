@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fabric.core.messages import say
-from fabric.launch.endings import Ending
+from fabric.launch.endings import RankExit
 from fabric.launch.failure import exit_reason
 from fabric.launch.lifeline import report_exceptions
 from fabric.launch.signals import die_by, flush_output
@@ -29,7 +29,7 @@ from fabric.launch.stores import keep_listening
 if TYPE_CHECKING:
     import socket
 
-    from fabric.launch.place import Place
+    from fabric.launch.place import RankEnv
 
 _ROOT = Path(__file__).parents[2]
 _BESIDE = (
@@ -42,7 +42,7 @@ _NOTE_S = 10.0
 """Seconds at the end of this rank until it prints that it waits for the others."""
 
 
-def start_others(argv: list[str], cwd: str | None, first: Place, listener: socket.socket | None) -> None:
+def start_others(argv: list[str], cwd: str | None, first: RankEnv, listener: socket.socket | None) -> None:
     """Start the other ranks of this machine, and make this process the first of them.
 
     Args:
@@ -96,7 +96,7 @@ class _Exit(SystemExit):
             self._tie.own = code
             if code and self._link is not None:
                 with contextlib.suppress(OSError):
-                    self._link.send_bytes(pickle.dumps(tuple(Ending(time.monotonic(), reason, code=code))))
+                    self._link.send_bytes(pickle.dumps(tuple(RankExit(time.monotonic(), reason, code=code))))
         return value
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
-from fabric.launch.endings import Ending
+from fabric.launch.endings import RankExit
 from fabric.launch.failure import from_returncode, root_cause, summary
 from fabric.launch.signals import TOGETHER_S
 
@@ -47,7 +47,7 @@ class Supervisor:
     """The ranks of one machine, as child processes.
 
     Args:
-        starts: By rank, what starts its process: it is given a link, by which the rank may say an `Ending`,
+        starts: By rank, what starts its process: it is given a link, by which the rank may say an `RankExit`,
             and the logs, to which it is to print, if there are any.
         logs: Takes what the ranks print; None: it goes where this process prints.
         elsewhere: Whether the job has ranks on other machines.
@@ -67,7 +67,7 @@ class Supervisor:
         self.elsewhere = elsewhere
         self.logs = logs
         self.processes: dict[int, Process | Creator] = {}
-        self.endings: dict[int, Ending] = {}
+        self.endings: dict[int, RankExit] = {}
         self.stopping = False
         self.signalled: int | None = None
         """The first signal passed on that ends a process."""
@@ -75,7 +75,7 @@ class Supervisor:
         self._functions = functions
         self._links: dict[int, Connection] = {}
         self._told: set[int] = set()
-        self._failures: dict[int, Ending] = {}
+        self._failures: dict[int, RankExit] = {}
         self._creator = creator
         self._code = 1
         """Of the failure that is the cause."""
@@ -103,7 +103,7 @@ class Supervisor:
         """Ranks whose process has not ended."""
         return [rank for rank, process in self.processes.items() if _code(process) is None]
 
-    def wait(self, timeout: float | None = None, wake: Callable[[], bool] = lambda: False) -> Ending | None:
+    def wait(self, timeout: float | None = None, wake: Callable[[], bool] = lambda: False) -> RankExit | None:
         """Block until a rank has failed, all have ended, `stop` was called or `timeout` seconds are over.
 
         Args:
@@ -116,12 +116,12 @@ class Supervisor:
         self._until(lambda: self._failures or self.stopping or wake(), timeout)
         return None if wake() else self.first_failure()
 
-    def wait_all(self, timeout: float) -> Ending | None:
+    def wait_all(self, timeout: float) -> RankExit | None:
         """Block until all have ended or `timeout` seconds are over; failures do not end the waiting."""
         self._until(lambda: False, timeout)
         return self.first_failure()
 
-    def wait_noting(self, what: str) -> Ending | None:
+    def wait_noting(self, what: str) -> RankExit | None:
         """As `wait`; after some time it is said for which ranks."""
         failure = self.wait(EXIT_NOTE_S)
         if failure is None and not self.stopping and (late := self.running()):
@@ -129,13 +129,13 @@ class Supervisor:
             failure = self.wait()
         return failure
 
-    def first_failure(self) -> Ending | None:
+    def first_failure(self) -> RankExit | None:
         """The cause among the failures so far; looks a moment longer where only consequences are in sight."""
         self._look()
         if not self._failures:
             return None
         seconds, failures = SETTLE_ELSEWHERE_S if self.elsewhere else SETTLE_S, self._failures
-        self._until(lambda: self.stopping or not root_cause(failures.values()).is_consequence, seconds)
+        self._until(lambda: self.stopping or not root_cause(failures.values()).is_secondary_failure, seconds)
         return root_cause(failures.values(), self.finished())
 
     def finished(self) -> list[int]:
@@ -143,13 +143,13 @@ class Supervisor:
         ended = [rank for rank, process in self.processes.items() if _code(process) == 0]
         return sorted({*ended, *self.endings} - self._failures.keys())
 
-    def summary(self, cause: Ending) -> str:
+    def summary(self, cause: RankExit) -> str:
         """Tell all others than the one that failed to end; the last line of the job."""
         self._code = cause.code
         self.tell(spare=cause.rank)
         return summary(cause, self._told, self._failures.values(), self.elsewhere)
 
-    def conclude(self, cause: Ending) -> int:
+    def conclude(self, cause: RankExit) -> int:
         """Stop all ranks and print the cause, last; gives the exit code of the job."""
         line = self.summary(cause)
         self.stop(spare=cause.rank)
@@ -231,7 +231,7 @@ class Supervisor:
         del self._links[rank]
         with link, contextlib.suppress(EOFError, OSError):
             said = pickle.loads(link.recv_bytes())
-            self.endings[rank] = ending = Ending(*said)._replace(rank=rank)
+            self.endings[rank] = ending = RankExit(*said)._replace(rank=rank)
             trace = "" if self._functions else ending.trace
             if self.logs is not None:
                 self.logs.note(rank, trace)

@@ -39,7 +39,7 @@ class Member(NamedTuple):
     states: list[State]
 
 
-class Found(NamedTuple):
+class FoundStates(NamedTuple):
     """All metrics of a call."""
 
     computed: list[Any]
@@ -60,12 +60,12 @@ class Told(NamedTuple):
     leaders: list[list[int]]
     """Of each collection for each metric, whose states it shares by torchmetrics' guess; -1: no guess."""
     held: list[list[Any]]
-    """Of each metric for each state a tensor, `Elsewhere`, or a list; the same one for all of a compute
+    """Of each metric for each state a tensor, `OnOtherRank`, or a list; the same one for all of a compute
     group. Empty: it was never updated.
     """
 
 
-class Elsewhere(NamedTuple):
+class OnOtherRank(NamedTuple):
     """A large tensor that is reduced by itself."""
 
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class Elsewhere(NamedTuple):
     is_cpu: bool
 
 
-class Part(NamedTuple):
+class StateSlice(NamedTuple):
     """What some ranks hold of a state."""
 
     place: int
@@ -85,7 +85,7 @@ class Part(NamedTuple):
     """What each of those ranks holds."""
 
 
-def gathered(part: Part, told: list[Told], device: torch.device) -> Any:
+def gathered(part: StateSlice, told: list[Told], device: torch.device) -> Any:
     """A state that needs every rank's part: joined, stacked, averaged, or given to its own reduction."""
     state, held = part.states[0], part.held
     if not all([isinstance(value, torch.Tensor) for value in held.values()]):
@@ -120,7 +120,7 @@ def _mean(tensors: list[Tensor], counts: list[int]) -> Tensor:
     )
 
 
-def check_shapes(part: Part) -> None:
+def check_shapes(part: StateSlice) -> None:
     """Raise, on all ranks, if they hold the state in different shapes."""
     shapes = {rank: tuple(value.shape) for rank, value in part.held.items()}
     if len(set(shapes.values())) > 1:

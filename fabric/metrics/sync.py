@@ -25,12 +25,12 @@ from torchmetrics.utilities.data import (
 from torchmetrics.wrappers import MetricTracker
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from fabric.collectives.frames import PACK_LIMIT, call_of, draw, fold, join
+from fabric.collectives.frames import PACK_LIMIT, call_of, fold, format_tree, join
 from fabric.collectives.objects import Dumped, gather_dumped
 from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.core.tree import flatten, iter_paths, unflatten
 from fabric.metrics import joined
-from fabric.metrics.joined import Elsewhere, Found, Member, Part, State, Told
+from fabric.metrics.joined import FoundStates, Member, OnOtherRank, State, StateSlice, Told
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,11 +89,13 @@ def compute_metrics(metrics: Any, channel: Channel, row: int = 1) -> Any:
     values: Values = []
     with channel.refusing(_VERB):
         found = _find(leaves, metrics)
-        dumped = Dumped(_told(found, channel.world_size), _VERB) if channel.world_size > 1 else None
+        dumped = Dumped(_local_states(found, channel.world_size), _VERB) if channel.world_size > 1 else None
     updates = [0] * len(found.members)
     if dumped is not None:
         with torch.no_grad():
-            told = gather_dumped(call_of(_VERB, draw(spec, found.drawn)), dumped, channel, copies=False)
+            told = gather_dumped(
+                call_of(_VERB, format_tree(spec, found.drawn)), dumped, channel, copies=False
+            )
             if row > 1:
                 _once_a_row(told, row)
             _check_guesses(found, told)
@@ -104,7 +106,7 @@ def compute_metrics(metrics: Any, channel: Channel, row: int = 1) -> Any:
     return unflatten(results, spec, metrics)
 
 
-def _told(found: Found, world: int) -> Told:
+def _local_states(found: FoundStates, world: int) -> Told:
     """What this rank holds.
 
     Raises:
@@ -112,7 +114,7 @@ def _told(found: Found, world: int) -> Told:
     """
     told = Told([], [_leaders(group) for group in found.groups], [])
     made: dict[int, Any] = {}
-    large: dict[int, Elsewhere] = {}
+    large: dict[int, OnOtherRank] = {}
     size = 0
     for member in found.members:
         count = updates_of(member.metric)
@@ -123,7 +125,7 @@ def _told(found: Found, world: int) -> Told:
             if id(value) not in made:
                 sent = made[id(value)] = _sent(state, value)
                 if state.rule in _FOLDS and isinstance(sent, torch.Tensor):
-                    large[id(sent)] = Elsewhere(tuple(sent.shape), sent.dtype, sent.is_cpu)
+                    large[id(sent)] = OnOtherRank(tuple(sent.shape), sent.dtype, sent.is_cpu)
                     size += sent.nbytes
             some.append(made[id(value)])
         told.held.append(some)
@@ -144,8 +146,8 @@ def _sent(state: State, value: Any) -> Any:
     return entries
 
 
-def _parts_of(found: Found, told: list[Told]) -> list[Part]:
-    parts: dict[Any, Part] = {}
+def _parts_of(found: FoundStates, told: list[Told]) -> list[StateSlice]:
+    parts: dict[Any, StateSlice] = {}
     for place, member in enumerate(found.members):
         for at, state in enumerate(member.states):
             held = {rank: one.held[place][at] for rank, one in enumerate(told) if one.held[place]}
@@ -153,7 +155,7 @@ def _parts_of(found: Found, told: list[Told]) -> list[Part]:
             if key in parts:
                 parts[key].states.append(state)
             elif held:
-                parts[key] = Part(place, member, [state], held)
+                parts[key] = StateSlice(place, member, [state], held)
     return list(parts.values())
 
 
@@ -183,35 +185,35 @@ def _device(state: State) -> torch.device:
     return value.device
 
 
-def _common_dtype(part: Part) -> torch.dtype:
+def _common_dtype(part: StateSlice) -> torch.dtype:
     dtype: torch.dtype = reduce(torch.promote_types, [value.dtype for value in part.held.values()])
     return dtype
 
 
-def _common_device(part: Part, channel: Channel) -> torch.device:
+def _common_device(part: StateSlice, channel: Channel) -> torch.device:
     """Where all ranks have the state, or can bring it."""
     on_host = all([value.is_cpu for value in part.held.values()])
     return torch.device("cpu") if on_host else channel.wire.device
 
 
-def _given(part: Part, value: Tensor) -> Values:
+def _given(part: StateSlice, value: Tensor) -> Values:
     """The merged value for each of the states, where this rank keeps it."""
     return [(state, value.to(_device(state))) for state in part.states]
 
 
-def _merged(parts: list[Part], told: list[Told], channel: Channel) -> Values:
+def _merged(parts: list[StateSlice], told: list[Told], channel: Channel) -> Values:
     """The states of all ranks as those of one process; the same on all ranks."""
-    here: dict[Any, list[Part]] = {}
-    there: dict[str, list[Part]] = {}
+    here: dict[Any, list[StateSlice]] = {}
+    there: dict[str, list[StateSlice]] = {}
     others = []
     for part in parts:
         rule, kinds = part.states[0].rule, {type(value) for value in part.held.values()}
-        if rule not in _FOLDS or not kinds <= {torch.Tensor, Elsewhere}:
+        if rule not in _FOLDS or not kinds <= {torch.Tensor, OnOtherRank}:
             others.append(part)
             continue
         if len({value.shape for value in part.held.values()}) > 1:
             joined.check_shapes(part)
-        if Elsewhere in kinds:
+        if OnOtherRank in kinds:
             there.setdefault(rule, []).append(part)
         else:
             here.setdefault(
@@ -231,7 +233,7 @@ def _merged(parts: list[Part], told: list[Told], channel: Channel) -> Values:
     return values + joined.repaired(gathered, ranks) if gathered else values
 
 
-def _folded_here(parts: list[Part], rule: str, dtype: torch.dtype, device: torch.device) -> Values:
+def _folded_here(parts: list[StateSlice], rule: str, dtype: torch.dtype, device: torch.device) -> Values:
     """States of one rule, dtype and device, from the same ranks, reduced from everybody's data."""
     rows = [join([part.held[rank].to(device, dtype) for part in parts]) for rank in parts[0].held]
     total = fold(rows, _FOLDS[rule]).to(dtype)
@@ -241,7 +243,7 @@ def _folded_here(parts: list[Part], rule: str, dtype: torch.dtype, device: torch
     return [pair for part, column, shape in given for pair in _given(part, column.view(shape))]
 
 
-def _folded_there(parts: list[Part], rule: str, channel: Channel) -> Values:
+def _folded_there(parts: list[StateSlice], rule: str, channel: Channel) -> Values:
     """Large states of one rule, by a reduction."""
     from fabric.collectives.reduce import reduce_tree
 
@@ -279,7 +281,7 @@ def _leaders(group: Any) -> list[int]:
     return leaders
 
 
-def _check_guesses(found: Found, told: list[Told]) -> None:
+def _check_guesses(found: FoundStates, told: list[Told]) -> None:
     """Refuse a collection in which one rank updated a metric in place of another that is not the same.
 
     Raises:
@@ -301,14 +303,14 @@ def _check_guesses(found: Found, told: list[Told]) -> None:
                     )
 
 
-def _find(leaves: list[Any], tree: Any) -> Found:
+def _find(leaves: list[Any], tree: Any) -> FoundStates:
     """The metrics among `leaves`, the leaves of `tree`.
 
     Raises:
         ArgumentTypeError: A leaf is no metric.
         UsageError: A metric is synchronised already, or a MetricTracker was never incremented.
     """
-    found, seen = Found([], [], [], []), set[int]()
+    found, seen = FoundStates([], [], [], []), set[int]()
     for place, leaf in enumerate(leaves):
         target = leaf
         if isinstance(leaf, MetricTracker):
@@ -343,7 +345,7 @@ def updates_of(metric: Any) -> int:
     return int(any([_changed(getattr(metric, name), old) for name, old in metric._defaults.items()]))
 
 
-def _walk(module: Any, name: str, found: Found, seen: set[int], texts: list[str]) -> None:
+def _walk(module: Any, name: str, found: FoundStates, seen: set[int], texts: list[str]) -> None:
     # Children first: a ClasswiseWrapper shows the states of the metric inside as its own.
     # By id: a metric's hash reads its states, and its == gives a metric.
     known = id(module) in seen
@@ -393,7 +395,7 @@ def _changed(value: Any, default: Any) -> bool:
 
 
 @contextmanager
-def _lent(found: Found, values: Values, updates: list[int]) -> Iterator[None]:
+def _lent(found: FoundStates, values: Values, updates: list[int]) -> Iterator[None]:
     """In the block the metrics hold other states, and synchronise nothing; afterwards all is as it was.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 
 from fabric.core._torch import foreach_mul_
 from fabric.core.errors import UsageError
-from fabric.core.passes import leaves_of, parameters_of, watch_clips, watch_steps
+from fabric.core.passes import add_clip_listener, add_step_listener, leaves_of, parameters_of
 from fabric.precision._torch import optimizer_states
 
 if TYPE_CHECKING:
@@ -56,8 +56,8 @@ class LossScale:
     def follow(self, owner: Module | Optimizer) -> None:
         """From now on its gradients are looked after, and nobody may step them as they are."""
         if not self._owners:
-            watch_steps(self)
-            watch_clips(self)
+            add_step_listener(self)
+            add_clip_listener(self)
         self._owners.add(owner)
 
     def _parameters(self) -> list[Tensor]:

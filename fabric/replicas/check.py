@@ -27,7 +27,7 @@ from fabric.data.unequal import FirstRows, compare_rows, settle
 from fabric.replicas import report
 from fabric.replicas._torch import has_backward_hooks, is_traceable_wrapper_subclass, loss_scale
 from fabric.replicas.digest import digest_of
-from fabric.replicas.report import Entry
+from fabric.replicas.report import ComparedTensor
 from fabric.replicas.values import first_difference
 from fabric.utilities.rank_zero import rank_zero_warn
 
@@ -270,7 +270,7 @@ class ReplicaCheck:
             else:
                 self._look_up(entries, channel)
 
-    def _entries_of(self, leaves: list[Any]) -> dict[Any, list[Entry]]:
+    def _entries_of(self, leaves: list[Any]) -> dict[Any, list[ComparedTensor]]:
         """Return the entries of models, optimizers and tensors that `check_replicas` was called with."""
         named = dict(enumerate(leaves))
         kinds = ("parameters", "buffers", "states")
@@ -286,7 +286,7 @@ class ReplicaCheck:
                 self._put(entries, "tensors", names.get(leaf, f"tensor {number}"), leaf)
         return entries
 
-    def _look_up(self, entries: dict[Any, list[Entry]], channel: Channel) -> None:
+    def _look_up(self, entries: dict[Any, list[ComparedTensor]], channel: Channel) -> None:
         mine = {key: [entry.sent() for entry in some] for key, some in entries.items()}
         about = {"place": user_place(), "steps": (self._values_equal_at, self._equal_at[1]), "entries": mine}
         rows = self._gather(about, channel, "replica check of tensors")
@@ -304,9 +304,9 @@ class ReplicaCheck:
 
     def _entries(
         self, kinds: tuple[str, ...], models: Any, optimizers: Any, buffers: Collection[_Held] | None = None
-    ) -> dict[Any, list[Entry]]:
+    ) -> dict[Any, list[ComparedTensor]]:
         """Return what this rank and others hold. Ranks with the same key hold the same tensors."""
-        found: defaultdict[Any, list[Entry]] = defaultdict(list)
+        found: defaultdict[Any, list[ComparedTensor]] = defaultdict(list)
         put = partial(self._put, found)
         names: dict[Any, str] = {}
         for one in models:
@@ -348,18 +348,18 @@ class ReplicaCheck:
             sharded = [dim for dim, how in enumerate(tensor.placements) if not how.is_replicate()]
             if all([mesh.size(dim) == 1 for dim in range(mesh.ndim) if dim not in sharded]):
                 if isinstance(tensor, torch.nn.Parameter):  # no other rank holds its values; all change them
-                    found[(*key, "sharded")].append(Entry(name, f"{writes} {report.WRITES}"))
+                    found[(*key, "sharded")].append(ComparedTensor(name, f"{writes} {report.WRITES}"))
                 return
             key, local = (*key, *[(dim, place[dim]) for dim in sharded]), tensor.to_local()
         if own:
-            found[key].append(Entry(name))
+            found[key].append(ComparedTensor(name))
         elif is_traceable_wrapper_subclass(local):  # quantised: values and scales
             for part in local.__tensor_flatten__()[0]:
                 self._put(found, owner, f"{part} of {name}", getattr(local, part))
         elif local.numel() and not local.is_meta and local.layout is torch.strided and not local.is_nested:
             shape = f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
             writes = writes if self._counts_writes else -1
-            found[key].append(Entry(name, shape, writes, has_backward_hooks(tensor), local))
+            found[key].append(ComparedTensor(name, shape, writes, has_backward_hooks(tensor), local))
 
     def _gather(self, row: Any, channel: Channel, label: str, comparing: bool = True) -> list[Any]:
         before, self._comparing = self._comparing, comparing or self._comparing

@@ -30,7 +30,7 @@ _COUNTERS = {
 }
 
 
-class Entry(NamedTuple):
+class ComparedTensor(NamedTuple):
     """A tensor of this rank that others hold, too; without `tensor` as other ranks see it."""
 
     name: str
@@ -44,7 +44,7 @@ class Entry(NamedTuple):
     digest: int | None = None
     numel: int = 0
 
-    def sent(self) -> Entry:
+    def sent(self) -> ComparedTensor:
         """Return what other ranks need; waits for the device."""
         if self.tensor is None:
             return self
@@ -103,7 +103,7 @@ def fact_text(rows: Sequence[dict[str, Any]], everywhere: Collection[int]) -> st
     return None
 
 
-def structure_text(rows: Sequence[dict[str, Any]], held: dict[int, list[Entry]]) -> str | None:
+def structure_text(rows: Sequence[dict[str, Any]], held: dict[int, list[ComparedTensor]]) -> str | None:
     """Return the text for names, order or shapes that differ between ranks with the same key; else None."""
     names = {rank: [entry.name for entry in entries] for rank, entries in held.items()}
     first = next(iter(names.values()))
@@ -134,7 +134,7 @@ def structure_text(rows: Sequence[dict[str, Any]], held: dict[int, list[Entry]])
     return None
 
 
-def value_text(rows: Sequence[dict[str, Any]], held: dict[int, Entry], distance: Distance) -> str:
+def value_text(rows: Sequence[dict[str, Any]], held: dict[int, ComparedTensor], distance: Distance) -> str:
     """Return the text for a tensor whose values differ."""
     name = next(iter(held.values())).name
     values = {rank: f"{v:.6g}" if isinstance(v, float) else v for rank, v in distance.values.items()}
@@ -185,7 +185,7 @@ def _fact_cause(what: str, steps: int) -> str:
     )
 
 
-def _value_cause(name: str, held: dict[int, Entry], values: dict[int, Any]) -> str:
+def _value_cause(name: str, held: dict[int, ComparedTensor], values: dict[int, Any]) -> str:
     others = {str(value) for rank, value in values.items() if rank}
     zero_alone = 0 in values and len(values) > 2 and len(others) == 1
     writes = {entry.writes for entry in held.values()}

@@ -47,7 +47,7 @@ def average_gradients(parameters: list[Any], channel: Channel, where: str) -> No
     _each_parcel([p.grad for p in held], channel, partial(channel.collective.all_reduce, op="mean"))
 
 
-def stamp(parameter: Tensor) -> Any:
+def grad_version(parameter: Tensor) -> Any:
     """Something that changes when a gradient is accumulated: in place, or as the first one."""
     grad = parameter.grad
     return None if grad is None else (id(grad), grad._version)
@@ -80,7 +80,7 @@ def _sums(tensor: Tensor | None) -> tuple[Any, Any]:
     return flat.sum(), (flat * torch.arange(flat.numel(), device=flat.device).double().cos()).sum()
 
 
-def copy_from_first(tensors: list[Tensor], channel: Channel) -> None:
+def broadcast_from_group_root(tensors: list[Tensor], channel: Channel) -> None:
     """The values that the first rank of the group has. All its ranks must call this."""
     first = channel.collective.members[0]
     _each_parcel([t.data for t in tensors], channel, partial(channel.collective.broadcast, src=first))
@@ -95,7 +95,7 @@ def broadcast_from_zero(tensors: list[Tensor]) -> None:
     _each_parcel([t.data for t in tensors], None, partial(dist.broadcast, src=0))
 
 
-def parcels(tensors: list[Tensor]) -> list[list[Tensor]]:
+def tensor_buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
     """What travels together: large tensors alone, small ones of a dtype and device up to `PARCEL_BYTES`."""
     alone, packed = [], []
     filling: dict[Any, tuple[int, list[Tensor]]] = {}
@@ -113,7 +113,7 @@ def parcels(tensors: list[Tensor]) -> list[list[Tensor]]:
     return alone + packed
 
 
-def spread(flat: Tensor, parcel: list[Tensor]) -> None:
+def unflatten_into(flat: Tensor, parcel: list[Tensor]) -> None:
     """Put what came in `flat`, the joined elements of a parcel, into its tensors."""
     if flat.data_ptr() != parcel[0].data_ptr():
         parts = flat.split([t.numel() for t in parcel])
@@ -123,8 +123,8 @@ def spread(flat: Tensor, parcel: list[Tensor]) -> None:
 def _each_parcel(tensors: list[Tensor], channel: Channel | None, exchange: Callable[..., Any]) -> None:
     """Exchange tensors in place, parcel by parcel; without a channel those of all ranks, as they are."""
     with torch.no_grad():
-        for parcel in parcels(tensors):
+        for parcel in tensor_buckets(tensors):
             flat = join(parcel)
             sent = flat if channel is None else channel.wire.ready(flat)
             exchange(sent)
-            spread(sent, parcel)
+            unflatten_into(sent, parcel)

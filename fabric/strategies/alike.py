@@ -1,4 +1,4 @@
-"""`Alike`: ranks that compute one thing together compare what they were called with."""
+"""`InputConsistencyCheck`: ranks that compute one thing together compare what they were called with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.collectives.frames import CONTENTS, call_of, describe_tensor, draw
+from fabric.collectives.frames import CONTENTS, call_of, describe_tensor, format_tree
 from fabric.precision.dtypes import as_bytes
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _COMPARED = 2
 _LOOKED_AT = 1 << 16
 
 
-class Alike:
+class InputConsistencyCheck:
     """Meets the other ranks of a row before each call of one model.
 
     Args:
@@ -42,7 +42,7 @@ class Alike:
         """
         trains = torch.is_grad_enabled()
         drawn = [describe_tensor(v) if isinstance(v, torch.Tensor) else type(v).__name__ for v in leaves]
-        what = draw(spec, drawn)
+        what = format_tree(spec, drawn)
         if self._compared < _COMPARED or not trains:
             self._compared += trains
             what = f"{what}{CONTENTS}{_checksum(leaves)}"

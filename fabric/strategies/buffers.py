@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.collectives.frames import PACK_LIMIT, describe_tensor
 from fabric.core._torch import BatchNorm
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.strategies.agree import copy_from_first, differing
+from fabric.strategies.agree import broadcast_from_group_root, differing
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
@@ -145,7 +145,7 @@ def broadcast_buffers(models: list[SyncedBuffers], channel: Channel | None) -> N
         if model.looks and channel is not None and channel.world_size > 1:
             model.look(channel)
     if channel is not None:
-        copy_from_first([tensor for model in models for tensor in model.tensors()], channel)
+        broadcast_from_group_root([tensor for model in models for tensor in model.tensors()], channel)
 
 
 def _slots(model: Module) -> Iterator[tuple[str, Module, str, Tensor]]:

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from fabric.checkpoint.checkpoint_io import CheckpointIO
     from fabric.checkpoint.snapshot import Snapshot
     from fabric.core.types import Filter, PathLike
-    from fabric.strategies.layout import Whole
+    from fabric.strategies.layout import Layout
 
 
 class Checkpoints(Exchange):
     """Saving and loading: all ranks make each of these calls, and a failure on one is raised on all."""
 
-    layout: Whole
+    layout: Layout
     state_dict_type = "full"
     """The format of checkpoints: "full" or "sharded"."""
     pending: PendingSave | None = None

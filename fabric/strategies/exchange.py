@@ -13,7 +13,7 @@ import torch
 
 from fabric.collectives.channel import (
     Channel,
-    Wire,
+    Transport,
     check_writable,
     op_name,
     reducible,
@@ -63,9 +63,9 @@ class Exchange:
         """The device of this process."""
         return self.topology.device
 
-    def make_wire(self) -> Wire:
+    def make_wire(self) -> Transport:
         """What collectives can send from here; asked once, when this process is in place."""
-        return Wire(self.root_device, ("cpu", self.root_device.type), self.root_device)
+        return Transport(self.root_device, ("cpu", self.root_device.type), self.root_device)
 
     def group_collective(self, group: Any | None) -> Collective:
         """The collective of a user's `group`: here that of one rank, whatever the group."""

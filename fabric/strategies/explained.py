@@ -42,7 +42,7 @@ def unused_parameters(module: Module, names: list[str], error: RuntimeError) -> 
     )
 
 
-def tell_apart(error: RuntimeError, graph: bool) -> None:
+def translate_ddp_error(error: RuntimeError, graph: bool) -> None:
     """Raise a better error than torch's for what a reducer cannot do.
 
     Args:

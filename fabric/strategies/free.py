@@ -12,9 +12,9 @@ from torch.nn import Module
 
 from fabric.collectives.frames import call_of
 from fabric.core.errors import UsageError
-from fabric.core.passes import attend_passes, parameters_of, watch_steps
+from fabric.core.passes import add_backward_listener, add_step_listener, parameters_of
 from fabric.strategies._torch import tensor_of
-from fabric.strategies.agree import average_gradients, copy_from_first, differing, stamp
+from fabric.strategies.agree import average_gradients, broadcast_from_group_root, differing, grad_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -36,12 +36,12 @@ class FreeParameters:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._refs: dict[int, weakref.ref[Tensor]] = {}
-        attend_passes(self)
+        add_backward_listener(self)
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Average these parameters, too, which get the first rank's values. All ranks must call this."""
         new = [*parameters]
-        copy_from_first(new, self._channel)
+        broadcast_from_group_root(new, self._channel)
         self._refs.update({id(p): weakref.ref(p) for p in new})
 
     def held(self) -> dict[int, Tensor]:
@@ -50,9 +50,9 @@ class FreeParameters:
 
     def around_pass(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Run a backward pass, and average the gradients that it changed. All ranks must call this."""
-        before = {key: stamp(p) for key, p in self.held().items()}
+        before = {key: grad_version(p) for key, p in self.held().items()}
         run(*args, **kwargs)
-        changed = {key: p for key, p in self.held().items() if stamp(p) != before[key]}
+        changed = {key: p for key, p in self.held().items() if grad_version(p) != before[key]}
         if changed:
             places = ", ".join([str(place) for place, key in enumerate(before) if key in changed])
             self._channel.meet(call_of("backward", f"gradients of free parameters {places}"))
@@ -78,7 +78,7 @@ class StepCheck:
         self._is_ours = type(strategy).setup_module.__module__.startswith("fabric.")
         self._unknown: weakref.WeakKeyDictionary[Optimizer, list[Tensor]]
         self._unknown = weakref.WeakKeyDictionary()
-        watch_steps(self)
+        add_step_listener(self)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Before a step of any optimizer; a closure makes gradients in the step.

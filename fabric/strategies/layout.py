@@ -1,4 +1,4 @@
-"""`Whole`: every parameter on this rank, nothing shared. The base of all layouts, plain torch by itself."""
+"""`Layout`: every parameter on this rank, nothing shared. The base of all layouts, plain torch by itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fabric.strategies.norms import FiniteNorms
 
 
-class Whole:
+class Layout:
     """How parameters sit on ranks, and all that follows: wrapping, gradient sync, clipping, state.
 
     A layout is the only thing in which strategies differ. It belongs to one strategy and is never copied
@@ -72,7 +72,7 @@ class Whole:
     keeps_parts = False
     """Whether nothing is gathered: states have this rank's parts, and the shapes of what other ranks have."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self
 
     def bind(self, devices: list[torch.device], num_nodes: int) -> None:
@@ -242,9 +242,9 @@ class Whole:
     @torch.no_grad()
     def divide_gradients(self, parameters: Iterable[Tensor], divisor: float) -> None:
         """Divide every gradient by `divisor`, in place."""
-        from fabric.strategies.norms import alike
+        from fabric.strategies.norms import group_by_dtype_device
 
-        for group in alike(self.own_gradients(parameters)).values():
+        for group in group_by_dtype_device(self.own_gradients(parameters)).values():
             foreach_div_(group, divisor)
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:

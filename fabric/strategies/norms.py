@@ -110,11 +110,13 @@ def norm_over_ranks(spread: list[tuple[list[Tensor], list[Any]]], norm_type: flo
 def scale_(tensors: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale tensors whose total norm is `norm` to one of at most `max_norm`, in place."""
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for (dtype, device, _), group in alike(tensors).items():
+    for (dtype, device, _), group in group_by_dtype_device(tensors).items():
         foreach_mul_(group, scale.to(device, dtype))
 
 
-def alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device, torch.layout], list[Tensor]]:
+def group_by_dtype_device(
+    tensors: Iterable[Tensor],
+) -> dict[tuple[torch.dtype, torch.device, torch.layout], list[Tensor]]:
     """Tensors by what one kernel can work on."""
     groups: dict[tuple[torch.dtype, torch.device, torch.layout], list[Tensor]] = {}
     for tensor in tensors:

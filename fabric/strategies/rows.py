@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fabric.core.topology import Topology
 
 
-class InRows:
+class DataParallelMesh:
     """What has a mesh with rows along its first dimension."""
 
     mesh: DeviceMesh | None

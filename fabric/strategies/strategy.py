@@ -16,7 +16,7 @@ from fabric.core.traits import overridden
 from fabric.precision.precision import CONVERSIONS, Precision
 from fabric.strategies.checkpoints import Checkpoints
 from fabric.strategies.exchange import Exchange
-from fabric.strategies.layout import Whole
+from fabric.strategies.layout import Layout
 from fabric.utilities.init import names_of_owners
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Strategy(Checkpoints):
         checkpoint_io: CheckpointIO | None = None,
         precision: Precision | None = None,
     ) -> None:
-        self.layout: Whole = Whole()
+        self.layout: Layout = Layout()
         self.topology = Topology()
         super().__init__()
         self.given = {"accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision": precision}
@@ -382,7 +382,9 @@ class Strategy(Checkpoints):
         """Whether `fabric.backward` is just `loss.backward()`: nobody adds anything to it."""
         self._precise_backward = self._precision.needs_backward
         self._changed_backward = self._precise_backward or overridden(type(self), Strategy, "backward")
-        self.plain_backward = not (self._changed_backward or overridden(type(self.layout), Whole, "backward"))
+        self.plain_backward = not (
+            self._changed_backward or overridden(type(self.layout), Layout, "backward")
+        )
 
     def _guarded(self, plan: Callable[..., Any]) -> Callable[..., Any]:
         """The plan, whose outputs refuse a plain `loss.backward()` where that would be wrong."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class Head(torch.nn.Linear):
+class SubjectHead(torch.nn.Linear):
     """A layer with a buffer."""
 
     scale: torch.Tensor
@@ -27,7 +27,7 @@ class Subject(torch.nn.Sequential):
 
     def __init__(self) -> None:
         body = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
-        super().__init__(OrderedDict(body=body, head=Head()))
+        super().__init__(OrderedDict(body=body, head=SubjectHead()))
 
 
 def subject() -> tuple[Subject, torch.optim.Optimizer]:

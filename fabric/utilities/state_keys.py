@@ -53,7 +53,7 @@ def with_ties(state: dict[str, Any], module: torch.nn.Module) -> dict[str, Any]:
     if not found:
         return state
     known = module.state_dict()  # a buffer may have a name that is not saved
-    return like(state, {**state, **{name: value for name, value in found.items() if name in known}})
+    return same_dict_type(state, {**state, **{name: value for name, value in found.items() if name in known}})
 
 
 def warn_if_unloaded(told: Any, saved: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ def clean_key(key: str) -> str:
     return key.replace(_COMPILED, "")
 
 
-def like(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+def same_dict_type(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     """`items` in a dictionary of `old`'s kind, with the versions that torch keeps at a state dict."""
     kind = type(old) if type(old) in PLAIN_DICTS else dict
     metadata = getattr(old, "_metadata", None)
@@ -108,7 +108,7 @@ def _shared_prefixes(keys: Iterable[str]) -> list[str]:
 
 
 def _renamed(state: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    renamed = like(state, {rename(key): value for key, value in state.items()})
+    renamed = same_dict_type(state, {rename(key): value for key, value in state.items()})
     versions = getattr(state, "_metadata", None)
     if versions is not None:
         # By module: "encoder.layer". A wrapper comes before what it wraps, whose version is the one that

@@ -310,7 +310,7 @@ def test_who_attends_is_told_of_passes_inside_and_only_of_those(monkeypatch):
     told = []
     counters = [Counter(told) for _ in range(20)]
     for counter in [*counters, counters[7]]:
-        passes.attend_passes(counter)
+        passes.add_backward_listener(counter)
     counter = counters[7]
     x = torch.ones(2, 4, requires_grad=True)
     nn.Linear(4, 4)(x).sum().backward()

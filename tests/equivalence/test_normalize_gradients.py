@@ -17,7 +17,7 @@ from test_layouts import LAYOUTS, TOLERANCE, launched, net, parts, scaler
 from torch import nn
 
 from fabric import Fabric
-from fabric.collectives.star import Star
+from fabric.collectives.star import ControlConnections
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError
 from fabric.plugins.precision import MixedPrecision
 from fabric.strategies import DDPStrategy
@@ -270,7 +270,7 @@ def messages():
     patched = {name: counting(name, getattr(dist, name)) for name in names}
     with (
         mock.patch.multiple(dist, **patched),
-        mock.patch.object(Star, "start", counting("frame", Star.start)),
+        mock.patch.object(ControlConnections, "start", counting("frame", ControlConnections.start)),
     ):
         yield calls
 

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Se
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
 from fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, ZeRO1Strategy
-from fabric.strategies.agree import PARCEL_BYTES, parcels
-from fabric.strategies.zero1.shares import divide
+from fabric.strategies.agree import PARCEL_BYTES, tensor_buckets
+from fabric.strategies.zero1.shares import assign_owners
 from fabric.wrappers import unwrap
 
 STEPS, BATCH = 4, 6
@@ -1162,16 +1162,16 @@ def test_while_saving_only_the_rank_that_writes_keeps_the_states(ranks):
     ],
 )
 def test_parameters_are_divided_evenly(sizes, loads, holders, owners):
-    assert divide(sizes, loads, holders or [[] for _ in sizes]) == owners
+    assert assign_owners(sizes, loads, holders or [[] for _ in sizes]) == owners
 
 
 def test_small_parameters_travel_together_and_large_ones_alone():
     small, large = torch.zeros(1000), torch.zeros(300_000)
     half = torch.zeros(1000, dtype=torch.bfloat16)
-    sent = parcels([small, large, half, torch.zeros(0), small[:7]])
+    sent = tensor_buckets([small, large, half, torch.zeros(0), small[:7]])
     assert [[t.numel() for t in parcel] for parcel in sent] == [[300_000], [1000, 7], [1000]]
     many = [torch.zeros(250_000) for _ in range(60)]
-    sizes = [sum(t.nbytes for t in parcel) for parcel in parcels(many)]
+    sizes = [sum(t.nbytes for t in parcel) for parcel in tensor_buckets(many)]
     assert sum(sizes) == 60_000_000
     assert len(sizes) == 3
     assert max(sizes) <= PARCEL_BYTES

@@ -24,10 +24,10 @@ SPLIT = ("zero2", "zero2-layers", "fsdp", "fsdp-layers", "fsdp-freed")
 MENDS = {
     "parts are back after each call": Mend(
         """
-from fabric.strategies.sharding.gathered import RootGate
+from fabric.strategies.sharding.gathered import FSDPCallGuard
 def begin(self):
     self._lent = False
-RootGate.begin, RootGate.end = begin, lambda self: None
+FSDPCallGuard.begin, FSDPCallGuard.end = begin, lambda self: None
 """,
         SPLIT,
     ),
@@ -40,22 +40,22 @@ Replicate.check_synced = lambda *_: None
     ),
     "forgotten optimizers are refused": Mend(
         """
-from fabric.strategies.sharding.split import Split
-Split.before_step = lambda *_: None
+from fabric.strategies.sharding.split import DTensorLayout
+DTensorLayout.before_step = lambda *_: None
 """,
         SPLIT,
     ),
     "evaluation without gradients meets": Mend(
         """
-from fabric.strategies.sharding.gathered import Meets
-Meets.meet = lambda self, name="": self._within is None
+from fabric.strategies.sharding.gathered import ForwardCheck
+ForwardCheck.meet = lambda self, name="": self._within is None
 """,
         SPLIT,
     ),
     "standstills end": Mend(
         """
-from fabric.guard.waits import Waits
-Waits.judge = lambda *_: None
+from fabric.guard.waits import DeadlockDetector
+DeadlockDetector.judge = lambda *_: None
 """,
         (*DDP, *SPLIT, "tensor"),
     ),
@@ -155,8 +155,8 @@ torch.utils.checkpoint.set_checkpoint_early_stop = fully_shard.set_checkpoint_ea
     ),
     "gradient penalties on split models are refused": Mend(
         """
-from fabric.strategies.sharding.gathered import RootGate
-RootGate.reached = lambda self, grad: self.give_back()
+from fabric.strategies.sharding.gathered import FSDPCallGuard
+FSDPCallGuard.reached = lambda self, grad: self.give_back()
 """,
         SPLIT,
         "setStorage",
@@ -238,14 +238,14 @@ FreeParameters.around_pass = lambda self, run, *args, **kwargs: run(*args, **kwa
     ),
     "modules with hidden outputs stay gathered": Mend(
         """
-from fabric.strategies.sharding.gathered import RootGate
+from fabric.strategies.sharding.gathered import FSDPCallGuard
 class Everything(dict):
     __contains__ = lambda self, state: True
-made = getattr(RootGate.__init__, "made", RootGate.__init__)
+made = getattr(FSDPCallGuard.__init__, "made", FSDPCallGuard.__init__)
 def begin(self, *args):
     made(self, *args)
     self._hidden = Everything()
-begin.made, RootGate.__init__ = made, begin
+begin.made, FSDPCallGuard.__init__ = made, begin
 """,
         SPLIT,
         "what a forward put aside",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fabric import Fabric
 from fabric.collectives import frames
-from fabric.collectives.star import Star
+from fabric.collectives.star import ControlConnections
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import flatten
 from fabric.precision.dtypes import as_bytes
@@ -77,8 +77,8 @@ def counted():
         return counting
 
     patched = {name: count(name, getattr(dist, name)) for name in CALLS if hasattr(dist, name)}
-    frames = {"start": count("frame", Star.start)}
-    with mock.patch.multiple(dist, **patched), mock.patch.multiple(Star, **frames):
+    frames = {"start": count("frame", ControlConnections.start)}
+    with mock.patch.multiple(dist, **patched), mock.patch.multiple(ControlConnections, **frames):
         yield calls
 
 

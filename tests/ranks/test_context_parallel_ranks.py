@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fabric import Fabric
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError
 from fabric.strategies import ContextParallel, DDP2Strategy, DDPStrategy
-from fabric.strategies.context_parallel.exchange import Exchange
+from fabric.strategies.context_parallel.exchange import SequenceExchange
 from fabric.strategies.context_parallel.sequence import current_part
 from fabric.utilities import sequence_positions
 
@@ -410,18 +410,18 @@ def keys_kept():
     model = fabric.setup(copy.deepcopy(plain))
     x = torch.randn(2, 13, 4)
     dist.broadcast(x, 0)
-    storages, see = [], Exchange.see
+    storages, see = [], SequenceExchange.see
 
     def watched(self, own, dim):
         whole = see(self, own, dim)
         storages.extend([tensor.untyped_storage() for tensor in whole if tensor.requires_grad])
         return whole
 
-    Exchange.see = watched
+    SequenceExchange.see = watched
     try:
         out = model(x)
     finally:
-        Exchange.see = see
+        SequenceExchange.see = see
     assert len(storages) == 4
     for _ in range(2):
         assert all([storage.nbytes() == 0 for storage in storages]), (

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from fabric.collectives.channel import Wire
+from fabric.collectives.channel import Transport
 from fabric.core.tree import flatten
 from fabric.strategies.pipeline import link as links
 from fabric.strategies.pipeline.link import Failed, Link
@@ -30,7 +30,7 @@ def trees():
 
 def exchange(ahead):
     """Rank 0 sends all; rank 1 takes them, the next one asked for before or not."""
-    wire = Wire(torch.device("cpu"), ("cpu",), torch.device("cpu"))
+    wire = Transport(torch.device("cpu"), ("cpu",), torch.device("cpu"))
     rank, sent = dist.get_rank(), trees()
     link = Link(1 - rank, dist.group.WORLD, wire, 5)
     for number, tree in enumerate(sent):
@@ -61,7 +61,7 @@ def test_trees_and_failures_arrive_in_order(ranks):
 
 def messages():
     """How many rank 0 sends for the second of two trees of one form, whatever their sizes."""
-    counts, wire = [], Wire(torch.device("cpu"), ("cpu",), torch.device("cpu"))
+    counts, wire = [], Transport(torch.device("cpu"), ("cpu",), torch.device("cpu"))
     pair = {"a": torch.ones(3, dtype=torch.bool), "b": None, "c": torch.ones(2)}
     link = Link(1 - dist.get_rank(), dist.group.WORLD, wire, 5)
     for tree in (pair, (torch.ones(1 << 16), torch.ones(3)), [], {}):

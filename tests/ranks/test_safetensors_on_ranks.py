@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fabric import Fabric
-from fabric.checkpoint.portable import Stored
+from fabric.checkpoint.portable import LazyTensor
 from fabric.strategies import ModelParallelStrategy, PipelineStrategy
 
 WIDE = 64
@@ -136,7 +136,7 @@ def bytes_read(name, path):
     fabric = launched(name)
     model = fabric.setup(net(seed=1, tied=ties(name)))
     read = []
-    original = Stored.of.__func__
+    original = LazyTensor.of.__func__
 
     def counted(cls, shape, dtype, fill):
         def count(target, offsets):
@@ -145,11 +145,11 @@ def bytes_read(name, path):
 
         return original(cls, shape, dtype, count)
 
-    Stored.of = classmethod(counted)
+    LazyTensor.of = classmethod(counted)
     try:
         fabric.load_raw(path, model)
     finally:
-        Stored.of = classmethod(original)
+        LazyTensor.of = classmethod(original)
     same(whole(fabric, model), net(tied=ties(name)).state_dict())
     return sum(read), max(read)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fabric import Fabric
-from fabric.checkpoint.formats.sharded.dcp import Part
+from fabric.checkpoint.formats.sharded.dcp import ShardWriter
 from fabric.core.errors import ConfigurationError
 from fabric.plugins.io import TorchCheckpointIO
 
@@ -159,13 +159,13 @@ def shards_changed_meanwhile(strategy, path):
     opt = copy.deepcopy(fabric.strategy.get_optimizer_state(optimizer))
     lists = [1, 2]
     state = {"model": model, "optimizer": optimizer, "lists": lists}
-    write, let = Part.write, threading.Event()
+    write, let = ShardWriter.write, threading.Event()
 
     def later(*args):
         assert let.wait(60)
         return write(*args)
 
-    with mock.patch.object(Part, "write", later):
+    with mock.patch.object(ShardWriter, "write", later):
         saving = fabric.save(path, state, wait=False, format="sharded")
         lists.append(3)
         for _ in range(2):
@@ -196,7 +196,7 @@ def a_rank_cannot_write(path, bad):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(Part, "write", full if fabric.global_rank in bad else Part.write):
+    with mock.patch.object(ShardWriter, "write", full if fabric.global_rank in bad else ShardWriter.write):
         saving = fabric.save(path, {"model": model, "n": 2}, wait=False)
         try:
             saving.wait()

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fabric import Fabric
 from fabric.checkpoint.formats.sharded import dcp as sharded
 from fabric.checkpoint.formats.sharded import directory
-from fabric.checkpoint.portable import Stored
+from fabric.checkpoint.portable import LazyTensor
 from fabric.plugins.io import CheckpointIO
 from fabric.strategies import FSDPStrategy, ModelParallelStrategy
 
@@ -114,7 +114,7 @@ def save_wide(name, folder):
     fabric.save(folder / name, {"model": model, "optimizer": optimizer}, format="sharded")
     read, in_place = [], []
     own = [getattr(p, "to_local", lambda p=p: p)().data_ptr() for p in model.parameters()]
-    original = Stored.of.__func__
+    original = LazyTensor.of.__func__
 
     def counted(cls, shape, dtype, fill):
         def count(target, offsets):
@@ -124,11 +124,11 @@ def save_wide(name, folder):
 
         return original(cls, shape, dtype, count)
 
-    Stored.of = classmethod(counted)
+    LazyTensor.of = classmethod(counted)
     try:
         fabric.load(folder / name, {"model": model, "optimizer": optimizer})
     finally:
-        Stored.of = classmethod(original)
+        LazyTensor.of = classmethod(original)
     return sum(read), sum(in_place)
 
 
@@ -382,7 +382,7 @@ def fail_to_write(folder, where):
         return rename(*args)
 
     places = {
-        "data": (sharded.Part, "write"),
+        "data": (sharded.ShardWriter, "write"),
         "digest": (sharded.DigestWriter, "write"),
         "rename": (Path, "rename"),
     }

@@ -23,7 +23,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from test_collectives import launched
 
-from fabric.collectives.frames import FRAME_BYTES, PACK_LIMIT, ROOM
+from fabric.collectives.frames import FRAME_BYTES, PACK_LIMIT, PAYLOAD_BYTES
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError
 
 OPS = ("mean", "sum", "min", "max", "product")
@@ -59,7 +59,7 @@ TENSORS = st.tuples(st.just("tensor"), st.sampled_from(DTYPES), SHAPES, st.sampl
 def sized(draw):
     """A leaf at one side of the limit up to which data ride in the frame, or travel packed."""
     dtype = draw(st.sampled_from(DTYPES))
-    limit = draw(st.sampled_from([ROOM, FRAME_BYTES, ROOM, PACK_LIMIT]))
+    limit = draw(st.sampled_from([PAYLOAD_BYTES, FRAME_BYTES, PAYLOAD_BYTES, PACK_LIMIT]))
     count = limit // getattr(torch, dtype).itemsize + draw(st.integers(-1, 1))
     return "tensor", dtype, (count,), draw(st.sampled_from(LAYOUTS))
 
@@ -586,7 +586,7 @@ def sum_rounding_numbers(seed):
     """Hashes of what every rank holds after reductions that must round, small and large."""
     fabric = launched()
     hashes, world = [], fabric.world_size
-    sizes = [1, 33, ROOM // 4 - 2, ROOM // 4 + 1, 50_001, PACK_LIMIT // 4 + 3]
+    sizes = [1, 33, PAYLOAD_BYTES // 4 - 2, PAYLOAD_BYTES // 4 + 1, 50_001, PACK_LIMIT // 4 + 3]
     for op in ("sum", "mean", "product"):
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64):
             if dtype.is_complex and op == "product":
@@ -614,7 +614,7 @@ def reduce_a_tensor_twice():
     """A tensor that stands in a tree at several places is one tensor."""
     fabric = launched()
     found = []
-    for count in (3, ROOM // 4 + 1, PACK_LIMIT // 4 + 1):
+    for count in (3, PAYLOAD_BYTES // 4 + 1, PACK_LIMIT // 4 + 1):
         x = torch.full((count,), fabric.global_rank + 1.0)
         result = fabric.all_reduce({"x": x, "again": x, "other": 1.0}, reduce_op="sum")
         assert result["x"] is x
@@ -785,7 +785,7 @@ def flow_back_once(fabric, verb, op, shapes, labels, seed):
 
 
 GRADIENT_SHAPES = st.lists(
-    st.one_of(st.lists(st.integers(0, 3), max_size=3).map(tuple), st.just((ROOM // 16 + 1,))),
+    st.one_of(st.lists(st.integers(0, 3), max_size=3).map(tuple), st.just((PAYLOAD_BYTES // 16 + 1,))),
     min_size=1,
     max_size=3,
 )

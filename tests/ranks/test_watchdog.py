@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from fabric import Fabric
-from fabric.collectives.frames import Said
+from fabric.collectives.frames import RankReport
 from fabric.core.errors import ConfigurationError, RankError
 from fabric.guard import watchdog
 from fabric.guard.stacks import user_line
-from fabric.guard.waits import Wait, as_table
+from fabric.guard.waits import RankStatus, as_table
 from fabric.guard.watchdog import report_after
 
 HERE = Path(__file__).name
@@ -193,7 +193,7 @@ def all_wait_at_once():
     with watched("60") as (fabric, listener):
         dog, waits = fabric.strategy._watchdog, fabric.strategy._watchdog._waits
         fabric.barrier()
-        waits.here = waits.stand(Said(0, "barrier('x') #1", "", "train.py:3"), time.monotonic() - 100)
+        waits.here = waits.stand(RankReport(0, "barrier('x') #1", "", "train.py:3"), time.monotonic() - 100)
         listener.wait()
         for _ in range(3):  # each needs a look of every rank's watchdog
             dog.whereabouts()
@@ -295,8 +295,8 @@ def test_lines_of_threads():
 
 def test_the_table():
     rows = [
-        Wait(0, "one", "barrier() #3", "", "train.py:4", 3.0, {}, told=64.2),
-        Wait(12, "two", "", "", "train.py:9 in load", None, {}, told=8.0),
+        RankStatus(0, "one", "barrier() #3", "", "train.py:4", 3.0, {}, told=64.2),
+        RankStatus(12, "two", "", "", "train.py:9 in load", None, {}, told=8.0),
     ]
     assert as_table(rows) == (
         "  rank  host  in                    for   at\n"

@@ -21,7 +21,7 @@ from fabric.plugins.io import TorchCheckpointIO
 from fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from fabric.resolve import Machine, Request, resolve
 from fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, SingleDeviceStrategy, Strategy
-from fabric.strategies.layout import Whole
+from fabric.strategies.layout import Layout
 
 CPU = torch.device("cpu")
 
@@ -100,7 +100,7 @@ class Custom(Strategy):
 
     def __init__(self, traits: Traits, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.layout = Whole()
+        self.layout = Layout()
         self.layout.traits = traits
 
 

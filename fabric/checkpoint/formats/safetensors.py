@@ -15,8 +15,8 @@ import torch
 
 from fabric.checkpoint.digest import crc_of, damaged, write_all
 from fabric.checkpoint.files import INDEX, INDICES, LENGTH, SINGLE
-from fabric.checkpoint.portable import TAG, Stored, read_stored
-from fabric.checkpoint.snapshot import place_of, values
+from fabric.checkpoint.portable import TAG, LazyTensor, read_stored
+from fabric.checkpoint.snapshot import storage_key, values
 from fabric.core.errors import ConfigurationError, MissingExtraError
 from fabric.utilities.state_keys import PLAIN_DICTS
 
@@ -92,7 +92,7 @@ def write(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], file: Any) ->
         file: Open for writing, with bytes. Never read or sought in.
     """
     first: dict[Any, str] = {}
-    names = {name: first.setdefault(place_of(tensor), name) for name, tensor in tensors.items()}
+    names = {name: first.setdefault(storage_key(tensor), name) for name, tensor in tensors.items()}
     tied = {name: kept for name, kept in names.items() if name != kept}
     # The widest first: each starts where its type may.
     order = sorted(first.values(), key=lambda name: -tensors[name].dtype.itemsize)
@@ -107,7 +107,7 @@ def write(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], file: Any) ->
 
 
 def read(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
-    """The tensors at `path` (see `safetensors_at`), `Stored`: each is read when it is used, and no more.
+    """The tensors at `path` (see `safetensors_at`), `LazyTensor`: each is read when it is used, and no more.
 
     Of a directory that has a single file and an index the file counts, as for `from_pretrained`.
 
@@ -152,12 +152,12 @@ def _read_file(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
         raise damaged(name, f"its {_TIES} cannot be read ({error!r})") from error
 
 
-def _stored(mapped: Tensor) -> Stored:
+def _stored(mapped: Tensor) -> LazyTensor:
     def fill(target: Tensor, offsets: Sequence[int]) -> Tensor:
         ends = zip(offsets, target.shape, strict=True)
         return target.copy_(mapped[tuple([slice(start, start + size) for start, size in ends])])
 
-    return Stored.of(mapped.shape, mapped.dtype, fill)
+    return LazyTensor.of(mapped.shape, mapped.dtype, fill)
 
 
 def _check(path: Path, name: PathLike) -> None:

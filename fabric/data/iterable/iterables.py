@@ -19,15 +19,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fabric.core.tree import flatten
 from fabric.data._torch import pin_memory, without_worker_info
 from fabric.data.order import PrivateRandomness, has_state, seed_draws
-from fabric.data.rules import Share
-from fabric.data.stand_ins import StandIn
+from fabric.data.rules import Shard
+from fabric.data.stand_ins import DatasetProxy
 from fabric.data.streams import digest
 from fabric.utilities.seed import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fabric.data.rules import Rule
+    from fabric.data.rules import ShardingRule
 
 
 _COMPARED = 32
@@ -49,7 +49,7 @@ class Batch:
         return Batch(pin_memory(self.items), self.note)
 
 
-class Head(NamedTuple):
+class StreamFingerprint(NamedTuple):
     """The first samples of one rank's stream."""
 
     samples: list[str]
@@ -60,7 +60,7 @@ class Head(NamedTuple):
     """The first one, for messages."""
 
     @classmethod
-    def of(cls, samples: list[Any]) -> Head:
+    def of(cls, samples: list[Any]) -> StreamFingerprint:
         """The head of a stream that begins with these."""
         compared = samples[:_COMPARED]
         rows = [[digest(leaf) for leaf in flatten(sample)[0][:_COLUMNS]] for sample in compared]
@@ -84,7 +84,7 @@ class Collate:
         return Batch(self.then(batch.items), batch.note)
 
 
-class Batched(StandIn, IterableDataset[Batch]):
+class ShardedIterableDataset(DatasetProxy, IterableDataset[Batch]):
     """This rank's batches of a stream: Fabric deals it out, or the dataset has shared itself out.
 
     Dealt out, every process reads the whole stream, under random streams that are the same everywhere, and
@@ -101,7 +101,9 @@ class Batched(StandIn, IterableDataset[Batch]):
 
     _OWN = frozenset({"given", "dealt", "salts", "asks", "own", "apart", "saved", "cell"})
 
-    def __init__(self, given: Any, dealt: Rule, salts: tuple[int, int], asks: bool, persistent: bool) -> None:
+    def __init__(
+        self, given: Any, dealt: ShardingRule, salts: tuple[int, int], asks: bool, persistent: bool
+    ) -> None:
         super().__init__(given)
         self.dealt = dealt
         self.salts = salts
@@ -122,9 +124,9 @@ class Batched(StandIn, IterableDataset[Batch]):
         return not self.own
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> ShardingRule:
         """How this rank's batches are formed."""
-        return self.dealt._replace(share=Share(0, 1), uneven="exact") if self.own else self.dealt
+        return self.dealt._replace(share=Shard(0, 1), uneven="exact") if self.own else self.dealt
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
         """What the next iteration is: an epoch, perhaps from a saved position on."""
@@ -158,7 +160,7 @@ class Batched(StandIn, IterableDataset[Batch]):
         if self.asks and not self.own:
             block = draw(self.rule.size)
             draw = _after(block, draw)
-            yield Batch(Head.of(block) if worker == 0 else None)
+            yield Batch(StreamFingerprint.of(block) if worker == 0 else None)
         # By now the loop's process may have learned that the dataset shares itself out.
         turns, rule = 1 if self.own else max(workers, 1), self.rule
 

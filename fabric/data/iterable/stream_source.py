@@ -10,7 +10,7 @@ import torch
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.data._torch import drop_workers
 from fabric.data.rules import check_padding
-from fabric.data.sources import Drawing, check_same
+from fabric.data.sources import SeededLoaderAdapter, check_same
 from fabric.data.streams import digest
 from fabric.data.together import table
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -19,8 +19,8 @@ from fabric.utilities.warnings import PossibleUserWarning
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fabric.data.iterable.iterables import Batched, Head
-    from fabric.data.together import Peers
+    from fabric.data.iterable.iterables import ShardedIterableDataset, StreamFingerprint
+    from fabric.data.together import RankGroup
 
 _FEWER = (
     "Not all ranks get a batch in every round, and gradients are enabled: rounds in which some have none "
@@ -35,7 +35,7 @@ _ONE_STREAM = (
 """What to do about ranks that begin differently, and should not."""
 
 
-class StreamSource(Drawing):
+class StreamSource(SeededLoaderAdapter):
     """An iterable dataset: Fabric deals out its samples, or it shares itself out.
 
     Args:
@@ -47,13 +47,18 @@ class StreamSource(Drawing):
     """
 
     def __init__(
-        self, loader: Any, dataset: Batched, seed: int, own: torch.Generator | None, uneven: str | None
+        self,
+        loader: Any,
+        dataset: ShardedIterableDataset,
+        seed: int,
+        own: torch.Generator | None,
+        uneven: str | None,
     ) -> None:
         super().__init__(loader, seed, own)
         self.dataset = dataset
         self.uneven = uneven
         self._open = not dataset.own
-        self._head: Head | None = None
+        self._head: StreamFingerprint | None = None
         self._share(dataset.own, dataset.apart)
 
     def become(self, kind: str) -> bool:
@@ -78,7 +83,7 @@ class StreamSource(Drawing):
         self._head = None
         self.dataset.begin(epoch, saved)
 
-    def settle(self, batches: Iterator[Any], peers: Peers) -> bool:
+    def settle(self, batches: Iterator[Any], peers: RankGroup) -> bool:
         """Find out, at the first iteration, who shares the samples out. All ranks.
 
         Args:
@@ -184,7 +189,7 @@ class StreamSource(Drawing):
         return sum([self.dataset.rule.count(entry["samples"]) for entry in state["streams"].values()])
 
 
-def shares_itself(name: str, held: list[tuple[int, Head]]) -> bool:
+def shares_itself(name: str, held: list[tuple[int, StreamFingerprint]]) -> bool:
     """Whether a dataset has shared itself out; else all ranks read one stream.
 
     Args:

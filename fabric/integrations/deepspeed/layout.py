@@ -20,10 +20,10 @@ from fabric.integrations.deepspeed import states
 from fabric.integrations.deepspeed.calls import Together
 from fabric.integrations.deepspeed.gradients import Gradients, take_over, trains
 from fabric.integrations.deepspeed.precision import PRECISIONS, WHY
-from fabric.strategies.layout import Whole
+from fabric.strategies.layout import Layout
 from fabric.strategies.norms import norm_over_ranks
 from fabric.strategies.plain import NOT_THE_USERS
-from fabric.strategies.zero1.shares import stand_in
+from fabric.strategies.zero1.shares import optimizer_view
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Engines(Whole):
+class Engines(Layout):
     """The user's optimizer keeps the model's parameters and their settings; the engine steps a twin of it,
     whose parameters are DeepSpeed's.
 
@@ -86,7 +86,7 @@ class Engines(Whole):
         twin = None
         if optimizer is not None:
             groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-            twin = stand_in(optimizer, param_groups=groups, state=defaultdict(dict))
+            twin = optimizer_view(optimizer, param_groups=groups, state=defaultdict(dict))
             vars(twin).pop("step", None)  # which schedulers bind to the user's
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=twin, config=self.config, dist_init_required=False
@@ -402,5 +402,5 @@ def _made_by(engine: Any) -> Optimizer:
     own = engine.optimizer.optimizer
     held = [p for p in engine.module.parameters() if p.requires_grad]
     groups = [{"params": held, **_settings(own.param_groups[0])}]
-    made: Optimizer = stand_in(own, param_groups=groups, state=defaultdict(dict))
+    made: Optimizer = optimizer_view(own, param_groups=groups, state=defaultdict(dict))
     return made

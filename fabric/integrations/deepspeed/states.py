@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.integrations.deepspeed.gradients import is_stepped
-from fabric.strategies.zero1.shares import stand_in
+from fabric.strategies.zero1.shares import optimizer_view
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -71,7 +71,7 @@ def optimizer_state(optimizer: Optimizer, engine: Any, keep: bool) -> dict[str, 
                 entry[key] = full.cpu() if keep else full.new_empty(0)
             else:
                 entry[key] = value.clone() if torch.is_tensor(value) else value
-    found: dict[str, Any] = stand_in(optimizer, state=state).state_dict()
+    found: dict[str, Any] = optimizer_view(optimizer, state=state).state_dict()
     return found
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fabric.integrations.horovod.package import load_horovod
 from fabric.launch.stores import part_of_store, take_port
-from fabric.plugins.environments.started import StartedEnvironment
+from fabric.plugins.environments.started import ExternalEnvironment
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
-class HorovodEnvironment(StartedEnvironment):
+class HorovodEnvironment(ExternalEnvironment):
     """Processes started by `horovodrun`. Where rank zero listens is told by Horovod's own broadcast."""
 
     launcher = "horovodrun"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
 from fabric.core.pickles import pickling_error
-from fabric.launch.endings import Ending, describe
+from fabric.launch.endings import RankExit, describe
 from fabric.launch.failure import exit_reason
 from fabric.launch.garbage import forked
 from fabric.launch.lifeline import die_with_creator, die_with_parent
@@ -29,14 +29,14 @@ from fabric.launch.signals import flush_output
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from fabric.launch.place import Place
+    from fabric.launch.place import RankEnv
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """What a rank is to do. `call` is pickled bytes, or the objects themselves under fork."""
 
-    place: Place
+    place: RankEnv
     call: bytes | tuple[Any, ...]
     variables: dict[str, str] | None
     """The parent's environment, where the process does not inherit it (forkserver)."""
@@ -49,7 +49,7 @@ class Task:
 
 
 def run_rank(task: Task, link: Connection) -> None:
-    """Run one rank to its end and send exactly one `Ending`."""
+    """Run one rank to its end and send exactly one `RankExit`."""
     forked()
     if task.parent is None:  # a fork server lives as long as its children
         die_with_creator()
@@ -67,14 +67,14 @@ def run_rank(task: Task, link: Connection) -> None:
     if fork:
         atexit._clear()  # what the parent is to do at its end
     try:
-        ending = Ending(time.monotonic(), result=_call(task))
+        ending = RankExit(time.monotonic(), result=_call(task))
     except SystemExit as stop:
         code, reason = exit_reason(stop.code)
-        ending = Ending(time.monotonic(), reason if code else None, code=code)
+        ending = RankExit(time.monotonic(), reason if code else None, code=code)
         if not isinstance(stop.code, int | None):
             print(stop.code, file=sys.stderr)
     except KeyboardInterrupt:
-        ending = Ending(time.monotonic(), "KeyboardInterrupt", code=128 + signal.SIGINT)
+        ending = RankExit(time.monotonic(), "KeyboardInterrupt", code=128 + signal.SIGINT)
     except BaseException as error:
         ending = _ending_of(error)
     if os.getpid() != owner:  # a process that the rank has forked by hand has come back to here
@@ -114,11 +114,11 @@ def _set_variables(task: Task) -> None:
     os.environ.update(task.place.variables(os.environ, "function"))
 
 
-def _ending_of(error: BaseException) -> Ending:
+def _ending_of(error: BaseException) -> RankExit:
     when = time.monotonic()
     # The frames of this module say nothing to the user: the traceback starts at the user's function.
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next
     trace = "".join(traceback.format_exception(error.with_traceback(tb))) if tb is not None else ""
-    return Ending(when, describe(error), trace)
+    return RankExit(when, describe(error), trace)

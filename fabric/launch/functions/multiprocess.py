@@ -28,7 +28,7 @@ from fabric.launch.functions.openmp import rest_openmp
 from fabric.launch.garbage import forking
 from fabric.launch.handlers import Handlers
 from fabric.launch.launcher import Launcher
-from fabric.launch.place import Place, place_here
+from fabric.launch.place import RankEnv, place_here
 from fabric.launch.rank_logs import RankLogs
 from fabric.launch.signals import die_by
 from fabric.launch.supervisor import Supervisor
@@ -92,7 +92,7 @@ class MultiprocessLauncher(Launcher):
         first, listener = place_here(self.environment, self.num_processes, self.num_nodes)
         return self._run(first, listener, call)
 
-    def _run(self, first: Place, listener: socket.socket | None, call: bytes | tuple[Any, ...]) -> Any:
+    def _run(self, first: RankEnv, listener: socket.socket | None, call: bytes | tuple[Any, ...]) -> Any:
         if self.start_method == "fork":
             _prepare_fork(first.threads())
         context, elsewhere = multiprocessing.get_context(self.start_method), self.num_nodes > 1
@@ -154,7 +154,7 @@ class MultiprocessLauncher(Launcher):
 
 def _start_rank(
     context: BaseContext,
-    place: Place,
+    place: RankEnv,
     call: bytes | tuple[Any, ...],
     link: Connection,
     logs: RankLogs | None,
@@ -176,7 +176,7 @@ def _start_rank(
     return process  # type: ignore[no-any-return]
 
 
-def _host(place: Place, listener: socket.socket) -> Store:
+def _host(place: RankEnv, listener: socket.socket) -> Store:
     """The store of all ranks, which lives as long as what is returned."""
     from torch.distributed import TCPStore
 

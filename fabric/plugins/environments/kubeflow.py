@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from fabric.plugins.environments.started import StartedEnvironment
+from fabric.plugins.environments.started import ExternalEnvironment
 
 
-class KubeflowEnvironment(StartedEnvironment):
+class KubeflowEnvironment(ExternalEnvironment):
     """One process in each pod of a PyTorchJob; with several in a pod, torchrun starts them."""
 
     launcher = "the PyTorchJob"

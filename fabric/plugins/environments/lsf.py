@@ -6,10 +6,10 @@ import os
 import socket
 from pathlib import Path
 
-from fabric.plugins.environments.started import StartedEnvironment, port_of
+from fabric.plugins.environments.started import ExternalEnvironment, port_of
 
 
-class LSFEnvironment(StartedEnvironment):
+class LSFEnvironment(ExternalEnvironment):
     """Processes started by `jsrun` in a job of LSF.
 
     The machines are those of LSB_DJOB_RANKFILE (or LSB_HOSTS) in their order. Where it names more than run

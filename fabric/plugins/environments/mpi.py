@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.plugins.environments.started import StartedEnvironment, first_set, port_of
+from fabric.plugins.environments.started import ExternalEnvironment, first_set, port_of
 
 # What is the same for all ranks of one mpirun and another for the next.
 _JOB_VARIABLES = (
@@ -37,7 +37,7 @@ def _flavour() -> dict[str, str]:
     return dict(zip(_TOLD, names, strict=False))
 
 
-class MPIEnvironment(StartedEnvironment):
+class MPIEnvironment(ExternalEnvironment):
     """Processes started by an MPI launcher: OpenMPI, MPICH, Intel MPI, MVAPICH2 or Cray PALS.
 
     torch does not talk MPI here: ranks and sizes are all that is taken. On several machines set MASTER_ADDR

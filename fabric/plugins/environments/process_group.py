@@ -6,10 +6,10 @@ import os
 
 import torch
 
-from fabric.plugins.environments.started import StartedEnvironment
+from fabric.plugins.environments.started import ExternalEnvironment
 
 
-class ProcessGroupEnvironment(StartedEnvironment):
+class ProcessGroupEnvironment(ExternalEnvironment):
     """The place of this process in torch.distributed's default group, whoever made it.
 
     Variables say where its machine ends; without them all ranks are taken to be on one.

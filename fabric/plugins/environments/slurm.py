@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments.cluster_environment import whole_number
-from fabric.plugins.environments.started import StartedEnvironment, first_set, port_of
+from fabric.plugins.environments.started import ExternalEnvironment, first_set, port_of
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
@@ -30,7 +30,7 @@ _TERMINALS = {"screen", "tmux"}
 _FIRST_SPECIAL_STEP = 0xFFFFFFFA  # from here on: the steps of the batch script, of salloc's shell, ...
 
 
-class SLURMEnvironment(StartedEnvironment):
+class SLURMEnvironment(ExternalEnvironment):
     """Processes started by `srun`, in a batch script or from an allocation.
 
     Args:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FIRST_PORT, PORTS = 12000, 20000  # below the range from which kernels give ports to clients
 
 
-class StartedEnvironment(ClusterEnvironment):
+class ExternalEnvironment(ClusterEnvironment):
     """Ranks that something else started, all of them, before the script ran."""
 
     launcher: ClassVar[str]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fabric.core.errors import LaunchError
 from fabric.launch.stores import part_of_store
 from fabric.plugins.environments.rendezvous import ARRIVED, absent
-from fabric.plugins.environments.started import StartedEnvironment
+from fabric.plugins.environments.started import ExternalEnvironment
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -21,7 +21,7 @@ _HELLO, _WELCOME = "fabric/hello", "fabric/welcome"
 _LOOK_S = 0.02
 
 
-class TorchElasticEnvironment(StartedEnvironment):
+class TorchElasticEnvironment(ExternalEnvironment):
     """Processes started by `torchrun` or `python -m torch.distributed.run`."""
 
     launcher = "torchrun"

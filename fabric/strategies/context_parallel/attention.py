@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fabric.strategies.context_parallel.exchange import Exchange
+    from fabric.strategies.context_parallel.exchange import SequenceExchange
 
 HEADS = inspect.signature(F.multi_head_attention_forward)
 
@@ -45,7 +45,7 @@ def called() -> Iterator[None]:
 
 
 @contextmanager
-def divided(exchange: Exchange) -> Iterator[None]:
+def divided(exchange: SequenceExchange) -> Iterator[None]:
     """Context in which modules work on this rank's part, and torch's attention looks at the whole."""
     with seeing(exchange.part), _Attention(exchange):
         yield
@@ -54,7 +54,7 @@ def divided(exchange: Exchange) -> Iterator[None]:
 class _Attention(TorchFunctionMode):
     """While this is entered, torch's attention looks at the whole sequence."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: SequenceExchange) -> None:
         super().__init__()
         self._own: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: partial(_attend, exchange),
@@ -77,7 +77,7 @@ class _Attention(TorchFunctionMode):
 
 
 def _attend(
-    exchange: Exchange,
+    exchange: SequenceExchange,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -133,7 +133,7 @@ def _lend(tensors: list[Tensor], make: Callable[[], list[Tensor]], out: Tensor, 
             tensor.register_hook(empty)
 
 
-def _attend_in_heads(exchange: Exchange, *args: Any, **kwargs: Any) -> Any:
+def _attend_in_heads(exchange: SequenceExchange, *args: Any, **kwargs: Any) -> Any:
     """`F.multi_head_attention_forward` of queries (size, N, E); keys are projected on each rank, for all."""
     given = HEADS.bind(*args, **kwargs)
     given.apply_defaults()
@@ -156,7 +156,7 @@ def _attend_in_heads(exchange: Exchange, *args: Any, **kwargs: Any) -> Any:
 
 
 def _check_lengths(
-    name: str, exchange: Exchange, query: Tensor, others: tuple[Tensor, Tensor], dim: int
+    name: str, exchange: SequenceExchange, query: Tensor, others: tuple[Tensor, Tensor], dim: int
 ) -> None:
     part, lengths = exchange.part, [tensor.shape[dim] for tensor in (query, *others)]
     if lengths != [part.size] * 3:
@@ -185,7 +185,7 @@ def _causal(rows: int, keys: int, dtype: torch.dtype, device: torch.device) -> A
     return torch.full((rows, keys), -torch.inf, dtype=dtype, device=device).triu_(keys - rows + 1)
 
 
-def _own_rows(mask: Tensor | None, exchange: Exchange) -> Tensor | None:
+def _own_rows(mask: Tensor | None, exchange: SequenceExchange) -> Tensor | None:
     """The rows of an attention mask (..., queries, keys) that are this rank's queries, with all keys."""
     part = exchange.part
     if mask is None or mask.dim() < 2:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fabric.strategies.context_parallel.exchange import Exchange
+    from fabric.strategies.context_parallel.exchange import SequenceExchange
     from fabric.strategies.data_parallel.parts import Call
 
 MASK = "mask"
@@ -130,7 +130,7 @@ class DividedCall:
         own.whole = unflatten(own.leaves, own.spec, self.whole)
         return own
 
-    def divided(self, exchange: Exchange) -> Call:
+    def divided(self, exchange: SequenceExchange) -> Call:
         """The arguments of this rank's part."""
         own = []
         for leaf, dim in zip(self.leaves, self.dims, strict=True):
@@ -140,7 +140,7 @@ class DividedCall:
         call: Call = unflatten(own, self.spec, self.whole)
         return call
 
-    def join(self, output: Any, exchange: Exchange) -> Any:
+    def join(self, output: Any, exchange: SequenceExchange) -> Any:
         """The output of the whole call, on all ranks.
 
         Raises:

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fabric.collectives.channel import Channel
-    from fabric.strategies.context_parallel.sequence import Part
+    from fabric.strategies.context_parallel.sequence import SequencePart
 
     Passage = Callable[[list[Tensor]], list[Tensor]]
 
 
-class Exchange:
+class SequenceExchange:
     """The ranks that share a sequence, and which part of it is whose. All of them make each call.
 
     Args:
@@ -32,7 +32,7 @@ class Exchange:
         part: Of this rank.
     """
 
-    def __init__(self, channel: Channel, part: Part) -> None:
+    def __init__(self, channel: Channel, part: SequencePart) -> None:
         self.channel, self.part = channel, part
 
     def divide(self, whole: Tensor, dim: int) -> Tensor:

@@ -17,10 +17,10 @@ from fabric.core._torch import BatchNorm, backward_pass
 from fabric.core.compile import eager
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.tree import flatten
-from fabric.strategies.alike import Alike
+from fabric.strategies.alike import InputConsistencyCheck
 from fabric.strategies.context_parallel.region import Region, Row
 from fabric.strategies.context_parallel.sequence import part_sizes
-from fabric.strategies.rows import InRows, check_number, check_rows, make_rows
+from fabric.strategies.rows import DataParallelMesh, check_number, check_rows, make_rows
 from fabric.strategies.sharding.blocks import check_policy, choose_blocks
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-    from fabric.collectives.channel import Wire
+    from fabric.collectives.channel import Transport
     from fabric.core.topology import Topology
 
 DIMS = ("data_parallel", "context_parallel")
 
 
-class ContextParallel(InRows):
+class ContextParallel(DataParallelMesh):
     """Long sequences divided over ranks: `DDPStrategy(context_parallel=ContextParallel(2))`.
 
     Ranks in rows of `size` get the same batch (loaders that are set up see to it). Inside of the modules that
@@ -111,7 +111,7 @@ class ContextParallel(InRows):
             size, world_size, f"rows of {size} that share a sequence", "ContextParallel(size) with"
         )
 
-    def join(self, topology: Topology, wire: Wire) -> None:
+    def join(self, topology: Topology, wire: Transport) -> None:
         """Make the groups. All ranks must call this."""
         size = self.size_of(topology.world_size)
         self.mesh = make_rows(topology, size, DIMS)
@@ -144,7 +144,9 @@ class ContextParallel(InRows):
         """Divide `regions` in a model that a layout has wrapped: hooks of its own see what is whole."""
         if self.row.channel is None:
             return
-        entrance = _Entrance(Alike(self.row.channel, next(self._numbers), type(module).__name__))
+        entrance = _Entrance(
+            InputConsistencyCheck(self.row.channel, next(self._numbers), type(module).__name__)
+        )
         module.register_forward_pre_hook(entrance, with_kwargs=True)
         for part, name in regions.items():
             Region(self.row, name).install(part)
@@ -158,7 +160,7 @@ class ContextParallel(InRows):
 class _Entrance:
     """Hook where a model begins: ranks of a row compare what they were called with."""
 
-    def __init__(self, alike: Alike | None) -> None:
+    def __init__(self, alike: InputConsistencyCheck | None) -> None:
         self._alike = alike
 
     @eager

@@ -16,8 +16,8 @@ from fabric.core.compile import eager
 from fabric.core.errors import UsageError
 from fabric.strategies.context_parallel.attention import called, divided
 from fabric.strategies.context_parallel.call import DividedCall
-from fabric.strategies.context_parallel.exchange import Exchange
-from fabric.strategies.context_parallel.sequence import Part, current_part, part_sizes
+from fabric.strategies.context_parallel.exchange import SequenceExchange
+from fabric.strategies.context_parallel.sequence import SequencePart, current_part, part_sizes
 from fabric.strategies.context_parallel.trial import try_parts
 from fabric.utilities.random_stream import RandomStream
 
@@ -60,7 +60,7 @@ class Region:
         self.row, self.name = row, name
         self.random: RandomStream | None = None
         self._tried: Counter[Any] = Counter()
-        self._last: list[Part | None] = []
+        self._last: list[SequencePart | None] = []
         """What forwards since the last backward had, each once; None: the whole."""
         self._went_back = False
 
@@ -91,7 +91,7 @@ class Region:
         if self._tried[key] < _TRIALS:
             try_parts(module, parts, channel, place, self._tried[key])
             self._tried[key] += 1
-        exchange = Exchange(channel, Part(parts.length, place, count))
+        exchange = SequenceExchange(channel, SequencePart(parts.length, place, count))
         self._note(exchange.part)
         part_sizes.add(exchange.part.size)
         own_args, own_kwargs = parts.divided(exchange)
@@ -121,10 +121,10 @@ class Region:
             )
         if part is None or part.size not in sizes:
             return call(*args, **kwargs)
-        with divided(Exchange(channel, part)):
+        with divided(SequenceExchange(channel, part)):
             return call(*args, **kwargs)
 
-    def _note(self, part: Part | None) -> None:
+    def _note(self, part: SequencePart | None) -> None:
         """A forward begins through which a backward may go."""
         if backward_pass() != -1:  # or computes again: what is inside belongs to it
             self._last, self._went_back = [part], True

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Part:
+class SequencePart:
     """A rank's part of a sequence: two pieces, from either end, so that causal attention costs all alike.
 
     Args:
@@ -66,7 +66,7 @@ class Part:
 
 
 class _Here(threading.local):
-    part: Part | None = None
+    part: SequencePart | None = None
 
 
 _here = _Here()
@@ -74,13 +74,13 @@ part_sizes: set[int] = set()
 """How many positions the parts have had in forwards so far, in any thread."""
 
 
-def current_part() -> Part | None:
+def current_part() -> SequencePart | None:
     """The part that the modules see which run now; None: the whole."""
     return _here.part
 
 
 @contextmanager
-def seeing(part: Part) -> Iterator[None]:
+def seeing(part: SequencePart) -> Iterator[None]:
     """Context in which modules see this part, in this thread."""
     before, _here.part = _here.part, part
     try:

@@ -17,8 +17,8 @@ from fabric.strategies.agree import on_any_rank
 from fabric.strategies.context_parallel._torch import groups_inside, ungathered
 from fabric.strategies.context_parallel.attention import divided
 from fabric.strategies.context_parallel.call import noise
-from fabric.strategies.context_parallel.exchange import Exchange
-from fabric.strategies.context_parallel.sequence import Part, seeing
+from fabric.strategies.context_parallel.exchange import SequenceExchange
+from fabric.strategies.context_parallel.sequence import SequencePart, seeing
 from fabric.strategies.trial import difference, untouched
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, n
         except Exception:  # perhaps it takes this length, or such numbers, only
             small = call.some(call.length)
             whole = _run(module, small, mode)
-        exchange = Exchange(channel, Part(small.length, place, count))
+        exchange = SequenceExchange(channel, SequencePart(small.length, place, count))
         try:
             parts = _run(module, small, mode, exchange)
         except FabricError:
@@ -142,7 +142,9 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def _run(module: Module, call: DividedCall, mode: Trial, exchange: Exchange | None = None) -> dict[str, Any]:
+def _run(
+    module: Module, call: DividedCall, mode: Trial, exchange: SequenceExchange | None = None
+) -> dict[str, Any]:
     """The whole output, under "", and what modules keep of the call, by name: in parts, if there is an
     exchange.
     """
@@ -150,7 +152,7 @@ def _run(module: Module, call: DividedCall, mode: Trial, exchange: Exchange | No
     before = {path: dict(vars(inner)) for path, inner in modules.items()}
     with untouched(list(modules.values()), mode.device):
         if exchange is None:
-            with seeing(Part(call.length, 0, 1)), mode:
+            with seeing(SequencePart(call.length, 0, 1)), mode:
                 output = module.forward(*call.whole[0], **call.whole[1])
         else:
             args, kwargs = call.divided(exchange)

@@ -12,10 +12,10 @@ from fabric.core.compile import eager, uncompiled
 from fabric.core.errors import UsageError
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten, unflatten
-from fabric.strategies.data_parallel.parts import CallParts
+from fabric.strategies.data_parallel.parts import MicrobatchArgs
 from fabric.strategies.ddp._torch import NOT_AVERAGED, leave_out_of_ddp
 from fabric.strategies.ddp.replicate import Replicate
-from fabric.strategies.layout import Whole
+from fabric.strategies.layout import Layout
 from fabric.utilities.apply_func import move_data_to_device
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ ACCELERATORS = ("cpu", "cuda", "mps")
 """torch copies a model to several devices of one process for CUDA only; of mps there is one."""
 
 
-class SplitBatch(Whole):
+class SplitBatch(Layout):
     """The forward's batch in one part for each device, outputs gathered on the first; else plain torch.
 
     Only `model(...)` is split. Other methods of the user's module run on it directly, with all rows. State
@@ -96,9 +96,9 @@ class DeviceSplit(DataParallel[Module]):
         """The arguments of each replica, on its device.
 
         Raises:
-            ConfigurationError: The arguments cannot be split (see `CallParts`).
+            ConfigurationError: The arguments cannot be split (see `MicrobatchArgs`).
         """
-        parts = CallParts(inputs, kwargs or {}, len(device_ids))
+        parts = MicrobatchArgs(inputs, kwargs or {}, len(device_ids))
         kind = self.src_device_obj.type
         moved = [
             move_data_to_device(part, torch.device(kind, index))

@@ -19,7 +19,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of one call."""
 
 
-class CallParts:
+class MicrobatchArgs:
     """The arguments of at most `count` calls, sizes as of `torch.chunk`: 5 rows in 4 parts are 2, 2 and 1.
 
     Every tensor with dimensions gives each call its own rows (views: what a forward writes into them reaches

@@ -20,16 +20,16 @@ import torch
 from fabric.collectives.frames import call_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
-from fabric.core.passes import attend_passes, leaves_of, parameters_of, watch_steps
+from fabric.core.passes import add_backward_listener, add_step_listener, leaves_of, parameters_of
 from fabric.core.torch_versions import BUFFER_KEYWORDS, buffers_off
 from fabric.core.traits import Traits
 from fabric.strategies._torch import tensor_of
 from fabric.strategies.agree import (
     average_gradients,
-    copy_from_first,
+    broadcast_from_group_root,
     differing,
+    grad_version,
     on_any_rank,
-    stamp,
 )
 from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
 from fabric.strategies.ddp._torch import (
@@ -45,7 +45,7 @@ from fabric.strategies.ddp._torch import (
     running_node,
 )
 from fabric.strategies.ddp.shared import SharedParameters, reducing
-from fabric.strategies.layout import Whole
+from fabric.strategies.layout import Layout
 from fabric.utilities.init import name_of, names_of_owners
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from fabric.core.topology import Topology
 
 
-class Replicate(Whole):
+class Replicate(Layout):
     """DDP with bucket views by default (gradients live in the communication buckets: no copy, 4 bytes less a
     parameter).
 
@@ -106,9 +106,9 @@ class Replicate(Whole):
         self._frozen += [
             (name, weakref.ref(p)) for name, p in module.named_parameters() if not p.requires_grad
         ]
-        attend_passes(self)
+        add_backward_listener(self)
         if not any([p.requires_grad for p in module.parameters()]):
-            copy_from_first([*module.parameters(), *shared_buffers(module).values()], self._group())
+            broadcast_from_group_root([*module.parameters(), *shared_buffers(module).values()], self._group())
             return module
         from torch.nn.parallel import DistributedDataParallel
 
@@ -117,7 +117,7 @@ class Replicate(Whole):
             settings["device_ids"] = [topology.device.index]
         ignored = getattr(module, NOT_AVERAGED, [])
         sent = [p for name, p in module.named_parameters() if name not in ignored]
-        copy_from_first([*sent, *shared_buffers(module).values()], self._group())
+        broadcast_from_group_root([*sent, *shared_buffers(module).values()], self._group())
         replica = DistributedDataParallel(module, **settings)
         self._models += 1
         self.adopt(replica)
@@ -196,7 +196,7 @@ class Replicate(Whole):
     def _keep_local(self, known: _Known) -> None:
         """The replica's next backwards average nothing; or it is new, and none has averaged anything yet."""
         known.local = True
-        self._unwatch = self._unwatch or watch_steps(self)
+        self._unwatch = self._unwatch or add_step_listener(self)
 
     def _replica_of(self, wrapped: Module) -> DistributedDataParallel | None:
         replica: DistributedDataParallel = uncompiled(wrapped)
@@ -249,7 +249,7 @@ class Replicate(Whole):
             UsageError: Parameters got no gradient, so the ranks' gradients could not be averaged; names them.
         """
         held = [(name, tensor_of(ref)) for name, ref in self._frozen]
-        thawed = [(name, p, stamp(p)) for name, p in held if p is not None and p.requires_grad]
+        thawed = [(name, p, grad_version(p)) for name, p in held if p is not None and p.requires_grad]
         syncing = [r for r in self._replicas if r.require_backward_grad_sync and r.reducer is not None]
         start = [t for t in (tensors if isinstance(tensors, Sequence) else [tensors]) if torch.is_tensor(t)]
         trained = {id(p) for r in syncing for p in self._replicas[r].trained} if self._failed else set()
@@ -275,15 +275,15 @@ class Replicate(Whole):
                 self._replicas[replica].views = {}
                 self._failed = True
             if isinstance(error, RuntimeError) and syncing:
-                from fabric.strategies.explained import tell_apart
+                from fabric.strategies.explained import translate_ddp_error
 
-                tell_apart(error, graph=kwargs.get("create_graph") or True in args[2:3])
+                translate_ddp_error(error, graph=kwargs.get("create_graph") or True in args[2:3])
             raise
         self.joint = getattr(self.gate, "open", False) or any([self._replicas[r].came for r in syncing])
         for replica in syncing:
             if self._replicas[replica].reduced is not None:
                 self._average_rest(self._replicas[replica])
-        for name in [name for name, p, before in thawed if stamp(p) != before]:
+        for name in [name for name, p, before in thawed if grad_version(p) != before]:
             from fabric.strategies.explained import thawed_late
 
             raise thawed_late(name)
@@ -435,7 +435,7 @@ class _Known:
 
     def stamps(self) -> list[Any]:
         """Of the gradients."""
-        return [stamp(p) for p in self.trained]
+        return [grad_version(p) for p in self.trained]
 
 
 def _is_finished(replica: DistributedDataParallel) -> bool:

@@ -1,6 +1,6 @@
 """`DeferredInit`: modules are built without memory for their weights, whose values are made later.
 
-Used by layouts that shard. `torch.empty` gives tensors on the meta device (`Unmade`); what is done with them,
+Used by layouts that shard. `torch.empty` gives tensors on the meta device (`DeferredTensor`); what is done with them,
 by constructors and by whoever initialises the model again before it is set up, is recorded, with the state
 of the random generator, and replayed by `make`. Everything else is made as always.
 """
@@ -66,7 +66,7 @@ class _Step:
     """Why it cannot be repeated."""
 
 
-class Unmade(torch.Tensor):
+class DeferredTensor(torch.Tensor):
     """A tensor without memory of which all that is done with it is recorded."""
 
     recorder: DeferredInit
@@ -76,7 +76,7 @@ class Unmade(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every operation on such tensors; torch asks them nothing more while this runs."""
-        found = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Unmade)]
+        found = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, DeferredTensor)]
         with no_subclass_dispatch():
             return found[0].recorder.run(func, args, kwargs or {})
 
@@ -184,7 +184,7 @@ class DeferredInit(TorchFunctionMode):
         """
         name = "item" if func is value_of else func.overloadpacket.__name__.removeprefix("_")
         leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
-        first = next(leaf for leaf in leaves if isinstance(leaf, Unmade))
+        first = next(leaf for leaf in leaves if isinstance(leaf, DeferredTensor))
         changed = written_by(func, args, kwargs)
         if not all([leaf.is_meta for leaf in changed]):
             raise _refusal(name, first)
@@ -213,7 +213,7 @@ class DeferredInit(TorchFunctionMode):
         """What an operation gave; if it is recorded, then as a tensor that says so."""
         if not isinstance(out, torch.Tensor) or memory_of(out) not in self._writers:
             return out
-        marked: Any = out if isinstance(out, Unmade) else out.as_subclass(Unmade)
+        marked: Any = out if isinstance(out, DeferredTensor) else out.as_subclass(DeferredTensor)
         marked.recorder = self
         return marked
 

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from fabric.core.errors import UsageError
 from fabric.strategies.buffers import is_rank_local
 from fabric.strategies.deferred_init._torch import RESET_METHODS
-from fabric.strategies.deferred_init.deferred import DeferredInit, Unmade
+from fabric.strategies.deferred_init.deferred import DeferredInit, DeferredTensor
 from fabric.strategies.sharding.blocks import innermost_first
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Materialiser:
         bare: set[Module] = set()
         for module in innermost_first(model):
             for slots, name, tensor in own_meta(module):
-                if not isinstance(tensor, Unmade):
+                if not isinstance(tensor, DeferredTensor):
                     if tensor not in adopted:
                         adopted[tensor] = recorder.adopt(tensor)
                     slots[name] = adopted[tensor]

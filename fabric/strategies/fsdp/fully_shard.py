@@ -26,7 +26,7 @@ from fabric.strategies.deferred_init.materialise import Materialiser
 from fabric.strategies.fsdp._torch import has_hooks, reduce_in_place
 from fabric.strategies.sharding._torch import whole_of
 from fabric.strategies.sharding.blocks import check_whole, choose_blocks, innermost_first
-from fabric.strategies.sharding.sharded import Sharded
+from fabric.strategies.sharding.sharded import FSDP2Runtime
 from fabric.strategies.sharding.split import is_split
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class ShardSettings:
     """Whether the next group is gathered while one computes."""
 
 
-class FullyShard(Sharded):
+class FullyShard(FSDP2Runtime):
     """FSDP2 on all ranks or on a mesh.
 
     Args:

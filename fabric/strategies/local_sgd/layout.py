@@ -18,12 +18,12 @@ from fabric.checkpoint.portable import read_stored
 from fabric.collectives.objects import gather_objects
 from fabric.collectives.reduce import reduce_tree
 from fabric.core.errors import ArgumentTypeError, UsageError
-from fabric.core.passes import parameters_of, watch_steps
+from fabric.core.passes import add_step_listener, parameters_of
 from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
 from fabric.strategies.agree import broadcast_from_zero
 from fabric.strategies.buffers import SyncedBuffers, shared_buffers
-from fabric.strategies.layout import Whole
+from fabric.strategies.layout import Layout
 from fabric.utilities.state_keys import OUTER
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _take(optimizer: Any, ranks: list[list[dict[str, Any]]]) -> list[tuple[Tenso
     return averaged
 
 
-class LocalSteps(Whole):
+class LocalSteps(Layout):
     """Nothing is sent in a forward, a backward or a step, but at the end of a round.
 
     Args:
@@ -136,7 +136,7 @@ class LocalSteps(Whole):
         self._rounds: WeakKeyDictionary[Optimizer, Round] = WeakKeyDictionary()
         self._stepping: list[Optimizer] = []
         """Those that setup gave back and that are in a step now, the innermost one last."""
-        self._unwatch = watch_steps(self)
+        self._unwatch = add_step_listener(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.sync_every, self.outer_optimizer)

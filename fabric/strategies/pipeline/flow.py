@@ -13,9 +13,9 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.tree import flatten, map_tree, unflatten
 from fabric.forward import differentiable
 from fabric.precision.dtypes import CastTo
-from fabric.strategies.alike import Alike
+from fabric.strategies.alike import InputConsistencyCheck
 from fabric.strategies.buffers import SyncedBuffers
-from fabric.strategies.data_parallel.parts import CallParts
+from fabric.strategies.data_parallel.parts import MicrobatchArgs
 from fabric.strategies.pipeline._torch import accumulates, keeps_graph
 from fabric.strategies.pipeline.run import Pass, alternating, backwards, forwards
 from fabric.strategies.pipeline.trial import joined, try_rows
@@ -63,7 +63,7 @@ class Flow:
         self.synchronised_in = -1
         """The last backward pass at whose end ranks synchronise, or have."""
         self._forwards = 0
-        self._alike = Alike(runner.channel, number, self.name)
+        self._alike = InputConsistencyCheck(runner.channel, number, self.name)
         self._tried = False
 
     @eager  # torch.compile around the model would take apart the messages; blocks are compiled all the same
@@ -71,7 +71,7 @@ class Flow:
         """The output for the whole batch. All ranks of the pipeline, with the same batch."""
         self._meet("forward", (args, kwargs))
         self._forwards += 1
-        parts = CallParts(args, kwargs, self.count, _INTO)
+        parts = MicrobatchArgs(args, kwargs, self.count, _INTO)
         if not self._tried and self.count > 1 and sum(parts.sizes) > 1 and len(parts) > 1:
             self._tried = True
             try_rows(self.name, self.runner, parts, self.policy.compute)
@@ -186,7 +186,7 @@ class Flow:
                 "An argument of pipeline_step requires a gradient, which it would not get. Call model(x), "
                 "and fabric.backward with the loss, where something before the pipeline is trained, too."
             )
-        parts = CallParts((x, target), kwargs, self.count, _INTO)
+        parts = MicrobatchArgs((x, target), kwargs, self.count, _INTO)
         cut = list(parts)
         weights = [size / sum(parts.sizes) if reduction == "mean" else 1.0 for size in parts.sizes]
 

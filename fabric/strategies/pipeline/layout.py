@@ -19,10 +19,10 @@ from fabric.collectives.torch_collective import TorchCollective
 from fabric.core._torch import backward_pass
 from fabric.core.compile import is_compiled
 from fabric.core.errors import UsageError
-from fabric.core.passes import watch_steps
+from fabric.core.passes import add_step_listener
 from fabric.core.traits import Traits
 from fabric.strategies._torch import call_after_backward
-from fabric.strategies.agree import average_gradients, broadcast_from_zero, copy_from_first
+from fabric.strategies.agree import average_gradients, broadcast_from_group_root, broadcast_from_zero
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser
 from fabric.strategies.pipeline.cut import check_fits, even_balance, find_blocks, shared_parameters
@@ -31,7 +31,7 @@ from fabric.strategies.pipeline.run import Runner
 from fabric.strategies.pipeline.stage import Stage
 from fabric.strategies.pipeline.states import PipelineStates, Tied, emptied, names_of, tensors_of
 from fabric.strategies.pipeline.trial import warn_of_modules
-from fabric.strategies.rows import InRows, check_rows, make_rows
+from fabric.strategies.rows import DataParallelMesh, check_rows, make_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 DIMS = ("data_parallel", "pipeline")
 
 
-class Pipeline(InRows, PipelineStates):
+class Pipeline(DataParallelMesh, PipelineStates):
     """Stages of one model on consecutive ranks.
 
     `no_backward_sync` changes nothing here: each backward averages what is in `.grad` over rows, and the mean
@@ -114,7 +114,7 @@ class Pipeline(InRows, PipelineStates):
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Make the mesh. All ranks must call this."""
         self.device, self.policy = topology.device, policy
-        self._unwatch = self._unwatch or watch_steps(self)
+        self._unwatch = self._unwatch or add_step_listener(self)
         stages = self.stages_of(topology.world_size)
         self.mesh = make_rows(topology, stages, DIMS)
         start = topology.rank - topology.rank % stages
@@ -231,7 +231,7 @@ class Pipeline(InRows, PipelineStates):
         parameters = dict.fromkeys([p for block in blocks for p in block.parameters()])
         average_gradients(list(parameters), across, "a pipeline with several data parallel rows")
         if module.training:
-            copy_from_first(flow.buffers.tensors(), across)
+            broadcast_from_group_root(flow.buffers.tensors(), across)
 
     def _group_of(self, stages: Iterable[int]) -> ProcessGroup | None:
         """A group of these stages of this pipeline. All ranks make those of all pipelines."""

@@ -19,7 +19,7 @@ from fabric.core.tree import flatten, unflatten
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fabric.collectives.channel import Wire
+    from fabric.collectives.channel import Transport
 
 _KNOWN, _NEW, _FAILED = 0, 1, 2
 _HEAD = 32
@@ -112,7 +112,7 @@ class Link:
         tag: Tells messages of several links between the same ranks apart.
     """
 
-    def __init__(self, peer: int, group: Any, wire: Wire, tag: int) -> None:
+    def __init__(self, peer: int, group: Any, wire: Transport, tag: int) -> None:
         self.peer, self._group, self._wire, self._tag = peer, group, wire, tag
         self._host = torch.device("cpu") if "cpu" in wire.sendable else wire.via
         self._form = _NOTHING

@@ -18,11 +18,11 @@ from fabric.core.errors import UsageError
 from fabric.core.passes import parameters_of
 from fabric.core.tree import iter_paths, map_tree
 from fabric.strategies.agree import on_any_rank
-from fabric.strategies.layout import Whole
+from fabric.strategies.layout import Layout
 from fabric.strategies.norms import norm_over_ranks
-from fabric.strategies.sharding.split import Split
-from fabric.strategies.zero1.shares import WholeStateOnly, stand_in
-from fabric.utilities.state_keys import like
+from fabric.strategies.sharding.split import DTensorLayout
+from fabric.strategies.zero1.shares import RejectPartialStateDict, optimizer_view
+from fabric.utilities.state_keys import same_dict_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Slot = tuple[dict[str, Any], str, Any]
 
 
-class PipelineStates(Split):
+class PipelineStates(DTensorLayout):
     """What the ranks of one pipeline put together."""
 
     pipeline: Channel
@@ -53,14 +53,14 @@ class PipelineStates(Split):
         self._attended: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
-        """As `Whole`; of tied parameters the first stage's count."""
+        """As `Layout`; of tied parameters the first stage's count."""
         held: list[Any] = [p for p in parameters if p.grad is not None]
         counted = [p.grad for p in held if getattr(p, "_fabric_answers", True)]
         pipeline = self.pipeline
         norm = norm_over_ranks([(counted, [pipeline.collective.group])], norm_type, pipeline.wire.via)
         return [p.grad for p in held], norm.to(self.device, held[0].grad.dtype if held else torch.float32)
 
-    clip_value, own_gradients = Whole.clip_value, Whole.own_gradients
+    clip_value, own_gradients = Layout.clip_value, Layout.own_gradients
 
     def note_absent(self, module: Module, absent: dict[int, Tensor]) -> None:
         """Note where tensors of other stages stood: by id of the emptied one, what it was like."""
@@ -106,10 +106,10 @@ class PipelineStates(Split):
                 key: _shape_of(value) if key in away and isinstance(value, torch.Tensor) else value
                 for key, value in state.items()
             }
-            return module.load_state_dict(like(state, parts), strict=strict)
+            return module.load_state_dict(same_dict_type(state, parts), strict=strict)
 
     def check_saved(self, state: dict[str, Any]) -> None:
-        """As `Whole`: tensors that only later stages have, as what is made from this stage's parameters does.
+        """As `Layout`: tensors that only later stages have, as what is made from this stage's parameters does.
 
         Raises:
             UsageError: There are some; on all ranks.
@@ -131,10 +131,10 @@ class PipelineStates(Split):
         """Let an optimizer's own `state_dict()` raise, which has one stage only. Once; sends nothing."""
         if optimizer not in self._attended and len(self._ranks) > 1:
             self._attended.add(optimizer)
-            WholeStateOnly(optimizer, "this stage's part")
+            RejectPartialStateDict(optimizer, "this stage's part")
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """As `Split`; one that nobody has set up may hold what is on other stages now."""
+        """As `DTensorLayout`; one that nobody has set up may hold what is on other stages now."""
         if optimizer in self._attended:
             return
         super().before_step(optimizer, args, kwargs)
@@ -143,7 +143,7 @@ class PipelineStates(Split):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state, in host memory. All ranks must call this."""
-        state: dict[str, Any] = stand_in(optimizer).state_dict()
+        state: dict[str, Any] = optimizer_view(optimizer).state_dict()
         if len(self._ranks) == 1:
             return state
         here = _numbers_here(optimizer, state)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-    from fabric.strategies.data_parallel.parts import CallParts
+    from fabric.strategies.data_parallel.parts import MicrobatchArgs
     from fabric.strategies.pipeline.run import Runner
 
 
@@ -44,7 +44,7 @@ def _looks_at_batches(module: Module) -> bool:
     return normed or isinstance(module, BatchNorm) or getattr(module, "scale_grad_by_freq", False)
 
 
-def try_rows(name: str, runner: Runner, parts: CallParts, compute: torch.dtype) -> None:
+def try_rows(name: str, runner: Runner, parts: MicrobatchArgs, compute: torch.dtype) -> None:
     """Forwards of the first row, twice, and of two rows, in evaluation. Leaves no trace; all ranks.
 
     An output whose first dimension is not that of the batch cannot be joined, and micro-batches of one size

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from fabric.checkpoint.portable import Stored, kept_elsewhere
+from fabric.checkpoint.portable import LazyTensor, kept_elsewhere
 from fabric.core._torch import memory_of
 from fabric.core.errors import UsageError
 from fabric.core.passes import parameters_of
@@ -54,14 +54,14 @@ def full_tree(tree: Any, keep: bool) -> Any:
 
 
 def own_part(full: Tensor, like: DTensor, name: str) -> DTensor:
-    """This rank's part of a full tensor, laid out as `like`; of a `Stored` one no more is read. No message.
+    """This rank's part of a full tensor, laid out as `like`; of a `LazyTensor` one no more is read. No message.
 
     Raises:
         UsageError: The shapes differ.
     """
     _same_shape(full, like, name)
     local = like.to_local()
-    if isinstance(full, Stored):
+    if isinstance(full, LazyTensor):
         local = torch.empty_like(local, dtype=full.dtype)
         _read_part(full, like, local)
         layout = like.device_mesh, like.placements
@@ -73,7 +73,7 @@ def own_part(full: Tensor, like: DTensor, name: str) -> DTensor:
 def own_parts(state: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
     """What `load_state_dict` takes in the place of a full state: this rank's parts, for these targets.
 
-    A part of a `Stored` tensor is read into its target: there may be no memory for two copies of all.
+    A part of a `LazyTensor` tensor is read into its target: there may be no memory for two copies of all.
 
     Raises:
         UsageError: Shapes differ; nothing was read.
@@ -87,7 +87,7 @@ def own_parts(state: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
         _same_shape(state[key], target, key)
     parts = dict(state)
     for key, target in split.items():
-        if isinstance(state[key], Stored):
+        if isinstance(state[key], LazyTensor):
             _read_part(state[key], target, target.to_local())
             parts[key] = target
         else:
@@ -103,7 +103,7 @@ def _same_shape(full: Tensor, like: DTensor, name: str) -> None:
         )
 
 
-def _read_part(full: Stored, like: DTensor, local: Tensor) -> None:
+def _read_part(full: LazyTensor, like: DTensor, local: Tensor) -> None:
     if like.device_mesh.get_coordinate() is not None:
         full.fill(local, like.__create_chunk_list__()[0].offsets)
 

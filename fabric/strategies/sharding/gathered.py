@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-class Meets:
+class ForwardCheck:
     """Calls of one model without gradients: nothing else would tell a rank that it is alone in one.
 
     Calls with gradients are compared in a step. Two models of other sizes, called in another order, may not
@@ -66,7 +66,7 @@ class Meets:
         self._calls = 0
         """How many had gradients."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Meets:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
         return self
 
     def watch(self, parts: list[Module]) -> None:
@@ -123,7 +123,7 @@ class Meets:
             self.leave(module)
 
 
-class RootGate:
+class FSDPCallGuard:
     """What holds at the start and at the end of each call of one model.
 
     Invariant: outside of its calls and backwards a model's parameters are the parts, which its optimizer has,
@@ -136,7 +136,7 @@ class RootGate:
         meets: Its calls without gradients.
     """
 
-    def __init__(self, root: Any, meets: Meets) -> None:
+    def __init__(self, root: Any, meets: ForwardCheck) -> None:
         self.root, self.meets = root, meets
         # torch finds it in a dictionary of all modules; torch.compile would look into that, as others go.
         self.state = fsdp_state(root)
@@ -373,7 +373,9 @@ class GatheredCall:
 
     __slots__ = ("call", "gate", "method", "opens")
 
-    def __init__(self, call: Callable[..., Any], gate: RootGate, method: bool, opens: bool = False) -> None:
+    def __init__(
+        self, call: Callable[..., Any], gate: FSDPCallGuard, method: bool, opens: bool = False
+    ) -> None:
         self.call = call
         self.gate = gate
         self.method = method

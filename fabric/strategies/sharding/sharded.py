@@ -1,4 +1,4 @@
-"""`Sharded`: what models split by FSDP2 need while they run, whoever called `fully_shard` on them."""
+"""`FSDP2Runtime`: what models split by FSDP2 need while they run, whoever called `fully_shard` on them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from fabric.collectives.frames import call_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
-from fabric.core.passes import attend_passes, parameters_of
+from fabric.core.passes import add_backward_listener, parameters_of
 from fabric.core.torch_versions import keep_arguments, refuse_before
 from fabric.forward import HookedCall, differentiable
 from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers
 from fabric.strategies.explained import converted
 from fabric.strategies.sharding._torch import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states, is_strided
-from fabric.strategies.sharding.gathered import GatheredCall, Meets, RootGate
-from fabric.strategies.sharding.split import Split, is_split
+from fabric.strategies.sharding.gathered import ForwardCheck, FSDPCallGuard, GatheredCall
+from fabric.strategies.sharding.split import DTensorLayout, is_split
 from fabric.utilities.init import names_of_owners
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fabric.core.topology import Topology
 
 
-class Sharded(Split):
+class FSDP2Runtime(DTensorLayout):
     """Calls gather what they need, each backward reduces what it made, failures leave no trace.
 
     `no_backward_sync` changes nothing here: gradients that wait for a reduction would lie whole on each rank
@@ -52,7 +52,7 @@ class Sharded(Split):
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
         """Remember where this process is. Subclasses make their mesh here."""
         super().join(topology, policy)
-        attend_passes(self)
+        add_backward_listener(self)
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
         """The module's call; a failure in it leaves the groups usable."""
@@ -142,11 +142,11 @@ class Sharded(Split):
                 parameter.register_hook = partial(_refuse_hook, name)
         for part in module.modules():
             part.__dict__["_apply"] = partial(_convert, part)
-        module.__dict__["_fabric_gate"] = RootGate(module, self.meets(module, in_lockstep))
+        module.__dict__["_fabric_gate"] = FSDPCallGuard(module, self.meets(module, in_lockstep))
 
-    def meets(self, module: Module, in_lockstep: bool = False) -> Meets:
+    def meets(self, module: Module, in_lockstep: bool = False) -> ForwardCheck:
         """The meetings of calls of another model."""
-        return Meets(module, self, in_lockstep)
+        return ForwardCheck(module, self, in_lockstep)
 
     def _plan(
         self, wrapped: Module, call: Callable[..., Any], method: bool, opens: bool = False

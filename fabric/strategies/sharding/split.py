@@ -1,4 +1,4 @@
-"""`Split`: the base of layouts whose parameters are parts of tensors (DTensor), however they came to be.
+"""`DTensorLayout`: the base of layouts whose parameters are parts of tensors (DTensor), however they came to be.
 
 Full state in and out, norms, optimizers made before setup, modules built without memory.
 """
@@ -14,11 +14,11 @@ import torch
 from fabric.checkpoint.portable import read_stored
 from fabric.collectives.frames import call_of
 from fabric.core.errors import UsageError
-from fabric.core.passes import parameters_of, watch_steps
+from fabric.core.passes import add_step_listener, parameters_of
 from fabric.core.tree import map_tree
 from fabric.strategies._torch import tensor_of
-from fabric.strategies.deferred_init.deferred import DeferredInit, Unmade
-from fabric.strategies.layout import Whole
+from fabric.strategies.deferred_init.deferred import DeferredInit, DeferredTensor
+from fabric.strategies.layout import Layout
 from fabric.utilities.init import has_meta_parameters, names_of_owners
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fabric.core.topology import Topology
 
 
-class Split(Whole):
+class DTensorLayout(Layout):
     """Parameters are replaced by their parts at setup; optimizers, state dicts and norms follow."""
 
     splits = splits_optimizers = fills = True
@@ -57,7 +57,7 @@ class Split(Whole):
 
         self.device, self.policy = topology.device, policy
         mend_dtensors(self)
-        self._unwatch = self._unwatch or watch_steps(self)
+        self._unwatch = self._unwatch or add_step_listener(self)
 
     def init_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
         """With `empty_init`: parameters without memory, whose values come at setup, part by part."""
@@ -133,7 +133,7 @@ class Split(Whole):
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
-        """As `Whole`; the norm is that of the whole model, the same on all ranks, which all call this."""
+        """As `Layout`; the norm is that of the whole model, the same on all ranks, which all call this."""
         if self.channel is not None:
             owners = names_of_owners(parameters, self.models())
             what = f"of {owners}, max_norm={max_norm}, norm_type={norm_type}"
@@ -141,7 +141,7 @@ class Split(Whole):
         return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
-        """As `Whole`; this rank's parts of the gradients."""
+        """As `Layout`; this rank's parts of the gradients."""
         from fabric.strategies.norms import norm_over_ranks
         from fabric.strategies.sharding.dtensors import spread_gradients
 
@@ -233,7 +233,7 @@ def _made(value: Any, new: Tensor) -> Any:
     """A state that an optimizer made of a parameter without memory (Adagrad does), with its values; those of
     parameters on other stages of a pipeline have none.
     """
-    return value.recorder.make(value) if isinstance(value, Unmade) and new.numel() else value
+    return value.recorder.make(value) if isinstance(value, DeferredTensor) and new.numel() else value
 
 
 def _assign(module: Module, state: dict[str, Any], strict: bool) -> Any:

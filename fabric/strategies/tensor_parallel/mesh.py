@@ -21,8 +21,8 @@ from fabric.strategies._torch import has_forward_hooks
 from fabric.strategies.agree import broadcast_from_zero
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser, own_meta
-from fabric.strategies.rows import InRows
-from fabric.strategies.sharding.sharded import Sharded
+from fabric.strategies.rows import DataParallelMesh
+from fabric.strategies.sharding.sharded import FSDP2Runtime
 from fabric.strategies.sharding.split import is_split
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ Places = list[tuple[Module, dict[str, Any], str, Any]]
 DIMS = ("data_parallel", "tensor_parallel")
 
 
-class Mesh(InRows, Sharded):
+class Mesh(DataParallelMesh, FSDP2Runtime):
     """A model that a function has split.
 
     Args:

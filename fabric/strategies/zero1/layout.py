@@ -21,7 +21,14 @@ from fabric.core.tree import map_tree
 from fabric.strategies.ddp.replicate import Replicate
 from fabric.strategies.zero1._torch import UNCOMPILED
 from fabric.strategies.zero1.joint import joins_parameters
-from fabric.strategies.zero1.shares import Share, Step, WholeStateOnly, divide, send, stand_in
+from fabric.strategies.zero1.shares import (
+    OptimizerShard,
+    RejectPartialStateDict,
+    ShardStep,
+    assign_owners,
+    optimizer_view,
+    send,
+)
 from fabric.utilities.init import names_of_owners
 
 if TYPE_CHECKING:
@@ -47,8 +54,8 @@ class ShardedStates(Replicate):
 
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         super().__init__(settings)
-        self._shares: weakref.WeakKeyDictionary[Optimizer, Share] = weakref.WeakKeyDictionary()
-        self._stepping: Share | None = None
+        self._shares: weakref.WeakKeyDictionary[Optimizer, OptimizerShard] = weakref.WeakKeyDictionary()
+        self._stepping: OptimizerShard | None = None
         """Of the step whose parameters are about to be sent."""
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -62,7 +69,7 @@ class ShardedStates(Replicate):
             self._current(optimizer)
         return optimizer
 
-    def attend(self, optimizer: Optimizer) -> Share | None:
+    def attend(self, optimizer: Optimizer) -> OptimizerShard | None:
         """Hook into an optimizer's step, once; None where there is one rank. No communication."""
         if self.channel is None or self.channel.world_size == 1:
             return None
@@ -72,14 +79,14 @@ class ShardedStates(Replicate):
             compiled = getattr(optimizer.__dict__.get("step"), UNCOMPILED, None)
             if compiled is not None:
                 optimizer.step = compiled  # type: ignore[method-assign]
-            share = self._shares[optimizer] = Share()
+            share = self._shares[optimizer] = OptimizerShard()
             first = optimizer.register_step_post_hook(self._after)
             # Before those of the user, which must see what all ranks have.
             first.hooks_dict_ref().move_to_end(first.id, last=False)  # type: ignore[union-attr]
             share.handles = [
                 first,
                 optimizer.register_step_pre_hook(self._before),
-                WholeStateOnly(optimizer, "this rank's share").handle,
+                RejectPartialStateDict(optimizer, "this rank's share").handle,
                 optimizer.register_load_state_dict_pre_hook(self._keep_own_state),
             ]
         return share
@@ -137,7 +144,7 @@ class ShardedStates(Replicate):
         state: defaultdict[Any, Any] = defaultdict(dict)
         state.update({share.params[i]: gathered[i] for i in sorted(gathered)})
         state.update({key: value for key, value in optimizer.state.items() if key not in share.owners})
-        full: dict[str, Any] = stand_in(optimizer, state=state).state_dict()
+        full: dict[str, Any] = optimizer_view(optimizer, state=state).state_dict()
         return full
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -206,7 +213,7 @@ class ShardedStates(Replicate):
         parts[share.rank] = share.kept or parts[share.rank]
         return parts
 
-    def _current(self, optimizer: Optimizer) -> Share:
+    def _current(self, optimizer: Optimizer) -> OptimizerShard:
         """The optimizer's share, divided anew if its parameters have changed. All ranks must call this."""
         share = self._shares[optimizer]
         params = list(dict.fromkeys(parameters_of(optimizer)))  # each once
@@ -217,7 +224,7 @@ class ShardedStates(Replicate):
         share.drop_foreign(optimizer)
         return share
 
-    def _divide(self, optimizer: Optimizer, share: Share, params: list[Tensor]) -> None:
+    def _divide(self, optimizer: Optimizer, share: OptimizerShard, params: list[Tensor]) -> None:
         """Agree on who owns what. A state that one rank alone holds stays there: nothing is moved."""
         channel = self._group()
         sizes = [p.numel() for p in params]
@@ -232,7 +239,7 @@ class ShardedStates(Replicate):
         for rank, (_, _, positions) in enumerate(told):
             for i in positions:
                 holders[i].append(rank)
-        owners = divide(told[0][0], [load for _, load, _ in told], holders)
+        owners = assign_owners(told[0][0], [load for _, load, _ in told], holders)
         share.rank, share.params = channel.collective.rank_in_group, params
         share.owners = dict(zip(params, owners, strict=True))
         share.changes = share.count()
@@ -249,7 +256,7 @@ class ShardedStates(Replicate):
         for other in self._shares.values():  # which may hold the same parameters
             other.count_writes()
         share.keep_written()
-        share.step = step = Step(share, optimizer)
+        share.step = step = ShardStep(share, optimizer)
         return (step.stand_in, *args[1:]), kwargs
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -268,7 +275,7 @@ class ShardedStates(Replicate):
         return {**state, "state": kept}
 
 
-def _called(closure: Callable[[], Any], share: Share) -> Callable[[], Any]:
+def _called(closure: Callable[[], Any], share: OptimizerShard) -> Callable[[], Any]:
     """A closure that was called, on all ranks and before any update; the step asks for its loss."""
     with torch.enable_grad():
         loss = closure()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fabric.collectives.frames import join
 from fabric.core.errors import UsageError
-from fabric.strategies.agree import parcels, spread
+from fabric.strategies.agree import tensor_buckets, unflatten_into
 from fabric.strategies.zero1._torch import STEP_HOOKS
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _IN_FLIGHT = 8  # messages: bounds the memory of packed ones
 
 
-class Share:
+class OptimizerShard:
     """Which rank owns which parameter of one optimizer, and the step that this rank is in."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Share:
         self.params: list[Tensor] = []  # each once; empty until the ranks have agreed
         self.owners: dict[Any, int] = {}
         self.handles: list[Any] = []
-        self.step: Step | None = None
+        self.step: ShardStep | None = None
         self.changes = self.writes = 0
         """In-place changes of all parameters at the end of the last step; those made outside of steps."""
         self.kept: list[Tensor] | None = None
@@ -72,10 +72,10 @@ class Share:
             del optimizer.state[param]
 
 
-class Step:
+class ShardStep:
     """One step of one optimizer: who stands in for it, and which parameters have gradients in it."""
 
-    def __init__(self, share: Share, optimizer: Optimizer) -> None:
+    def __init__(self, share: OptimizerShard, optimizer: Optimizer) -> None:
         self.groups = [
             {**group, "params": [p for p in group["params"] if share.is_own(p)]}
             for group in optimizer.param_groups
@@ -86,7 +86,7 @@ class Step:
             "param_groups": self.groups,
             **{name: OrderedDict() for name in STEP_HOOKS},
         }
-        self.stand_in = stand_in(optimizer, **self.replaced)
+        self.stand_in = optimizer_view(optimizer, **self.replaced)
         # Before the update: torch steps what has a gradient, and some optimizers clear it then.
         self.with_gradient = [p.grad is not None for p in share.params]
 
@@ -99,14 +99,14 @@ class Step:
                 optimizer.__dict__[name] = value
 
 
-def stand_in(optimizer: Optimizer, **replaced: Any) -> Any:
+def optimizer_view(optimizer: Optimizer, **replaced: Any) -> Any:
     """An optimizer of the same class with the same attributes, but for those given."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update({**optimizer.__dict__, **replaced})
     return twin
 
 
-class WholeStateOnly:
+class RejectPartialStateDict:
     """A hook before `state_dict()` of an optimizer that has a part of the states: raises. A stand-in, by
     which the layout itself takes the states, passes.
 
@@ -133,7 +133,7 @@ class WholeStateOnly:
             )
 
 
-def divide(sizes: list[int], loads: list[int], holders: list[list[int]]) -> list[int]:
+def assign_owners(sizes: list[int], loads: list[int], holders: list[list[int]]) -> list[int]:
     """The owner of each parameter: its one holder, else the rank that has least, the largest first.
 
     Args:
@@ -148,13 +148,13 @@ def divide(sizes: list[int], loads: list[int], holders: list[list[int]]) -> list
     return owners
 
 
-def send(params: list[Tensor], share: Share, group: Any) -> None:
+def send(params: list[Tensor], share: OptimizerShard, group: Any) -> None:
     """Every owner's values of its parameters on all ranks of `group`, which must all call this."""
     by_owner: dict[int, list[Tensor]] = {}
     for param in params:
         # Detached, and not .data: a graph that saved the old values must find out, as after a plain step.
         by_owner.setdefault(share.owners[param], []).append(param.detach())
-    queue = [(i, owner, p) for owner, own in by_owner.items() for i, p in enumerate(parcels(own))]
+    queue = [(i, owner, p) for owner, own in by_owner.items() for i, p in enumerate(tensor_buckets(own))]
     queue.sort(key=lambda entry: entry[:2])  # owners take turns: all links are busy
     pending: deque[tuple[Any, Tensor, list[Tensor]]] = deque()
     for _, owner, parcel in queue:
@@ -169,4 +169,4 @@ def send(params: list[Tensor], share: Share, group: Any) -> None:
 
 def _end(work: Any, flat: Tensor, parcel: list[Tensor]) -> None:
     work.wait()
-    spread(flat, parcel)
+    unflatten_into(flat, parcel)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from fabric.data.rules import Share
+from fabric.data.rules import Shard
 from fabric.data.sharding import shard_loader
 from fabric.data.stand_ins import SeedWorker
 from fabric.wrappers import _FabricDataLoader
@@ -57,7 +57,7 @@ class Stream(IterableDataset):
 
 
 def shard(loader, rank=0, world=2, seed=0, uneven=None):
-    source = shard_loader(loader, Share(rank, world), seed, uneven)
+    source = shard_loader(loader, Shard(rank, world), seed, uneven)
     return _FabricDataLoader(source.loader, given=loader, source=source)
 
 
@@ -188,7 +188,7 @@ def test_persistent_workers_over_two_epochs():
 
 
 def own(loader, rank):
-    source = shard_loader(loader, Share(rank, 1), 3, None, shard=False)
+    source = shard_loader(loader, Shard(rank, 1), 3, None, shard=False)
     return _FabricDataLoader(source.loader, given=loader, source=source)
 
 
@@ -200,13 +200,13 @@ def test_a_loader_that_keeps_its_order_still_has_workers_seeded_apart():
 
 def test_a_default_device_that_refuses_generators_of_the_host_keeps_torchs_own_draw():
     with torch.device("meta"):
-        source = shard_loader(DataLoader(Indices(4)), Share(0, 1), 0, None, shard=False)
+        source = shard_loader(DataLoader(Indices(4)), Shard(0, 1), 0, None, shard=False)
         assert source.loader.generator is None
 
 
 def test_sharded_loaders_and_worker_functions_pickle():
     loader = DataLoader(Indices(8), batch_size=2, shuffle=True, num_workers=1, worker_init_fn=mark_worker)
-    sharded = shard_loader(loader, Share(1, 2), 0, None).loader
+    sharded = shard_loader(loader, Shard(1, 2), 0, None).loader
     twin = pickle.loads(pickle.dumps(sharded))
     assert list(twin.batch_sampler) == list(sharded.batch_sampler)
     assert isinstance(twin.worker_init_fn, SeedWorker)

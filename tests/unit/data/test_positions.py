@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from fabric.data.loader import _FabricDataLoader
-from fabric.data.rules import Share
+from fabric.data.rules import Shard
 from fabric.data.sharding import shard_loader
 from fabric.utilities.seed import collect_rng_states, set_rng_states
 
@@ -166,7 +166,7 @@ def make(kind, n, batch, rank=0, world=1, workers=0, seed=5, **keywords):
     if workers:
         keywords["multiprocessing_context"] = "fork"
     loader = KINDS[kind](n, batch, rank, world, keywords)
-    source = shard_loader(loader, Share(rank, world), seed, None)
+    source = shard_loader(loader, Shard(rank, world), seed, None)
     return _FabricDataLoader(source.loader, given=loader, source=source)
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from fabric.core.errors import ConfigurationError
-from fabric.data.rules import Share
+from fabric.data.rules import Shard
 from fabric.data.sharding import shard_loader
 from fabric.utilities.warnings import PossibleUserWarning
 from fabric.wrappers import _FabricDataLoader
@@ -75,7 +75,7 @@ class ForeignLoader(DataLoader):
 
 
 def shard(loader, rank=0, world=2, seed=0, uneven=None):
-    source = shard_loader(loader, Share(rank, world), seed, uneven)
+    source = shard_loader(loader, Shard(rank, world), seed, uneven)
     return _FabricDataLoader(source.loader, given=loader, source=source)
 
 
@@ -412,7 +412,7 @@ class Endless(IterableDataset):
 
 
 def test_a_stream_without_a_length_says_what_to_write():
-    source = shard_loader(DataLoader(Endless(), 2), Share(0, 1), 0, None)
+    source = shard_loader(DataLoader(Endless(), 2), Shard(0, 1), 0, None)
     with pytest.raises(
         TypeError, match=r"^Endless is a stream without a length.*`for step, batch in enumerate"
     ):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from fabric.core.errors import ConfigurationError
-from fabric.data.order import Order
-from fabric.data.rules import UNEVEN, Rule, Share
-from fabric.data.streams import IndexStream
+from fabric.data.order import EpochOrder
+from fabric.data.rules import UNEVEN, Shard, ShardingRule
+from fabric.data.streams import RankBatchSampler
 
 LENGTHS = st.integers(0, 40)
 WORLDS = st.integers(1, 4)
@@ -26,8 +26,8 @@ def batches(n, world, size, uneven, drop_last=False, shuffle=False, epoch=0, see
     result = []
     for rank in range(world):
         sampler = RandomSampler(range(n)) if shuffle and n else SequentialSampler(range(n))
-        order = Order(sampler, seed, size * world)
-        stream = IndexStream(order, Rule(Share(rank, world), size, drop_last, uneven))
+        order = EpochOrder(sampler, seed, size * world)
+        stream = RankBatchSampler(order, ShardingRule(Shard(rank, world), size, drop_last, uneven))
         stream.order.epoch = epoch
         mine = list(stream)
         assert len(stream) == len(mine), f"len() is wrong on rank {rank}"
@@ -39,8 +39,9 @@ def items(n, world, uneven):
     """Every rank's items of a stream of n."""
     result = []
     for rank in range(world):
-        stream = IndexStream(
-            Order([f"item{i}" for i in range(n)], 0, 2), Rule(Share(rank, world), None, False, uneven)
+        stream = RankBatchSampler(
+            EpochOrder([f"item{i}" for i in range(n)], 0, 2),
+            ShardingRule(Shard(rank, world), None, False, uneven),
         )
         mine = list(stream)
         assert len(stream) == len(mine)
@@ -96,7 +97,9 @@ def test_drop_last_keeps_full_global_batches_only(n, world, size, uneven, shuffl
 @settings(deadline=None, max_examples=100)
 @given(n=LENGTHS, world=WORLDS, size=SIZES)
 def test_error_raises_before_the_first_batch_or_deals_evenly(n, world, size):
-    stream = IndexStream(Order(range(n), 0, size), Rule(Share(0, world), size, False, "error"))
+    stream = RankBatchSampler(
+        EpochOrder(range(n), 0, size), ShardingRule(Shard(0, world), size, False, "error")
+    )
     if n % world:
         with pytest.raises(ConfigurationError, match=f"do not divide by {world} ranks, {n % world} are left"):
             iter(stream)
@@ -105,7 +108,7 @@ def test_error_raises_before_the_first_batch_or_deals_evenly(n, world, size):
 
 
 def test_error_text_names_the_ways_out():
-    stream = IndexStream(Order(range(5), 0, 4), Rule(Share(0, 2), 2, False, "error"))
+    stream = RankBatchSampler(EpochOrder(range(5), 0, 4), ShardingRule(Shard(0, 2), 2, False, "error"))
     with pytest.raises(ConfigurationError) as caught:
         stream.check_even()
     assert str(caught.value) == (
@@ -119,7 +122,7 @@ def test_error_raises_at_the_end_where_no_length_is_known():
         def __iter__(self):
             return iter(range(9))
 
-    stream = iter(IndexStream(Order(Unsized(), 0, 4), Rule(Share(0, 2), 2, False, "error")))
+    stream = iter(RankBatchSampler(EpochOrder(Unsized(), 0, 4), ShardingRule(Shard(0, 2), 2, False, "error")))
     assert [next(stream), next(stream)] == [[0, 2], [4, 6]]
     with pytest.raises(ConfigurationError, match="1 are left over"):
         next(stream)
@@ -196,7 +199,9 @@ def test_an_endless_sampler_is_dealt_out_lazily():
                 i += 1
 
     for rank in (0, 1):
-        stream = IndexStream(Order(Endless(), 0, 4), Rule(Share(rank, 2), 2, False, "exact"))
+        stream = RankBatchSampler(
+            EpochOrder(Endless(), 0, 4), ShardingRule(Shard(rank, 2), 2, False, "exact")
+        )
         assert list(islice(stream, 3)) == [[rank, rank + 2], [rank + 4, rank + 6], [rank + 8, rank + 10]]
         with pytest.raises(TypeError, match="has no len"):
             len(stream)
@@ -229,16 +234,16 @@ class Bucketed:
 
 
 def bucketed(rank=0, world=2):
-    return IndexStream(
-        Order(Bucketed([5, 1, 4, 2, 3, 9, 8], 2), 0, world),
-        Rule(Share(rank, world), None, False, "pad"),
+    return RankBatchSampler(
+        EpochOrder(Bucketed([5, 1, 4, 2, 3, 9, 8], 2), 0, world),
+        ShardingRule(Shard(rank, world), None, False, "pad"),
     )
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
 def test_streams_copy_and_pickle(duplicate):
-    order = Order(RandomSampler(range(10)), 7, 4)
-    for stream in (bucketed(), IndexStream(order, Rule(Share(1, 2), 2, False, "pad"))):
+    order = EpochOrder(RandomSampler(range(10)), 7, 4)
+    for stream in (bucketed(), RankBatchSampler(order, ShardingRule(Shard(1, 2), 2, False, "pad"))):
         twin = duplicate(stream)
         assert type(twin) is type(stream)
         assert list(twin) == list(stream)
@@ -246,8 +251,8 @@ def test_streams_copy_and_pickle(duplicate):
 
 
 def test_an_iteration_keeps_the_epoch_in_which_it_began():
-    order = Order(RandomSampler(range(20)), 0, 2)
-    stream = IndexStream(order, Rule(Share(0, 1), 2, False, "pad"))
+    order = EpochOrder(RandomSampler(range(20)), 0, 2)
+    stream = RankBatchSampler(order, ShardingRule(Shard(0, 1), 2, False, "pad"))
     stream.order.epoch = 0
     alone = list(stream)
     stream.order.epoch = 0

@@ -19,7 +19,7 @@ from fabric.core.errors import ConfigurationError, UsageError
 from fabric.plugins.environments.local import LocalEnvironment
 from fabric.strategies import DataParallelStrategy, ParallelStrategy
 from fabric.strategies.data_parallel.layout import DeviceSplit
-from fabric.strategies.data_parallel.parts import CallParts
+from fabric.strategies.data_parallel.parts import MicrobatchArgs
 
 CPU = torch.device("cpu")
 
@@ -73,8 +73,8 @@ class Net(nn.Module):
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 7, 8, 12])
 def test_the_parts_are_those_of_chunk(count, rows):
     x = torch.arange(rows * 2.0).reshape(rows, 2)
-    parts = [args[0] for args, _ in CallParts((x,), {}, count)]
-    assert len(parts) == len(CallParts((x,), {}, count))
+    parts = [args[0] for args, _ in MicrobatchArgs((x,), {}, count)]
+    assert len(parts) == len(MicrobatchArgs((x,), {}, count))
     expected = x.chunk(count) if rows else [x]
     assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
     assert parts[0].data_ptr() == x.data_ptr()
@@ -127,7 +127,7 @@ def test_every_leaf_of_a_tree_finds_its_way():
 
 @pytest.mark.parametrize("given", [(torch.zeros(0, 3),), (), (3,), (torch.tensor(2.0),), ("a", None)])
 def test_where_nothing_can_be_split_there_is_one_call_with_the_very_arguments(given):
-    ((args, kwargs),) = CallParts(given, {}, 3)
+    ((args, kwargs),) = MicrobatchArgs(given, {}, 3)
     assert all(one is other for one, other in zip(args, given, strict=True))
     assert kwargs == {}
 

@@ -22,11 +22,11 @@ from fabric import cli
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.launch import system
 from fabric.launch.commands import Command
-from fabric.launch.endings import Ending, describe, is_consequence
+from fabric.launch.endings import RankExit, describe, is_secondary_failure
 from fabric.launch.failure import from_returncode, root_cause, summary
 from fabric.launch.functions.multiprocess import MultiprocessLauncher
 from fabric.launch.functions.openmp import rest_openmp
-from fabric.launch.place import Place
+from fabric.launch.place import RankEnv
 from fabric.launch.rank_logs import RankLogs
 from fabric.launch.script import ScriptLauncher, original_command
 from fabric.launch.supervisor import Supervisor
@@ -37,7 +37,7 @@ CLOSED = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by pe
 
 
 def failed(rank, when, reason, code=1, trace=""):
-    return Ending(when, reason, trace, code, rank=rank)
+    return RankExit(when, reason, trace, code, rank=rank)
 
 
 def supervising(*commands, **settings):
@@ -143,15 +143,15 @@ def test_an_error_that_came_from_another_rank_is_an_echo():
     error = ValueError("download failed")
     error.fabric_raised_by = 0
     assert describe(error) == "ValueError: download failed, raised by rank 0"
-    assert is_consequence(describe(error))
+    assert is_secondary_failure(describe(error))
 
 
 @pytest.mark.parametrize("kind", [ConnectionResetError, BrokenPipeError, OSError])
 def test_a_download_that_breaks_off_is_a_cause(kind):
-    assert not is_consequence(describe(kind(104, "Connection reset by peer")))
-    assert not is_consequence(f"{kind.__name__}: Broken pipe (train.py:3)")
-    assert is_consequence(f"RuntimeError: {CLOSED} (train.py:3)")
-    assert is_consequence("DistBackendError: NCCL communicator was aborted on rank 1. (train.py:3)")
+    assert not is_secondary_failure(describe(kind(104, "Connection reset by peer")))
+    assert not is_secondary_failure(f"{kind.__name__}: Broken pipe (train.py:3)")
+    assert is_secondary_failure(f"RuntimeError: {CLOSED} (train.py:3)")
+    assert is_secondary_failure("DistBackendError: NCCL communicator was aborted on rank 1. (train.py:3)")
 
 
 # functions and their arguments
@@ -314,7 +314,7 @@ def test_a_system_without_signals_is_told(monkeypatch, start):
 
 def test_variables_of_a_rank(monkeypatch):
     monkeypatch.setattr("fabric.launch.place.usable_cores", lambda: 5)
-    place = Place(1, 4, 2, "127.0.0.1", 99, node_rank=1)
+    place = RankEnv(1, 4, 2, "127.0.0.1", 99, node_rank=1)
     variables = place.variables({}, "cli")
     assert variables == {
         "OMP_NUM_THREADS": "2",

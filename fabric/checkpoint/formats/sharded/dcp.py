@@ -30,13 +30,13 @@ from fabric.checkpoint.digest import LARGE, DigestWriter, damaged
 from fabric.checkpoint.files import MANIFEST, METADATA, is_safetensors, sharded_at
 from fabric.checkpoint.formats.sharded._torch import place_in_file
 from fabric.checkpoint.formats.sharded.directory import check, write_manifest
-from fabric.checkpoint.portable import Stored, is_elsewhere
-from fabric.checkpoint.snapshot import Snapshot, place_of, values
+from fabric.checkpoint.portable import LazyTensor, is_elsewhere
+from fabric.checkpoint.snapshot import Snapshot, storage_key, values
 from fabric.checkpoint.torch_io import TorchCheckpointIO, saving, untrusted
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.tree import map_tree
 from fabric.precision.dtypes import as_bytes
-from fabric.utilities.state_keys import PLAIN_DICTS, like
+from fabric.utilities.state_keys import PLAIN_DICTS, same_dict_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -65,7 +65,7 @@ def _writing(path: Path, digests: dict[str, Any]) -> Iterator[Any]:
     digests[path.name] = {"size": digested.size, "crc32": digested.crc}
 
 
-class Part:
+class ShardWriter:
     """What one rank writes of a checkpoint.
 
     Args:
@@ -157,7 +157,9 @@ class Part:
     def _flatten(self, node: Any, path: tuple[str | int, ...]) -> Any:
         """The tree with names in the places of values, under which DCP has them."""
         if type(node) in PLAIN_DICTS:
-            return like(node, {key: self._flatten(value, (*path, str(key))) for key, value in node.items()})
+            return same_dict_type(
+                node, {key: self._flatten(value, (*path, str(key))) for key, value in node.items()}
+            )
         if _is_open(node):
             return type(node)([self._flatten(value, (*path, i)) for i, value in enumerate(node)])
         name = ".".join([str(step) for step in path])
@@ -167,7 +169,7 @@ class Part:
         if isinstance(node, torch.Tensor):
             node = node if is_elsewhere(node) or _is_plain(node) else Pickled(node)
             alone = isinstance(node, Pickled) or is_elsewhere(node)
-            first = self._first.setdefault(name if alone else place_of(node), name)
+            first = self._first.setdefault(name if alone else storage_key(node), name)
             if first != name:
                 self.tied[name] = first
                 return MetadataIndex(name)
@@ -221,7 +223,7 @@ class Checkpoint:
         self._made: dict[Any, Any] = {}
 
     def tree(self) -> dict[str, Any]:
-        """All that is in it; tensors are read when they are used (see `Stored`), until `close`."""
+        """All that is in it; tensors are read when they are used (see `LazyTensor`), until `close`."""
         known = self._metadata.state_dict_metadata
         tree = getattr(self._metadata, "fabric_tree", None)
         if tree is None:
@@ -238,7 +240,7 @@ class Checkpoint:
         if isinstance(node, MetadataIndex):
             return self._value(node.fqn)
         if type(node) in PLAIN_DICTS:
-            return like(node, {key: self._values(value) for key, value in node.items()})
+            return same_dict_type(node, {key: self._values(value) for key, value in node.items()})
         return type(node)([self._values(value) for value in node])
 
     def _value(self, name: str) -> Any:
@@ -247,7 +249,7 @@ class Checkpoint:
             places = [self._metadata.storage_data[MetadataIndex(name, c.offsets)] for c in known.chunks]
             key = tuple([(place.relative_path, place.offset) for place in places])
             if key not in self._made:
-                self._made[key] = Stored.of(known.size, known.properties.dtype, partial(self._fill, name))
+                self._made[key] = LazyTensor.of(known.size, known.properties.dtype, partial(self._fill, name))
             return self._made[key]
         read, size, index = _Read(), torch.Size([0]), MetadataIndex(name)
         self._read([ReadItem(LoadItemType.BYTE_IO, index, size, index, size, size)], read)
@@ -353,7 +355,7 @@ def consolidate(path: Path, output: Path) -> list[str]:
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name[:100]}.") as folder:
 
         def whole(leaf: Any) -> Any:
-            if not isinstance(leaf, Stored):
+            if not isinstance(leaf, LazyTensor):
                 return leaf
             if id(leaf) not in made:  # else tied
                 made[id(leaf)] = leaf.read(_on_disk(Path(folder) / str(len(made)), leaf))

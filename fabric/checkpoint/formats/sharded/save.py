@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from fabric.checkpoint.formats.sharded.dcp import Part
+    from fabric.checkpoint.formats.sharded.dcp import ShardWriter
     from fabric.core.types import Filter, PathLike
 
 FORMATS = ("full", "sharded")
@@ -79,9 +79,9 @@ def save_sharded(
         tree = states.gather(strategy, state, filter, allow_pickle)
     try:
         with _together(strategy, path):
-            from fabric.checkpoint.formats.sharded.dcp import Part
+            from fabric.checkpoint.formats.sharded.dcp import ShardWriter
 
-            own = Part(tree)
+            own = ShardWriter(tree)
             part = begin(path) if zero else None
         directory, names = strategy.broadcast((part, own.open))
         with _together(strategy, path):
@@ -112,7 +112,7 @@ def save_sharded(
 
 
 def _write(
-    own: Part, path: Path, mark: Path, marks: list[Path], meet: Any, finish: Callable[[], None]
+    own: ShardWriter, path: Path, mark: Path, marks: list[Path], meet: Any, finish: Callable[[], None]
 ) -> None:
     """Write this rank's part. Ranks tell rank zero by files, which has `marks` and ends the save.
 

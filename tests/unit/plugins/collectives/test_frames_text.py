@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fabric
-from fabric.collectives.frames import REFUSED, call_of, describe_tensor, draw, tree_call
+from fabric.collectives.frames import REFUSED, call_of, describe_tensor, format_tree, tree_call
 from fabric.collectives.job_store import JobStore
 from fabric.core.source import user_place
 from fabric.core.tree import flatten
-from fabric.guard.mismatch import TEXT_BYTES, Said, from_text, mismatch_text, table, to_text
-from fabric.guard.waits import Wait, Waits, stuck
+from fabric.guard.mismatch import TEXT_BYTES, RankReport, from_text, mismatch_text, table, to_text
+from fabric.guard.waits import DeadlockDetector, RankStatus, stuck
 
 Pair = namedtuple("Pair", ["left", "right"])
 PACKAGE = Path(fabric.__file__).parent
@@ -58,11 +58,11 @@ F, L = torch.zeros(2, 3), torch.zeros((), dtype=torch.int64)
 )
 def test_a_tree_as_a_person_would_write_it(tree, text):
     leaves, spec = flatten(tree)
-    assert draw(spec, map(describe_tensor, leaves)) == text
+    assert format_tree(spec, map(describe_tensor, leaves)) == text
 
 
 def test_other_texts_in_place_of_the_leaves():
-    assert draw(flatten({"a": [1, 2]})[1], ["one", "two"]) == "{'a': [one, two]}"
+    assert format_tree(flatten({"a": [1, 2]})[1], ["one", "two"]) == "{'a': [one, two]}"
 
 
 def test_calls_are_equal_if_and_only_if_what_must_agree_is():
@@ -96,13 +96,13 @@ def test_calls_are_equal_if_and_only_if_what_must_agree_is():
 @given(verb=st.text(max_size=20), where=st.text(max_size=20), what=st.text())
 def test_a_row_arrives_as_it_left(verb, where, what):
     verb, where, what = [text.replace("\n", " ").replace("\0", " ") for text in (verb, where, what)]
-    sent = to_text(Said(3, verb, what, where))
-    assert from_text(3, sent) == Said(3, verb, what, where)
+    sent = to_text(RankReport(3, verb, what, where))
+    assert from_text(3, sent) == RankReport(3, verb, what, where)
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "🏖"])
 def test_a_long_row_is_cut_and_keeps_verb_and_place(letter):
-    sent = to_text(Said(0, "save", letter * TEXT_BYTES, f"{'deep/' * 500}train.py:12"))
+    sent = to_text(RankReport(0, "save", letter * TEXT_BYTES, f"{'deep/' * 500}train.py:12"))
     row = from_text(0, sent)
     assert len(sent) == TEXT_BYTES
     assert row.verb == "save"
@@ -115,7 +115,12 @@ def test_a_long_row_is_cut_and_keeps_verb_and_place(letter):
 
 
 def test_the_columns_of_the_table_stand_below_each_other():
-    text = table([Said(0, "save #1", "", "a.py:1"), Said(10, "all_reduce(mean) #12", "float32[]", "b.py:22")])
+    text = table(
+        [
+            RankReport(0, "save #1", "", "a.py:1"),
+            RankReport(10, "all_reduce(mean) #12", "float32[]", "b.py:22"),
+        ]
+    )
     assert text.splitlines() == [
         "  rank  call                  data       at",
         "  0     save #1                          a.py:1",
@@ -125,7 +130,7 @@ def test_the_columns_of_the_table_stand_below_each_other():
 
 def shown(*whats):
     """The data column, as the table shows it."""
-    lines = table([Said(rank, "v", what, "|") for rank, what in enumerate(whats)]).splitlines()[1:]
+    lines = table([RankReport(rank, "v", what, "|") for rank, what in enumerate(whats)]).splitlines()[1:]
     return [line[12:-1].strip() for line in lines]
 
 
@@ -160,16 +165,18 @@ def test_a_difference_is_always_visible(texts):
 
 def test_what_the_error_begins_and_ends_with():
     a, b = "a.py:1", "b.py:2"
-    other_verbs = mismatch_text([Said(0, "save #1", "", a), Said(1, "barrier() #1", "", b)])
+    other_verbs = mismatch_text([RankReport(0, "save #1", "", a), RankReport(1, "barrier() #1", "", b)])
     assert other_verbs.startswith("Ranks made different calls where all must make the same.\n")
     assert "`if rank == 0:`" in other_verbs.splitlines()[-1]
 
-    other_data = mismatch_text([Said(0, "gather #2", "int64[1]", a), Said(1, "gather #2", "int64[2]", b)])
+    other_data = mismatch_text(
+        [RankReport(0, "gather #2", "int64[1]", a), RankReport(1, "gather #2", "int64[2]", b)]
+    )
     assert other_data.startswith("Ranks called gather #2 with different data.\n")
     assert "same structure, shapes and dtypes" in other_data.splitlines()[-1]
 
-    refusal = Said(1, "all_reduce #2", f"{REFUSED}ArgumentTypeError: no", b)
-    refused = mismatch_text([Said(0, "all_reduce(mean) #2", "int64[1]", a), refusal])
+    refusal = RankReport(1, "all_reduce #2", f"{REFUSED}ArgumentTypeError: no", b)
+    refused = mismatch_text([RankReport(0, "all_reduce(mean) #2", "int64[1]", a), refusal])
     assert refused.startswith("Rank 1 refused the arguments of all_reduce #2.\n")
     assert refused.splitlines()[-1] == "Call it on all ranks with arguments that every rank accepts."
     both = mismatch_text([refusal._replace(rank=0), refusal])
@@ -229,13 +236,13 @@ def test_a_user_who_is_called_by_the_package_has_the_place():
 def wait(rank, group, turn, members, **counts):
     """A rank that has come to call `turn` of its group, and to `counts` calls of others."""
     said = "barrier() #1", "", "train.py:1"
-    return Wait(rank, "", *said, 0.0, {**counts, group: turn}, group, turn, list(members))
+    return RankStatus(rank, "", *said, 0.0, {**counts, group: turn}, group, turn, list(members))
 
 
 def in_torch(rank, begun, *pending):
     """A rank that stands still in torch's collectives, of which it has begun so many and waits for some."""
     named = {"0": [(number, kind) for number, kind in pending]}
-    return Wait(rank, "", "backward", "", "train.py:2", 0.0, {}, begun={"0": begun}, pending=named)
+    return RankStatus(rank, "", "backward", "", "train.py:2", 0.0, {}, begun={"0": begun}, pending=named)
 
 
 def circle_of(*waits):
@@ -360,17 +367,17 @@ def test_all_others_come_to_an_end_in_any_order(waits, random_):
 def waiting(waits, group, members, where="train.py:7"):
     """What a rank tells that waits in the first call of a group."""
     waits.counts[group] = 1
-    said = Said(waits.rank, "barrier() #1", "", where)
+    said = RankReport(waits.rank, "barrier() #1", "", where)
     return waits.stand(said, 0.0, group=group, turn=1, members=members)
 
 
 def elsewhere(waits):
-    return waits.stand(Said(waits.rank, "", "", ""), None)
+    return waits.stand(RankReport(waits.rank, "", "", ""), None)
 
 
 def test_a_verdict_is_the_same_for_all():
     store = dist.HashStore()
-    zero, one, two = ranks = [Waits(store, rank, 3) for rank in range(3)]
+    zero, one, two = ranks = [DeadlockDetector(store, rank, 3) for rank in range(3)]
     zero.tell(waiting(zero, "a", [0, 1]))
     zero.judge()
     assert zero.broken is None, "rank 1 may be on its way"
@@ -389,7 +396,7 @@ def test_a_verdict_is_the_same_for_all():
 
 def test_who_has_gone_on_is_not_judged():
     store = dist.HashStore()
-    zero, one = [Waits(store, rank, 2) for rank in range(2)]
+    zero, one = [DeadlockDetector(store, rank, 2) for rank in range(2)]
     zero.tell(waiting(zero, "a", [0, 1]))
     zero.tell(elsewhere(zero))
     one.tell(waiting(one, "b", [0, 1]))
@@ -399,11 +406,11 @@ def test_who_has_gone_on_is_not_judged():
 
 def test_who_stands_still_in_torch_is_judged_only_if_nobody_is_on_the_way():
     store = dist.HashStore()
-    zero, one, two = ranks = [Waits(store, rank, 3) for rank in range(3)]
+    zero, one, two = ranks = [DeadlockDetector(store, rank, 3) for rank in range(3)]
     board = one.store.clone()
 
     def backward(waits):
-        said = Said(waits.rank, "backward", "", "train.py:7")
+        said = RankReport(waits.rank, "backward", "", "train.py:7")
         return waits.stand(said, 0.0, begun={"0": 5}, pending={"0": [(5, REDUCE)]})
 
     one.tell(backward(one), board)
@@ -422,7 +429,7 @@ def test_who_stands_still_in_torch_is_judged_only_if_nobody_is_on_the_way():
 @pytest.mark.parametrize("world", [4, 64])
 def test_a_look_at_others_asks_the_store_twice_as_long_as_nobody_has_come(monkeypatch, world):
     store = dist.HashStore()
-    ranks = [Waits(store, rank, world) for rank in range(world)]
+    ranks = [DeadlockDetector(store, rank, world) for rank in range(world)]
     for waits in ranks[1:]:
         waits.tell(waiting(waits, "a", list(range(world))))
     waits.judge()

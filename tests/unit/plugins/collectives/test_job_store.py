@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from fabric.collectives import job_store
-from fabric.collectives.job_store import JobStore, StoreSilent
+from fabric.collectives.job_store import JobStore, StoreTimeout
 from fabric.core.errors import RankError
 
 HOST = """
@@ -75,13 +75,13 @@ def test_a_host_that_does_not_answer_is_given_up(host, monkeypatch):
         patch.setattr(job_store, "_ANSWER_S", 0.2)
         for _ in range(2):  # the second does not even ask: the first still holds the connection
             with pytest.raises(
-                StoreSilent, match=r"lost rank zero's store at 127\.0\.0\.1:\d+: no answer for 0.2 s"
+                StoreTimeout, match=r"lost rank zero's store at 127\.0\.0\.1:\d+: no answer for 0.2 s"
             ):
                 store.get("a")
     os.kill(process.pid, signal.SIGCONT)
     store._stuck.exception(timeout=60)
     assert store.get("a") == b"1"
-    assert issubclass(StoreSilent, RankError)
+    assert issubclass(StoreTimeout, RankError)
 
 
 def test_a_store_without_a_host_is_always_there(tmp_path):

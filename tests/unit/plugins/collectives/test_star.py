@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from fabric.collectives import star as module
-from fabric.collectives.star import Listener, Star, connect
+from fabric.collectives.star import ControlConnections, Listener, connect
 
 SECONDS = 20.0
 
@@ -25,20 +25,22 @@ def stars(size: int):
     with ThreadPoolExecutor(size) as threads:
         with Listener(size - 1) as listener:
             lines = [threads.submit(connect, at, "localhost", *listener.told) for at in range(1, size)]
-            made = [Star(listener.accept(), ranks, 0)]
-        made += [Star(line.result(SECONDS), ranks, at) for at, line in enumerate(lines, 1)]
+            made = [ControlConnections(listener.accept(), ranks, 0)]
+        made += [ControlConnections(line.result(SECONDS), ranks, at) for at, line in enumerate(lines, 1)]
         yield made, threads
         for one in made:
             one.close("the test is over")
 
 
-def take_turn(one: Star, own: bytes) -> list[bytes]:
+def take_turn(one: ControlConnections, own: bytes) -> list[bytes]:
     turn = one.start(own)
     assert turn.is_done(SECONDS)
     return [bytes(turn.rows[at : at + turn.size]) for at in range(0, len(turn.rows), turn.size)]
 
 
-def all_take(made: list[Star], threads: ThreadPoolExecutor, owns: list[bytes]) -> list[list[bytes]]:
+def all_take(
+    made: list[ControlConnections], threads: ThreadPoolExecutor, owns: list[bytes]
+) -> list[list[bytes]]:
     return list(threads.map(take_turn, made, owns, timeout=SECONDS))
 
 
@@ -123,7 +125,7 @@ def test_an_interrupt_in_the_middle_of_a_message_is_not_taken_for_one_between_th
         turn = made[1].start(b"x")
         made[0].start(b"x")
         with (
-            mock.patch.object(module._Line, "take", side_effect=KeyboardInterrupt),
+            mock.patch.object(module._Connection, "take", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
             made[0].start(b"y").is_done(SECONDS)

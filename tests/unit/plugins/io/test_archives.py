@@ -7,7 +7,7 @@ from io import BytesIO
 import pytest
 import torch
 
-from fabric.checkpoint.formats.sharded.dcp import Part
+from fabric.checkpoint.formats.sharded.dcp import ShardWriter
 from fabric.checkpoint.snapshot import values
 from fabric.checkpoint.torch_io import saving
 
@@ -20,7 +20,7 @@ DTYPES = [
 @pytest.fixture
 def written(tmp_path):
     def write(*tensors):
-        part = Part({str(i): tensor for i, tensor in enumerate(tensors)})
+        part = ShardWriter({str(i): tensor for i, tensor in enumerate(tensors)})
         part.agree([part.plan([*part.values])], 0)
         part.write(tmp_path)
         return (tmp_path / "__0_0.distcp").read_bytes()

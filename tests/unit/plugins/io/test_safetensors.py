@@ -19,7 +19,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.checkpoint.formats import safetensors
-from fabric.checkpoint.portable import Stored
+from fabric.checkpoint.portable import LazyTensor
 from fabric.cli import main
 from fabric.core.errors import ConfigurationError, DamagedCheckpointError, MissingExtraError
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -516,9 +516,9 @@ def test_another_directory(fabric, tmp_path):
 def test_only_what_is_used_is_read(fabric, tmp_path, monkeypatch):
     hugging(tmp_path / "hub", net())
     read = []
-    original = Stored.read
+    original = LazyTensor.read
     monkeypatch.setattr(
-        Stored, "read", lambda self, into=None: read.append(self.shape) or original(self, into)
+        LazyTensor, "read", lambda self, into=None: read.append(self.shape) or original(self, into)
     )
     held = TorchCheckpointIO().load_checkpoint(tmp_path / "hub")
     assert not read

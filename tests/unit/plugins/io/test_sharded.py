@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 
 from fabric import Fabric
-from fabric.checkpoint.formats.sharded.dcp import Part
-from fabric.checkpoint.portable import Stored, kept_elsewhere
+from fabric.checkpoint.formats.sharded.dcp import ShardWriter
+from fabric.checkpoint.portable import LazyTensor, kept_elsewhere
 from fabric.cli import main
 from fabric.core.errors import DamagedCheckpointError, UsageError
 
@@ -197,7 +197,7 @@ def test_tensors_are_read_when_they_are_used(fabric, tmp_path):
 
     model = Keeps(3, 2)
     fabric.load(path, {"model": model})
-    assert isinstance(model.kept, Stored)
+    assert isinstance(model.kept, LazyTensor)
     assert (model.kept.shape, model.kept.dtype, model.kept.dim()) == ((2, 3), torch.float32, 2)
     with pytest.raises(UsageError, match=r"was kept, and used after it was loaded\. Copy"):
         model.kept + 1
@@ -210,7 +210,7 @@ def test_any_use_of_a_stored_tensor_is_one_of_its_values():
         assert list(offsets) == [0, 0]
         return target.copy_(values)
 
-    stored = Stored.of(values.shape, values.dtype, fill)
+    stored = LazyTensor.of(values.shape, values.dtype, fill)
     assert stored.tolist() == values.tolist()
     assert stored.device.type == "cpu"
     assert not stored.is_meta
@@ -309,7 +309,7 @@ def test_consolidate_to_what_is_no_other_path(fabric, tmp_path, capsys, monkeypa
 
 
 def test_a_value_that_no_rank_holds_is_not_saved(tmp_path):
-    part = Part({"here": torch.ones(1), "away": {"w": kept_elsewhere(torch.ones(2))}})
+    part = ShardWriter({"here": torch.ones(1), "away": {"w": kept_elsewhere(torch.ones(2))}})
     assert part.open == ["away.w"]
     with pytest.raises(UsageError, match=r"No rank holds the value of away\.w, so that it cannot be saved"):
         part.agree([part.plan([*part.values])], 0)
