@@ -17,7 +17,7 @@ from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.messages import say
 from fabric.core.slices import use_slice
 from fabric.launch.commands import run_commands
-from fabric.launch.place import first_place
+from fabric.launch.rank_env import first_place
 from fabric.launch.rank_logs import RankLogs
 from fabric.launch.system import require_posix
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Mapping, Sequence
 
-    from fabric.launch.place import RankEnv
+    from fabric.launch.rank_env import RankEnv
 
 DEFAULT_PORT = 29400
 """Where rank zero of several machines listens; on one machine the kernel chooses."""

@@ -21,9 +21,9 @@ from fabric.checks import (
     warn_of_batch_norm,
     warn_of_workers,
 )
+from fabric.core.backward_listeners import parameters_of
 from fabric.core.compile import is_compiled, recompile
 from fabric.core.errors import UsageError
-from fabric.core.passes import parameters_of
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
@@ -407,7 +407,7 @@ class SetupVerbs(RankFacts):
         loader = self._strategy.process_dataloader(source.loader)
         peers = together = None
         if here.world_size > 1:
-            from fabric.data.together import RankGroup
+            from fabric.data.rank_consistency import RankGroup
 
             exchange = partial(self._strategy.all_gather_object, label="loader")
             peers = RankGroup(here.rank, here.world_size, exchange)

@@ -416,7 +416,7 @@ class CollectiveVerbs(RankFacts):
             yield
             return
         self._require_launch("rank_zero_first()")
-        from fabric.strategies.first import first_then_others
+        from fabric.strategies.rank_zero_first import first_then_others
 
         with first_then_others(self._strategy, local):
             yield

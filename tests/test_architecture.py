@@ -28,11 +28,11 @@ PACKAGE = ROOT / "fabric"
 ORDER = [
     ["fabric.core"],
     ["fabric.utilities"],
-    ["fabric.launch.endings"],
+    ["fabric.launch.rank_exit"],
     [
         "fabric.launch.garbage",
         "fabric.launch.handlers",
-        "fabric.launch.lifeline",
+        "fabric.launch.parent_death",
         "fabric.launch.signals",
         "fabric.launch.stores",
         "fabric.launch.system",
@@ -40,7 +40,7 @@ ORDER = [
     ["fabric.plugins.environments"],
     ["fabric.launch"],
     ["fabric.accelerators", "fabric.forward", "fabric.loggers", "fabric.precision"],
-    ["fabric.collectives.frames", "fabric.collectives.job_store", "fabric.collectives.star"],
+    ["fabric.collectives.frames", "fabric.collectives.job_store", "fabric.collectives.control_connections"],
     ["fabric.guard"],
     ["fabric.collectives"],
     ["fabric.data"],
@@ -484,6 +484,16 @@ def test_the_front_desk_asks_for_no_strategy_class(name):
     checks = [node for node in calls if ast.unparse(node.func) in ("isinstance", "issubclass")]
     asked = [ast.unparse(node) for node in checks if "Strategy" in ast.unparse(node.args[1])]
     assert asked == [], "read strategy.traits, or call a method"
+
+
+def test_no_two_classes_have_one_name():
+    """`grep NAME` finds one thing."""
+    homes: dict[str, list[str]] = {}
+    for name, tree in sources().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
 
 
 # what importing does

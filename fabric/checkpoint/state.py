@@ -10,8 +10,8 @@ import torch
 
 from fabric.checkpoint.optimizer_names import by_name, known_names, names_of, with_names
 from fabric.checkpoint.portable import LazyTensor, from_portable, module_entries, to_portable
+from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, RankError, UsageError
-from fabric.core.passes import parameters_of
 from fabric.core.tree import flatten
 from fabric.utilities.init import name_of, names_of_owners
 from fabric.utilities.rank_zero import rank_zero_warn

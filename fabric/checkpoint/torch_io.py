@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checkpoint.checkpoint_io import CheckpointIO
-from fabric.checkpoint.digest import DigestWriter, check, damaged
-from fabric.checkpoint.files import (
+from fabric.checkpoint.atomic_write import (
     is_safetensors,
     named,
     part_of,
@@ -26,6 +24,8 @@ from fabric.checkpoint.files import (
     safetensors_at,
     sharded_at,
 )
+from fabric.checkpoint.checkpoint_io import CheckpointIO
+from fabric.checkpoint.digest import DigestWriter, check, damaged
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.slices import use_slice
 from fabric.utilities.cloud_io import get_filesystem, local_path, target_path

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from fabric.collectives.collective import Collective
     from fabric.collectives.frames import CallSignature, Meeting
-    from fabric.guard.control import CallChecker
+    from fabric.guard.call_checker import CallChecker
 
 
 _OPS = ("sum", "mean", "min", "max", "product", "avg", "prod", "band", "bor", "bxor")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
-    from fabric.guard.control import CallChecker
+    from fabric.guard.call_checker import CallChecker
 
 
 CollectibleGroup: TypeAlias = Any

@@ -19,7 +19,7 @@ from fabric.core.source import user_place
 
 if TYPE_CHECKING:
     from fabric.collectives.frames import CallSignature
-    from fabric.guard.waits import DeadlockDetector
+    from fabric.guard.deadlocks import DeadlockDetector
 
 _HERE = str(Path(__file__).parent)
 

@@ -14,13 +14,13 @@ from fabric.collectives.collective import Collective
 from fabric.collectives.frames import for_bools
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.torch_versions import all_to_all, collectives_recorded, start_all_gather_flat
-from fabric.guard.control import guard_of
+from fabric.guard.call_checker import guard_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
-    from fabric.guard.control import CallChecker
+    from fabric.guard.call_checker import CallChecker
 
 default_pg_timeout = timedelta(seconds=1800)
 

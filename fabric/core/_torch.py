@@ -21,7 +21,9 @@ flatten_tensors: Callable[[Any], torch.Tensor] = torch_utils._flatten_dense_tens
 """Return the concatenation of the flattened tensors; one call into C++."""
 
 foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
 foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
 
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the innermost backward pass that runs in this thread, or -1. Numbers grow."""

@@ -13,9 +13,9 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from fabric.core.errors import ConfigurationError
+from fabric.data.adapters import samplers_of
+from fabric.data.rank_consistency import table
 from fabric.data.sharding import knows_its_rank
-from fabric.data.sources import samplers_of
-from fabric.data.together import table
 from fabric.utilities.data import sized_len
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import RanksDifferWarning

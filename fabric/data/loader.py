@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from fabric.data.sources import LoaderAdapter
-    from fabric.data.together import RankGroup
+    from fabric.data.adapters import LoaderAdapter
+    from fabric.data.rank_consistency import RankGroup
 
     Loader = DataLoader[Any]  # to type checkers a loader that was set up can stand wherever the user's can
 else:
@@ -78,7 +78,7 @@ class _FabricDataLoader(Loader):
         self._move = move
         self._given = dataloader if given is None else given
         if source is None:
-            from fabric.data.sources import LoaderAdapter
+            from fabric.data.adapters import LoaderAdapter
 
             source = LoaderAdapter(dataloader)
         self._source = source
@@ -246,7 +246,7 @@ class _FabricDataLoader(Loader):
         found = getattr(self._given if name in _OF_THE_USER else self._dataloader, name)
         if name not in ("sampler", "batch_sampler") or found is None:
             return found
-        from fabric.data.stand_ins import SamplerProxy
+        from fabric.data.proxies import SamplerProxy
 
         return SamplerProxy(getattr(self._given, name), found, self.set_epoch)
 

@@ -11,10 +11,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from fabric.core.errors import ConfigurationError
 from fabric.core.slices import use_slice
 from fabric.data._torch import ITERATOR, drop_workers, loader_iterator
+from fabric.data.adapters import IndexSource, LoaderAdapter, samplers_of
 from fabric.data.order import EpochOrder
+from fabric.data.rank_batches import RankBatchSampler
 from fabric.data.rules import UNEVEN, Shard, ShardingRule, check_padding
-from fabric.data.sources import IndexSource, LoaderAdapter, samplers_of
-from fabric.data.streams import RankBatchSampler
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import RanksDifferWarning
 
@@ -82,7 +82,7 @@ def shard_loader(
         rule = ShardingRule(share, loader.batch_size, loader.drop_last, uneven or "exact")
         return _stream_source(copied, rule, seed, generator, uneven, asks, own)
     if loader.num_workers:
-        from fabric.data.stand_ins import SeededDataset
+        from fabric.data.proxies import SeededDataset
 
         copied.__dict__["dataset"] = SeededDataset(loader.dataset)
     return source
@@ -113,7 +113,7 @@ def _copied(loader: DataLoader[Any], rank: int, seed: int) -> tuple[DataLoader[A
     fields = copied.__dict__  # DataLoader.__setattr__ refuses to change some of these after construction
     drop_workers(copied)
     if loader.num_workers > 0:
-        from fabric.data.stand_ins import SeedWorker
+        from fabric.data.proxies import SeedWorker
 
         fields["worker_init_fn"] = SeedWorker(rank, loader.worker_init_fn)
     # torch draws on the default device, and a generator of another device would be refused.

@@ -25,13 +25,13 @@ from fabric.collectives.frames import RankReport
 from fabric.collectives.job_store import StoreTimeout
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.messages import say
-from fabric.guard.control import reason_of, waits_of_world
+from fabric.guard.call_checker import reason_of, waits_of_world
+from fabric.guard.deadlocks import LEFT, SILENT, RankStatus, as_table
 from fabric.guard.stacks import StillWatch, user_line
-from fabric.guard.waits import LEFT, SILENT, RankStatus, as_table
 
 if TYPE_CHECKING:
+    from fabric.guard.deadlocks import DeadlockDetector
     from fabric.guard.devices import DeviceWatch
-    from fabric.guard.waits import DeadlockDetector
 
 REPORT_AFTER = 60.0
 VARIABLE = "FABRIC_HANG_REPORT_AFTER"
@@ -134,7 +134,7 @@ class Watchdog:
         error = getattr(sys, "last_value", None)
         end = "finished"
         if error is not None:
-            from fabric.launch.endings import describe
+            from fabric.launch.rank_exit import describe
 
             end = f"raised {describe(error)}"
         with suppress(Exception):  # the store may have gone before

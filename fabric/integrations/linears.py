@@ -10,7 +10,7 @@ from torch import nn
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.integrations._torch import CALL_TABLES
-from fabric.strategies.agree import broadcast_from_zero
+from fabric.strategies.tensor_sync import broadcast_from_zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fabric.launch.lifeline import PARENT_PID, REPORT_FD, die_with_parent
+from fabric.launch.parent_death import PARENT_PID, REPORT_FD, die_with_parent
 from fabric.launch.supervisor import ENDS, Supervisor
 from fabric.plugins.environments.local import STORE_FD
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from fabric.launch.creator import Creator
-    from fabric.launch.place import RankEnv
+    from fabric.launch.rank_env import RankEnv
     from fabric.launch.rank_logs import RankLogs
 
 PASS_ON_GRACE_S = 30.0

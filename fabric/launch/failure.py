@@ -6,7 +6,7 @@ import signal
 import socket
 from typing import TYPE_CHECKING, Any
 
-from fabric.launch.endings import RankExit
+from fabric.launch.rank_exit import RankExit
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fabric.core.messages import say
-from fabric.launch.endings import RankExit
 from fabric.launch.failure import exit_reason
-from fabric.launch.lifeline import report_exceptions
+from fabric.launch.parent_death import report_exceptions
+from fabric.launch.rank_exit import RankExit
 from fabric.launch.signals import die_by, flush_output
 from fabric.launch.stores import keep_listening
 
 if TYPE_CHECKING:
     import socket
 
-    from fabric.launch.place import RankEnv
+    from fabric.launch.rank_env import RankEnv
 
 _ROOT = Path(__file__).parents[2]
 _BESIDE = (

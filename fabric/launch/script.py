@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import LaunchError
 from fabric.launch.launcher import Launcher
-from fabric.launch.place import place_here
+from fabric.launch.rank_env import place_here
 from fabric.launch.signals import flush_output
 from fabric.launch.system import require_posix
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
-from fabric.launch.endings import RankExit
 from fabric.launch.failure import from_returncode, root_cause, summary
+from fabric.launch.rank_exit import RankExit
 from fabric.launch.signals import TOGETHER_S
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 
 from fabric.core._torch import foreach_mul_
+from fabric.core.backward_listeners import add_clip_listener, add_step_listener, leaves_of, parameters_of
 from fabric.core.errors import UsageError
-from fabric.core.passes import add_clip_listener, add_step_listener, leaves_of, parameters_of
 from fabric.precision._torch import optimizer_states
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import torch
 
 from fabric.collectives.objects import gather_objects
 from fabric.core._torch import is_fsdp
+from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import ReplicasDivergedError
-from fabric.core.passes import parameters_of
 from fabric.core.source import user_place
 from fabric.core.tree import flatten
 from fabric.data.unequal import FirstRows, compare_rows, settle

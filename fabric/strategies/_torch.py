@@ -10,9 +10,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-foreach_div_ = torch._foreach_div_
-foreach_norm = torch._foreach_norm
-
 
 def tensor_of(ref: Any) -> Any:
     """Return the tensor of a weak reference, or None. torch 2.9 could lose its Python object otherwise."""

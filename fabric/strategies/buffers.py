@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.collectives.frames import PACK_LIMIT, describe_tensor
 from fabric.core._torch import BatchNorm
 from fabric.core.errors import ConfigurationError, UsageError
-from fabric.strategies.agree import broadcast_from_group_root, differing
+from fabric.strategies.tensor_sync import broadcast_from_group_root, differing
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 

@@ -148,7 +148,7 @@ class Checkpoints(Exchange):
         storage, where = self.checkpoint_io, path
         with states.together(self, f"saving {path}"), self.layout.gathering(keep=self.topology.rank == 0):
             checkpoint = states.gather(self, state, filter, allow_pickle)
-            from fabric.checkpoint.files import is_safetensors
+            from fabric.checkpoint.atomic_write import is_safetensors
             from fabric.checkpoint.torch_io import TorchCheckpointIO
 
             ours = type(storage) is TorchCheckpointIO
@@ -214,7 +214,7 @@ class Checkpoints(Exchange):
         Raises:
             DamagedCheckpointError: A file of it is missing, or not what was written.
         """
-        from fabric.checkpoint.files import present, sharded_at
+        from fabric.checkpoint.atomic_write import present, sharded_at
 
         self.finish_save()
         doing, storage, found = f"loading {path}", self.checkpoint_io, present(path)

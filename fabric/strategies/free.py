@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from fabric.collectives.frames import call_of
+from fabric.core.backward_listeners import add_backward_listener, add_step_listener, parameters_of
 from fabric.core.errors import UsageError
-from fabric.core.passes import add_backward_listener, add_step_listener, parameters_of
 from fabric.strategies._torch import tensor_of
-from fabric.strategies.agree import average_gradients, broadcast_from_group_root, differing, grad_version
+from fabric.strategies.tensor_sync import (
+    average_gradients,
+    broadcast_from_group_root,
+    differing,
+    grad_version,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

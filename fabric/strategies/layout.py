@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.checkpoint.portable import read_stored
+from fabric.core._torch import foreach_div_
 from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
-from fabric.strategies._torch import foreach_div_
 from fabric.utilities.init import EmptyInit
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fabric.core._torch import foreach_mul_
-from fabric.strategies._torch import foreach_norm
+from fabric.core._torch import foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fabric import Fabric
-from fabric.core import passes
+from fabric.core import backward_listeners as passes
 from fabric.core.errors import UsageError
 from fabric.strategies import DDPStrategy, FSDPStrategy, ZeRO1Strategy
 from fabric.strategies.ddp import replicate

@@ -17,7 +17,7 @@ from test_layouts import LAYOUTS, TOLERANCE, launched, net, parts, scaler
 from torch import nn
 
 from fabric import Fabric
-from fabric.collectives.star import ControlConnections
+from fabric.collectives.control_connections import ControlConnections
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError
 from fabric.plugins.precision import MixedPrecision
 from fabric.strategies import DDPStrategy

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, Se
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
 from fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, ZeRO1Strategy
-from fabric.strategies.agree import PARCEL_BYTES, tensor_buckets
+from fabric.strategies.tensor_sync import PARCEL_BYTES, tensor_buckets
 from fabric.strategies.zero1.shares import assign_owners
 from fabric.wrappers import unwrap
 

@@ -54,7 +54,7 @@ ForwardCheck.meet = lambda self, name="": self._within is None
     ),
     "standstills end": Mend(
         """
-from fabric.guard.waits import DeadlockDetector
+from fabric.guard.deadlocks import DeadlockDetector
 DeadlockDetector.judge = lambda *_: None
 """,
         (*DDP, *SPLIT, "tensor"),
@@ -104,7 +104,7 @@ shard_loader.made, sharding.shard_loader = made, shard_loader
     ),
     "positions in data are for any number of ranks": Mend(
         """
-from fabric.data.sources import IndexSource
+from fabric.data.adapters import IndexSource
 begun = getattr(IndexSource.begin, "made", IndexSource.begin)
 told = getattr(IndexSource.state, "made", IndexSource.state)
 def begin(self, epoch, saved):

@@ -24,7 +24,8 @@ import torch
 from program import DIFFER, HEADER, ORDER, UNEQUAL_CALLS, Program
 
 from fabric.core.errors import FabricError
-from fabric.guard import control, watchdog
+from fabric.guard import call_checker as control
+from fabric.guard import watchdog
 from fabric.testing import RankFailure, RankPool, RankTimeout
 
 EQUAL, REFUSED, FOREIGN, DIFFERENT, HANG, CRASH, INVALID, ALARM = (

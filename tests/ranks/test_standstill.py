@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fabric import Fabric
 from fabric.core.errors import CollectiveMismatch, LaunchError
 from fabric.guard import watchdog
-from fabric.guard.waits import stuck
+from fabric.guard.deadlocks import stuck
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, ZeRO1Strategy
 from fabric.testing import RankTimeout, rank_info
 

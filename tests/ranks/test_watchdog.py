@@ -19,8 +19,8 @@ from fabric import Fabric
 from fabric.collectives.frames import RankReport
 from fabric.core.errors import ConfigurationError, RankError
 from fabric.guard import watchdog
+from fabric.guard.deadlocks import RankStatus, as_table
 from fabric.guard.stacks import user_line
-from fabric.guard.waits import RankStatus, as_table
 from fabric.guard.watchdog import report_after
 
 HERE = Path(__file__).name

@@ -147,9 +147,9 @@ def test_tensors_of_weak_references_stay_usable() -> None:
 def test_operations_on_lists_are_those_of_their_names() -> None:
     """Clipping, packing of gradients and their means: one kernel for many tensors."""
     lists = [torch.tensor([3.0, 4.0]), torch.tensor([2.0])]
-    assert [float(norm) for norm in strategies.foreach_norm(lists, 2.0)] == [5.0, 2.0]
+    assert [float(norm) for norm in core.foreach_norm(lists, 2.0)] == [5.0, 2.0]
     core.foreach_mul_(lists, 2.0)
-    strategies.foreach_div_(lists, 4.0)
+    core.foreach_div_(lists, 4.0)
     assert [t.tolist() for t in lists] == [[1.5, 2.0], [1.0]]
     core.foreach_copy_(lists, [torch.zeros(2), torch.ones(1)])
     assert [t.tolist() for t in lists] == [[0.0, 0.0], [1.0]]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fabric.checkpoint.atomic_write import INDEX, INDICES, LENGTH, SINGLE
 from fabric.checkpoint.digest import crc_of, damaged, write_all
-from fabric.checkpoint.files import INDEX, INDICES, LENGTH, SINGLE
 from fabric.checkpoint.portable import TAG, LazyTensor, read_stored
 from fabric.checkpoint.snapshot import storage_key, values
 from fabric.core.errors import ConfigurationError, MissingExtraError

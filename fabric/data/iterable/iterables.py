@@ -19,9 +19,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fabric.core.tree import flatten
 from fabric.data._torch import pin_memory, without_worker_info
 from fabric.data.order import PrivateRandomness, has_state, seed_draws
+from fabric.data.proxies import DatasetProxy
+from fabric.data.rank_batches import digest
 from fabric.data.rules import Shard
-from fabric.data.stand_ins import DatasetProxy
-from fabric.data.streams import digest
 from fabric.utilities.seed import derive_seed
 
 if TYPE_CHECKING:

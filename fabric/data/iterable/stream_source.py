@@ -9,10 +9,10 @@ import torch
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.data._torch import drop_workers
+from fabric.data.adapters import SeededLoaderAdapter, check_same
+from fabric.data.rank_batches import digest
+from fabric.data.rank_consistency import table
 from fabric.data.rules import check_padding
-from fabric.data.sources import SeededLoaderAdapter, check_same
-from fabric.data.streams import digest
-from fabric.data.together import table
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fabric.data.iterable.iterables import ShardedIterableDataset, StreamFingerprint
-    from fabric.data.together import RankGroup
+    from fabric.data.rank_consistency import RankGroup
 
 _FEWER = (
     "Not all ranks get a batch in every round, and gradients are enabled: rounds in which some have none "

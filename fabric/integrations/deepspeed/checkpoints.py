@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.checkpoint import state as states
+from fabric.checkpoint.atomic_write import present, put_in_place, remove
 from fabric.checkpoint.digest import damaged
-from fabric.checkpoint.files import present, put_in_place, remove
 from fabric.checkpoint.formats.sharded.directory import begin, check, digest, write_manifest
 from fabric.collectives.objects import gather_objects
 from fabric.core.errors import UsageError

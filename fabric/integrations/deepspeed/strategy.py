@@ -20,9 +20,9 @@ from fabric.integrations.deepspeed.precision import DeepSpeedPrecision
 from fabric.integrations.deepspeed.settings import complete, get, joined
 from fabric.precision._torch import COUNTED_STEP, STEPPED
 from fabric.precision.dtypes import CastTo
-from fabric.strategies.agree import broadcast_from_zero
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.ddp.strategy import DDPStrategy
+from fabric.strategies.tensor_sync import broadcast_from_zero
 from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:

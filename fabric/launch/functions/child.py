@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
 from fabric.core.pickles import pickling_error
-from fabric.launch.endings import RankExit, describe
 from fabric.launch.failure import exit_reason
 from fabric.launch.garbage import forked
-from fabric.launch.lifeline import die_with_creator, die_with_parent
+from fabric.launch.parent_death import die_with_creator, die_with_parent
+from fabric.launch.rank_exit import RankExit, describe
 from fabric.launch.signals import flush_output
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from fabric.launch.place import RankEnv
+    from fabric.launch.rank_env import RankEnv
 
 
 @dataclass(frozen=True, slots=True)

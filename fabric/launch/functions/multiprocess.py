@@ -28,7 +28,7 @@ from fabric.launch.functions.openmp import rest_openmp
 from fabric.launch.garbage import forking
 from fabric.launch.handlers import Handlers
 from fabric.launch.launcher import Launcher
-from fabric.launch.place import RankEnv, place_here
+from fabric.launch.rank_env import RankEnv, place_here
 from fabric.launch.rank_logs import RankLogs
 from fabric.launch.signals import die_by
 from fabric.launch.supervisor import Supervisor

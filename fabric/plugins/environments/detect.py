@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.registry import Registry, unknown_name_message
-from fabric.launch.lifeline import JOINED, PARENT_PID, REPORT_FD
+from fabric.launch.parent_death import JOINED, PARENT_PID, REPORT_FD
 
 if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment

@@ -102,7 +102,7 @@ class LocalEnvironment(ClusterEnvironment):
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """The store of rank zero, or of the process that launched functions (raises as the base does)."""
-        from fabric.launch.lifeline import tie_to_parent
+        from fabric.launch.parent_death import tie_to_parent
         from fabric.launch.stores import part_of_store
 
         tie_to_parent()

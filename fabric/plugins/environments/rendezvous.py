@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
-from fabric.launch.lifeline import JOINED
+from fabric.launch.parent_death import JOINED
 from fabric.launch.system import require_posix
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from fabric.core._torch import BatchNorm, backward_pass
 from fabric.core.compile import eager
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.tree import flatten
-from fabric.strategies.alike import InputConsistencyCheck
 from fabric.strategies.context_parallel.region import Region, Row
 from fabric.strategies.context_parallel.sequence import part_sizes
+from fabric.strategies.input_check import InputConsistencyCheck
 from fabric.strategies.rows import DataParallelMesh, check_number, check_rows, make_rows
 from fabric.strategies.sharding.blocks import check_policy, choose_blocks
 

@@ -13,12 +13,12 @@ from torch.overrides import TorchFunctionMode
 
 from fabric.core.errors import FabricError, UsageError
 from fabric.core.tree import flatten
-from fabric.strategies.agree import on_any_rank
 from fabric.strategies.context_parallel._torch import groups_inside, ungathered
 from fabric.strategies.context_parallel.attention import divided
 from fabric.strategies.context_parallel.call import noise
 from fabric.strategies.context_parallel.exchange import SequenceExchange
 from fabric.strategies.context_parallel.sequence import SequencePart, seeing
+from fabric.strategies.tensor_sync import on_any_rank
 from fabric.strategies.trial import difference, untouched
 
 if TYPE_CHECKING:

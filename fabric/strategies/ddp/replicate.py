@@ -18,19 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.collectives.frames import call_of
+from fabric.core.backward_listeners import add_backward_listener, add_step_listener, leaves_of, parameters_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
-from fabric.core.passes import add_backward_listener, add_step_listener, leaves_of, parameters_of
 from fabric.core.torch_versions import BUFFER_KEYWORDS, buffers_off
 from fabric.core.traits import Traits
 from fabric.strategies._torch import tensor_of
-from fabric.strategies.agree import (
-    average_gradients,
-    broadcast_from_group_root,
-    differing,
-    grad_version,
-    on_any_rank,
-)
 from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
 from fabric.strategies.ddp._torch import (
     NOT_AVERAGED,
@@ -46,6 +39,13 @@ from fabric.strategies.ddp._torch import (
 )
 from fabric.strategies.ddp.shared import SharedParameters, reducing
 from fabric.strategies.layout import Layout
+from fabric.strategies.tensor_sync import (
+    average_gradients,
+    broadcast_from_group_root,
+    differing,
+    grad_version,
+    on_any_rank,
+)
 from fabric.utilities.init import name_of, names_of_owners
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class Replicate(Layout):
                 self._replicas[replica].views = {}
                 self._failed = True
             if isinstance(error, RuntimeError) and syncing:
-                from fabric.strategies.explained import translate_ddp_error
+                from fabric.strategies.error_translation import translate_ddp_error
 
                 translate_ddp_error(error, graph=kwargs.get("create_graph") or True in args[2:3])
             raise
@@ -284,7 +284,7 @@ class Replicate(Layout):
             if self._replicas[replica].reduced is not None:
                 self._average_rest(self._replicas[replica])
         for name in [name for name, p, before in thawed if grad_version(p) != before]:
-            from fabric.strategies.explained import thawed_late
+            from fabric.strategies.error_translation import thawed_late
 
             raise thawed_late(name)
         if local:
@@ -317,7 +317,7 @@ class Replicate(Layout):
         try:
             check_reduced(replica)
         except RuntimeError as error:
-            from fabric.strategies.explained import unused_parameters
+            from fabric.strategies.error_translation import unused_parameters
 
             raise unused_parameters(replica.module, self._replicas[replica].names, error) from error
         if has_built_buckets(replica):
@@ -361,7 +361,7 @@ class Replicate(Layout):
                 self.channel.meet(call_of("backward", f"of {name_of(replica.module)}"))
         known.came = True
         if running_node() not in (known.nodes[id(parameter)], None):
-            from fabric.strategies.explained import converted
+            from fabric.strategies.error_translation import converted
 
             names = {id(p): name for name, p in replica.module.named_parameters()}
             raise converted(names[id(parameter)], parameter)

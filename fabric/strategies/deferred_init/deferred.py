@@ -1,8 +1,8 @@
 """`DeferredInit`: modules are built without memory for their weights, whose values are made later.
 
-Used by layouts that shard. `torch.empty` gives tensors on the meta device (`DeferredTensor`); what is done with them,
-by constructors and by whoever initialises the model again before it is set up, is recorded, with the state
-of the random generator, and replayed by `make`. Everything else is made as always.
+Used by layouts that shard. `torch.empty` gives tensors on the meta device (`DeferredTensor`); what is done
+with them, by constructors and by whoever initialises the model again before it is set up, is recorded, with
+the state of the random generator, and replayed by `make`. Everything else is made as always.
 """
 
 from __future__ import annotations

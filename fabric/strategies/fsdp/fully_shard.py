@@ -20,7 +20,6 @@ from fabric.core._torch import BatchNorm, is_fsdp
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.precision import POLICIES
 from fabric.core.traits import Traits
-from fabric.strategies.agree import broadcast_from_zero, on_any_rank
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser
 from fabric.strategies.fsdp._torch import has_hooks, reduce_in_place
@@ -28,6 +27,7 @@ from fabric.strategies.sharding._torch import whole_of
 from fabric.strategies.sharding.blocks import check_whole, choose_blocks, innermost_first
 from fabric.strategies.sharding.sharded import FSDP2Runtime
 from fabric.strategies.sharding.split import is_split
+from fabric.strategies.tensor_sync import broadcast_from_zero, on_any_rank
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,13 +17,13 @@ import torch
 from fabric.checkpoint.portable import read_stored
 from fabric.collectives.objects import gather_objects
 from fabric.collectives.reduce import reduce_tree
+from fabric.core.backward_listeners import add_step_listener, parameters_of
 from fabric.core.errors import ArgumentTypeError, UsageError
-from fabric.core.passes import add_step_listener, parameters_of
 from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
-from fabric.strategies.agree import broadcast_from_zero
 from fabric.strategies.buffers import SyncedBuffers, shared_buffers
 from fabric.strategies.layout import Layout
+from fabric.strategies.tensor_sync import broadcast_from_zero
 from fabric.utilities.state_keys import OUTER
 
 if TYPE_CHECKING:

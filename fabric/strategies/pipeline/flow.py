@@ -13,9 +13,9 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.tree import flatten, map_tree, unflatten
 from fabric.forward import differentiable
 from fabric.precision.dtypes import CastTo
-from fabric.strategies.alike import InputConsistencyCheck
 from fabric.strategies.buffers import SyncedBuffers
 from fabric.strategies.data_parallel.parts import MicrobatchArgs
+from fabric.strategies.input_check import InputConsistencyCheck
 from fabric.strategies.pipeline._torch import accumulates, keeps_graph
 from fabric.strategies.pipeline.run import Pass, alternating, backwards, forwards
 from fabric.strategies.pipeline.trial import joined, try_rows

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from fabric.collectives.channel import Channel
 from fabric.collectives.torch_collective import TorchCollective
 from fabric.core._torch import backward_pass
+from fabric.core.backward_listeners import add_step_listener
 from fabric.core.compile import is_compiled
 from fabric.core.errors import UsageError
-from fabric.core.passes import add_step_listener
 from fabric.core.traits import Traits
 from fabric.strategies._torch import call_after_backward
-from fabric.strategies.agree import average_gradients, broadcast_from_group_root, broadcast_from_zero
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser
 from fabric.strategies.pipeline.cut import check_fits, even_balance, find_blocks, shared_parameters
@@ -32,6 +31,7 @@ from fabric.strategies.pipeline.stage import Stage
 from fabric.strategies.pipeline.states import PipelineStates, Tied, emptied, names_of, tensors_of
 from fabric.strategies.pipeline.trial import warn_of_modules
 from fabric.strategies.rows import DataParallelMesh, check_rows, make_rows
+from fabric.strategies.tensor_sync import average_gradients, broadcast_from_group_root, broadcast_from_zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

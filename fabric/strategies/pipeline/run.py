@@ -17,7 +17,7 @@ from fabric.collectives.objects import broadcast_tree
 from fabric.core._torch import backward_pass
 from fabric.core.errors import RankError
 from fabric.core.tree import flatten, map_tree
-from fabric.launch.endings import describe
+from fabric.launch.rank_exit import describe
 from fabric.strategies.pipeline.link import Failed, Link
 from fabric.strategies.pipeline.stage import own
 from fabric.utilities.random_stream import RandomStream

@@ -14,13 +14,13 @@ from torch.nn import Parameter
 
 from fabric.checkpoint.portable import elsewhere, read_stored
 from fabric.collectives.objects import broadcast_tree, gather_objects
+from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import UsageError
-from fabric.core.passes import parameters_of
 from fabric.core.tree import iter_paths, map_tree
-from fabric.strategies.agree import on_any_rank
 from fabric.strategies.layout import Layout
 from fabric.strategies.norms import norm_over_ranks
 from fabric.strategies.sharding.split import DTensorLayout
+from fabric.strategies.tensor_sync import on_any_rank
 from fabric.strategies.zero1.shares import RejectPartialStateDict, optimizer_view
 from fabric.utilities.state_keys import same_dict_type
 
@@ -109,7 +109,7 @@ class PipelineStates(DTensorLayout):
             return module.load_state_dict(same_dict_type(state, parts), strict=strict)
 
     def check_saved(self, state: dict[str, Any]) -> None:
-        """As `Layout`: tensors that only later stages have, as what is made from this stage's parameters does.
+        """As `Layout`: refuse tensors that lack what only later stages have.
 
         Raises:
             UsageError: There are some; on all ranks.

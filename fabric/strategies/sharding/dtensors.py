@@ -16,8 +16,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from fabric.checkpoint.portable import LazyTensor, kept_elsewhere
 from fabric.core._torch import memory_of
+from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import UsageError
-from fabric.core.passes import parameters_of
 from fabric.core.torch_versions import older_than, refuse_before
 from fabric.core.tree import map_tree
 from fabric.strategies._torch import value_of
@@ -54,7 +54,7 @@ def full_tree(tree: Any, keep: bool) -> Any:
 
 
 def own_part(full: Tensor, like: DTensor, name: str) -> DTensor:
-    """This rank's part of a full tensor, laid out as `like`; of a `LazyTensor` one no more is read. No message.
+    """Return this rank's part of a full tensor, as `like` is; a `LazyTensor` is read in part. No message.
 
     Raises:
         UsageError: The shapes differ.

@@ -21,7 +21,7 @@ from fabric.core.torch_versions import gather_again, reset_iteration
 from fabric.core.tree import flatten, map_tree
 from fabric.forward import anchor, differentiable
 from fabric.strategies._torch import fsdp_state
-from fabric.strategies.explained import split_error
+from fabric.strategies.error_translation import split_error
 from fabric.strategies.sharding._torch import (
     finish_backward,
     free_root,

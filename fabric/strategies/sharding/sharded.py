@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.collectives.frames import call_of
+from fabric.core.backward_listeners import add_backward_listener, parameters_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
-from fabric.core.passes import add_backward_listener, parameters_of
 from fabric.core.torch_versions import keep_arguments, refuse_before
 from fabric.forward import HookedCall, differentiable
 from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers
-from fabric.strategies.explained import converted
+from fabric.strategies.error_translation import converted
 from fabric.strategies.sharding._torch import begin_fsdp, expect_thawed, fsdp_groups, fsdp_states, is_strided
 from fabric.strategies.sharding.gathered import ForwardCheck, FSDPCallGuard, GatheredCall
 from fabric.strategies.sharding.split import DTensorLayout, is_split

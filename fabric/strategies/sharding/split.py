@@ -1,4 +1,4 @@
-"""`DTensorLayout`: the base of layouts whose parameters are parts of tensors (DTensor), however they came to be.
+"""`DTensorLayout`: the base of layouts whose parameters are sharded tensors (DTensor).
 
 Full state in and out, norms, optimizers made before setup, modules built without memory.
 """
@@ -13,8 +13,8 @@ import torch
 
 from fabric.checkpoint.portable import read_stored
 from fabric.collectives.frames import call_of
+from fabric.core.backward_listeners import add_step_listener, parameters_of
 from fabric.core.errors import UsageError
-from fabric.core.passes import add_step_listener, parameters_of
 from fabric.core.tree import map_tree
 from fabric.strategies._torch import tensor_of
 from fabric.strategies.deferred_init.deferred import DeferredInit, DeferredTensor

@@ -18,12 +18,12 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.core.traits import Traits
 from fabric.core.tree import flatten
 from fabric.strategies._torch import has_forward_hooks
-from fabric.strategies.agree import broadcast_from_zero
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser, own_meta
 from fabric.strategies.rows import DataParallelMesh
 from fabric.strategies.sharding.sharded import FSDP2Runtime
 from fabric.strategies.sharding.split import is_split
+from fabric.strategies.tensor_sync import broadcast_from_zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.core.passes import parameters_of
+from fabric.core.backward_listeners import parameters_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,8 @@ import torch
 
 from fabric.checkpoint.portable import elsewhere, read_stored
 from fabric.collectives.objects import broadcast_tree, gather_objects
+from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError, UsageError
-from fabric.core.passes import parameters_of
 from fabric.core.tree import map_tree
 from fabric.strategies.ddp.replicate import Replicate
 from fabric.strategies.zero1._torch import UNCOMPILED

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fabric.collectives.frames import join
 from fabric.core.errors import UsageError
-from fabric.strategies.agree import tensor_buckets, unflatten_into
+from fabric.strategies.tensor_sync import tensor_buckets, unflatten_into
 from fabric.strategies.zero1._torch import STEP_HOOKS
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from fabric.data.proxies import SeedWorker
 from fabric.data.rules import Shard
 from fabric.data.sharding import shard_loader
-from fabric.data.stand_ins import SeedWorker
 from fabric.wrappers import _FabricDataLoader
 
 

@@ -13,8 +13,8 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from fabric.core.errors import ConfigurationError
 from fabric.data.order import EpochOrder
+from fabric.data.rank_batches import RankBatchSampler
 from fabric.data.rules import UNEVEN, Shard, ShardingRule
-from fabric.data.streams import RankBatchSampler
 
 LENGTHS = st.integers(0, 40)
 WORLDS = st.integers(1, 4)

@@ -22,11 +22,11 @@ from fabric import cli
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.launch import system
 from fabric.launch.commands import Command
-from fabric.launch.endings import RankExit, describe, is_secondary_failure
 from fabric.launch.failure import from_returncode, root_cause, summary
 from fabric.launch.functions.multiprocess import MultiprocessLauncher
 from fabric.launch.functions.openmp import rest_openmp
-from fabric.launch.place import RankEnv
+from fabric.launch.rank_env import RankEnv
+from fabric.launch.rank_exit import RankExit, describe, is_secondary_failure
 from fabric.launch.rank_logs import RankLogs
 from fabric.launch.script import ScriptLauncher, original_command
 from fabric.launch.supervisor import Supervisor
@@ -313,7 +313,7 @@ def test_a_system_without_signals_is_told(monkeypatch, start):
 
 
 def test_variables_of_a_rank(monkeypatch):
-    monkeypatch.setattr("fabric.launch.place.usable_cores", lambda: 5)
+    monkeypatch.setattr("fabric.launch.rank_env.usable_cores", lambda: 5)
     place = RankEnv(1, 4, 2, "127.0.0.1", 99, node_rank=1)
     variables = place.variables({}, "cli")
     assert variables == {
@@ -385,7 +385,7 @@ def test_a_log_directory_that_cannot_be(tmp_path):
 
 def test_a_forked_child_of_a_rank_does_not_report_as_the_rank():
     code = (
-        "import os, sys; from fabric.launch.lifeline import tie_to_parent; tie_to_parent()\n"
+        "import os, sys; from fabric.launch.parent_death import tie_to_parent; tie_to_parent()\n"
         "if os.fork() == 0: raise ValueError('of the child')\n"
         "os.wait()"
     )

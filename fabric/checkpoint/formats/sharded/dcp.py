@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
+from fabric.checkpoint.atomic_write import MANIFEST, METADATA, is_safetensors, sharded_at
 from fabric.checkpoint.digest import LARGE, DigestWriter, damaged
-from fabric.checkpoint.files import MANIFEST, METADATA, is_safetensors, sharded_at
 from fabric.checkpoint.formats.sharded._torch import place_in_file
 from fabric.checkpoint.formats.sharded.directory import check, write_manifest
 from fabric.checkpoint.portable import LazyTensor, is_elsewhere

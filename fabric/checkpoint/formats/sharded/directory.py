@@ -10,8 +10,8 @@ import os
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from fabric.checkpoint.atomic_write import MANIFEST, METADATA, alone_in, flush_directory, part_of
 from fabric.checkpoint.digest import crc_of, damaged
-from fabric.checkpoint.files import MANIFEST, METADATA, alone_in, flush_directory, part_of
 from fabric.core.errors import UsageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fabric.checkpoint import state as states
-from fabric.checkpoint.files import hold, is_held, is_safetensors, named, put_in_place, remove
+from fabric.checkpoint.atomic_write import hold, is_held, is_safetensors, named, put_in_place, remove
 from fabric.checkpoint.formats.sharded.directory import begin
 from fabric.checkpoint.torch_io import TorchCheckpointIO
 from fabric.core.errors import ConfigurationError, RankError, UsageError

@@ -20,8 +20,8 @@ from fabric.collectives.frames import REFUSED, call_of, describe_tensor, format_
 from fabric.collectives.job_store import JobStore
 from fabric.core.source import user_place
 from fabric.core.tree import flatten
+from fabric.guard.deadlocks import DeadlockDetector, RankStatus, stuck
 from fabric.guard.mismatch import TEXT_BYTES, RankReport, from_text, mismatch_text, table, to_text
-from fabric.guard.waits import DeadlockDetector, RankStatus, stuck
 
 Pair = namedtuple("Pair", ["left", "right"])
 PACKAGE = Path(fabric.__file__).parent

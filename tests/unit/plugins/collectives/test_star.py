@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from fabric.collectives import star as module
-from fabric.collectives.star import ControlConnections, Listener, connect
+from fabric.collectives import control_connections as module
+from fabric.collectives.control_connections import ControlConnections, Listener, connect
 
 SECONDS = 20.0
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from fabric.core.errors import ConfigurationError, LaunchError
-from fabric.launch.place import place_here
+from fabric.launch.rank_env import place_here
 from fabric.plugins.environments import LightningEnvironment, LocalEnvironment
 from fabric.plugins.environments import rendezvous as meeting
 from fabric.plugins.environments.rendezvous import await_ranks

@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 
 from fabric.core.errors import ConfigurationError
 from fabric.data.order import seed_draws
-from fabric.data.streams import SamplerJob
+from fabric.data.rank_batches import SamplerJob
 from fabric.utilities.seed import pl_worker_init_function
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class SeedWorker:
     def __call__(self, worker_id: int) -> None:
         """Run in the worker process, before its first sample."""
         from fabric.launch.garbage import forked  # neither is loaded where there are no workers
-        from fabric.launch.lifeline import die_with_creator
+        from fabric.launch.parent_death import die_with_creator
 
         die_with_creator()  # torch looks for the rank every 5 s only, and under forkserver never
         forked()

@@ -100,7 +100,7 @@ def report_exceptions(link: connection.Connection[Any, Any]) -> None:
             return
         # Before anything else: the peers notice this rank's end only afterwards, so theirs have later times.
         when = time.monotonic()
-        from fabric.launch.endings import RankExit, deferred_traceback, describe
+        from fabric.launch.rank_exit import RankExit, deferred_traceback, describe
 
         reason = describe(error, tb)
         trace = deferred_traceback(error, reason, tb)

@@ -21,8 +21,8 @@ from fabric.utilities.seed import derive_seed, host_states
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fabric.data.streams import RankBatchSampler
-    from fabric.data.together import RankGroup
+    from fabric.data.rank_batches import RankBatchSampler
+    from fabric.data.rank_consistency import RankGroup
 
 _NOTHING = object()
 _WORKERS = 1  # salt: the workers' streams are not the order's

@@ -17,13 +17,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 
+from fabric.collectives.control_connections import (
+    PATIENCE,
+    ControlConnections,
+    ControlRound,
+    Listener,
+    connect,
+)
 from fabric.collectives.frames import IN_THREAD, RankReport
 from fabric.collectives.job_store import StoreTimeout
-from fabric.collectives.star import PATIENCE, ControlConnections, ControlRound, Listener, connect
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.source import user_place
 from fabric.guard._torch import group_timeout
-from fabric.guard.waits import LEFT, SILENT, DeadlockDetector, RankStatus, as_table
+from fabric.guard.deadlocks import LEFT, SILENT, DeadlockDetector, RankStatus, as_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""`RankBatchSampler`: indices, and batches of them, that take a sampler's place in a loader; digests of items.
+"""`RankBatchSampler`: one rank's indices, or batches of them, in the place of a loader's sampler.
 
 It knows samplers, not loaders: which part of the order is this rank's, where it begins, how far it went.
 """

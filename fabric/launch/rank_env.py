@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fabric.core.cores import usable_cores
 from fabric.core.errors import LaunchError
-from fabric.launch.lifeline import JOINED
+from fabric.launch.parent_death import JOINED
 from fabric.launch.stores import listen
 from fabric.plugins.environments.local import LAUNCHED
 

@@ -1,4 +1,4 @@
-"""`ControlConnections`: connections of a group's ranks to its first one, through which all get what each of them sends.
+"""`ControlConnections`: sockets of a group's ranks to its first one; all ranks receive what each one sends.
 
 By sockets of its own: a message is there and back in some 40 us, where gloo's all_gather takes 300 (measured:
 benchmarks/results/2026-11-25-frames.md). A rank that ends closes its connections: whoever waits sees it, the
