@@ -71,11 +71,11 @@ class LoaderAdapter:
         return self.state(None)
 
     def length(self) -> int:
-        """How many batches this rank gets in an epoch."""
+        """Return the number of batches of this rank in an epoch."""
         return len(self.loader)
 
     def left(self) -> int | None:
-        """How many there are from the position on; None: what has a length need not keep to it."""
+        """Return the number of batches from the position on; None: unknown, as a length may be inexact."""
         return None
 
     def become(self, kind: str) -> bool:
@@ -109,15 +109,15 @@ class LoaderAdapter:
         return [epoch_of(part) for part in self._listeners()]
 
     def agreed(self) -> dict[str, Any] | None:
-        """What all ranks must have alike at the second batch of an iteration; None: they need not."""
+        """Return the values that ranks compare at the second batch of an iteration; None: no check."""
         return None
 
     def at(self, note: Any) -> dict[str, Any]:
-        """As `state`, of a source that counts batches by it; never raises."""
+        """Return `state` for a source that counts batches by it, else an empty dictionary; never raises."""
         return {}
 
     def done(self, state: dict[str, Any]) -> int | None:
-        """How many batches of the epoch this rank has received at this position; None: unknown."""
+        """Return the number of batches received by this rank at this position of the epoch; None: unknown."""
         return None
 
 
@@ -141,7 +141,7 @@ class SeededLoaderAdapter(LoaderAdapter):
         """The position at which this iteration began."""
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
-        """See the base. The user's generators and the seed are those of the position.
+        """Start an iteration with the generator states and the seed of the saved position, if there is one.
 
         Raises:
             UsageError: There are other generators now.
@@ -156,19 +156,19 @@ class SeededLoaderAdapter(LoaderAdapter):
         self.start = saved or self.fresh()
 
     def fresh(self) -> dict[str, Any]:
-        """See the base. Here: what orders are drawn from."""
+        """Return the initial position of an epoch: the seed and the states of the generators."""
         return {"seed": self.seed, "generators": [ways(generator)[0]() for generator in self.generators]}
 
     def moved(self, note: Any) -> dict[str, Any]:
-        """What of the position has changed by the batch with this note."""
+        """Return the entries of the position that have changed after the batch with this note."""
         raise NotImplementedError
 
     def at(self, note: Any) -> dict[str, Any]:
-        """See the base."""
+        """Return the position after the batch with this note; None: at the beginning of this iteration."""
         return self.start if note is None else {**self.start, **self.moved(note)}
 
     def state(self, note: Any) -> dict[str, Any]:
-        """See the base.
+        """Return the position after the batch with this note; None: at the beginning of this iteration.
 
         Raises:
             UsageError: Batches may come in another order than they were asked for.
@@ -214,7 +214,7 @@ class IndexSource(SeededLoaderAdapter):
         return [self.stream.order.sampler, self.loader.dataset]
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
-        """See the base.
+        """Start an iteration, at a saved position if there is one.
 
         Raises:
             UsageError: The position is one in data of another length.
@@ -245,7 +245,9 @@ class IndexSource(SeededLoaderAdapter):
         return zip(batches, iter(self.stream.ends.popleft, _NOTHING), strict=False)
 
     def agreed(self) -> dict[str, Any] | None:
-        """See the base. Ranks with other numbers of batches do not all come to the second."""
+        """Return position, length and order for comparison by ranks; None: no check.
+
+        Without a check: ranks with different numbers of batches, since some may have no second batch."""
         items, rule = self._items(), self.stream.rule
         if not self.dealt or (rule.batch is None and rule.uneven == "exact"):
             return None
@@ -256,25 +258,25 @@ class IndexSource(SeededLoaderAdapter):
         return {"position": self.stream.start, "length": items, "order": self.stream.check, "data": shown}
 
     def moved(self, note: Any) -> dict[str, Any]:
-        """See the base."""
+        """Return the number of samples after this batch and the check of the order."""
         return {"samples": note, "check": self.stream.check}
 
     def fresh(self) -> dict[str, Any]:
-        """See the base."""
+        """Return the initial position of an epoch."""
         state = {"samples": 0, "length": self._items(), "check": None, **super().fresh()}
         state["kept"] = self._keeps_workers
         return state if self.dealt else {**state, "random": host_states()}
 
     def length(self) -> int:
-        """See the base."""
+        """Return the number of batches of this rank in an epoch."""
         return len(self.stream)
 
     def left(self) -> int | None:
-        """See the base."""
+        """Return the number of batches from the position on; None: the number of samples is unknown."""
         return None if self._items() is None else self.length() - self.done(self.start)
 
     def done(self, state: dict[str, Any]) -> int:
-        """See the base."""
+        """Return the number of batches of the epoch that this rank has received at this position."""
         return self.stream.rule.count(state["samples"])
 
     def _items(self) -> int | None:
@@ -295,7 +297,7 @@ class IndexSource(SeededLoaderAdapter):
 
 
 def samplers_of(loader: Any) -> list[Any]:
-    """What decides the order of a loader."""
+    """Return the samplers that determine the order of a loader."""
     batches = getattr(loader, "batch_sampler", None)
     return [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
 

@@ -27,7 +27,7 @@ _HINT = "?"
 
 
 def fingerprint(loader: Any) -> dict[str, Any] | None:
-    """What decides which sample an index is, by name.
+    """Return by name the values that determine the sample of each index.
 
     None where ranks may hold other data: streams, and samplers that take one rank's part.
     """

@@ -97,7 +97,7 @@ class _FabricDataLoader(Loader):
 
     @property
     def device(self) -> torch.device | None:
-        """Where batches go; None leaves them where the loader puts them."""
+        """The device that batches are moved to; None leaves them on the device of the loader."""
         return self._device
 
     def set_epoch(self, epoch: int) -> None:
@@ -224,7 +224,7 @@ class _FabricDataLoader(Loader):
 
     @property
     def batches_done(self) -> int:
-        """How many batches of this epoch the loop has received, those before it was resumed included.
+        """The number of batches of this epoch that the loop has received, including those before a resume.
 
         Equals `len(loader)` with the last one.
 

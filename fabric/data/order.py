@@ -27,8 +27,8 @@ class EpochOrder:
     """The items of an epoch: a user's sampler, or batch sampler; never copied, its constructor never run.
 
     Its draws are a function of (seed, epoch), equal on all ranks: it draws from torch's, Python's and numpy's
-    global generators, and while it is asked for its next items these hold a private state, so the training
-    loop's own random stream is untouched. A sampler with a generator of its own keeps using that; it must
+    global generators. During a draw these hold a private state, so the training loop's own random stream is
+    untouched. A sampler with a generator of its own keeps using that; it must
     start equal on all ranks.
 
     Args:
@@ -100,7 +100,7 @@ def _copied(items: Iterable[Any]) -> list[Any]:
 
 
 def _permuted(sampler: RandomSampler, skip: int, keep: int) -> Iterator[int]:
-    """What torch's RandomSampler yields, from `skip` on, after the first `keep`; makes no list of all."""
+    """Yield the first `keep` indices of a RandomSampler and those from `skip` on; makes no full list."""
     total, generator = len(sampler.data_source), sampler.generator
     if generator is None:
         generator = torch.Generator()

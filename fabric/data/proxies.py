@@ -1,7 +1,7 @@
-"""What stands in for objects of the user's: datasets in workers, samplers as a loader shows them.
+"""Proxies of the user's objects: datasets in workers, and the samplers that a loader exposes.
 
-What workers draw is a function of the batch, not of the past: so a run that goes on in the middle of an epoch
-draws in its workers what it would have drawn.
+Random draws in workers are a function of the batch, not of the batches before it. So a run that resumes in
+the middle of an epoch draws the same numbers in its workers.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _CHECKED = 32
 
 
 class SamplerJob(NamedTuple):
-    """What a worker is to fetch, and the seed of what it draws meanwhile."""
+    """The index that a worker must fetch, and the seed of its random draws during the fetch."""
 
     seed: int
     index: Any
@@ -64,7 +64,7 @@ class RankBatchSampler:
 
     @property
     def rule(self) -> ShardingRule:
-        """How the items are dealt out."""
+        """The sharding rule of the items, with the current size of the batches."""
         if self._batches is None:
             return self._rule
         return self._rule._replace(batch=self._batches.batch_size, drop_last=self._batches.drop_last)

@@ -61,7 +61,7 @@ class RankGroup(NamedTuple):
         )
 
     def in_step(self, pairs: Iterator[Any], length: int | None, refuses: bool) -> Iterator[Any]:
-        """What `pairs` gives while all ranks have something. Where all lengths are known, one message in all.
+        """Yield from `pairs` while all ranks have a batch. One message in all if all lengths are known.
 
         Only for data that Fabric does not deal out itself; what it deals out needs no message.
 

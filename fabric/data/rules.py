@@ -1,7 +1,7 @@
-"""How items in global order are dealt out to ranks: the one rule, for indices and for samples themselves.
+"""The rule that shards items in global order over ranks, for indices and for the samples themselves.
 
 With `world` ranks and `batch` items per rank, global batch k holds positions [k*world*batch,
-(k+1)*world*batch) of the order, and rank r takes every world-th position of it, starting at r.
+(k+1)*world*batch) of the order. Rank r takes every world-th position of it, starting at r.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RankBatch(NamedTuple):
 
 
 class ShardingRule(NamedTuple):
-    """How global batches are formed.
+    """The rule that forms global batches.
 
     Args:
         share: This rank's part.

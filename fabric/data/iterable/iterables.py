@@ -120,16 +120,16 @@ class ShardedIterableDataset(DatasetProxy, IterableDataset[Batch]):
 
     @property
     def whole(self) -> bool:  # type: ignore[override]
-        """See the base: where Fabric deals it out."""
+        """Whether each worker must read the whole dataset: if Fabric shards it."""
         return not self.own
 
     @property
     def rule(self) -> ShardingRule:
-        """How this rank's batches are formed."""
+        """The sharding rule that forms this rank's batches."""
         return self.dealt._replace(share=Shard(0, 1), uneven="exact") if self.own else self.dealt
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
-        """What the next iteration is: an epoch, perhaps from a saved position on."""
+        """Set the epoch of the next iteration, and its saved position if there is one."""
         self.saved = saved
         self.cell.copy_(torch.tensor([epoch, saved is not None]))
 

@@ -62,14 +62,14 @@ class StreamSource(SeededLoaderAdapter):
         self._share(dataset.own, dataset.apart)
 
     def become(self, kind: str) -> bool:
-        """See the base: a position says who shared the samples out."""
+        """Set whether the dataset shards itself, by the kind of a saved position; return success."""
         if not self._open or kind not in ("stream", "own stream"):
             return False
         self._share(kind == "own stream", self.loader.num_workers > 0)
         return True
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
-        """See the base.
+        """Start an iteration, at a saved position if there is one.
 
         Raises:
             UsageError: The position is that of another number of workers.
@@ -132,7 +132,7 @@ class StreamSource(SeededLoaderAdapter):
         self.settled = own or not self.dataset.asks
 
     def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """See the base."""
+        """Yield every batch of an iteration that has begun, with its note."""
         streams = self.start["streams"]
         turns = max(1, self.loader.num_workers) if self.dataset.own else 1
         stops = self.uneven is None and self.dataset.rule.batch is None and torch.is_grad_enabled()
@@ -154,16 +154,16 @@ class StreamSource(SeededLoaderAdapter):
             yield arrived.items, (streams, (number + 1) % turns)
 
     def moved(self, note: Any) -> dict[str, Any]:
-        """See the base."""
+        """Return the states of the streams and the number of the next one."""
         return {"streams": note[0], "next": note[1]}
 
     def fresh(self) -> dict[str, Any]:
-        """See the base."""
+        """Return the initial position of an epoch."""
         workers = self.loader.num_workers if self.dataset.own else None
         return {"streams": {}, "next": 0, "num_workers": workers, **super().fresh()}
 
     def length(self) -> int:
-        """As torch's own loader says, of a dataset that shares itself out.
+        """Return the number of batches; like torch's loader, for a dataset that shards itself.
 
         Raises:
             ArgumentTypeError: A stream whose end is not known.
@@ -178,14 +178,16 @@ class StreamSource(SeededLoaderAdapter):
         return self.dataset.rule.count(len(dataset))
 
     def agreed(self) -> dict[str, Any] | None:
-        """See the base. Where samples are whole batches, some ranks may have one less."""
+        """Return position and digest of the first samples for comparison by ranks; None: no check.
+
+        Without a check: samples that are whole batches, of which some ranks may have one less."""
         if self.dataset.rule.batch is None and self.uneven is not None:
             return None
         first = self.start["streams"].get(0, {"samples": 0})
         return {"position": first["samples"], "order": self._head and digest(self._head.samples)}
 
     def done(self, state: dict[str, Any]) -> int:
-        """See the base."""
+        """Return the number of batches of the epoch that this rank has received at this position."""
         return sum([self.dataset.rule.count(entry["samples"]) for entry in state["streams"].values()])
 
 
