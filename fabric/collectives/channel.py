@@ -49,7 +49,7 @@ _REDUCIBLE = {
 
 
 class Transport(NamedTuple):
-    """What a group can send, and how the rest gets there."""
+    """The device types that a group can send from, and the staging device for other tensors."""
 
     device: torch.device
     """The rank's own device, where numbers become tensors."""
@@ -65,7 +65,7 @@ class Transport(NamedTuple):
 
 @cache
 def wire_of(device: torch.device, backends: str) -> Transport:
-    """What a group can send from here.
+    """Return the `Transport` of a group on this rank.
 
     Args:
         device: The rank's own.
@@ -93,7 +93,7 @@ class Channel:
 
     @property
     def guard(self) -> CallChecker | None:
-        """Where the ranks meet before each call; None: nowhere."""
+        """The call checker that compares calls before they run; None: no check."""
         guard = self._guard()
         if guard is None:
             guard = self.collective.guard
@@ -102,7 +102,7 @@ class Channel:
 
     @cached_property
     def world_size(self) -> int:
-        """How many ranks the group has.
+        """The number of ranks in the group.
 
         Raises:
             UsageError: This rank is not one of them.
@@ -165,10 +165,11 @@ class Channel:
     def ride(
         self, call: CallSignature, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
     ) -> tuple[list[Tensor] | None, Any]:
-        """As `meet`, with tensors that may ride: (world_size, numel) of all ranks for each of `flats`.
+        """Exchange small host tensors in the message of `meet`: (world_size, numel) for each of `flats`.
 
-        None if they must be sent by themselves, with what `room()` gave: memory, asked for before the call
-        where that is known by then. A rank without it must not leave the others in the message after it.
+        None if they must be sent in a message of their own, with the buffers that `room()` allocates.
+        These are allocated before the call if possible: a rank out of memory must not block the others in
+        the message after it.
         """
         from fabric.collectives.frames import PAYLOAD_BYTES, all_on_host
 

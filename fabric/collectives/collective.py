@@ -19,7 +19,7 @@ CollectibleGroup: TypeAlias = Any
 
 
 class Done:
-    """What there is to wait for where a message has gone already."""
+    """A completed request, for a message that was sent synchronously."""
 
     def wait(self) -> None:
         """Nothing."""
@@ -49,7 +49,7 @@ class Collective(ABC):
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
 
     @property
     def members(self) -> list[int]:
@@ -67,7 +67,7 @@ class Collective(ABC):
 
     @property
     def guard(self) -> CallChecker | None:
-        """Where the ranks of the group meet before each call on trees; None: nowhere."""
+        """The call checker that compares calls on trees before they run; None: no check."""
         return None
 
     @property
@@ -92,7 +92,7 @@ class Collective(ABC):
         """The reduction over ranks, written into `tensor` on every rank."""
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
-        """As `all_reduce`, without waiting: gives what to `.wait()` for, as torch's Work."""
+        """Start an `all_reduce` and return a request with `.wait()`, like torch's Work."""
         self.all_reduce(tensor, op)
         return Done()
 
@@ -127,7 +127,10 @@ class Collective(ABC):
 
     @abstractmethod
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """What each rank has for this one in its `input_tensor_list`, written into `output_tensor_list`."""
+        """Write the tensors that each rank has for this one into `output_tensor_list`, and return it.
+
+        Each rank sends the tensors of its `input_tensor_list`, one to each rank.
+        """
 
     @abstractmethod
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:

@@ -55,7 +55,7 @@ class ControlRound:
 
 
 class Listener:
-    """Where the first rank of a group waits for the others. A context: nobody is let in after it."""
+    """The listening socket of the first rank of a group. A context: no rank can connect after it."""
 
     def __init__(self, count: int) -> None:
         wide = socket.has_dualstack_ipv6()
@@ -93,7 +93,7 @@ def connect(place: int, host: str, port: str, secret: str) -> list[_Connection]:
 
 
 def _hello(made: socket.socket) -> bytes:
-    """What a newcomer says; zeros if that is too little, or comes too late."""
+    """Return the first message of a new connection; padded with zeros if it is too short or too late."""
     said, end = b"", time.monotonic() + _HELLO_S
     with suppress(OSError):
         while len(said) < _HELLO.size:

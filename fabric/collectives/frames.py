@@ -1,7 +1,7 @@
-"""What travels: the frame that every rank sends before a collective, so that a mismatch becomes an error, and
-tensors side by side in flat memory.
+"""Wire formats: the frame that every rank sends before a collective, and tensors packed into flat memory.
 
-Pure: how a call and its data look on the wire. `Channel.meet` sends frames; the verbs send the rest.
+Frames turn a mismatch into an error. Pure: the bytes of a call and its data.
+`Channel.meet` sends frames; the verbs send the rest.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CONTENTS = ", contents "
 
 
 class CallSignature(NamedTuple):
-    """What a rank is about to do, and the others must be, too."""
+    """The call that a rank is about to make; it must be equal on all ranks."""
 
     verb: str
     """The verb with what its arguments decide: `all_reduce(sum)`."""
@@ -91,7 +91,7 @@ def to_bytes(raw: Tensor) -> bytes:
 
 
 class Meeting:
-    """What the frames of a group's ranks brought.
+    """The frames of all ranks of a group.
 
     Args:
         rows: Of all ranks, one after the other; or one that stands for all if they are equal.
@@ -123,7 +123,7 @@ class Meeting:
 
 
 class RankReport(NamedTuple):
-    """What one rank was about to do: its row in the table of a mismatch."""
+    """One rank's call: its row in the table of a mismatch."""
 
     rank: int
     verb: str

@@ -172,7 +172,7 @@ def _tensors(data: Any, channel: Channel, verb: str) -> tuple[list[Tensor], Any]
 
 
 def _kind(tensor: Tensor, how: str) -> str:
-    """What must be equal on all ranks."""
+    """Return the description of a leaf that must be equal on all ranks: dtype, device and shape."""
     dtype, place = str(tensor.dtype).removeprefix("torch."), tensor.device.type
     if how == "list":
         return f"{dtype} on {place}"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """What an asynchronous call gives: the data are ready after `wait()`.
+    """The handle of an asynchronous call: the data are ready after `wait()`.
 
     Until then its tensors belong to the call: do not read or write them.
 

@@ -65,7 +65,7 @@ class JobStore:
         return self._host.here
 
     def reach(self, address: str) -> str:
-        """What a rank connects to, to come to the machine with this address."""
+        """Return the host name or address by which a rank connects to the machine with this address."""
         if not address:
             return self._host.name
         return "127.0.0.1" if address == socket.gethostname() else address
@@ -138,7 +138,7 @@ class _Host:
 
 
 def _card_address() -> str:
-    """Of the card that GLOO_SOCKET_IFNAME names; "" if it names none."""
+    """Return the address of the network interface in GLOO_SOCKET_IFNAME; "" if it names none."""
     card = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if card:
         with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

@@ -41,7 +41,7 @@ _TAIL = struct.Struct("<qqq")
 
 
 class Label(NamedTuple):
-    """What a receiver must know of a tensor before its bytes arrive."""
+    """The metadata of a tensor that a receiver needs before its bytes arrive."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -55,11 +55,11 @@ class Label(NamedTuple):
         return self.numel() * self.dtype.itemsize
 
     def numel(self) -> int:
-        """How many elements it has."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     def get_device(self) -> int:
-        """As of a tensor: of the host, or of the rank's own device."""
+        """Return -1 for a tensor on the host, else 0, like `Tensor.get_device`."""
         return -self.on_host
 
     def dress(self, values: Tensor, device: torch.device) -> Tensor:
@@ -72,7 +72,7 @@ class Label(NamedTuple):
 
 
 def label_of(tensor: Tensor) -> Label:
-    """What others must know of a tensor."""
+    """Return the metadata of a tensor that receivers need."""
     grad = tensor.requires_grad and tensor.is_leaf
     return Label(tuple(tensor.shape), tensor.dtype, tensor.is_cpu, grad, type(tensor) is Parameter)
 
@@ -112,7 +112,7 @@ class Dumped:
         return _arrived, (len(self.tensors) - 1,)
 
     def message(self) -> Tensor:
-        """As flat bytes: the pickle, labels, and all tensors, packed, if they are small."""
+        """Return flat bytes: the pickle, the labels, and all tensors, packed, if they are small."""
         file, tensors = self._file, self.tensors
         middle = file.tell()
         pickle.dump([tuple(label) for label in self.labels], file)
@@ -159,7 +159,7 @@ class Arrived(pickle.Unpickler):
         return self.around([label.dress(c.clone() if copies else c, device) for label, c in columns])
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name in the pickle stands for."""
+        """Return the object that a name in the pickle refers to."""
         if (module, name) == (__name__, _arrived.__name__):
             return self._tensors.__getitem__
         return super().find_class(module, name)
@@ -213,7 +213,7 @@ def gather_bytes(call: CallSignature, raw: Tensor, channel: Channel) -> list[Ten
 
 
 def _sizes(call: CallSignature, raw: Tensor, channel: Channel) -> tuple[list[int], Meeting | None]:
-    """How many bytes every rank has, and the frames that told it, with those bytes that fit into them."""
+    """Return the number of bytes of every rank, and the frames with the bytes that fit into them."""
     meeting = channel.meet(call, [raw])
     if meeting is not None:
         return meeting.sizes(), meeting

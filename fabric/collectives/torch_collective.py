@@ -46,7 +46,7 @@ class _Reduction:
         self.sent = self.to_send(tensor)
 
     def to_send(self, tensor: Tensor) -> Tensor:
-        """What the engine reduces in place of such a tensor."""
+        """Return the tensor that the engine reduces in place of `tensor`."""
         if not self._ordered:
             return tensor
         from fabric.collectives.ordered import to_ordered
@@ -105,7 +105,7 @@ class TorchCollective(Collective):
 
     @property
     def world_size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return dist.get_world_size(self.group)
 
     @property
@@ -133,9 +133,7 @@ class TorchCollective(Collective):
 
     @property
     def guard(self) -> CallChecker | None:
-        """Where the ranks of the group meet before each call on trees; None: one rank, or
-        FABRIC_GUARD=off.
-        """
+        """The call checker of the group, for calls on trees; None: one rank, or FABRIC_GUARD=off."""
         return guard_of(self.group)
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
@@ -150,7 +148,7 @@ class TorchCollective(Collective):
         return one.wait()
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
-        """As `all_reduce`, without waiting: the result is there after `.wait()` of what this gives."""
+        """Start an `all_reduce` and return its request: the result is ready after `.wait()`."""
         one = _Reduction(tensor, op, self.world_size)
         one.work = dist.all_reduce(one.sent, one.engine_op, group=self._group, async_op=True)
         return one
@@ -190,7 +188,7 @@ class TorchCollective(Collective):
         return one.wait()
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
-        """What each rank has for this one in its `input_tensor_list`, written into `output_tensor_list`."""
+        """Write the tensors that each rank has for this one into `output_tensor_list`, and return it."""
         all_to_all(output_tensor_list, input_tensor_list, self._group)
         return output_tensor_list
 
