@@ -1,5 +1,7 @@
-"""What is at a path. What will be there is written beside it, locked, flushed, and put in its place by a
-rename: files and directories, on a disk. Nothing here needs torch.
+"""Atomic writes of files and directories on a disk.
+
+The new content is written beside the path, locked, flushed, and put in its place by a rename. Nothing here
+needs torch.
 """
 
 from __future__ import annotations
@@ -198,7 +200,7 @@ def flush_directory(directory: Path) -> None:
 
 
 def _beside(path: Path, suffix: str) -> list[Path]:
-    """What saves to `path` have left beside it: "old", set aside; "part", not complete."""
+    """Return the paths that saves to `path` have left beside it: "old", set aside; "part", not complete."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.{suffix}")
     try:
         return [entry for entry in path.parent.iterdir() if pattern.fullmatch(entry.name)]

@@ -46,7 +46,7 @@ class DigestWriter:
         self.crc = self.size = 0
 
     def tell(self) -> int:
-        """How many bytes it was given."""
+        """Return the number of bytes written so far."""
         return self.size + len(self._held)
 
     def write(self, data: Any) -> int:
@@ -116,7 +116,7 @@ def damaged(path: PathLike, why: str) -> DamagedCheckpointError:
 
 
 def check(file: Any, path: PathLike) -> dict[str, Any] | None:
-    """What was said when the file was sealed; None: it has no seal, as those of plain `torch.save`.
+    """Check a file against its seal and return the sealed facts; None: no seal, as after plain `torch.save`.
 
     Args:
         file: Open for reading, with bytes. Read from its start to its end, by pieces.

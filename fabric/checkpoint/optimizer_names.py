@@ -159,7 +159,7 @@ def _shared(names: list[str]) -> list[str]:
 
 
 def _without_names(saved: dict[str, Any]) -> tuple[dict[str, Any], Names]:
-    """What is for torch, and the names: ours, or those that torch has written into the groups."""
+    """Return the state for torch, and the names: ours, or those that torch has written into the groups."""
     groups = saved["param_groups"]
     names = saved.get("param_names") or [group.get("param_names", []) for group in groups]
     groups = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
@@ -168,7 +168,7 @@ def _without_names(saved: dict[str, Any]) -> tuple[dict[str, Any], Names]:
 
 
 def _of_other_shapes(saved: dict[str, Any], optimizer: Optimizer, called: list[str]) -> dict[int, str]:
-    """What is wrong with the states of parameters, by number, that have another shape than these.
+    """Return the errors, by number, of parameters whose states have another shape than the model's.
 
     Of torch's own optimizers, whose states have their parameter's shape. A step may be of one element, and a
     parameter of none is on another stage.
@@ -189,7 +189,7 @@ def _of_other_shapes(saved: dict[str, Any], optimizer: Optimizer, called: list[s
 
 
 def _packed(saved: dict[str, Any]) -> list[int]:
-    """What stands for the parameters in an optimizer's saved state, in order."""
+    """Return the numbers of the parameters in an optimizer's saved state, in order."""
     return [*chain(*[group["params"] for group in saved["param_groups"]])]
 
 

@@ -27,14 +27,14 @@ TAG = "__fabric_type__"
 
 
 def kept_elsewhere(value: torch.Tensor) -> torch.Tensor:
-    """What a rank that takes part in a save, but does not write a value, has in place of it."""
+    """Return the placeholder of a tensor that another rank writes: a marked tensor on the meta device."""
     shape = torch.empty_like(value, device="meta")
     shape.kept_elsewhere = True  # type: ignore[attr-defined]
     return shape
 
 
 def elsewhere(value: Any) -> Any:
-    """What other ranks have of a value: of a tensor its shape."""
+    """Return the placeholder of a tensor that another rank writes; other values as they are."""
     return kept_elsewhere(value) if isinstance(value, torch.Tensor) else value
 
 

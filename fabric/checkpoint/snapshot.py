@@ -72,7 +72,7 @@ def values(tensor: torch.Tensor) -> memoryview:
 
 
 def storage_key(tensor: torch.Tensor) -> Any:
-    """What two names of one tensor have in common, and of two tensors differs."""
+    """Return a key that is equal for two names of one tensor, and differs between tensors."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if not local.numel() or isinstance(tensor, LazyTensor):
         return id(tensor)

@@ -61,7 +61,9 @@ def gather(
 
 
 def split_content(strategy: Any, state: Any) -> str:
-    """What of `state` is split over ranks, and takes messages to save: all ranks must save the same."""
+    """Return a description of the content of `state` that is sharded; it must be equal on all ranks.
+
+    Its save takes communication. "" if the layout shards no optimizers."""
     layout = strategy.layout
     if not layout.splits_optimizers:
         return ""
@@ -94,8 +96,10 @@ def restore(strategy: Any, checkpoint: dict[str, Any], state: Any | None, strict
 
 
 def named(checkpoint: dict[str, Any], state: Any) -> dict[str, Any]:
-    """What was read of one file. If that is of safetensors, which has no name for its model: under that of
-    `state`, unless this is made of tensors, too.
+    """Return a checkpoint under the names of `state`.
+
+    Only a file of safetensors changes, which has no name for its model: it gets the name of the model in
+    `state`, unless `state` is made of tensors, too.
 
     Raises:
         MissingKeysError: `state` has more names than one, and objects.
@@ -254,7 +258,7 @@ class _Load:
 
 
 def _advice(saved: dict[Any, Any], state: dict[Any, Any], place: str) -> str:
-    """What the checkpoint has in place of names of `state`, and what to write."""
+    """Return the part of an error that lists the names in the checkpoint, and the code to write instead."""
     held = "it has " + (", ".join([*map(repr, saved)][:8]) + ", ..." * (len(saved) > 8) or "nothing")
     bare = all([isinstance(value, torch.Tensor) for value in saved.values()])
     bare |= {"state", "param_groups"} <= saved.keys()

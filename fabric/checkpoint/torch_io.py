@@ -157,7 +157,7 @@ def _fetch(url: str, file: Any) -> None:
 
 
 def _refused(text: str) -> str:
-    """What torch says that safe loading refuses in a file; "": it is no pickle at all."""
+    """Return the content that safe loading refuses, from torch's error; "": the file is no pickle."""
     reason = re.search(r"WeightsUnpickler error:\s*(.*?)(\. |$)", text, re.MULTILINE)
     operand = re.search(r"Unsupported operand (\d+)", text)
     if reason is None or (operand and int(operand.group(1)) < 128):  # a letter: the file is some text

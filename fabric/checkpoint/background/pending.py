@@ -34,7 +34,7 @@ with suppress(AttributeError, RuntimeError):  # Python's own; or it is too late
 
 
 class PendingSave:
-    """What `fabric.save(..., wait=False)` gives: the save that has begun.
+    """The handle of a save that `fabric.save(..., wait=False)` has begun.
 
     Its error is raised by `wait()`, or else by the next save or load; a process that ends without any of
     them waits for the file, prints the error, and ends with exit code 1.

@@ -38,7 +38,7 @@ _BLANK = b"0" * 8
 
 
 def tensors_of(checkpoint: dict[str, Any], path: PathLike) -> dict[str, Tensor]:
-    """What the file at `path` is to hold: a dictionary of tensors, or the only entry if that is one.
+    """Return the tensors to write to `path`: `checkpoint` itself, or its only entry if that is a dictionary.
 
     Raises:
         ConfigurationError: There is more, which such a file cannot hold.
@@ -187,7 +187,7 @@ def _header(tensors: Mapping[str, Tensor], facts: Mapping[str, Any], tied: Mappi
 
 
 def _refused(package: Any, key: Any, value: Any) -> str:
-    """What is wrong with an entry, as the error says it; "": nothing."""
+    """Return the text of the error for an entry that such a file cannot hold; "": it can."""
     if type(key) is not str or key == "__metadata__":
         return f"the key {key!r} ({type(key).__name__})"
     if not isinstance(value, torch.Tensor):
@@ -203,7 +203,7 @@ def _refused(package: Any, key: Any, value: Any) -> str:
 
 
 def _spec(package: Any, tensor: Tensor) -> Any:
-    """How the package calls dtype and shape of a tensor."""
+    """Return the package's description of a tensor's dtype and shape."""
     return package.TensorSpec(
         dtype=str(tensor.dtype).removeprefix("torch."), shape=tensor.shape, data_ptr=0, data_len=0
     )

@@ -27,7 +27,7 @@ _OURS = re.compile(r"(step-\d+(?:\.pt)?)|\.(step-\d+(?:\.pt)?)\.[0-9a-f]{8}\.(pa
 def save_latest(
     strategy: Any, directory: PathLike, state: dict[str, Any], step: int, keep: int, wait: bool
 ) -> Path | str:
-    """See `Fabric.save_latest`."""
+    """Save a checkpoint of a step and retire older ones; documented in `Fabric.save_latest`."""
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if type(value) is not int or value < least:
             raise ConfigurationError(f"save_latest({name}={value!r}) must be an int of at least {least}.")
@@ -47,7 +47,7 @@ def save_latest(
 
 
 def load_latest(strategy: Any, directory: PathLike, state: dict[str, Any], strict: bool) -> int | None:
-    """See `Fabric.load_latest`."""
+    """Load the newest valid checkpoint and return its step; documented in `Fabric.load_latest`."""
     strategy.finish_save()
     with together(strategy, f"looking for checkpoints in {directory}"):
         where = local_path(directory)

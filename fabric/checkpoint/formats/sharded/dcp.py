@@ -66,7 +66,7 @@ def _writing(path: Path, digests: dict[str, Any]) -> Iterator[Any]:
 
 
 class ShardWriter:
-    """What one rank writes of a checkpoint.
+    """The values of a checkpoint that one rank writes.
 
     Args:
         tree: The checkpoint, alike on all ranks: of a split tensor a rank has its part (a DTensor), of
@@ -88,7 +88,7 @@ class ShardWriter:
         return [k for k, value in self.values.items() if isinstance(value, DTensor) or is_elsewhere(value)]
 
     def plan(self, names: Sequence[str]) -> Any:
-        """What this rank could write of `names`."""
+        """Return a plan of the values in `names` that this rank can write."""
         # Rank zero may not know that two values that it does not have are one.
         held = {name: self.tied.get(name, name) for name in names}
         held = {name: self.values[first] for name, first in held.items() if first in self.values}
@@ -193,7 +193,7 @@ def _write_archive(tensor: Tensor, stream: Any) -> None:
 
 @lru_cache(256)
 def _around(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
-    """What stands before and after the values: the same for all tensors of one dtype and shape."""
+    """Return the bytes before and after the values: the same for all tensors of one dtype and shape."""
     made = BytesIO()
     torch.save(torch.empty(shape, dtype=dtype), made)
     with ZipFile(made) as archive:
@@ -282,7 +282,7 @@ class Checkpoint:
 
 
 class _Read:
-    """Where DCP puts what it reads: bytes here, values into `target`."""
+    """The destination of a read of DCP: bytes are kept here, values are copied into `target`."""
 
     def __init__(self, target: Any = None) -> None:
         self.target = target
@@ -303,7 +303,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Reads torch's description of a checkpoint, which is a pickle, without running any code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a name in the pickle stands for.
+        """Return the object that a name in the pickle refers to.
 
         Raises:
             UsageError: It is nothing that such a description has.

@@ -31,7 +31,9 @@ FORMATS = ("full", "sharded")
 def choose_format(
     strategy: Any, path: PathLike, format: str | None, storage_options: Any
 ) -> tuple[str, Path | None]:
-    """What to write, and where (on a disk): what was asked for, else the strategy's way, where storage can.
+    """Return the format to write and the path on a disk.
+
+    The format is the requested one, or else the strategy's if the storage supports it.
 
     Raises:
         ConfigurationError: There is no such format, or it cannot be written there.
@@ -67,9 +69,10 @@ def save_sharded(
     wait: bool,
     allow_pickle: bool = False,
 ) -> Callable[[], None]:
-    """What writes this rank's part of `state` into a directory. All ranks must call this, and what it gives.
+    """Return a function that writes this rank's part of `state`. All ranks must call this, and that function.
 
-    With `wait=False` it writes copies, and sends nothing: a thread may call it while the loop goes on.
+    With `wait=False` it writes copies into the directory, without communication: a thread may call it during
+    training.
     """
     here = strategy.topology
     zero, rank = here.is_global_zero, here.rank
@@ -153,7 +156,7 @@ def _wait_for(marks: list[Path], path: Path) -> None:
 
 
 def _told(marks: list[Path], path: Path) -> list[Any]:
-    """What the ranks have told of their parts. Why one has failed is what it raises itself."""
+    """Return the notes of all ranks about their parts. A rank that has failed raises its own error."""
     notes = [mark.with_suffix(".told") for mark in marks]
     failed = [
         f"rank {rank} failed while saving {path}" for rank, note in enumerate(notes) if not note.exists()
