@@ -108,7 +108,7 @@ class StoreBarrier:
         return {*self.members} - {int(key.rpartition("/")[2]) for key in self._store.get_all(self._keys)}
 
     def told(self) -> list[str]:
-        """What every member said."""
+        """Return the texts of all members, in the order of `members`."""
         return [text.decode() for text in self._store.get_all(self._keys).values()]
 
     def take_back(self, rank: int) -> None:
@@ -130,8 +130,9 @@ class StoreBarrier:
 
 
 class CallChecker:
-    """What the ranks of one process group need to meet before each collective (`Channel.meet`), and what is
-    done where they do not come, or come to different calls. Made by `guard_of`.
+    """The check of calls before each collective of one process group (`Channel.meet`).
+
+    If a rank is missing, or the calls differ, all ranks raise. Made by `guard_of`.
     """
 
     def __init__(self, group: Any, mode: str) -> None:
@@ -148,7 +149,7 @@ class CallChecker:
 
     @property
     def count(self) -> int:
-        """How many calls of the group this rank has come to."""
+        """The number of calls of the group that this rank has begun."""
         return self.waits.counts[self.name]
 
     def disagree(self, star: ControlConnections, call: CallSignature) -> NoReturn:
@@ -263,7 +264,7 @@ class CallChecker:
         return self.waits.stand(self._row(call), since, **where)
 
     def _heard(self, point: StoreBarrier | ControlRound, call: CallSignature, heard: float) -> float:
-        """When the missing ones gave a sign of life, if they must; raises RuntimeError: too long ago."""
+        """Return the time of the last sign of life of missing ranks; raises RuntimeError if it is too old."""
         limit, now = self.timeout.total_seconds() - PATIENCE, time.monotonic()
         with suppress(StoreTimeout):
             if isinstance(point, StoreBarrier):
@@ -310,12 +311,12 @@ class CallChecker:
 
 
 def reason_of(error: Exception) -> str:
-    """What a backend's error says, without the place in its source and its advice."""
+    """Return the message of a backend's error, without the place in its source and its advice."""
     lines = str(error).rpartition("cc:")[2].rpartition("] ")[2].splitlines() or [""]
     return lines[0].partition(". This is typically")[0] or type(error).__name__
 
 
 def timeout_of(group: Any) -> timedelta:
-    """How long the group's collectives wait for a rank."""
+    """Return the timeout of the group's collectives."""
     found = [given for kind in ("cpu", "cuda") if (given := group_timeout(group, kind)) is not None]
     return found[0] if found else timedelta(minutes=30)

@@ -35,9 +35,7 @@ LEFT, SILENT = "has left", "no answer"
 
 
 class RankStatus(NamedTuple):
-    """Where a rank stands, as it tells the others: in a call of a guard, in torch's own collectives, or
-    elsewhere.
-    """
+    """The published status of a rank: in a call of a guard, in torch's own collectives, or elsewhere."""
 
     rank: int
     host: str
@@ -122,17 +120,18 @@ class DeadlockDetector:
         self.store.set(f"at/{rank}", "")
 
     def stand(self, said: RankReport, since: float | None, **more: Any) -> RankStatus:
-        """Where this rank stands."""
+        """Return the status of this rank."""
         counts = dict(self.counts)
         return RankStatus(
             self.rank, socket.gethostname(), said.verb, said.what, said.where, since, counts, **more
         )
 
     def begun(self, thread: int) -> tuple[dict[str, int], dict[str, list[tuple[int, str]]]]:
-        """By group, how many of torch's collectives this rank has begun since the job's group was made, and
-        the number and kind ("gloo:all_reduce") of those for which a thread, or autograd for it, may wait.
+        """Return the counts of torch's collectives by group, and the pending ones.
 
-        Without sends and receives, and without what this process was forked with.
+        A count has the collectives that this rank has begun since the job's group was made. Pending ones are
+        the number and kind ("gloo:all_reduce") of those for which a thread, or autograd for it, may wait.
+        Sends, receives and collectives from before a fork are left out.
         """
         others = {str(one.ident) for one in threading.enumerate()} - {str(thread)}
         last = dict.fromkeys(group_names(), 0)
@@ -162,7 +161,7 @@ class DeadlockDetector:
     def read(
         self, store: JobStore | None = None, ranks: Iterable[int] | None = None
     ) -> dict[int, RankStatus]:
-        """Where each rank stands that has told it, or each of `ranks`."""
+        """Return the published statuses of all ranks, or of `ranks`."""
         keys = [f"at/{rank}" for rank in (range(self.world_size) if ranks is None else ranks)]
         texts = (store or self.store).get_all(keys).values()
         return {wait.rank: wait for wait in [RankStatus(*json.loads(text)) for text in texts if text]}

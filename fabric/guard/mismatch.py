@@ -1,4 +1,4 @@
-"""What people read when ranks make different calls: a row for each rank, and what to look for.
+"""Error tables for ranks that make different calls: a row for each rank, and advice.
 
 Pure, and loaded only where something is wrong: by `control.py`, `waits.py` and the watchdog.
 """

@@ -1,4 +1,4 @@
-"""Where a thread of this process is, in the user's own code, and whether it stands still."""
+"""The position of a thread of this process in the user's own code, and a check that it is blocked."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ class StillWatch:
         """Since when the thread has been at one place, busy or not, in whatever code; None: it has ended."""
 
     def look(self) -> tuple[str, float] | None:
-        """Where the thread stands still, and since which look; None: it moves, or is in the user's code."""
+        """Return the call that blocks the thread, and the time of the first look at it.
+
+        None: the thread runs, or is in the user's code.
+        """
         frame, now = sys._current_frames().get(self._thread), time.monotonic()
         if frame is None:
             self._spot = self.stays = None
@@ -73,7 +76,7 @@ class StillWatch:
 
 
 def _waiting_in(frame: FrameType) -> str | None:
-    """What a thread's innermost frame waits in, if that may be for other ranks."""
+    """Return the name of the call that a thread's innermost frame waits in; None: it waits for no ranks."""
     while frame.f_back is not None and any([part in frame.f_code.co_filename for part in DISPATCH_FILES]):
         frame = frame.f_back
     if frame.f_code.co_name == BACKWARD_FUNCTION:

@@ -1,7 +1,7 @@
 """`Watchdog`: a thread of each rank that says where all ranks are, once one of them has waited too long.
 
-It looks at what the main thread left behind (a call of all ranks that it waits in) and where it stands still,
-and tells it to the others through the store, at each look. Every rank does so from its own thread, so also
+It polls the call of all ranks that the main thread waits in, and the place where the main thread is blocked.
+At each look it publishes them through the store. Every rank does so from its own thread, so also
 one that is busy or stuck in Python; one of which nothing new is heard has ended, or cannot run Python. The
 main thread does nothing for it.
 """
@@ -141,7 +141,7 @@ class Watchdog:
             self._waits.tell(self._waits.stand(RankReport(self._waits.rank, LEFT, "", end), None))
 
     def whereabouts(self) -> dict[int, RankStatus]:
-        """Where each rank is from now on, as its own watchdog tells it. May be called by any thread."""
+        """Return new statuses of all ranks, from their own watchdogs. May be called by any thread."""
         waits, end = self._waits, time.monotonic() + max(_ANSWER, 3 * self._period)
         ranks = {*range(waits.world_size)} - {waits.rank}
         # A connection that has a call of another thread on its way would seem to be silent.
@@ -214,7 +214,7 @@ class Watchdog:
         self._tables = max(said, self._tables)
 
     def _stands(self) -> RankStatus:
-        """Where the thread is. Called at each look: quick."""
+        """Return the status of the thread. Called at each look: quick."""
         still = self._still.look()
         stuck = None if self._device is None else self._device.look(self._still.stays)
         if self._waits.here is not None:
