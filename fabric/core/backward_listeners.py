@@ -1,10 +1,9 @@
 """Backward passes, whoever starts them: `fabric.backward`, a plain `loss.backward()`, one inside another.
 And steps of any optimizer of this process, those that nobody set up among them.
 
-DDP is armed by its forward only, FSDP2 has no word for a pass that failed, and both take the first pass
-inside of another (checkpoints with `use_reentrant=True`) that looks complete for the whole. torch tells
-nobody. So `torch.autograd.backward`, which all of them call, is replaced by one that tells
-those who attend.
+DDP is armed by its forward only, and FSDP2 has no hook for a pass that failed. Both mistake the first
+complete pass inside of another (checkpoints with `use_reentrant=True`) for the whole. torch has no hook for
+this. So `torch.autograd.backward`, which all of them call, is replaced by one that calls the listeners.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What the package knows of torch.compile, without importing it: compiled modules, verbs that stay plain
-Python.
-"""
+"""Support for torch.compile, without importing it: compiled modules, and verbs that stay plain Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many CPU cores this process may really use, and its share of them. Imports no torch."""
+"""The number of CPU cores that this process may really use, and its share of them. Imports no torch."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def _refused_part(obj: Any, seen: set[int]) -> tuple[str, Any] | None:
 
 
 def _parts(obj: Any) -> list[tuple[str, Any]]:
-    """What is pickled with `obj`, each part with the text that reaches it."""
+    """Return the parts that are pickled with `obj`, each with the expression that reaches it."""
     if is_node(obj):
         return [(step_to(obj, key), child) for key, child in children(obj)]
     try:

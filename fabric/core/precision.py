@@ -1,4 +1,4 @@
-"""What a precision string means, parsed once for every strategy. The README's table is this table."""
+"""The meaning of precision strings, parsed once for every strategy. The README's table is this table."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -78,7 +78,7 @@ class Registry:
         return entry.load()(**{**entry.defaults, **overrides})
 
     def entry(self, name: str) -> Entry:
-        """What is registered under `name`.
+        """Return the entry that is registered under `name`.
 
         Raises:
             ConfigurationError: As for `get`.

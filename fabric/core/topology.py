@@ -1,4 +1,4 @@
-"""Who am I: the place of this process among all processes. Made once per process, read everywhere."""
+"""The place of this process among all processes. Made once per process, read everywhere."""
 
 from dataclasses import dataclass
 
@@ -32,5 +32,5 @@ class Topology:
 
     @property
     def job_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes of the job."""
         return self.world_size if self.job is None else self.job[1]

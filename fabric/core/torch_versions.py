@@ -1,4 +1,4 @@
-"""What differs between versions of torch, in this file alone. Imports no torch."""
+"""Differences between versions of torch, in this file alone. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a strategy asks of its callers, as a value: `Fabric` and `resolve` never ask for a class. And what a
-user's class replaces of its base, which is looked at once, at setup.
+"""Requirements of a strategy on its callers, as a value: `Fabric` and `resolve` never ask for a class.
+
+Also the methods of its base that a user's class overrides, which are looked up once, at setup.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Traits:
     """What it is about the others."""
 
     def processes(self, devices: int) -> int:
-        """How many processes a machine runs: one for each device, unless one holds them all."""
+        """Return the number of processes of a machine: one for each device, unless one holds them all."""
         return devices if self.needs_launch and not self.one_process_per_node else 1
 
 

@@ -68,7 +68,7 @@ def iter_paths(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def step_to(tree: Any, key: Any) -> str:
-    """What a person writes to reach a child of `tree`."""
+    """Return the expression that reaches a child of `tree`: `.key` or `[key]`."""
     return f".{key}" if not isinstance(tree, _CONTAINERS) else f"[{key!r}]"
 
 
@@ -132,7 +132,10 @@ def _build(leaves: Iterator[Any], spec: Spec, like: Any) -> Any:
 
 
 def _old_children(spec: Spec, like: Any) -> Any:
-    """What stood where the new children go: it lends dataclasses and defaultdicts what a spec cannot hold."""
+    """Return the old children at the positions of the new ones.
+
+    From them dataclasses and defaultdicts are copied, for the attributes that a spec cannot hold.
+    """
     if like is None:
         return (None,) * len(spec.children)
     if isinstance(like, dict):

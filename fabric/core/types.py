@@ -36,7 +36,7 @@ class Steppable(Protocol):
 
 @runtime_checkable
 class Optimizable(Steppable, Protocol):
-    """What precision plugins and strategies need of an optimizer."""
+    """The interface of an optimizer that precision plugins and strategies use."""
 
     param_groups: list[dict[Any, Any]]
     defaults: dict[Any, Any]
