@@ -1,6 +1,6 @@
-"""When cycles are looked for, and in whose process.
+"""Control of the garbage collector, in this process and in forked ones.
 
-What a forked process inherits is not its to clean up: the destructor of a process group that is garbage there
+A forked process must not clean up inherited objects: the destructor of a process group that is garbage there
 would wait for threads that only the parent has, for ever (measured).
 """
 

@@ -35,7 +35,7 @@ class Handlers:
             _guard(self)
 
     def before(self, number: int) -> Any:
-        """What stood here before."""
+        """Return the previous handler of a signal."""
         return self._before.get(number, signal.SIG_DFL)
 
     def numbers(self) -> Iterable[int]:

@@ -40,7 +40,7 @@ class RankEnv:
         return replace(self, local_rank=local_rank)
 
     def variables(self, inherited: Mapping[str, str], launched: str) -> dict[str, str]:
-        """What to set in the rank's environment, on top of what it inherits.
+        """Return the variables to set in the rank's environment, on top of the inherited ones.
 
         The number of OpenMP threads is a fair share of the cores, unless the user has chosen one.
         """

@@ -1,5 +1,6 @@
-"""What a rank says at its end: the words for an exception, and whether it reads as if another rank had ended
-before. Loaded where something ends. Imports no torch.
+"""Reports of the exit of a rank: the text of an exception, and whether it is a secondary failure.
+
+A secondary failure reads as if another rank had ended before. Loaded at an exit. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _QUOTED = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 
 class RankExit(NamedTuple):
-    """What a rank says at its end to the process that started it, as a pickled tuple, by a pipe."""
+    """The exit report of a rank to the process that started it, sent as a pickled tuple by a pipe."""
 
     when: float
     """Of `time.monotonic()`, the same in all processes of a machine."""

@@ -79,7 +79,7 @@ def start_others(argv: list[str], cwd: str | None, first: RankEnv, listener: soc
 
 
 class _Exit(SystemExit):
-    """What `sys.exit` raises in the main thread of rank zero: the supervisor receives the exit code.
+    """The exception of `sys.exit` in the main thread of rank zero: the supervisor receives the exit code.
 
     Python has no other way to know it before the process has ended.
     """

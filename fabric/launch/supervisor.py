@@ -122,7 +122,7 @@ class Supervisor:
         return self.first_failure()
 
     def wait_noting(self, what: str) -> RankExit | None:
-        """As `wait`; after some time it is said for which ranks."""
+        """Call `wait`, and print the ranks that are still running after some time."""
         failure = self.wait(EXIT_NOTE_S)
         if failure is None and not self.stopping and (late := self.running()):
             say(what.format(", ".join(map(str, late))))

@@ -1,4 +1,4 @@
-"""What several processes need of the system. Imports no torch."""
+"""System requirements of several processes: POSIX, open files. Imports no torch."""
 
 from __future__ import annotations
 

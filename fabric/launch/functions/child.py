@@ -1,5 +1,4 @@
-"""What runs in a process that spawn, fork or forkserver made: take the place, run the function, report the
-end.
+"""Entry point of a process made by spawn, fork or forkserver: set the rank, run the function, report the end.
 
 Imports no torch, so that the number of threads is set before torch is loaded.
 """
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a rank is to do. `call` is pickled bytes, or the objects themselves under fork."""
+    """The function call that a rank runs. `call` is pickled bytes, or the objects themselves under fork."""
 
     place: RankEnv
     call: bytes | tuple[Any, ...]
