@@ -1,4 +1,4 @@
-"""Where tensors live: cpu, cuda, mps and whatever torch.accelerator knows. Lazy: loads no torch."""
+"""Devices for tensors: cpu, cuda, mps and whatever torch.accelerator knows. Lazy: loads no torch."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What an accelerator must answer: which devices there are and how a process takes one.
+"""The interface of an accelerator: which devices there are and how a process takes one.
 
 Called by `resolve` (which devices?) and by strategies (`setup_device`, `teardown`). Never starts a process.
 """
@@ -32,7 +32,7 @@ class Accelerator(ABC):
     @staticmethod
     @abstractmethod
     def parse_devices(devices: Any) -> Any:
-        """What the user wrote as `devices=`, checked: what `get_parallel_devices` takes.
+        """Check the value of `devices=` and return the argument for `get_parallel_devices`.
 
         Raises:
             ArgumentTypeError: It is of the wrong kind.
@@ -47,7 +47,7 @@ class Accelerator(ABC):
     @staticmethod
     @abstractmethod
     def auto_device_count() -> int:
-        """How many devices `devices="auto"` means."""
+        """Return the number of devices for `devices="auto"`."""
 
     @staticmethod
     @abstractmethod

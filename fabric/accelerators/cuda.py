@@ -25,7 +25,7 @@ class CUDAAccelerator(TorchAccelerator):
 
     @classmethod
     def explain_unavailable(cls) -> tuple[str, str]:
-        """See `Accelerator.explain_unavailable`."""
+        """Return two clauses for an error: why no CUDA device is available, and a remedy."""
         fact = "torch.cuda.is_available() is False"
         if torch.version.cuda is None and torch.version.hip is None:
             return fact, "install a CUDA build of torch"
@@ -43,7 +43,7 @@ is_cuda_available, num_cuda_devices = CUDAAccelerator.is_available, CUDAAccelera
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """As `find_usable_devices`, of CUDA devices.
+    """Return the indices of CUDA devices that accept an allocation now, as `find_usable_devices` does.
 
     Args:
         num_devices: How many to find; -1 for all that are usable, possibly none.

@@ -1,4 +1,4 @@
-"""What users write as `devices=`, read and, for a CPU, checked. Pure functions: no hardware is asked."""
+"""Values of `devices=`: parsed, and checked for a CPU. Pure functions: no hardware is queried."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class TorchAccelerator(Accelerator):
 
     @classmethod
     def auto_device_count(cls) -> int:
-        """How many devices this process can see."""
+        """Return the number of devices that are visible to this process."""
         module = cls._module()
         return 0 if module is None else int(module.device_count())
 
@@ -80,7 +80,7 @@ class TorchAccelerator(Accelerator):
 
     @classmethod
     def explain_unavailable(cls) -> tuple[str, str]:
-        """See `Accelerator.explain_unavailable`."""
+        """Return two clauses for an error: why no such device is available, and a remedy."""
         name = cls.name()
         return f"torch.{name}.is_available() is False", f"install a build of torch with {name}"
 

@@ -22,5 +22,5 @@ class MPSAccelerator(TorchAccelerator):
 
     @classmethod
     def explain_unavailable(cls) -> tuple[str, str]:
-        """See `Accelerator.explain_unavailable`."""
+        """Return two clauses for an error: why MPS is not available, and a remedy."""
         return "torch.backends.mps.is_available() is False", "run on a Mac with Apple silicon"

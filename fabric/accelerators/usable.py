@@ -79,7 +79,7 @@ def find_usable_devices(num_devices: int = -1, accelerator: str = "auto") -> lis
 
 
 def _try_devices(kind: str, count: int) -> list[str]:
-    """Of each device "" where it is usable, else the reason why it is not."""
+    """Return for each device "" if it is usable, else the reason why it is not."""
     script = _PROBE.format(path=sys.path, kind=kind, count=count)
     command = [sys.executable, "-c", script]
     try:
