@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
     @property
     def rows(self) -> list[int]:
-        """What stands for the samples of all ranks, in an order of their own."""
+        """The hashes of the samples of all ranks, sorted."""
         return sorted(row for record in self.shares for row in record["rows"])
 
     @property
@@ -126,7 +126,7 @@ def compare(one: Step, many: Step) -> tuple[str | None, str]:
 
 
 def scales_of(grads: dict[str, Any]) -> dict[str, float]:
-    """How large each gradient is; a part of its model's largest, where it is smaller than that."""
+    """Return the largest magnitude of each gradient, at least a fraction of its model's largest."""
     largest = {name: float(grad.abs().max()) if grad.numel() else 0.0 for name, grad in grads.items()}
     models: dict[str, float] = {}
     for name, value in largest.items():
@@ -136,7 +136,7 @@ def scales_of(grads: dict[str, Any]) -> dict[str, float]:
 
 
 def reason(name: str, one: Step, many: Step) -> str:
-    """What most often makes such a difference."""
+    """Return the most likely cause of a difference between one process and many."""
     world = len(many.shares)
     held = [record["grads"][name] for record in many.records if name in record["grads"]]
     sizes = [len(record["rows"]) for record in many.shares]

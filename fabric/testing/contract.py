@@ -79,7 +79,7 @@ def _try(
     size: tuple[int, int],
     timeout: float,
 ) -> str | None:
-    """What was wrong, on the first rank where anything was; None: the promise is kept."""
+    """Return the failure of the first rank that has one; None: the promise is kept."""
     with tempfile.TemporaryDirectory(prefix="fabric-contract-") as folder:
         arguments = (promise.__name__, strategy, accelerator, size[1], folder)
         try:

@@ -1,4 +1,4 @@
-"""What a failed call of `RankPool` says: the root cause first, then every other rank with its own words."""
+"""Messages of failed calls of `RankPool`: the root cause first, then the error of every other rank."""
 
 from __future__ import annotations
 

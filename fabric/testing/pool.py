@@ -67,7 +67,7 @@ class _Worker:
         return answer
 
     def read_stacks(self) -> str:
-        """Where every thread of this process and of what it has forked (a loader's workers) stands now.
+        """Return the current stacks of all threads of this process and its forks (a loader's workers).
 
         Works while they wait in native code.
         """

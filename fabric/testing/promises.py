@@ -1,4 +1,4 @@
-"""What every strategy promises: a function each, which every rank runs, and which raises if it is broken."""
+"""Promises of every strategy: a function each, which every rank runs, and which raises if it is broken."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def state_keys_are_the_users(fabric: Fabric, folder: Path) -> None:
 
 
 def checkpoints_round_trip(fabric: Fabric, folder: Path) -> None:
-    """What save writes, load restores on every rank: weights, the optimizer's momentum and plain data."""
+    """Check that load restores on every rank the saved weights, the optimizer's momentum and plain data."""
     _round_trip(fabric, folder / "checkpoint", "full")
 
 
@@ -299,7 +299,7 @@ OVERRIDABLE = (
 
 
 def overrides_take_effect(fabric: Fabric, folder: Path) -> None:
-    """What a subclass of the strategy overrides is called by the verbs of Fabric."""
+    """Check that the verbs of Fabric call the methods that a subclass of the strategy overrides."""
     model, _ = _train(fabric, 1, {"max_norm": 1.0})
     fabric.all_reduce(1.0)
     fabric.all_gather(1.0)

@@ -114,13 +114,13 @@ class RecordedFabric(Fabric):
         super().__init__(**given)
 
     def backward(self, tensor: Any, *args: Any, **kwargs: Any) -> None:
-        """As the base; the loss is written down."""
+        """Run the backward pass and record the loss."""
         super().backward(tensor, *args, **kwargs)
         if tensor.numel() == 1:
             RECORDER.losses.append(float(tensor.detach()))
 
     def setup_dataloaders(self, *dataloaders: Any, **kwargs: Any) -> Any:
-        """As the base; on one rank the loader joins what ranks would have got."""
+        """Set up loaders that record; on one rank a loader joins the batches of all ranks."""
         world, sizes = json.loads(os.environ[BATCHES])
         wanted = [*sizes[len(RECORDER.sizes) :], *[None] * len(dataloaders)]
         RECORDER.sizes += [getattr(loader, "batch_size", None) for loader in dataloaders]

@@ -1,4 +1,4 @@
-"""What the contract of strategies trains: a model of two blocks, so that a pipeline can cut it."""
+"""The model that the contract of strategies trains: two blocks, so that a pipeline can cut it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a call on one rank: a pickled value, or an error."""
+    """The result of a call on one rank: a pickled value, or an error."""
 
     value: bytes = b""
     error: BaseException | None = None
@@ -196,7 +196,7 @@ def _join_group(job: Job) -> None:
 
 
 def _backend_on(name: str, info: RankInfo) -> str:
-    """What moves the tensors of an accelerator, with this rank's device as the current one."""
+    """Return the group backend of an accelerator, and make this rank's device the current one."""
     if name == "cpu":
         return "gloo"
     from fabric.accelerators.select import group_backend, select_accelerator, select_devices
@@ -269,7 +269,7 @@ def user_environ() -> dict[str, str]:
 
 
 def changes(before: dict[Any, Any], after: dict[Any, Any]) -> list[str]:
-    """What differs between two tables, one text per key, in words that follow the name of the kind."""
+    """Return the differences between two tables, one text per key, to follow the name of the kind."""
     absent = object()
     found = []
     for key in sorted({*before, *after}, key=str):
