@@ -1,4 +1,4 @@
-"""What the setup verbs refuse, before they change anything: each check raises one error with its remedy."""
+"""Argument checks of the setup verbs, before they change anything: each raises one error with its remedy."""
 
 from __future__ import annotations
 

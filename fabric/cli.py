@@ -185,7 +185,7 @@ def effective_settings(
 
 
 def count_processes(devices: str, accelerator: str = "auto") -> int:
-    """How many ranks `--devices` means on this machine.
+    """Return the number of ranks that `--devices` means on this machine.
 
     Args:
         devices: "auto", "-1", a number, or a list such as "0,1" or "0,".
@@ -204,7 +204,7 @@ def count_processes(devices: str, accelerator: str = "auto") -> int:
 
 
 def _ask_torch() -> int:
-    """How many devices torch sees, in a process of its own. Takes seconds."""
+    """Return the number of devices that torch sees, in a separate process. Takes seconds."""
     code = "import torch; print('', torch.accelerator.device_count())"
     try:
         told = subprocess.check_output([sys.executable, "-c", code], stderr=subprocess.DEVNULL, timeout=300)

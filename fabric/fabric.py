@@ -237,9 +237,10 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         """Make gradients of summed losses those of the mean over all items, once per step. All ranks must
         call this.
 
-        Call it after the last backward of a step, and before `clip_gradients` and `optimizer.step()`. However
-        the items are spread over ranks and micro-batches, gradients are then those of the sum of all losses
-        divided by the number of all items, as of one big batch. One small message, none on one process.
+        Call it after the last backward of a step, and before `clip_gradients` and `optimizer.step()`. The
+        gradients are then those of the sum of all losses divided by the number of all items, as of one big
+        batch. The spread of items over ranks and micro-batches does not matter. One small message,
+        none on one process.
 
         Args:
             module: The model, as `setup` gave it.

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class RankFacts:
-    """Who and where this process is, for loops that ask; and its callbacks."""
+    """Rank, device, strategy and callbacks of this process, as attributes for training loops."""
 
     _strategy: Strategy
     _loggers: list[Logger]
@@ -35,12 +35,12 @@ class RankFacts:
 
     @property
     def accelerator(self) -> Accelerator:
-        """Where tensors live."""
+        """The accelerator that holds the tensors."""
         return self._strategy.accelerator  # type: ignore[return-value]  # bound
 
     @property
     def strategy(self) -> Strategy:
-        """How models, optimizers and data meet devices and ranks."""
+        """The strategy that places models, optimizers and data on devices and ranks."""
         return self._strategy
 
     @property
@@ -65,7 +65,7 @@ class RankFacts:
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self._strategy.topology.job_size
 
     @property

@@ -98,9 +98,10 @@ def differentiable(tree: Any) -> list[torch.Tensor]:
 
 
 def anchor(tensor: torch.Tensor) -> torch.Tensor:
-    """Where a hook hangs that is to see a backward come to `tensor`: changes in place drop hooks of views.
+    """Return the tensor on which to register a hook for a backward that reaches `tensor`.
 
-    A view of what was there before the call (an input) is its own anchor.
+    In-place changes drop hooks of views. A view of what was there before the call (an input) is its own
+    anchor.
     """
     base = tensor._base
     if base is None or base.grad_fn is None:

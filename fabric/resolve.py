@@ -29,7 +29,7 @@ _FLAGS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 
 @dataclass(frozen=True)
 class Request:
-    """What the user wrote."""
+    """Arguments of `Fabric` as the user wrote them."""
 
     accelerator: Any = "auto"
     strategy: Any = "auto"
@@ -41,7 +41,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is so here, whatever the user wrote."""
+    """Facts about this machine and process, independent of what the user wrote."""
 
     environment: ClusterEnvironment
     """Detected: who started this process."""
@@ -93,7 +93,7 @@ def resolve(request: Request, machine: Machine) -> Plan:
 
 
 def only(what: str, sources: dict[str, Any]) -> tuple[str, Any]:
-    """Where the one value that is not None comes from, and the value; ("", None) where all are None."""
+    """Return the source and the value of the one that is not None; ("", None) if all are None."""
     given = [(name, value) for name, value in sources.items() if value is not None]
     if len(given) > 1:
         raise ConfigurationError(
@@ -230,7 +230,7 @@ def choose_devices(
 
 
 def automatic_devices(environment: ClusterEnvironment, strategy: Strategy) -> int | str:
-    """What devices="auto" means: as many as were started here, one for one process, else all."""
+    """Resolve devices="auto": as many as were started here, one for a single process, else all."""
     if strategy.traits.one_process_per_node:
         return "auto"
     if not strategy.traits.needs_launch:
@@ -240,7 +240,7 @@ def automatic_devices(environment: ClusterEnvironment, strategy: Strategy) -> in
 
 
 def count_elsewhere(devices: Any, environment: ClusterEnvironment) -> int:
-    """As many devices as were asked for, of machines that this process does not see."""
+    """Return the number of devices asked for, on machines that this process does not see."""
     if not isinstance(devices, int) or isinstance(devices, bool) or devices < 1:
         raise ConfigurationError(
             f"devices={devices!r} under {type(environment).__name__}, whose ranks run elsewhere: write how "
@@ -265,7 +265,7 @@ def check_started(
 
 
 def decided(named: Strategy, world_size: int, environment: ClusterEnvironment, machine: Machine) -> Strategy:
-    """What was named; for "auto" one device for one process, else DDP as it can start here."""
+    """Return the named strategy; for "auto" one device for one process, else DDP as it can start here."""
     if not isinstance(named, Undecided):
         return named
     started = environment.creates_processes_externally
@@ -350,7 +350,7 @@ def _is_auto(devices: Any) -> bool:
 
 
 def _places(plugin: Any, strategy: Strategy, name: str) -> dict[str, Any]:
-    """Where a part may be given, beside an argument of its own, and what is given there."""
+    """Return the places where a part may be given besides its own argument, with the values given there."""
     of_strategy = strategy.cluster_environment if name == "cluster_environment" else strategy.given[name]
     return {
         f"plugins={type(plugin).__name__}": plugin,

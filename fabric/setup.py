@@ -48,7 +48,7 @@ Rest = TypeVarTuple("Rest")
 
 
 class Sharing(TypedDict, total=False):
-    """How loaders are shared out, for type checkers."""
+    """Keyword arguments for sharding loaders, for type checkers."""
 
     use_distributed_sampler: bool
     move_to_device: bool
@@ -238,10 +238,10 @@ class SetupVerbs(RankFacts):
     ) -> Any:
         """Give each rank its part of the data, on its device. All ranks must call this.
 
-        With w ranks and batch_size b, global batch k holds positions [k*w*b, (k+1)*w*b) of an order that is a
-        function of (seed, epoch, the sampler) alone, and rank r takes every w-th of them from the r-th on.
-        The loader counts its epochs, and has `state_dict()` and `load_state_dict()`: its position in that
-        order.
+        With w ranks and batch_size b, global batch k holds positions [k*w*b, (k+1)*w*b) of an order.
+        The order is a function of (seed, epoch, the sampler) alone. Rank r takes every w-th
+        position from the r-th on. The loader counts its epochs, and has `state_dict()` and
+        `load_state_dict()`: its position in that order.
 
         Args:
             dataloaders: Your loaders; left as they are, shallow copies are made.

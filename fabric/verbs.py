@@ -214,8 +214,9 @@ class CollectiveVerbs(RankFacts):
 
     @together
     def gather(self, data: Any, dst: int = 0, group: Any | None = None) -> Any:
-        """What `all_gather` gives of `data`, on the global rank `dst` only; None on the others. All ranks of
-        `group` must call this.
+        """Return what `all_gather` gives of `data`, on the global rank `dst` only; None on other ranks.
+
+        All ranks of `group` must call this.
 
         Raises:
             ArgumentTypeError: `dst` is no int; a leaf that is neither tensor nor number.

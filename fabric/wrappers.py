@@ -1,4 +1,4 @@
-"""What `fabric.setup` gives back: the user's module, optimizer and loader with a plan in place, nothing else.
+"""Wrappers that `fabric.setup` returns: the user's module, optimizer and loader with a plan, nothing else.
 
 Invariants. A module wrapper has the tables of the user's module, and the plan as its own `forward`.
 An optimizer wrapper is a view: its class derives from the user's class, all it has is the real one's.
@@ -37,7 +37,7 @@ _COMPILED = "_orig_mod."
 
 
 def _device_of(module: Module, strategy: Any) -> torch.device:
-    """Where the forward takes its inputs: with the module's tensors, unless those are parts or elsewhere."""
+    """Return the device of inputs: that of the module's tensors, unless those are sharded or elsewhere."""
     held = itertools.chain(module.parameters(), module.buffers())
     first = next((tensor for tensor in held if not tensor.is_meta), None)
     device: torch.device = strategy.root_device if first is None or strategy.layout.splits else first.device

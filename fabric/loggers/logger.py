@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Logger(ABC):
-    """Where metrics go. Subclasses decorate what writes with `rank_zero_only`."""
+    """Base of loggers, which write metrics. Subclasses decorate what writes with `rank_zero_only`."""
 
     @property
     @abstractmethod
@@ -47,7 +47,7 @@ class Logger(ABC):
 
     @property
     def group_separator(self) -> str:
-        """What separates the parts of a metric's name, as in `train/loss`."""
+        """The separator between the parts of a metric's name, as in `train/loss`."""
         return "/"
 
     @abstractmethod

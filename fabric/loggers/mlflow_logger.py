@@ -61,7 +61,7 @@ class MLFlowLogger(RunLogger):
 
     @property
     def root_dir(self) -> str | None:
-        """Where the database and the files are; None where a `tracking_uri` says so."""
+        """The directory of the database and the files; None if a `tracking_uri` replaces it."""
         return None if self._save_dir is None else str(self._save_dir)
 
     def _begin(self) -> Any:

@@ -58,7 +58,7 @@ class WandbLogger(RunLogger):
 
     @property
     def root_dir(self) -> str:
-        """Where the directory `wandb` is."""
+        """The directory that contains the directory `wandb`."""
         return self._save_dir
 
     def _begin(self) -> Any:

@@ -1,4 +1,4 @@
-"""What `compute_metrics` knows of metrics, and states that need every rank's part: joined, stacked, averaged.
+"""Descriptions of metrics for `compute_metrics`, and states joined, stacked or averaged over all ranks.
 
 Called by sync.py.
 """
@@ -74,7 +74,7 @@ class OnOtherRank(NamedTuple):
 
 
 class StateSlice(NamedTuple):
-    """What some ranks hold of a state."""
+    """Values of a state that some ranks hold."""
 
     place: int
     """Place of the metric among all."""

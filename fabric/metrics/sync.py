@@ -107,7 +107,7 @@ def compute_metrics(metrics: Any, channel: Channel, row: int = 1) -> Any:
 
 
 def _local_states(found: FoundStates, world: int) -> Told:
-    """What this rank holds.
+    """Return the states of metrics that this rank holds.
 
     Raises:
         ArgumentTypeError: A state holds what cannot be pickled.
@@ -169,12 +169,12 @@ def _once_a_row(told: list[Told], size: int) -> None:
 
 
 def _value(state: State) -> Any:
-    """What this rank holds: a tensor, or a list."""
+    """Return the value of a state on this rank: a tensor, or a list."""
     return getattr(state.metric, state.name)
 
 
 def _device(state: State) -> torch.device:
-    """Where this rank keeps the state."""
+    """Return the device of the state on this rank."""
     value = _value(state)
     if not isinstance(value, torch.Tensor):
         first = next(iter(value), None) if isinstance(value, Iterable) else None
@@ -191,7 +191,7 @@ def _common_dtype(part: StateSlice) -> torch.dtype:
 
 
 def _common_device(part: StateSlice, channel: Channel) -> torch.device:
-    """Where all ranks have the state, or can bring it."""
+    """Return the device that holds the state on all ranks, or to which all of them can copy it."""
     on_host = all([value.is_cpu for value in part.held.values()])
     return torch.device("cpu") if on_host else channel.wire.device
 
@@ -335,7 +335,7 @@ def _find(leaves: list[Any], tree: Any) -> FoundStates:
 
 
 def updates_of(metric: Any) -> int:
-    """How often the metric was updated on this rank; at least 1 if it was."""
+    """Return the number of updates of the metric on this rank; at least 1 if there were any."""
     count = int(metric._update_count)
     if count or not isinstance(metric, WrapperMetric):
         return count

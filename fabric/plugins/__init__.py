@@ -1,4 +1,4 @@
-"""What may be passed as `Fabric(plugins=...)`: precision, environments, collectives, checkpoint IO."""
+"""Objects for `Fabric(plugins=...)`: precision, environments, collectives, checkpoint IO."""
 
 from typing import TYPE_CHECKING
 

@@ -29,8 +29,8 @@ class LossScale:
     """Whatever a loop does between its backwards, gradients that it adds up carry one scale.
 
     A clip or a step brings gradients to their true size, in place. The scale changes when the next backward
-    begins (or the state is saved or loaded), so that all optimizers which step after one backward see the
-    scale that their gradients carry. What gradients are left then are brought to the new scale: of a step
+    begins (or the state is saved or loaded). All optimizers that step after one backward then use the scale
+    that their gradients carry. What gradients are left then are brought to the new scale: of a step
     that the loop left out, or without `zero_grad()` after it, or of an optimizer that has not stepped yet.
 
     Args:
@@ -61,7 +61,7 @@ class LossScale:
         self._owners.add(owner)
 
     def _parameters(self) -> list[Tensor]:
-        """Those of models and, for the ones that no model has, of optimizers; each once."""
+        """Return the parameters of models, then those that only optimizers hold; each once."""
         held = [
             owner.parameters() if hasattr(owner, "parameters") else parameters_of(owner)
             for owner in self._owners
@@ -164,7 +164,7 @@ class LossScale:
         return known is not None and known() is parameter and parameter.grad is not None
 
     def update(self) -> None:
-        """What the steps since the last update make of the scale."""
+        """Update the scale by the steps since the last update."""
         if self._true:
             with self._kept():
                 self.scaler.update()
@@ -176,7 +176,7 @@ class LossScale:
             self.scaler = scaler
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on from here needs; of gradients that wait for their step it needs none."""
+        """Return the state of the scaler for a resumed run, without gradients that were not stepped yet."""
         if not any(self._unscaled.values()):
             self.update()
         return self.scaler.state_dict()

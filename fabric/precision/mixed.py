@@ -90,7 +90,7 @@ class MixedPrecision(Precision):
         return self.scaler is not None or overridden(type(self), MixedPrecision, "optimizer_step")
 
     def follow(self, owner: Module | Optimizer) -> None:
-        """See the base. With a scaler: gradients that exist at a backward are brought to its scale.
+        """Register an owner of gradients; with a scaler, a backward brings existing ones to its scale.
 
         Args:
             owner: A model or an optimizer.

@@ -63,7 +63,7 @@ class Precision:
 
     @property
     def policy(self) -> DtypePolicy:
-        """What the precision's name means, as a value."""
+        """The dtype policy that the precision's name stands for."""
         return POLICIES.get(self.precision, POLICIES["32-true"])
 
     def for_device(self, device_type: str) -> Precision:
@@ -137,7 +137,7 @@ class Precision:
         """Bring the gradients back to their true size, if the loss was scaled."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep of this plugin."""
+        """Return the state of this plugin for a checkpoint."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ class Precision:
 
 
 def policy_of(plugin: Precision, precision: object, *fits: str) -> DtypePolicy:
-    """What `precision`, one of those that a plugin is for, means.
+    """Return the dtype policy of `precision`, which must be one that the plugin supports.
 
     Raises:
         ConfigurationError: It is none of `fits`.

@@ -1,4 +1,4 @@
-"""What `fabric.profile` gives: torch's profiler on each rank, one trace per rank, and a table of phases.
+"""Context of `fabric.profile`: torch's profiler on each rank, one trace per rank, and a table of phases.
 
 Loaded when used. Outside of the context nothing is marked, and no verb costs more than without it.
 """
@@ -89,7 +89,7 @@ def profiled(
 
 
 def _written(file: Path, found: dict[str, float]) -> Callable[[profile], None]:
-    """What torch calls at the end of the window: writes the trace and adds up its phases."""
+    """Return the callback for the end of the window: it writes the trace and adds up its phases."""
 
     def write(inner: profile) -> None:
         inner.export_chrome_trace(str(file))

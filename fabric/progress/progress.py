@@ -42,7 +42,7 @@ class Progress(Generic[T]):
         self._shown = shown
 
     def set_postfix(self, **values: Any) -> None:
-        """What stands behind the bar from its next drawing on: numbers, tensors of one element, text by name.
+        """Set the values behind the bar from its next drawing: numbers, one-element tensors, text by name.
 
         A tensor is read when the bar is drawn, ten times a second at most: a step does not wait for a device.
         """
@@ -68,7 +68,7 @@ class Progress(Generic[T]):
 
 
 class _Values:
-    """What tqdm writes behind a bar: it takes any object there, and makes it text when it draws."""
+    """Values behind a bar: tqdm accepts any object there, and formats it when it draws."""
 
     def __init__(self) -> None:
         self.now: dict[str, Any] = {}

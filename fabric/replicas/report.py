@@ -53,7 +53,7 @@ class ComparedTensor(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """How far the ranks' values of a tensor lie apart."""
+    """Difference between the ranks' values of a tensor."""
 
     relative: float
     """The largest norm of a difference, divided by the norm of the first rank's tensor."""

@@ -54,7 +54,7 @@ class Checkpoints(Exchange):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """How checkpoints reach storage."""
+        """The IO that writes and reads checkpoints; by default one file by torch.save."""
         if self._checkpoint_io is None:
             from fabric.checkpoint.torch_io import TorchCheckpointIO
 
@@ -142,7 +142,7 @@ class Checkpoints(Exchange):
         wait: bool,
         allow_pickle: bool,
     ) -> Callable[[], None] | None:
-        """What writes one file, on rank zero; None elsewhere."""
+        """Gather the state; return the function that writes one file on rank zero, None on other ranks."""
         # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
         # before the old file is touched.
         storage, where = self.checkpoint_io, path
@@ -204,12 +204,11 @@ class Checkpoints(Exchange):
     def opened(
         self, path: PathLike, weights_only: bool | None = None, state: Any = None
     ) -> Iterator[dict[str, Any]]:
-        """What is in the checkpoint at `path`, which was checked; tensors are there until this context ends.
-        All ranks must call this.
+        """Check and open the checkpoint at `path`; yield its contents. All ranks must call this.
 
-        `weights_only`: see `Fabric.load`.
+        Tensors can be read until the context ends. `weights_only`: see `Fabric.load`.
 
-        Those of a safetensors file are under the only name of `state`.
+        Tensors of a safetensors file are under the only name of `state`.
 
         Raises:
             DamagedCheckpointError: A file of it is missing, or not what was written.

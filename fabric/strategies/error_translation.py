@@ -86,7 +86,7 @@ def converted(name: str, now: Tensor) -> UsageError:
 def split_error(
     error: BaseException, call: Callable[..., Any], root: Any, method: bool, marked: bool
 ) -> UsageError | None:
-    """What to raise in the place of `error`; None where it is another one.
+    """Return the error to raise in place of `error`; None if it has another cause.
 
     Args:
         error: What a forward or method of a split model raised.

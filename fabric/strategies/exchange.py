@@ -53,7 +53,7 @@ class Exchange:
 
     @cached_property
     def collective(self) -> Collective:
-        """What carries tensors: of this rank alone, until a strategy of several puts another in its place."""
+        """The collective backend; for a single rank, until a strategy of several ranks replaces it."""
         from fabric.collectives.single_device import SingleDeviceCollective
 
         return SingleDeviceCollective()
@@ -64,7 +64,7 @@ class Exchange:
         return self.topology.device
 
     def make_wire(self) -> Transport:
-        """What collectives can send from here; asked once, when this process is in place."""
+        """Return the transport of collectives from this rank; called once, after the rank is set up."""
         return Transport(self.root_device, ("cpu", self.root_device.type), self.root_device)
 
     def group_collective(self, group: Any | None) -> Collective:
@@ -78,7 +78,7 @@ class Exchange:
 
     @property
     def row_size(self) -> int:
-        """How many ranks, one after the other, see the same data."""
+        """The number of consecutive ranks that see the same data."""
         return 1
 
     def root(self, rank: int, group: Any | None) -> int:
@@ -89,7 +89,7 @@ class Exchange:
         return self.collective.members[0]
 
     def channel(self, group: Any | None = None) -> Channel:
-        """What the tree verbs of a group run on."""
+        """Return the channel on which the tree verbs of a group run."""
         known = self._channel
         if group is not None:
             made = self.make_channel(group)
@@ -201,7 +201,7 @@ class Exchange:
 
 
 def _reduce_alone(data: Any, op: Any, channel: Channel, *, async_op: bool = False) -> Any:
-    """As `reduce_tree` on one rank: the tensors of `data` as they are, numbers as new ones.
+    """Return what `reduce_tree` gives on one rank: the tensors of `data` unchanged, numbers as new tensors.
 
     Raises:
         ArgumentTypeError: As on several ranks.
@@ -215,7 +215,7 @@ def _reduce_alone(data: Any, op: Any, channel: Channel, *, async_op: bool = Fals
 
 
 def _gather_alone(data: Any, channel: Channel, *, async_op: bool = False) -> Any:
-    """As `gather_tree` on one rank: copies of shape (1, *shape).
+    """Return what `gather_tree` gives on one rank: copies of shape (1, *shape).
 
     Raises:
         ArgumentTypeError: A leaf that is no tensor and no number.

@@ -50,7 +50,7 @@ class InputConsistencyCheck:
 
 
 def _checksum(leaves: list[Any]) -> str:
-    """Of the first elements of each tensor; copies them to the host."""
+    """Return a checksum of the first elements of each tensor; copies them to the host."""
     value = 0
     for leaf in leaves:
         plain = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.grad_fn is None

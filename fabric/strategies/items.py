@@ -1,4 +1,4 @@
-"""How many items the losses of one step had, over all ranks."""
+"""The number of items in the losses of one step, over all ranks."""
 
 from __future__ import annotations
 

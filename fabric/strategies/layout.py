@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Layout:
-    """How parameters sit on ranks, and all that follows: wrapping, gradient sync, clipping, state.
+    """Placement of parameters on ranks, and what depends on it: wrapping, gradient sync, clipping, state.
 
     A layout is the only thing in which strategies differ. It belongs to one strategy and is never copied
     with a model.
@@ -145,8 +145,9 @@ class Layout:
         return None
 
     def writes(self, optimizer: Optimizer) -> int:
-        """How many in-place changes of an optimizer's parameters were made between its last step and the one
-        in progress. 0: none, or this layout sends no parameters after a step, which would hide a difference.
+        """Count the in-place changes of an optimizer's parameters between its last step and the current one.
+
+        0: none, or this layout sends no parameters after a step, which would hide a difference.
         """
         return 0
 
@@ -169,13 +170,13 @@ class Layout:
             self.free.add(free)
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
-        """What a forward of the wrapped module calls."""
+        """Return the function that a forward of the wrapped module calls."""
         return wrapped.__call__
 
     def method_plan(
         self, wrapped: Module, method: Callable[..., Any], marked: bool = False
     ) -> Callable[..., Any]:
-        """What a call of another method of the module runs, so that its gradients are synchronised too.
+        """Return the function that a call of another method runs, so that its gradients are synchronised too.
 
         `marked`: by `mark_forward_method`, so that it surely computes.
         """
@@ -277,7 +278,7 @@ class Layout:
         return module.load_state_dict(state, strict=strict)
 
     def optimizer_method(self, optimizer: Optimizer, method: Callable[..., Any]) -> Callable[..., Any]:
-        """What a method that the optimizer's class has beside those of all optimizers runs."""
+        """Return the function that a method runs which only the optimizer's own class has."""
         return method
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

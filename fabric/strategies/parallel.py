@@ -108,7 +108,9 @@ class ParallelStrategy(Strategy):
         start_method: str,
         context_parallel: ContextParallel | None = None,
     ) -> None:
-        """How ranks start, meet, and divide sequences: recipes that take these in another order call it, too.
+        """Set how ranks are launched, connect, and divide sequences.
+
+        Subclasses whose arguments are in another order call it, too.
 
         Raises:
             ConfigurationError: Unknown `start_method`.
@@ -131,7 +133,7 @@ class ParallelStrategy(Strategy):
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are on this machine."""
+        """The number of processes on this machine."""
         return self.traits.processes(len(self.parallel_devices or []))
 
     @property
@@ -163,12 +165,12 @@ class ParallelStrategy(Strategy):
 
     @property
     def row_size(self) -> int:
-        """How many ranks, one after the other, see the same data: a pipeline's, or those of a sequence."""
+        """The number of consecutive ranks that see the same data: of a pipeline, or of a shared sequence."""
         return 1 if self.data_group is None else self.topology.world_size // self.data_rank[1]
 
     @property
     def launcher(self) -> Launcher | None:
-        """What starts the other processes; None where something else started them."""
+        """The launcher of the other processes; None if something else started them."""
         return self._launcher
 
     def bind(self, plan: Plan) -> None:
@@ -224,7 +226,7 @@ class ParallelStrategy(Strategy):
                     faulthandler.enable(sys.__stderr__)  # where a backend ends the process: at which line
 
     def explain(self, error: Exception) -> None:
-        """See the base: an error of the process group gets the table of where all ranks are.
+        """Raise an error with the table of where all ranks are, in place of one of the process group.
 
         Raises:
             RankError: Ranks did not come, or ended, while this one was in a backward.
@@ -298,7 +300,7 @@ class ParallelStrategy(Strategy):
         rank_zero_only.rank = self.topology.rank
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
-        """As without other ranks; LBFGS gets the mean of what its closures return, since it goes by that."""
+        """Return the function that `optimizer.step` runs; LBFGS gets the mean of the closures over ranks."""
         plan = super().step_plan(optimizer)
         if self.topology.world_size == 1 or not isinstance(optimizer, torch.optim.LBFGS):
             return plan

@@ -1,4 +1,4 @@
-"""Who goes first (a download before anyone reads it): how the others wait, and learn what became of it."""
+"""Rank zero first (a download before any rank reads it): the other ranks wait, and get its result."""
 
 from __future__ import annotations
 

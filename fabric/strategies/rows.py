@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class DataParallelMesh:
-    """What has a mesh with rows along its first dimension."""
+    """Base of objects that have a mesh with rows along its first dimension."""
 
     mesh: DeviceMesh | None
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `resolve` decided. A strategy is completed by one (`bind`)."""
+    """Result of `resolve`, with which a strategy is completed (`bind`)."""
 
     strategy: Any
     accelerator: Accelerator
@@ -66,7 +66,7 @@ class BackwardGate:
 
 
 class Strategy(Checkpoints):
-    """How models, optimizers and data meet devices and ranks: a composition of parts.
+    """Placement of models, optimizers and data on devices and ranks: a composition of parts.
 
     Args:
         accelerator: Where tensors live; None: chosen by `Fabric`.
@@ -103,7 +103,7 @@ class Strategy(Checkpoints):
 
     @property
     def traits(self) -> Traits:
-        """What this strategy asks of its callers."""
+        """Requirements of this strategy on its callers."""
         return self.layout.traits
 
     @property
@@ -128,12 +128,12 @@ class Strategy(Checkpoints):
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self.topology.job_size
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """Where tensors live."""
+        """The accelerator that holds the tensors; None before it is chosen."""
         return self._accelerator
 
     @property
@@ -148,7 +148,7 @@ class Strategy(Checkpoints):
 
     @property
     def launcher(self) -> Launcher | None:
-        """What starts the other processes; None where there are none to start."""
+        """The launcher of the other processes; None if there are none to start."""
         return None
 
     @property
@@ -269,7 +269,10 @@ class Strategy(Checkpoints):
         return dataloader
 
     def forward_plan(self, module: Module, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """What `model(x)` runs: the wrapped module's own call with only the stages that add something."""
+        """Return the function that `model(x)` runs.
+
+        It is the wrapped module's own call, with only the stages that have an effect.
+        """
         plan = call or self.layout.forward_plan(module)
         if overridden(type(self._precision), Precision, *CONVERSIONS):
             from fabric.strategies.precise_forward import precision_plan
@@ -278,14 +281,17 @@ class Strategy(Checkpoints):
         return self._guarded(plan)
 
     def method_plan(self, module: Module, method: Callable[..., Any], marked: bool) -> Callable[..., Any]:
-        """What another method of the user's module runs; a marked one gets the precision of forward too."""
+        """Return the function that another method of the user's module runs.
+
+        A marked method gets the precision of forward, too.
+        """
         synced = self.layout.method_plan(module, method, marked)
         if marked:
             return self.forward_plan(module, synced)
         return self._guarded(synced)
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
-        """What `optimizer.step(closure)` runs; None means the optimizer's own step."""
+        """Return the function that `optimizer.step(closure)` runs; None means the optimizer's own step."""
         if overridden(type(self), Strategy, "optimizer_step"):
             return self.optimizer_step
         if self._precision.needs_step:

@@ -54,7 +54,7 @@ def grad_version(parameter: Tensor) -> Any:
 
 
 def on_any_rank(truths: list[bool], channel: Channel) -> list[bool]:
-    """Of each, whether it holds on any rank. All ranks of the group must call this."""
+    """Return for each condition whether it holds on any rank. All ranks of the group must call this."""
     device = torch.device("cpu") if "cpu" in channel.wire.sendable else channel.wire.via
     flags = torch.tensor(truths, dtype=torch.uint8, device=device)
     channel.collective.all_reduce(flags, "max")
@@ -62,7 +62,7 @@ def on_any_rank(truths: list[bool], channel: Channel) -> list[bool]:
 
 
 def differing(tensors: list[Tensor | None], channel: Channel) -> list[bool]:
-    """Of each, whether ranks have other values in it, by two sums. All ranks must call this."""
+    """Return for each tensor whether ranks differ in it, by two sums. All ranks must call this."""
     values = [float(number) for tensor in tensors for number in _sums(tensor)]
     own = torch.tensor(values, dtype=torch.float64).nan_to_num(nan=1.0)
     both = torch.cat([own, -own]).to(channel.wire.via)
@@ -96,7 +96,7 @@ def broadcast_from_zero(tensors: list[Tensor]) -> None:
 
 
 def tensor_buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """What travels together: large tensors alone, small ones of a dtype and device up to `PARCEL_BYTES`."""
+    """Return buckets: large tensors alone, small ones by dtype and device up to `PARCEL_BYTES`."""
     alone, packed = [], []
     filling: dict[Any, tuple[int, list[Tensor]]] = {}
     for tensor in tensors:

@@ -58,7 +58,7 @@ def _is_table(name: str, value: Any) -> bool:
 
 
 def difference(expected: list[Any], found: list[Any], numbers: bool = False) -> str:
-    """How the leaves of two outputs differ by more than rounding; "" where they do not.
+    """Describe how the leaves of two outputs differ by more than rounding; "" if they do not.
 
     Args:
         expected: Leaves; each tensor says by its dtype what rounding is.
@@ -93,7 +93,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def rounding(tensor: Tensor, compute: torch.dtype | None = None) -> float:
-    """What `distance` stays below where only the order of additions differs.
+    """Return the upper bound of `distance` between tensors that differ only by the order of additions.
 
     Args:
         tensor: What was computed.

@@ -92,8 +92,8 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
         device: A CUDA or ROCm device; others have no published peak.
         dtype: A dtype or its name, "tf32" included. float32 means TF32 where torch is allowed to use it.
 
-    Source: NVIDIA's data sheets (https://www.nvidia.com/en-us/data-center/ , per product, and the appendices
-    of the Ampere GA102 and Ada architecture papers for GeForce cards) and AMD's
+    Sources: NVIDIA's data sheets (https://www.nvidia.com/en-us/data-center/ , per product); for GeForce cards
+    the appendices of the Ampere GA102 and Ada architecture papers; and AMD's data sheets
     (https://www.amd.com/en/products/accelerators).
     """
     if device.type != "cuda":

@@ -68,7 +68,7 @@ def local_path(path: PathLike) -> Path | None:
 
 
 def target_path(path: PathLike) -> Path | None:
-    """As `local_path`, of what is written: in place of a link what it points to, be it there or not."""
+    """Return the local path to write to; for a link its target, whether that exists or not."""
     local = local_path(path)
     if local is None or not local.is_symlink() or local.is_fifo():  # /dev/stdout: a pipe without a name
         return local

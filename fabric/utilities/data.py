@@ -73,7 +73,7 @@ def sized_len(dataloader: object) -> int | None:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """How many dataloader workers each process may have so that all processes of this node share the cores.
+    """Return the number of dataloader workers per process, so that processes of this node share the cores.
 
     Args:
         local_world_size: Processes on this node, at least 1.

@@ -30,8 +30,8 @@ class TrainingSpikeException(RuntimeError):
 class SpikeDetection:
     """Compares each loss with the mean of those before; raises on all ranks if it is out of bounds on any.
 
-    A loss is a spike if it is worse than the mean by at least `atol` and by at least `rtol` times the mean
-    (each where it is not None), or not finite where `finite_only`.
+    A loss is a spike if it is worse than the mean by at least `atol` and by at least `rtol` times the mean.
+    A bound that is None does not count. Where `finite_only`, a loss that is not finite is a spike, too.
 
     Args:
         mode: "min": larger is worse; "max": smaller is worse.

@@ -73,7 +73,7 @@ def warn_if_unloaded(told: Any, saved: Mapping[str, Any]) -> None:
 def fitting(
     keys: Collection[str], own: Collection[str], more: Iterable[tuple[str, str]] = ()
 ) -> Callable[[str], str]:
-    """What turns keys that were saved from a module in other wrappers into those of `own` that they are.
+    """Return the function that maps keys saved from a module in other wrappers to the matching keys of `own`.
 
     `keys` are clean. `more` are other prefixes to try: what is taken out of all keys, and put there.
     """

@@ -74,8 +74,8 @@ class EightBits(bnb.Linear8bitLt):
 class TrainedEightBits(bnb.Linear8bitLt):
     """A layer that is trained, and multiplies in 8 bits: by the weights of now, in evaluation, too.
 
-    bitsandbytes' own evaluates with those of the last forward in training (a step, or a checkpoint that was
-    loaded, would not be seen), by a kernel that a CPU has not.
+    bitsandbytes' own layer evaluates with the weights of the last forward in training: a later step, or a
+    loaded checkpoint, would have no effect. The kernel for that does not exist on a CPU.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -115,7 +115,7 @@ class Engines(Layout):
         )
 
     def stepped_engines(self) -> list[Any]:
-        """Those that have an optimizer."""
+        """Return the engines that have an optimizer."""
         return list(self._gradients)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -273,7 +273,7 @@ class Engines(Layout):
         return deepspeed.zero.Init(config_dict_or_path=self.config)  # type: ignore[no-any-return]
 
     def plain_module(self, module: Module, keep: bool, device: torch.device) -> Module | None:
-        """See the base. All ranks must call this."""
+        """Return the user's module as it would be on one rank. All ranks must call this."""
         if self.stage != 3:
             return module if keep else None
         NOT_THE_USERS.add("deepspeed.")
@@ -315,7 +315,7 @@ class Engines(Layout):
         states.load_optimizer_state(optimizer, self._engine(optimizer), map_tree(read_stored, state))
 
     def teardown(self) -> None:
-        """See the base."""
+        """Destroy the engines."""
         for engine in self.engines.values():
             engine.destroy()
         self.engines.clear()
@@ -346,7 +346,7 @@ class Engines(Layout):
         engine.fabric_versions = [p._version for p in engine.module.parameters()]
 
     def _take_edits(self, engine: Any) -> None:
-        """What the user has written into parameters since the last step, in the masters, too."""
+        """Copy what the user wrote into parameters since the last step to the master weights."""
         whole = not (self.config["fp16"]["enabled"] or self.config["bf16"]["enabled"] or self.splits)
         if not whole and engine.fabric_versions == [p._version for p in engine.module.parameters()]:
             return  # in float32 masters are the parameters, by whatever these were written

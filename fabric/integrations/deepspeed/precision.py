@@ -20,7 +20,7 @@ WHY = "DeepSpeed's engine has no float64"
 
 
 class DeepSpeedPrecision(Precision):
-    """What `Fabric(strategy="deepspeed", precision=...)` makes of a name.
+    """Precision of `Fabric(strategy="deepspeed", precision=...)`.
 
     DeepSpeed has one way of half precision, for which both names stand, "-true" and "-mixed": parameters in
     half precision, gradients, too, and masters in float32 which the optimizer steps. Inputs are cast, and
@@ -42,13 +42,13 @@ class DeepSpeedPrecision(Precision):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters, and of what is computed."""
+        """The dtype of parameters and of computation."""
         half = torch.bfloat16 if self.precision.startswith("bf16") else torch.float16
         return torch.float32 if self.precision == "32-true" else half
 
     @property
     def policy(self) -> DtypePolicy:
-        """What the name means, as a value."""
+        """The dtype policy that the name stands for."""
         return replace(POLICIES[self.precision], loss_scale=self.dtype == torch.float16)
 
     def convert_input(self, data: Any) -> Any:

@@ -54,7 +54,7 @@ _FP16 = {
 
 
 def places(keywords: dict[str, Any]) -> dict[str, str]:
-    """Of each keyword that is asked for: where it stands in a configuration."""
+    """Return the place in a configuration of each keyword that is used."""
     found = dict(PLACES)
     if keywords["offload_optimizer"]:
         found |= {
@@ -169,7 +169,7 @@ def complete(found: dict[str, Any], precision: str, keywords: dict[str, Any]) ->
 
 
 def get(config: dict[str, Any], place: str) -> Any:
-    """What stands at a place, "a.b"; None: nothing."""
+    """Return the value at a place, "a.b"; None if there is none."""
     for key in place.split("."):
         if not isinstance(config, dict):
             return None

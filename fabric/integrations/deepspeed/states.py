@@ -120,7 +120,7 @@ def _set(parameter: Any, value: Any, key: str | None = None) -> None:
 
 
 def _entry(engine: Any) -> dict[str, Any]:
-    """What the engine's optimizer knows of one of its tensors; nothing before its first step."""
+    """Return the state of one tensor of the engine's optimizer; empty before its first step."""
     entries = [entry for entry in engine.optimizer.optimizer.state.values() if entry]
     return {key: value for key, value in entries[0].items() if value is not None} if entries else {}
 
@@ -153,7 +153,7 @@ def _make_states(engine: Any) -> None:
 
 
 def _load_split(module: Module, state: dict[str, Any], strict: bool) -> Any:
-    """As `module.load_state_dict`, with the parameters of each part whole while that is loaded."""
+    """Load a state dict into the module, with the parameters of each part gathered while it is loaded."""
     from deepspeed import zero
 
     held: dict[Any, Any] = {}

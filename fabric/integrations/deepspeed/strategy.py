@@ -185,11 +185,11 @@ class DeepSpeedStrategy(DDPStrategy):
         return self.layout.stage == 3
 
     def bind(self, plan: Plan) -> None:
-        """See the base: the engine has the dtypes, and another plugin what goes in and out."""
+        """Complete the composition with a `DeepSpeedPrecision`: the engine sets the dtypes of parameters."""
         super().bind(replace(plan, precision=DeepSpeedPrecision(plan.precision.precision)))
 
     def setup_environment(self) -> None:
-        """See the base. All ranks must call this.
+        """Set up device and process group, and initialise DeepSpeed. All ranks must call this.
 
         Raises:
             ConfigurationError: DeepSpeed finds no float16 on the devices.
@@ -210,7 +210,7 @@ class DeepSpeedStrategy(DDPStrategy):
         self.layout.config = complete(self.config, self._precision.precision, self._keywords)
 
     def teardown(self) -> None:
-        """See the base."""
+        """Release groups, files and settings, and restore environment variables."""
         super().teardown()
         if self._restore is not None:
             self._restore.__exit__(None, None, None)
@@ -273,7 +273,7 @@ class DeepSpeedStrategy(DDPStrategy):
         self.layout.backward(type(tensor).backward, tensor, *args, **kwargs)
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
-        """What `optimizer.step(closure)` runs."""
+        """Return the function that `optimizer.step(closure)` runs."""
         return self.optimizer_step
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -300,9 +300,10 @@ class DeepSpeedStrategy(DDPStrategy):
         facts: Mapping[str, Any] | None = None,
         allow_pickle: bool = False,
     ) -> PendingSave | None:
-        """As in the base; without `format`, or as "deepspeed", a directory of DeepSpeed's, where `state` has
-        one model with its optimizer, and nothing is filtered or written beside the loop. All ranks must call
-        this.
+        """Save `state`. All ranks must call this.
+
+        Without `format`, or as "deepspeed", it is saved as a directory of DeepSpeed's. For it
+        `state` has one model with its optimizer, and nothing is filtered, or written in the background.
 
         Raises:
             UsageError: A `filter`, or `wait=False`, for a directory of DeepSpeed's.
@@ -328,7 +329,7 @@ class DeepSpeedStrategy(DDPStrategy):
         return None
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """See the base. All ranks must call this."""
+        """Load a state dict; return torch's missing and unexpected keys. All ranks must call this."""
         with self.layout.gathers():  # the base looks at the module's own keys
             return super().load_module_state_dict(module, state_dict, strict)
 
@@ -336,8 +337,9 @@ class DeepSpeedStrategy(DDPStrategy):
     def opened(
         self, path: PathLike, weights_only: bool | None = None, state: Any = None
     ) -> Iterator[dict[str, Any]]:
-        """As in the base, and directories of DeepSpeed's, which it unpickles: load those that you trust. All
-        ranks must call this.
+        """Check and open a checkpoint, or a directory of DeepSpeed's. All ranks must call this.
+
+        DeepSpeed unpickles its directories: load those that you trust.
 
         Raises:
             UsageError: Another number of ranks has written the directory.
@@ -354,7 +356,7 @@ class DeepSpeedStrategy(DDPStrategy):
         yield tree
 
     def restore(self, tree: dict[str, Any], state: Any, strict: bool) -> dict[str, Any]:
-        """As in the base. All ranks must call this."""
+        """Load `tree` into `state`; return what was left over. All ranks must call this."""
         if isinstance(tree, checkpoints.Opened):
             return checkpoints.load(self, tree.directory, state, strict)
         return super().restore(tree, state, strict)

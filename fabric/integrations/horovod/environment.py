@@ -31,7 +31,7 @@ class HorovodEnvironment(ExternalEnvironment):
     marks = ("HOROVOD_RANK",)
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
-        """See the base. All ranks must call this."""
+        """Return the key-value store of the job, hosted by rank zero. All ranks must call this."""
         told = None
         if rank == 0:
             several = (self.num_nodes() or 1) > 1

@@ -20,7 +20,7 @@ _COMPRESSIONS = ("none", "fp16")
 
 
 class HorovodStrategy(DDPStrategy):
-    """As `DDPStrategy`, but gradients travel by Horovod: `horovodrun -np 2 python train.py`, or `mpirun`.
+    """DDP with gradients averaged by Horovod: `horovodrun -np 2 python train.py`, or `mpirun`.
 
     torch's DDP puts gradients in buckets, and Horovod averages these during the backward. Parameters, buffers
     and the states of optimizers are rank zero's at setup. The verbs of data (`all_reduce`, `save`, ...) go
@@ -60,7 +60,7 @@ class HorovodStrategy(DDPStrategy):
         return super()._make_launcher(environment)
 
     def setup_environment(self) -> None:
-        """See the base. All ranks must call this.
+        """Set up device and process group, and check Horovod's ranks. All ranks must call this.
 
         Raises:
             LaunchError: Horovod counts other ranks than there are.

@@ -151,7 +151,7 @@ def _atomic_save(checkpoint: dict[str, Any], filepath: PathLike) -> None:
 
 
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """What was saved in a file, at a URL or in an open file; arguments as in `torch.load`."""
+    """Load what was saved in a file, at a URL or in an open file; arguments as in `torch.load`."""
     if hasattr(path_or_url, "read"):
         return torch.load(path_or_url, map_location, weights_only=weights_only is not False)
     return TorchCheckpointIO().load_checkpoint(path_or_url, map_location, weights_only)
@@ -162,7 +162,7 @@ class _NotYetLoadedTensor:
 
 
 def _lazy_load(filename: PathLike) -> Any:
-    """What was saved in a file, whose tensors are read when used. Objects that run code are refused."""
+    """Load a file whose tensors are read when used. Objects that run code are refused."""
     return TorchCheckpointIO(verify=False).load_checkpoint(filename)
 
 

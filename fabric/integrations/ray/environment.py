@@ -61,7 +61,7 @@ class RayEnvironment(ClusterEnvironment):
         self._seat = Seat(0, 1, 0, 1, 0, 1, "", 0)
 
     def make_launcher(self, strategy: Any) -> Launcher | None:
-        """What starts the actors."""
+        """Return the launcher of the actors."""
         from fabric.integrations.ray.launcher import RayLauncher
 
         return RayLauncher(self, strategy)
@@ -77,7 +77,7 @@ class RayEnvironment(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        """Of rank zero's node."""
+        """The address of rank zero's node."""
         return self._seat.address
 
     @property

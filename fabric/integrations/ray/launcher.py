@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class RankActor:
-    """What runs in an actor."""
+    """Actor in which one rank runs."""
 
     def where(self) -> tuple[str, str]:
         """The node, and its address."""

@@ -28,7 +28,7 @@ class TPUAccelerator(TorchAccelerator):
 
     @classmethod
     def explain_unavailable(cls) -> tuple[str, str]:
-        """See `Accelerator.explain_unavailable`."""
+        """Return two clauses for an error: why no TPU is available, and what helps."""
         if find_spec("torch_tpu") is None:
             return "the package torch_tpu is not installed", _INSTALL
         if find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:

@@ -17,7 +17,7 @@ from fabric.strategies.single_device import SingleDeviceStrategy
 
 
 def refuse(asked: str, instead: str, **_: Any) -> NoReturn:
-    """What `strategy="xla"` and its like are registered as.
+    """Refuse `strategy="xla"` and similar names, which are registered with this function.
 
     Raises:
         ConfigurationError: Always: it says what to write.

@@ -1,4 +1,4 @@
-"""Who am I and where is rank zero: one class per way in which processes come to be. Lazy: loads no torch."""
+"""Rank and rendezvous of this process: one class per way to start processes. Lazy: loads no torch."""
 
 from typing import TYPE_CHECKING
 

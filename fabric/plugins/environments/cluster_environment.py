@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ClusterEnvironment(ABC):
-    """Where this process stands in the job, and where rank zero listens."""
+    """Ranks of this process in the job, and the address of rank zero."""
 
     elsewhere = False
     """Whether ranks run where this process does not: what devices there are is not looked up here."""

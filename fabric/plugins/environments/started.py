@@ -1,4 +1,4 @@
-"""What all environments share whose ranks exist before the script: they are told their place by variables.
+"""Base of environments whose ranks exist before the script: environment variables give their ranks.
 
 Base of all but the local one. Sets no variable and talks to nobody before the store.
 """
@@ -153,7 +153,7 @@ class ExternalEnvironment(ClusterEnvironment):
         return ", ".join(told) or f"{self.world_size()} ranks"
 
     def _remedy(self, num_devices: int, num_nodes: int) -> str:
-        """How to start what was asked for."""
+        """Return the command or setting that starts the number of ranks asked for."""
         raise NotImplementedError
 
 

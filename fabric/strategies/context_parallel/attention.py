@@ -62,7 +62,7 @@ class _Attention(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What stands in for `func`, or itself."""
+        """Call the replacement of `func`, or `func` itself where it has none."""
         own = self._own.get(func)
         if own is None:
             return func(*args, **(kwargs or {}))
@@ -169,7 +169,7 @@ def _check_lengths(
 
 
 def _in_autocast(tensor: Tensor) -> Tensor:
-    """As autocast casts what attention is called with; here before it is sent, and kept as it was cast."""
+    """Return `tensor` in the dtype of autocast, which attention would use: cast once, before it is sent."""
     kind = tensor.device.type
     if tensor.dtype is torch.float32 and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))

@@ -1,8 +1,8 @@
 """Tensors of which each rank has a part along the sequence: made whole, and divided, with gradients.
 
-All ranks of a row compute one loss. Inside of what is divided each knows the gradient from its own part only;
-it is kept there as `count` times that, so that a mean over ranks, which is what DDP and FSDP2 make of
-gradients, is the sum over parts, and leaves what is alike on all ranks as it is.
+All ranks of a row compute one loss. Inside the divided region a rank has the gradient of its own part only.
+It is multiplied by `count` there: DDP and FSDP2 average gradients over ranks, and the mean is then the sum
+over parts. Gradients that are equal on all ranks are unchanged by the mean.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SequenceExchange:
         return [self._gathered(tensor.detach().movedim(dim, 0), dim) for tensor in own]
 
     def sum_parts(self, whole: list[Tensor], dim: int) -> list[Tensor]:
-        """Of tensors that each rank has whole, this rank's part of the sum over ranks."""
+        """Return this rank's parts of the sums over ranks, of tensors that each rank has whole."""
         return [self._summed(tensor.movedim(dim, 0)).movedim(0, dim) for tensor in whole]
 
     def _gathered(self, own: Tensor, dim: int) -> Tensor:

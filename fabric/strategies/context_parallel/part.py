@@ -101,7 +101,7 @@ class ContextParallel(DataParallelMesh):
         return made, (self.size,)
 
     def size_of(self, world_size: int) -> int:
-        """How many of `world_size` ranks share a sequence.
+        """Return the number of ranks, of `world_size`, that share a sequence.
 
         Raises:
             ConfigurationError: The ranks cannot be divided into rows of so many.
@@ -120,7 +120,7 @@ class ContextParallel(DataParallelMesh):
             self.row.channel = Channel(TorchCollective(group=self.mesh.get_group(1)), wire)
 
     def regions(self, module: Module) -> dict[Module, str]:
-        """What is divided in a model, with its name for messages; to be asked before a layout wraps it.
+        """Return the modules whose inputs are divided, with their names in errors. Call before wrapping.
 
         Raises:
             ConfigurationError: `blocks` names nothing there.

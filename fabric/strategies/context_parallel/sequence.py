@@ -35,7 +35,7 @@ class SequencePart:
 
     @cached_property
     def spans(self) -> list[list[tuple[int, int]]]:
-        """Of each rank: where its two pieces start and end in the whole."""
+        """Start and end of the two pieces of each rank in the whole sequence, in rank order."""
         pieces = 2 * self.count
         ends = [self.length * piece // pieces for piece in range(pieces + 1)]
         both = [(rank, pieces - 1 - rank) for rank in range(self.count)]
@@ -43,7 +43,7 @@ class SequencePart:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """How many positions each rank has."""
+        """The number of positions of each rank."""
         return [sum([end - start for start, end in pair]) for pair in self.spans]
 
     @property
@@ -53,7 +53,7 @@ class SequencePart:
 
     @property
     def size(self) -> int:
-        """How many positions this rank has."""
+        """The number of positions of this rank."""
         return self.sizes[self.place]
 
     def positions(self, device: torch.device | None = None) -> Tensor:

@@ -170,7 +170,7 @@ def _run(
 
 
 def _first_difference(whole: dict[str, Any], parts: dict[str, Any]) -> str:
-    """How parts differ from the whole; "" where they do not."""
+    """Describe the first difference of the parts from the whole; "" if there is none."""
     for name in sorted(whole.keys() | parts.keys()):
         expected, found = [flatten(values.get(name))[0] for values in (whole, parts)]
         wrong = difference(expected, found, numbers=not name)

@@ -1,8 +1,8 @@
 """`Replicate`: every rank holds all parameters; gradients are averaged (torch's DistributedDataParallel).
 
 Invariant: the reducer is armed at the start of every backward pass, and checked at its end. torch arms it in
-`DDP.forward` only, so that two forwards with two backwards, a backward outside `no_sync` of a forward inside
-it, and any method other than forward silently leave gradients unsynchronised (measured:
+`DDP.forward` only. Two forwards with two backwards silently leave gradients unsynchronised. So do
+a backward outside `no_sync` of a forward inside it, and any method other than forward (measured:
 tests/equivalence/test_gradient_sync.py). Reentrant checkpoints run passes inside of the pass; the reducer
 takes the first that is complete for the whole, and what comes after it is averaged here, at the end.
 """
@@ -139,7 +139,7 @@ class Replicate(Layout):
         self._replica_of(wrapped)
 
     def reduced(self) -> set[int]:
-        """See the base: those of models as they were at setup, and free ones."""
+        """Ids of the parameters of models as they were at setup, and of free parameters."""
         free = self.free.held() if self.free else ()
         return {*free}.union(*[known.at_setup for known in self._replicas.values()])
 
@@ -387,7 +387,7 @@ class Replicate(Layout):
 
 
 class _Known:
-    """What a layout knows of a replica since its reducer was made."""
+    """Parameters, buffers and hooks of a replica, as they were when its reducer was made."""
 
     def __init__(self, replica: DistributedDataParallel, syncs_buffers: bool) -> None:
         named = [(name, p) for name, p in replica.module.named_parameters() if p.requires_grad]
@@ -434,7 +434,7 @@ class _Known:
         return [*zip(self.names, self.trained, strict=True)]
 
     def stamps(self) -> list[Any]:
-        """Of the gradients."""
+        """Return the version of each gradient."""
         return [grad_version(p) for p in self.trained]
 
 

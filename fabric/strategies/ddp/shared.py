@@ -1,4 +1,4 @@
-"""What two models have in common, such as an encoder of actor and critic. `Replicate` reduces it by itself.
+"""Parameters that two models share, such as an encoder of actor and critic: `Replicate` reduces them itself.
 
 A DDP reducer waits for all of its parameters, and a backward may go through one of the models alone.
 """

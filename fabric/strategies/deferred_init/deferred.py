@@ -1,8 +1,8 @@
 """`DeferredInit`: modules are built without memory for their weights, whose values are made later.
 
-Used by layouts that shard. `torch.empty` gives tensors on the meta device (`DeferredTensor`); what is done
-with them, by constructors and by whoever initialises the model again before it is set up, is recorded, with
-the state of the random generator, and replayed by `make`. Everything else is made as always.
+Used by layouts that shard. `torch.empty` gives tensors on the meta device (`DeferredTensor`). Operations on
+them are recorded with the state of the random generator, and replayed by `make`: those of constructors, and
+of any initialisation before the model is set up. Everything else is made as always.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class _View:
-    """How to see a tensor in other memory than its own. No dataclass, so that it is a leaf of trees."""
+    """Size, stride, offset and dtype of a tensor, to view it in other memory.
+
+    No dataclass, so that it is a leaf of trees.
+    """
 
     __slots__ = ("dtype", "memory", "offset", "size", "stride")
 
@@ -88,7 +91,7 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As of any tensor. Set to values, it gets a copy of them."""
+        """The `data` of the tensor; setting it copies the values."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
@@ -109,7 +112,7 @@ class DeferredTensor(torch.Tensor):
         return _View(self).of(self.untyped_storage())
 
     def users_attributes(self) -> dict[str, Any]:
-        """What has been set on the tensor, as on any other."""
+        """Return the attributes that users have set on the tensor."""
         return {key: value for key, value in vars(self).items() if key not in ("recorder", PARAMETER_MARK)}
 
 
@@ -210,7 +213,7 @@ class DeferredInit(TorchFunctionMode):
             self._note(function, (given.pop("tensor"),), given, [], [tensor], random=True)
 
     def _marked(self, out: Any) -> Any:
-        """What an operation gave; if it is recorded, then as a tensor that says so."""
+        """Return the result of an operation; as a `DeferredTensor` if its memory is recorded."""
         if not isinstance(out, torch.Tensor) or memory_of(out) not in self._writers:
             return out
         marked: Any = out if isinstance(out, DeferredTensor) else out.as_subclass(DeferredTensor)

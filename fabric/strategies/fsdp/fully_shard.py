@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ShardSettings:
-    """What `fully_shard` is told. See `FSDPStrategy` for what users write."""
+    """Arguments of `fully_shard`; the arguments of users are those of `FSDPStrategy`."""
 
     blocks: Any = None
     """Which modules form groups: see `choose_blocks`."""
@@ -94,7 +94,7 @@ class FullyShard(FSDP2Runtime):
         return type(self), (self.settings,)
 
     def bind(self, devices: list[torch.device], num_nodes: int) -> None:
-        """See the base."""
+        """Check that the mesh sizes fit the devices."""
         self.sizes(len(devices), num_nodes)
 
     def join(self, topology: Topology, policy: DtypePolicy) -> None:

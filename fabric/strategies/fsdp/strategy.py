@@ -236,7 +236,7 @@ def _translate(signature: dict[str, Any], further: dict[str, Any]) -> dict[str, 
 
 
 def _checkpointed(given: dict[str, Any]) -> Any:
-    """What is computed again in backward: modules and policy are two words for it."""
+    """Return the modules or the policy for activation checkpointing, of which at most one may be given."""
     modules, policy = given["activation_checkpointing"], given["activation_checkpointing_policy"]
     if modules is not None and policy is not None:
         raise ConfigurationError(

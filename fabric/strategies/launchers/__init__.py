@@ -1,1 +1,1 @@
-"""How processes come to be: re-executed script, spawn/fork/forkserver; and the supervisor that ends them."""
+"""Launchers of the ranks: re-executed script, spawn/fork/forkserver; and the supervisor that ends them."""

@@ -95,7 +95,7 @@ class Round:
 
 
 def _entries(optimizer: Any) -> list[dict[str, Any]]:
-    """Of each parameter: what the optimizer knows of it, a `_Mean` for what is averaged."""
+    """Return the optimizer state of each parameter, with a `_Mean` in place of averaged tensors."""
     known = [(p, optimizer.state.get(p, {})) for p in parameters_of(optimizer)]
     return [{key: _told(key, value, p) for key, value in entry.items()} for p, entry in known]
 
@@ -148,7 +148,7 @@ class LocalSteps(Layout):
         return module
 
     def adopt(self, wrapped: Module) -> None:
-        """See the base: its buffers are averaged, and its optimizers watched."""
+        """Register a copied or unpickled module: its buffers are averaged, and its optimizers watched."""
         self._modules[wrapped] = SyncedBuffers(wrapped)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -219,7 +219,7 @@ class LocalSteps(Layout):
                 tensor /= part
 
     def plain_module(self, module: Module, keep: bool, device: torch.device) -> Module | None:
-        """See the base; the round ends. All ranks must call this."""
+        """End the round, and return the user's module as on one rank. All ranks must call this."""
         self.end_rounds()
         return super().plain_module(module, keep, device)
 
@@ -250,7 +250,7 @@ class LocalSteps(Layout):
             held.outer.load_state_dict(map_tree(read_stored, known))
 
     def teardown(self) -> None:
-        """See the base."""
+        """Remove the hooks of the layout."""
         self._unwatch()
 
     def _round_of(self, optimizer: Optimizer) -> Round:

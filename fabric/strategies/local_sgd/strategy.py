@@ -29,8 +29,8 @@ class LocalSGDStrategy(ParallelStrategy):
 
     Each rank steps by its own gradients (clipping is of these, too); at the end of a round all go on from the
     mean of their parameters and floating buffers (local SGD). With an outer optimizer they go on from where
-    it steps, from the values that they had at the end of the round before, by the difference of these and
-    that mean, as a gradient (DiLoCo). Steps count by optimizer. The states of the optimizers stay each
+    it steps (DiLoCo). It steps from the values at the end of the previous round; its gradient is the
+    difference of these and that mean. Steps count by optimizer. The states of the optimizers stay each
     rank's own.
 
     Other numbers than those of `DDPStrategy`, unless `sync_every=1`, the step is linear in the gradients
@@ -78,7 +78,7 @@ class LocalSGDStrategy(ParallelStrategy):
         self.layout = LocalSteps(sync_every, outer_optimizer)
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
-        """What `optimizer.step(closure)` runs. LBFGS goes by the losses of its own rank."""
+        """Return the function that `optimizer.step(closure)` runs. LBFGS uses the losses of its own rank."""
         return Strategy.step_plan(self, optimizer)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -94,9 +94,7 @@ class LocalSGDStrategy(ParallelStrategy):
     def save_checkpoint(
         self, path: PathLike, state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> PendingSave | None:
-        """See the base; the round ends, and the scale of gradients becomes rank zero's. All ranks must call
-        this.
-        """
+        """End the round, and save with the gradient scale of rank zero. All ranks must call this."""
         self.layout.end_rounds()
         if isinstance(self.precision, MixedPrecision) and self.precision.scaler is not None:
             self.precision.load_state_dict(self.broadcast(self.precision.state_dict()))

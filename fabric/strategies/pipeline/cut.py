@@ -1,6 +1,6 @@
-"""Where a model can be cut: its blocks in the order of its forward, what they share, and whose they are.
+"""Points at which a model can be cut: blocks in forward order, the tensors they share, and their stages.
 
-Changes nothing. All ranks come to the same by themselves.
+Changes nothing. All ranks compute the same without communication.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def check_fits(balance: list[int] | None, stages: int, blocks: Blocks, kind: str
 
 
 def even_balance(blocks: Blocks, stages: int, tell: bool) -> list[int]:
-    """How many blocks each stage has, so that the parameters are spread evenly.
+    """Return the number of blocks of each stage, so that the parameters are spread evenly.
 
     Args:
         blocks: All blocks, as many as stages or more.

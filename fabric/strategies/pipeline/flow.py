@@ -1,4 +1,4 @@
-"""What `model(x)` and `model.pipeline_step(...)` run under a pipeline: micro-batches in, one output out."""
+"""Forward and `pipeline_step` of a model under a pipeline: micro-batches in, one output out."""
 
 from __future__ import annotations
 
@@ -243,8 +243,10 @@ class Flow:
 
 
 class _Boundary(torch.autograd.Function):
-    """Where autograd of the user's loop ends and the pipeline begins: between the parts of what the model was
-    called with, and the parts of its output (on ranks that did not compute it, the output).
+    """Boundary between autograd of the user's loop and the pipeline.
+
+    It lies between the parts of the model's inputs and the parts of its output. On ranks that did not
+    compute the output, the output itself takes the place of its parts.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """`Pipeline`: consecutive blocks of the model on each rank of a pipeline, in rows that see different data.
 
-The mesh has the dimensions "data_parallel" and "pipeline". Each rank keeps the whole tree of modules; tensors
-of other stages are emptied in place, so that names and the numbers of an optimizer's parameters are the same
-on all ranks, and nobody can come by values that are not trained here.
+The mesh has the dimensions "data_parallel" and "pipeline". Each rank keeps the whole tree of modules.
+Tensors of other stages are emptied in place: names and the numbers of an optimizer's parameters are the same
+on all ranks, and values that are not trained on this rank cannot be read.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Pipeline(DataParallelMesh, PipelineStates):
         return self._place, len(self._ranks)
 
     def stages_of(self, world_size: int) -> int:
-        """How many stages so many ranks make.
+        """Return the number of stages for `world_size` ranks.
 
         Raises:
             ConfigurationError: The ranks cannot be divided into rows of this many stages.
@@ -108,7 +108,7 @@ class Pipeline(DataParallelMesh, PipelineStates):
         )
 
     def bind(self, devices: list[torch.device], num_nodes: int) -> None:
-        """See the base."""
+        """Check that the ranks can be divided into pipelines."""
         self.stages_of(len(devices) * num_nodes)
 
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
@@ -195,7 +195,7 @@ class Pipeline(DataParallelMesh, PipelineStates):
         return optimizer
 
     def reduced(self) -> set[int]:
-        """See the base: those of models as setup left them, and free ones."""
+        """Ids of the parameters of models as setup left them, and of free parameters."""
         own = [id(p) for model in self.models() for p in model.parameters()]
         return {*own, *(self.free.held() if self.free else ())}
 
@@ -215,7 +215,7 @@ class Pipeline(DataParallelMesh, PipelineStates):
             call_after_backward(partial(self._synchronise, flow))
 
     def _synchronise(self, flow: Flow) -> None:
-        """What several ranks hold of a model agrees again."""
+        """Sum gradients of tied parameters; over rows average gradients and broadcast buffers."""
         for tied in flow.tied:
             tied.add_up()
         module = flow.module()
@@ -261,7 +261,7 @@ class Pipeline(DataParallelMesh, PipelineStates):
         self.note_absent(module, absent)
 
     def _tie(self, module: Module, shared: list[Shared], runner: Runner) -> list[Tied]:
-        """What this stage shares with others. All ranks must call this."""
+        """Return the parameters that this stage shares with others. All ranks must call this."""
         made = []
         for one in shared:
             group = self._group_of(one)

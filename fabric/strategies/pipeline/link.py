@@ -1,8 +1,9 @@
 """`Link`: trees of tensors from one rank of a pipeline to another, of any shapes, and word of a failure.
 
 A message is one piece: a head of fixed size, and the tensors of the form that both ends know, so that the
-receiver has asked for it before. (Two pieces, where tensors of a device travel by themselves.) When the form
-changes, a head says so, with room for tensors of the old one that nobody reads, and the new form follows.
+receiver has asked for it before. (Two pieces, where tensors of a device are sent separately.) When the form
+changes, a head announces it, and the new form follows. That head still has room for tensors of the old form,
+which nobody reads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Failed(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """What a tensor looks like. One of the host stays one: it travels as such, where the group can do it."""
+    """Shape, dtype and place of a tensor. A host tensor is sent as one, if the group supports that."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -46,7 +47,7 @@ class Leaf(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a tree looks like: enough to make room for it."""
+    """Structure and leaves of a tree: enough to allocate memory for it."""
 
     spec: Any
     leaves: tuple[Leaf | None, ...]
@@ -123,7 +124,7 @@ class Link:
         """A bit that rides along; of the last message that was taken."""
 
     def message(self, tree: Any) -> Message:
-        """What `send` takes for a tree of tensors (and Nones), if that is the next one.
+        """Return the argument of `send` for a tree of tensors (and Nones), if that tree is the next one.
 
         Raises:
             ArgumentTypeError: Its containers cannot be pickled.

@@ -57,7 +57,7 @@ def alternating(stage: int, stages: int, count: int) -> Order:
 
 
 class Kept(NamedTuple):
-    """Of one forward of one micro-batch, until its backward."""
+    """Tensors of one forward of one micro-batch, kept until its backward."""
 
     inputs: list[Any]
     """Leaves that were received (or are the user's), in order."""
@@ -202,7 +202,7 @@ class Runner:
 
 
 class Pass:
-    """What one pass begins with, and comes to.
+    """Inputs and results of one pass.
 
     Args:
         calls: The arguments of each micro-batch. Only the first stage looks at them.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class PipelineStates(DTensorLayout):
-    """What the ranks of one pipeline put together."""
+    """State dicts, checkpoints and norms of a model over the ranks of one pipeline."""
 
     pipeline: Channel
     """The ranks of this rank's pipeline, by stage."""
@@ -53,7 +53,7 @@ class PipelineStates(DTensorLayout):
         self._attended: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
-        """As `Layout`; of tied parameters the first stage's count."""
+        """Return the gradients and their norm in the whole model; tied ones count on the first stage only."""
         held: list[Any] = [p for p in parameters if p.grad is not None]
         counted = [p.grad for p in held if getattr(p, "_fabric_answers", True)]
         pipeline = self.pipeline
@@ -109,7 +109,7 @@ class PipelineStates(DTensorLayout):
             return module.load_state_dict(same_dict_type(state, parts), strict=strict)
 
     def check_saved(self, state: dict[str, Any]) -> None:
-        """As `Layout`: refuse tensors that lack what only later stages have.
+        """Raise if the state has tensors that only later stages have.
 
         Raises:
             UsageError: There are some; on all ranks.
@@ -134,7 +134,7 @@ class PipelineStates(DTensorLayout):
             RejectPartialStateDict(optimizer, "this stage's part")
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """As `DTensorLayout`; one that nobody has set up may hold what is on other stages now."""
+        """Check a step; an optimizer that was not set up may hold emptied parameters of other stages."""
         if optimizer in self._attended:
             return
         super().before_step(optimizer, args, kwargs)
@@ -160,7 +160,7 @@ class PipelineStates(DTensorLayout):
         optimizer.load_state_dict({**state, "state": map_tree(read_stored, part)})
 
     def _parts(self, own: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
-        """What each stage has, the first one last."""
+        """Yield the state of each stage, that of the first stage last."""
         for rank in reversed(self._ranks):
             here = rank == self._ranks[self._place]
             sent = map_tree(elsewhere, own) if self.keeps_parts else own

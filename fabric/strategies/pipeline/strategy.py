@@ -76,7 +76,7 @@ class PipelineStrategy(ParallelStrategy):
 
     @property
     def balance(self) -> list[int] | None:
-        """How many blocks each stage of the last model has that was set up; None: none yet."""
+        """The number of blocks of each stage, of the model that was set up last; None before any."""
         return self.layout.balance
 
     @property

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def warn_of_modules(module: Module) -> None:
-    """Of what is computed from a whole batch, or once for each, in training."""
+    """Warn of modules that in training compute from a whole batch, or once for each batch."""
     found = [f"{name} ({type(m).__name__})" for name, m in module.named_modules() if _looks_at_batches(m)]
     if found:
         rank_zero_warn(

@@ -1,1 +1,1 @@
-"""What layouts share whose parameters are parts of tensors (DTensor)."""
+"""Code shared by the layouts whose parameters are parts of tensors (DTensor)."""

@@ -135,7 +135,7 @@ def _asks_twice(policy: Any) -> bool:
 
 
 def _run(model: Module, policy: Any, name: str) -> set[Module]:
-    """What a policy of torch.distributed.fsdp.wrap chooses."""
+    """Return the modules that a policy of torch.distributed.fsdp.wrap chooses."""
     chosen: dict[Module, dict[str, Any]] = getattr(policy, POLICY_METHOD)(model, set(), {})
     settings = next((own for own in chosen.values() if own), None)
     if settings:  # CustomPolicy may give keywords of FSDP1 for a module
@@ -147,13 +147,16 @@ def _run(model: Module, policy: Any, name: str) -> set[Module]:
 
 
 def _accepted(model: Module, policy: Callable[..., Any]) -> set[Module]:
-    """What a function chooses: of one argument, asked for each module; of torch's three, asked top down."""
+    """Return the modules that a function chooses.
+
+    A function of one argument is called for each module; one of torch's three arguments is called top down.
+    """
     if not _asks_twice(policy):
         return {module for module in model.modules() if module is not model and policy(module)}
     chosen: set[Module] = set()
 
     def visit(module: Module) -> int:
-        """How many elements under `module` are in groups."""
+        """Return the number of elements under `module` that are in groups."""
         size = sum([p.numel() for p in module.parameters()])
         if not policy(module=module, recurse=True, nonwrapped_numel=size):
             return 0

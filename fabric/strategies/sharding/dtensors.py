@@ -71,7 +71,7 @@ def own_part(full: Tensor, like: DTensor, name: str) -> DTensor:
 
 
 def own_parts(state: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
-    """What `load_state_dict` takes in the place of a full state: this rank's parts, for these targets.
+    """Return this rank's parts of a full state, for these targets, as `load_state_dict` takes them.
 
     A part of a `LazyTensor` tensor is read into its target: there may be no memory for two copies of all.
 

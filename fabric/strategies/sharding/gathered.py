@@ -124,7 +124,7 @@ class ForwardCheck:
 
 
 class FSDPCallGuard:
-    """What holds at the start and at the end of each call of one model.
+    """Invariants at the start and at the end of each call of one model.
 
     Invariant: outside of its calls and backwards a model's parameters are the parts, which its optimizer has,
     even where torch keeps a group gathered from a forward to its backward. So whatever a user does to them in
@@ -237,7 +237,7 @@ class FSDPCallGuard:
         return reached
 
     def give_back(self) -> None:
-        """What is still gathered serves layers that are computed again."""
+        """Use the groups that are still gathered for layers that are recomputed in backward."""
         if self._lent:
             self._lent = False
             for group in self._groups():
@@ -289,7 +289,10 @@ class FSDPCallGuard:
         return fsdp_groups(fsdp_states(self.root))
 
     def make_room(self) -> None:
-        """What torch allots at the first gathering; made under inference_mode it would serve only there."""
+        """Allocate the memory of the first all-gather outside inference_mode.
+
+        Memory that torch allocates under inference_mode could be used only there.
+        """
         if not torch.is_inference_mode_enabled():
             return
         with torch.inference_mode(False), torch.no_grad():

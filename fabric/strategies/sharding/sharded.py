@@ -75,7 +75,7 @@ class FSDP2Runtime(DTensorLayout):
         return optimizer
 
     def reduced(self) -> set[int]:
-        """See the base: those of models as setup left them, and free ones."""
+        """Ids of the parameters of models as setup left them, and of free parameters."""
         return {*self._own(), *(self.free.held() if self.free else ())}
 
     def around_pass(self, run: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:

@@ -133,7 +133,10 @@ class DTensorLayout(Layout):
     def clip_norm(
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor:
-        """As `Layout`; the norm is that of the whole model, the same on all ranks, which all call this."""
+        """Scale the gradients to a total norm of at most `max_norm`; return the norm before.
+
+        The norm is that of the whole model, the same on all ranks. All ranks must call this.
+        """
         if self.channel is not None:
             owners = names_of_owners(parameters, self.models())
             what = f"of {owners}, max_norm={max_norm}, norm_type={norm_type}"
@@ -141,7 +144,7 @@ class DTensorLayout(Layout):
         return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
-        """As `Layout`; this rank's parts of the gradients."""
+        """Return this rank's parts of the gradients, and the norm of the whole model's."""
         from fabric.strategies.norms import norm_over_ranks
         from fabric.strategies.sharding.dtensors import spread_gradients
 
@@ -158,7 +161,7 @@ class DTensorLayout(Layout):
             grad.clamp_(-clip_value, clip_value)
 
     def own_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """See the base."""
+        """Return this rank's parts of the gradients, each once."""
         from fabric.strategies.sharding.dtensors import spread_gradients
 
         return [grad for part, _ in spread_gradients(parameters) for grad in part]
@@ -213,7 +216,7 @@ class DTensorLayout(Layout):
         return [model for ref in self._models if (model := ref()) is not None]
 
     def _part(self, value: Any, new: Tensor) -> Any:
-        """Of an optimizer's state of a whole parameter, what belongs to its part."""
+        """Return the part of an optimizer's state for the part of a whole parameter."""
         from fabric.strategies.sharding.dtensors import part_like
 
         return part_like(value, new)

@@ -96,7 +96,7 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
         return data, tensor
 
     def bind(self, devices: list[torch.device], num_nodes: int) -> None:
-        """See the base."""
+        """Check that the mesh sizes fit the devices."""
         self.sizes(len(devices), num_nodes)
 
     def join(self, topology: Topology, policy: DtypePolicy) -> None:
@@ -257,7 +257,7 @@ def _holds_parts(module: Module) -> bool:
 
 
 def _target_of(name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What the function of this name changes the values of: a tensor, or a list of them; None: nothing."""
+    """Return the tensor or list of tensors that the function of this name writes into; None if none."""
     inplace = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     assigning = name == "__setitem__" or (name.startswith("__i") and f"__{name[3:]}" in dir(int))
     if inplace or assigning:

@@ -42,7 +42,7 @@ def joins_parameters(optimizer: Optimizer) -> bool:
 
 
 def _stepped(optimizer: Optimizer, parts: list[int]) -> Tensor:
-    """What steps with the parameters of some parts change in all of them: zeros for the others'."""
+    """Return the change of all parameters by steps with those of some parts: zeros for the other parts."""
     params = [*dict.fromkeys(parameters_of(optimizer))]
     small = {id(p): _small(p) for p in params}
     own = optimizer.__dict__

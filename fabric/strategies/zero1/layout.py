@@ -198,12 +198,12 @@ class ShardedStates(Replicate):
             raise RankError("; ".join(failed))
 
     def writes(self, optimizer: Optimizer, settle: bool = False) -> int:
-        """See the base: values of owners replace those that another rank has written."""
+        """Count the in-place changes since the last step; values of owners replace those of other ranks."""
         share = self._shares.get(optimizer)
         return share.writes if share is not None and share is self._stepping else 0
 
     def owned_before_step(self, optimizer: Optimizer) -> list[list[Tensor]]:
-        """See the base."""
+        """Return by rank the parameters that it owns, as they were before the step in progress."""
         share = self._shares.get(optimizer)
         if share is None or share is not self._stepping or self.channel is None:
             return []

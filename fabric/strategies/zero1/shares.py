@@ -1,5 +1,6 @@
-"""Who owns which parameter of an optimizer, the stand-in that steps one rank's share, and sending what it
-stepped. What `ShardedStates` is made of.
+"""Owners of an optimizer's parameters, the stand-in that steps one rank's shard, and sending the results.
+
+`ShardedStates` is made of these.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class OptimizerShard:
         """Own parameters as they were before a step, if they were changed outside of steps."""
 
     def count(self) -> int:
-        """How often parameters were changed in place."""
+        """Return the number of in-place changes of the parameters."""
         return sum([p._version for p in self.params])
 
     def count_writes(self) -> None:
@@ -59,11 +60,11 @@ class OptimizerShard:
         return [(i, p) for i, p in enumerate(self.params) if self.owners[p] == self.rank]
 
     def load(self) -> int:
-        """How many elements this rank steps."""
+        """Return the number of elements that this rank steps."""
         return sum([p.numel() for _, p in self.own() if p.requires_grad])
 
     def versions(self) -> list[int]:
-        """How often each own parameter was changed in place."""
+        """Return the number of in-place changes of each own parameter."""
         return [p._version for _, p in self.own()]
 
     def drop_foreign(self, optimizer: Optimizer) -> None:
@@ -91,7 +92,7 @@ class ShardStep:
         self.with_gradient = [p.grad is not None for p in share.params]
 
     def give_back(self, optimizer: Optimizer) -> None:
-        """What the step has set, in groups and as attributes, belongs to the user's optimizer."""
+        """Copy the groups and attributes that the step has set to the user's optimizer."""
         for group, own in zip(optimizer.param_groups, self.groups, strict=False):
             group.update({**own, "params": group["params"]})
         for name, value in self.stand_in.__dict__.items():

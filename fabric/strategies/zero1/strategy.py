@@ -36,5 +36,5 @@ class ZeRO1Strategy(DDPStrategy):
     _layout = ShardedStates
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
-        """What `optimizer.step(closure)` runs: a step that fails on one rank fails on all."""
+        """Return the function that `optimizer.step(closure)` runs; a failure on one rank fails all ranks."""
         return self.layout.joint_step(optimizer, super().step_plan(optimizer))
