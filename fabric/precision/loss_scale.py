@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-_LOOKS = 8
+_CHECKED_BACKWARDS = 8
 """Backwards in which parameters are looked for that nobody has set up; afterwards in 16, 32, 64, ..."""
 
 
@@ -47,8 +47,8 @@ class LossScale:
         """Optimizers that have brought theirs there since the last update; whether they are to step yet."""
         self._begun = self._stepping = False
         self._passes = 0
-        self._strangers: dict[int, ref[Tensor]] = {}
-        """Parameters with gradients of a scaled backward that nobody has set up, by id."""
+        self.never_set_up: dict[int, tuple[ref[Tensor], Any]] = {}
+        """By id, parameters that nobody has set up, and the gradient that the last scaled backward left."""
 
     def __reduce__(self) -> Any:
         return type(self), (self.scaler, self.device)  # a copy follows what is set up with it
@@ -73,10 +73,16 @@ class LossScale:
         self.update()
         self._begun = True
         self._passes += 1
-        if self._passes <= _LOOKS or self._passes.bit_count() == 1:
+        if self._passes <= _CHECKED_BACKWARDS or self._passes.bit_count() == 1:
             known = {id(p) for p in self._parameters()}
-            self._strangers |= {id(leaf): ref(leaf) for leaf in leaves_of([loss]) if id(leaf) not in known}
+            found = [leaf for leaf in leaves_of([loss]) if id(leaf) not in known]
+            self.never_set_up |= {id(leaf): (ref(leaf), None) for leaf in found}
         return self.scaler.scale(loss)
+
+    def after_backward(self) -> None:
+        """Note the scaled gradients of parameters that nobody has set up."""
+        for key, (known, _) in self.never_set_up.items():
+            self.never_set_up[key] = known, _gradient(known())
 
     def unscale(self, optimizer: Optimizer) -> bool:
         """Bring the gradients to their true size, however often called. Gives whether there are any.
@@ -150,8 +156,8 @@ class LossScale:
         if self._stepping or not self._begun or not self.scaler.is_enabled():
             return
         held = {id(p) for p in parameters_of(optimizer) if p.grad is not None} - self._true
-        strange = self._strangers and [p for p in parameters_of(optimizer) if self._is_strange(p)]
-        if held and (strange or any(id(p) in held for p in self._parameters())):
+        forgotten = self.never_set_up and [p for p in parameters_of(optimizer) if self._is_never_set_up(p)]
+        if held and (forgotten or any(id(p) in held for p in self._parameters())):
             raise UsageError(
                 f"{type(optimizer).__name__}.step() is that of an optimizer which was not set up, and under "
                 'precision="16-mixed" gradients are scaled: it would step by a multiple of them. Write '
@@ -159,9 +165,10 @@ class LossScale:
                 "fabric.setup_optimizers(optimizer)."
             )
 
-    def _is_strange(self, parameter: Tensor) -> bool:
-        known = self._strangers.get(id(parameter))
-        return known is not None and known() is parameter and parameter.grad is not None
+    def _is_never_set_up(self, parameter: Tensor) -> bool:
+        known, scaled = self.never_set_up.get(id(parameter), (None, None))
+        is_known = known is not None and known() is parameter
+        return is_known and scaled is not None and _gradient(parameter) == scaled
 
     def update(self) -> None:
         """Update the scale by the steps since the last update."""
@@ -206,3 +213,9 @@ class LossScale:
 
     def _now(self) -> Any:
         return self.scaler.scale(torch.ones((), device=self.device))
+
+
+def _gradient(parameter: Tensor | None) -> tuple[int, int] | None:
+    """Return what changes when a gradient is replaced, cleared or added to; None: there is none."""
+    grad = None if parameter is None else parameter.grad
+    return None if grad is None else (id(grad), grad._version)

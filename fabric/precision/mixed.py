@@ -115,6 +115,8 @@ class MixedPrecision(Precision):
         if self._scale is not None:
             tensor = self._scale.scale(tensor)
         tensor.backward(*args, **kwargs)
+        if self._scale is not None and self._scale.never_set_up:
+            self._scale.after_backward()
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         """Step the optimizer; with a scaler, the step is skipped on all ranks where a gradient is not finite.

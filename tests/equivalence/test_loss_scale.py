@@ -205,6 +205,19 @@ def test_a_model_and_its_optimizer_that_were_forgotten_are_refused(earlier):
         forgotten.step()
 
 
+def test_a_model_of_the_loops_own_steps_by_its_own_gradients():
+    """As a discriminator that is not set up: the generator's scaled backward passes through it."""
+    loop = Loop(Scaled())
+    own = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    for _ in range(2):
+        loop.fabric.backward(own(torch.ones(1, 2)).sum())
+        optimizer.zero_grad()
+        own(torch.ones(1, 2)).sum().backward()
+        assert own.weight.grad.tolist() == [[1.0, 1.0]] * 2
+        optimizer.step()
+
+
 CLIPS = {
     "norm": lambda net: nn.utils.clip_grad_norm_(net.parameters(), 0.1),
     "value": lambda net: nn.utils.clip_grad_value_([*net.parameters()], 0.1),

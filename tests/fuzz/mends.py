@@ -201,7 +201,7 @@ announce.made, Channel.announce = made, announce
     "forgotten optimizers of forgotten models are found": Mend(
         """
 from fabric.precision.loss_scale import LossScale
-LossScale._is_strange = lambda *_: False
+LossScale._is_never_set_up = lambda *_: False
 """,
         ("single-scaled", "ddp-scaled", "context-scaled"),
     ),
