@@ -128,7 +128,7 @@ def test_two_hosts_give_the_numbers_of_one_process(hosts, alone, engine, devices
 def check_reports(jobs: list[Job], call: str) -> None:
     """Rank 0 names who is missing, before the timeout and at it; rank 1 says that it has lost the store."""
     here, there = [re.sub(r"^\[rank\d\]: ", "", job.err, flags=re.MULTILINE) for job in jobs]
-    call = f"(?:replica check after )?{call}"  # steps 1, 2, 4, ... end in a check: the cable may be cut during one
+    call = f"(?:replica check after )?{call}"  # steps 1, 2, 4, ... end in a check: the cable may be cut in it
     assert re.search(rf"^fabric: rank 0 has waited \d+ s in {call}", here, re.M)
     for rank, error in enumerate((here, there)):
         assert re.search(rf"^fabric\.core\.errors\.RankError: {call}.* failed on rank {rank}", error, re.M)
