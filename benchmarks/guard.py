@@ -42,7 +42,7 @@ def main() -> None:
 
 def far() -> dict[str, Any]:
     """What a call costs the first rank of a large world, through which all frames go."""
-    from fabric.collectives.control_connections import ControlConnections, Listener, connect
+    from fabric.guard.control_connections import ControlConnections, Listener, connect
 
     rows = []
     for world in FAR:

@@ -226,8 +226,9 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
                 f"Write clip_val=0.5 to clamp each element, or max_norm=1.0 to scale the total norm."
             )
         plain, stepped = unwrap(module), unwrap(optimizer)
-        if (replicas := self._strategy.replicas) is not None:
-            replicas.clipped(stepped, clip_val=clip_val, max_norm=max_norm, norm_type=norm_type)
+        limits = {"clip_val": clip_val, "max_norm": max_norm, "norm_type": norm_type}
+        for part in self._strategy.joined_parts:
+            part.clipping(stepped, limits)
         if clip_val is not None:
             return self._strategy.clip_gradients_value(plain, stepped, clip_val)  # type: ignore[func-returns-value]
         return self._strategy.clip_gradients_norm(plain, stepped, max_norm, norm_type, error_if_nonfinite)  # type: ignore[arg-type]

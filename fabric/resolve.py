@@ -290,7 +290,7 @@ def choose_precision(value: Any, plugin: Precision | None, strategy: Strategy, d
 
 def _check_precision(precision: Precision, strategy: Strategy) -> None:
     allowed, why = strategy.traits.precisions, strategy.traits.precisions_why
-    if precision.replaces_parameters and strategy.layout.splits:
+    if precision.replaces_parameters and strategy.traits.splits_parameters:
         raise ConfigurationError(
             f"{type(strategy).__name__} splits parameters over ranks, which those that "
             f'{type(precision).__name__} makes cannot be. Write strategy="ddp" or "zero1".'

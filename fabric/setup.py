@@ -147,10 +147,7 @@ class SetupVerbs(RankFacts):
         wrapped, stepped, scheduler = self._wrap(
             module, list(optimizers), scheduler, move_to_device, _reapply_compile
         )
-        if replica_check and (replicas := self._strategy.replicas) is not None:
-            from fabric.strategies.buffers import rank_local_names
-
-            replicas.add(wrapped, stepped, rank_local_names(wrapped.module))
+        self._added(wrapped, stepped, replica_check)
         views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
         self.call("on_after_setup", fabric=self, module=wrapped)
         rest = [] if scheduler is None else [scheduler]
@@ -203,13 +200,10 @@ class SetupVerbs(RankFacts):
         self._require_launch("setup_optimizers()")
         check_optimizers(optimizers, "fabric.setup_optimizers")
         for optimizer in optimizers:
-            self._strategy.layout.follow(optimizer)
+            self._strategy.layout.remap_parameters(optimizer)
             self._strategy.layout.add_free(parameters_of(optimizer))
         stepped = [self._strategy.setup_optimizer(o) for o in optimizers]
-        for optimizer in stepped:
-            self._strategy.precision.follow(optimizer)
-        if replica_check and (replicas := self._strategy.replicas) is not None:
-            replicas.add(None, stepped)
+        self._added(None, stepped, replica_check)
         views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
         return views[0] if len(views) == 1 else tuple(views)
 
@@ -325,7 +319,7 @@ class SetupVerbs(RankFacts):
             ReplicasDivergedError: They differ; on all ranks.
         """
         self._require_launch("check_replicas()")
-        if (check := self._strategy.replicas) is not None:
+        if (check := self._strategy.find_part("replica check")) is not None:
             given = map_tree(unwrap, list(objects)) if objects else None
             check.compare("check_replicas", buffers=None, only=given)
 
@@ -341,16 +335,27 @@ class SetupVerbs(RankFacts):
         here = self._strategy.topology
         return RngState(here.rank, exchange if here.world_size > 1 else None)
 
+    def _added(self, model: _FabricModule | None, optimizers: list[Any], replicated: bool) -> None:
+        names: Collection[str] = ()
+        if model is not None and self._strategy.topology.world_size > 1:
+            from fabric.strategies.buffers import rank_local_names
+
+            names = rank_local_names(model.module)
+        for added in self._strategy.overriding("added"):
+            added(model, optimizers, replicated=replicated, rank_local=names)
+
     def _wrap(
         self, module: Any, optimizers: list[Any], scheduler: Any, move_to_device: bool, reapply_compile: bool
     ) -> tuple[_FabricModule, list[Any], Any]:
         original = unwrap(module)
         for optimizer in optimizers if self._strategy.modules else ():
-            self._strategy.layout.follow(optimizer)  # parameters that a model set up before has, too
+            self._strategy.layout.remap_parameters(
+                optimizer
+            )  # parameters that a model set up before has, too
         if optimizers:
             check_owned(tuple(optimizers), [original, *self._strategy.modules], "fabric.setup")
         empty = has_meta_parameters(original)
-        if empty and self._strategy.layout.fills:
+        if empty and self._strategy.traits.fills_meta:
             move_to_device = False  # where the values are made
         if move_to_device and empty:
             raise UsageError(
@@ -383,7 +388,6 @@ class SetupVerbs(RankFacts):
         if is_compiled(module) and reapply_compile:
             joined = recompile(joined, like=module)
         self._strategy.modules[inner] = None
-        precision.follow(inner)
         kind = _FabricContainer if hasattr(type(inner), "__getitem__") else _FabricModule
         return kind(joined, self._strategy, inner), optimizers, scheduler
 
@@ -420,5 +424,5 @@ class SetupVerbs(RankFacts):
             source=source,
             together=together,
             peers=peers,
-            replicas=self._strategy.replicas if shard else None,
+            parts=self._strategy.joined_parts if shard else (),
         )

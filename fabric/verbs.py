@@ -300,7 +300,7 @@ class CollectiveVerbs(RankFacts):
             CollectiveMismatch: Ranks hold different metrics, or states of different shapes; on all ranks.
             UsageError: A metric is synchronised already, or a MetricCollection guessed wrong compute groups.
         """
-        return use_slice("metrics").compute_metrics(metrics, *self._strategy.parts())
+        return use_slice("metrics").compute_metrics(metrics, *self._strategy.data_parallel_layout())
 
     def log(
         self,
@@ -353,7 +353,7 @@ class CollectiveVerbs(RankFacts):
             from fabric.collectives.scalars import reduce_scalars
 
             plain = {name: value for name, value in metrics.items() if name not in computed}
-            metrics = {**metrics, **reduce_scalars(plain, reduce_fx, *self._strategy.parts())}
+            metrics = {**metrics, **reduce_scalars(plain, reduce_fx, *self._strategy.data_parallel_layout())}
         if computed:
             metrics = {**metrics, **self.compute_metrics(dict(sorted(computed.items())))}
         from fabric.utilities.apply_func import convert_tensors_to_scalars

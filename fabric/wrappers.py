@@ -40,7 +40,8 @@ def _device_of(module: Module, strategy: Any) -> torch.device:
     """Return the device of inputs: that of the module's tensors, unless those are sharded or elsewhere."""
     held = itertools.chain(module.parameters(), module.buffers())
     first = next((tensor for tensor in held if not tensor.is_meta), None)
-    device: torch.device = strategy.root_device if first is None or strategy.layout.splits else first.device
+    elsewhere = first is None or strategy.traits.splits_parameters
+    device: torch.device = strategy.root_device if elsewhere else first.device  # type: ignore[union-attr]
     return device
 
 
@@ -114,7 +115,7 @@ class _FabricModule(Module):
         """The state dict under the user's own keys. Where it is split, it comes whole, and all ranks must
         call this.
         """
-        if self._strategy.layout.splits and not kwargs.get("keep_vars"):
+        if self._strategy.traits.splits_parameters and not kwargs.get("keep_vars"):
             return self._full_state(args[0] if args else kwargs.get("destination"), prefix)
         state: dict[str, Any] = self.module.state_dict(*args, prefix=prefix, **kwargs)
         cleaned = clean_keys(state)
@@ -138,7 +139,7 @@ class _FabricModule(Module):
         """Load a state dict under the user's own keys (or those of a compiled module). Where the model is
         split, all ranks must call this.
         """
-        if self._strategy.layout.splits or self._strategy.layout.hears_loads:
+        if self._strategy.layout_loads:
             told = self._strategy.load_module_state_dict(self, dict(state_dict), strict)
         else:
             fitted = fit_keys(state_dict, self.module)  # type: ignore[arg-type]
@@ -221,8 +222,8 @@ class _FabricModule(Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._strategy.layout.adopt(self._fabric_joined)
-        self._strategy.precision.follow(self.module)
+        for copied in self._strategy.overriding("copied"):
+            copied(self)
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.module)})
@@ -313,7 +314,7 @@ class _FabricOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """The full state of the real optimizer. Where it is split, all ranks must call this."""
         strategy = self.__dict__["_fabric_strategy"]
-        if strategy.layout.splits_optimizers:
+        if strategy.traits.splits_optimizers:
             held = [p for group in self.optimizer.param_groups for p in group["params"]]
             owners = names_of_owners(held, strategy.modules)
             strategy.meet("state_dict", f"of {type(self.optimizer).__name__} of {owners}")

@@ -21,7 +21,6 @@ RENAMED = {
     "InRows": "DataParallelMesh",
     "IndexStream": "RankBatchSampler",
     "Meets": "ForwardCheck",
-    "Part": "ShardWriter, StateSlice or SequencePart",
     "Peers": "RankGroup",
     "Place": "RankEnv",
     "RootGate": "FSDPCallGuard",

@@ -50,7 +50,7 @@ def gather(
     filter = _checked_filter(filter, state)
     known = known_names(state, strategy.modules)
     plain = {key: _state_of(strategy, value, known) for key, value in state.items()}
-    if strategy.layout.splits and any([_is_part(leaf) for leaf in flatten(plain)[0]]):
+    if strategy.traits.splits_parameters and any([_is_part(leaf) for leaf in flatten(plain)[0]]):
         plain = strategy.layout.whole_tree(plain)  # else a file had the parts of rank zero only
     strategy.layout.check_saved(plain)
     for key, keep in filter.items():
@@ -64,11 +64,12 @@ def split_content(strategy: Any, state: Any) -> str:
     """Return a description of the content of `state` that is sharded; it must be equal on all ranks.
 
     Its save takes communication. "" if the layout shards no optimizers."""
-    layout = strategy.layout
-    if not layout.splits_optimizers:
+    traits = strategy.traits
+    if not traits.splits_optimizers:
         return ""
     leaves = [unwrap(leaf) for leaf in flatten(state)[0]]
-    objects = [name_of(leaf) for leaf in leaves if layout.splits and isinstance(leaf, torch.nn.Module)]
+    modules = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]
+    objects = [name_of(module) for module in modules if traits.splits_parameters]
     for leaf in leaves:
         if isinstance(leaf, torch.optim.Optimizer):
             owners = names_of_owners(parameters_of(leaf), strategy.modules)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from fabric.core.errors import (
     ArgumentTypeError,
-    CollectiveMismatch,
     ConfigurationError,
     FabricError,
     UsageError,
@@ -31,8 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fabric.collectives.collective import Collective
-    from fabric.collectives.frames import CallSignature, Meeting
-    from fabric.guard.call_checker import CallChecker
+    from fabric.collectives.frames import CallSignature
 
 
 _OPS = ("sum", "mean", "min", "max", "product", "avg", "prod", "band", "bor", "bxor")
@@ -85,15 +82,15 @@ class Channel:
     def __init__(self, collective: Collective, wire: Transport) -> None:
         self.collective, self.wire = collective, wire
         self.facts: Any = None
-        """What ranks compare in each call beside the call itself: has `facts()` and `explain(channel)`."""
-        self._guard: Callable[[], CallChecker | None] = lambda: None
+        """What ranks compare in each call beside the call itself: see `Part.facts`."""
+        self._guard: Callable[[], Any | None] = lambda: None
 
     def __reduce__(self) -> Any:
         return Channel, (self.collective, self.wire)
 
     @property
-    def guard(self) -> CallChecker | None:
-        """The call checker that compares calls before they run; None: no check."""
+    def guard(self) -> Any | None:
+        """The `CallChecker` that compares calls before they run; None: no check."""
         guard = self._guard()
         if guard is None:
             guard = self.collective.guard
@@ -115,52 +112,20 @@ class Channel:
             )
         return size
 
-    def meet(self, call: CallSignature, payload: Sequence[Tensor] = ()) -> Meeting | None:
+    def meet(self, call: CallSignature, payload: Sequence[Tensor] = ()) -> Any | None:
         """Wait until all ranks make this call, and give each their `payload` (contiguous tensors on the host)
         if it fits.
 
-        None where no data were exchanged: a world of one, or FABRIC_GUARD=light or off.
+        Returns:
+            The frames of all ranks (`guard.messages.Meeting`). None where no data were exchanged: a world of
+            one, FABRIC_GUARD=light or off, or without the folder `guard/`.
 
         Raises:
             CollectiveMismatch: Ranks make different calls; raised on all of them.
             RankError: A rank went away, or did not come in time.
         """
         guard = self.guard
-        if guard is None:
-            return None
-        if guard.waits.broken is not None:
-            raise CollectiveMismatch(guard.waits.broken)
-        if not torch.compiler.is_compiling() and get_ident() != guard.waits.thread:
-            from fabric.collectives.threads import in_this_thread
-
-            call = in_this_thread(call, guard.waits)
-        star = guard.star or guard.open(call)
-        if star is None:
-            return None
-        from fabric.collectives.frames import NO_FACTS, Meeting, is_alike, message
-
-        counts, name = guard.waits.counts, guard.name
-        facts = NO_FACTS if self.facts is None or torch.compiler.is_compiling() else self.facts.facts()
-        own = message(counts[name] + 1, call, payload, guard.whole, facts)
-        counts[name] += 1  # last: nothing can fail between it and the frame
-        turn = star.start(own)
-        try:
-            done = turn.is_done()
-        except ConnectionError:  # `wait` meets it again
-            done = False
-        if not done:
-            guard.wait(turn, call, 0.0)
-        if not is_alike(own, turn.rows, turn.size):
-            self._differ(guard, star, call, own, turn)
-        return Meeting(turn.rows, turn.size, len(guard.members)) if guard.whole else None
-
-    def _differ(self, guard: CallChecker, star: Any, call: CallSignature, own: bytes, turn: Any) -> None:
-        """Raise for frames that differ in the call or in its facts, unless these facts mean the same."""
-        from fabric.collectives.frames import CALL_BYTES, is_alike
-
-        if self.facts is None or not is_alike(own, turn.rows, turn.size, CALL_BYTES):
-            guard.disagree(star, call)
-        self.facts.explain(self)
+        return None if guard is None else guard.compare(call, payload, self)
 
     def ride(
         self, call: CallSignature, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True

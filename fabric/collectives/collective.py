@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
-    from fabric.guard.call_checker import CallChecker
-
 
 CollectibleGroup: TypeAlias = Any
 """An engine's group object."""
@@ -66,7 +64,7 @@ class Collective(ABC):
         return rank
 
     @property
-    def guard(self) -> CallChecker | None:
+    def guard(self) -> Any | None:
         """The call checker that compares calls on trees before they run; None: no check."""
         return None
 

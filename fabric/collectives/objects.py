@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fabric.collectives.channel import Channel
-    from fabric.collectives.frames import CallSignature, Meeting
+    from fabric.collectives.frames import CallSignature
 
 _TAIL = struct.Struct("<qqq")
 """Of a message: where the labels of its tensors begin, where their bytes do, and whether these are there."""
@@ -212,7 +212,7 @@ def gather_bytes(call: CallSignature, raw: Tensor, channel: Channel) -> list[Ten
     return [row[:size].clone() for row, size in zip(rows, sizes, strict=True)]
 
 
-def _sizes(call: CallSignature, raw: Tensor, channel: Channel) -> tuple[list[int], Meeting | None]:
+def _sizes(call: CallSignature, raw: Tensor, channel: Channel) -> tuple[list[int], Any | None]:
     """Return the number of bytes of every rank, and the frames with the bytes that fit into them."""
     meeting = channel.meet(call, [raw])
     if meeting is not None:
@@ -276,7 +276,8 @@ def _message(message: Tensor | None, verb: str, src: int, channel: Channel) -> T
     place = channel.collective.place_of(src)
     sizes, meeting = _sizes(call_of(verb), own, channel)
     if meeting is not None and sizes[place] <= PAYLOAD_BYTES:
-        return meeting.data(place, sizes[place])
+        found: Tensor = meeting.data(place, sizes[place])
+        return found
     raw = channel.wire.ready(own if message is not None else torch.empty(sizes[place], dtype=torch.uint8))
     channel.collective.broadcast(raw, src)
     return raw.cpu()

@@ -13,14 +13,13 @@ from fabric.collectives.channel import torch_op
 from fabric.collectives.collective import Collective
 from fabric.collectives.frames import for_bools
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.core.slices import find_slice
 from fabric.core.torch_versions import all_to_all, collectives_recorded, start_all_gather_flat
-from fabric.guard.call_checker import guard_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
 
-    from fabric.guard.call_checker import CallChecker
 
 default_pg_timeout = timedelta(seconds=1800)
 
@@ -132,9 +131,10 @@ class TorchCollective(Collective):
         return members.index(rank)
 
     @property
-    def guard(self) -> CallChecker | None:
+    def guard(self) -> Any | None:
         """The call checker of the group, for calls on trees; None: one rank, or FABRIC_GUARD=off."""
-        return guard_of(self.group)
+        checker = find_slice("call check")
+        return None if checker is None else checker.guard_of(self.group)
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
         """`src`'s tensor on every rank, written into `tensor`."""

@@ -11,6 +11,7 @@ from fabric.core.errors import ConfigurationError
 
 SLICES = {
     "background": "fabric.checkpoint.background.pending",
+    "call check": "fabric.guard.call_checker",
     "check": "fabric.testing.check",
     "extra": "fabric.collectives.extra.route",
     "functions": "fabric.launch.functions.multiprocess",
@@ -29,6 +30,9 @@ SLICES = {
     "watchdog": "fabric.guard.watchdog",
 }
 """Names to the modules that the kernel calls."""
+
+PARTS = ("watchdog", "replicas")
+"""Slices with a `make_part(strategy)`: the parts that a strategy of several ranks has at launch, in order."""
 
 
 def find_slice(name: str) -> Any | None:

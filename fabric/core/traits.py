@@ -22,6 +22,18 @@ class Traits:
     """Each rank steps by its own gradients: what is not linear in them (clipping) differs from one rank's."""
     one_process_per_node: bool = False
     """A rank is a machine, and holds all of its devices; else each device has a rank of its own."""
+    splits_parameters: bool = False
+    """A rank holds shards of parameters: states of models are gathered, and gradients may be elsewhere."""
+    splits_optimizers: bool = False
+    """A rank holds shards of optimizer states, which are gathered for a full state."""
+    places_models: bool = False
+    """Setup brings modules to the device, module by module; else they are moved there before it."""
+    fills_meta: bool = False
+    """Setup gives values to parameters on the meta device."""
+    replicates: tuple[str, ...] = ("parameters", "buffers", "states")
+    """Which tensors all ranks hold with equal values between steps, of those that are no DTensors."""
+    lockstep: bool = True
+    """All ranks make each backward and each step. Not under local SGD and Horovod's `join()`."""
     accelerators: tuple[str, ...] = ()
     """Names of the accelerators that this strategy runs on."""
     precisions: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ import torch
 from fabric.core.errors import ArgumentTypeError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.utils.data import DataLoader
 
@@ -35,10 +35,10 @@ _OF_THE_USER = ("dataset", "collate_fn", "worker_init_fn", "generator")
 class _Pass:
     """One iteration: its epoch, and the note of the last batch that the loop received."""
 
-    def __init__(self, epoch: int, replicas: Any) -> None:
+    def __init__(self, epoch: int, parts: Sequence[Any]) -> None:
         self.epoch = epoch
-        self.backwards = 0 if replicas is None else replicas.backwards
-        """Synchronised backwards before it."""
+        self.begun = [part.epoch_begun() for part in parts]
+        """What these parts noted at its begin."""
         self.note: Any = None
 
 
@@ -54,7 +54,7 @@ class _FabricDataLoader(Loader):
         together: Where data are the ranks' own, "drop" or "error" lets all stop or raise when the first has
             no more; "train" is "drop" while gradients are enabled. Else each goes its own way.
         peers: The ranks, for positions that each has of its own. None: there is one.
-        replicas: Compares the ranks' models at the end of an epoch in which they were trained; or None.
+        parts: Of the strategy: they are called at the begin and at the end of each epoch.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class _FabricDataLoader(Loader):
         source: LoaderAdapter | None = None,
         together: str | None = None,
         peers: RankGroup | None = None,
-        replicas: Any = None,
+        parts: Sequence[Any] = (),
     ) -> None:
         self._dataloader = dataloader
         self._device = device
@@ -88,7 +88,7 @@ class _FabricDataLoader(Loader):
         self._looks_ahead = source.ahead and workers > 0 and _is_plain(self._move)
         self._together = together
         self._peers = peers
-        self._replicas = replicas
+        self._parts = parts
         self._epoch = 0
         self._pass: _Pass | None = None
         self._saved: dict[str, Any] | None = None
@@ -167,7 +167,7 @@ class _FabricDataLoader(Loader):
         epoch = source.epoch(self._epoch)
         if epoch != self._epoch:
             self.set_epoch(epoch)
-        run, saved = _Pass(epoch, self._replicas), self._saved
+        run, saved = _Pass(epoch, self._parts), self._saved
         if torch.is_grad_enabled() and not source.per_rank:
             dealing.add(run)
         source.begin(epoch, saved)
@@ -214,8 +214,9 @@ class _FabricDataLoader(Loader):
             if self._pass is run:
                 self._pass = None
             # An iteration inside of another may be one of this rank alone.
-            if self._replicas is not None and _running == [run]:
-                self._replicas.epoch_ended(run.backwards)
+            if _running == [run]:
+                for part, begun in zip(self._parts, run.begun, strict=True):
+                    part.epoch_ended(begun)
         finally:  # an error's traceback must not keep workers alive
             _running.remove(run)
             close = getattr(pairs, "close", None)

@@ -65,15 +65,13 @@ def settle(first: list[FirstRows]) -> None:
         one.settle()
 
 
-def compare_rows(first: list[FirstRows], strategy: Any) -> list[FirstRows]:
+def compare_rows(first: list[FirstRows], strategy: Any) -> None:
     """Compare the rows of all models after the second synchronised backward or a later one, when it is known
     whether the loop calls `normalize_gradients`; none is left. All ranks must call this.
     """
-    if not strategy.layout.normalises:
-        mine = [one.rows for one in first]
-        for rows in zip(*strategy.all_gather_object(mine, label="replica check of rows"), strict=True):
-            _warn_of_unequal([*rows])
-    return []
+    mine = [one.rows for one in first]
+    for rows in zip(*strategy.all_gather_object(mine, label="replica check of rows"), strict=True):
+        _warn_of_unequal([*rows])
 
 
 def _warn_of_unequal(rows: list[int]) -> None:

@@ -15,25 +15,30 @@ from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
-from fabric.collectives.control_connections import (
+from fabric.collectives.frames import IN_THREAD
+from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
+from fabric.core.source import user_place
+from fabric.guard._torch import group_timeout
+from fabric.guard.control_connections import (
     PATIENCE,
     ControlConnections,
     ControlRound,
     Listener,
     connect,
 )
-from fabric.collectives.frames import IN_THREAD, RankReport
-from fabric.collectives.job_store import StoreTimeout
-from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
-from fabric.core.source import user_place
-from fabric.guard._torch import group_timeout
 from fabric.guard.deadlocks import LEFT, SILENT, DeadlockDetector, RankStatus, as_table
+from fabric.guard.job_store import StoreTimeout
+from fabric.guard.messages import CALL_BYTES, NO_FACTS, Meeting, RankReport, is_alike, message
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch import Tensor
+
+    from fabric.collectives.channel import Channel
     from fabric.collectives.frames import CallSignature
 
 MODES = ("full", "light", "off")
@@ -151,6 +156,40 @@ class CallChecker:
     def count(self) -> int:
         """The number of calls of the group that this rank has begun."""
         return self.waits.counts[self.name]
+
+    def compare(self, call: CallSignature, payload: Sequence[Tensor], channel: Channel) -> Meeting | None:
+        """Exchange frames with all ranks of the group, and compare them; see `Channel.meet`.
+
+        Raises:
+            CollectiveMismatch: Ranks make different calls; raised on all of them.
+            RankError: A rank ended, or did not make the call in time.
+        """
+        if self.waits.broken is not None:
+            raise CollectiveMismatch(self.waits.broken)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and threading.get_ident() != self.waits.thread:
+            from fabric.guard.threads import in_this_thread
+
+            call = in_this_thread(call, self.waits)
+        star = self.star or self.open(call)
+        if star is None:
+            return None
+        compared, counts = None if compiling else channel.facts, self.waits.counts
+        facts = NO_FACTS if compared is None else compared.facts()
+        own = message(counts[self.name] + 1, call, payload, self.whole, facts)
+        counts[self.name] += 1  # last: nothing can fail between it and the frame
+        turn = star.start(own)
+        try:
+            done = turn.is_done()
+        except ConnectionError:  # `wait` raises it again
+            done = False
+        if not done:
+            self.wait(turn, call, 0.0)
+        if not is_alike(own, turn.rows, turn.size):
+            if compared is None or not is_alike(own, turn.rows, turn.size, CALL_BYTES):
+                self.disagree(star, call)
+            compared.differ(channel)
+        return Meeting(turn.rows, turn.size, len(self.members)) if self.whole else None
 
     def disagree(self, star: ControlConnections, call: CallSignature) -> NoReturn:
         """All ranks see that their calls differ: say what each was about to do, and raise on all."""

@@ -23,9 +23,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabric.collectives.frames import RankReport
-from fabric.collectives.job_store import JobStore
 from fabric.guard._torch import flight_record, group_names
+from fabric.guard.job_store import JobStore
+from fabric.guard.messages import RankReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from fabric.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, REFUSED, RankReport
+from fabric.collectives.frames import ALONE, CONSTANT, CONTENTS, IN_THREAD, REFUSED
+from fabric.guard.messages import RankReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

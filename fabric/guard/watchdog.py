@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fabric.collectives.frames import RankReport
-from fabric.collectives.job_store import StoreTimeout
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
 from fabric.core.messages import say
+from fabric.core.parts import Part
 from fabric.guard.call_checker import reason_of, waits_of_world
 from fabric.guard.deadlocks import LEFT, SILENT, RankStatus, as_table
+from fabric.guard.job_store import StoreTimeout
+from fabric.guard.messages import RankReport
 from fabric.guard.stacks import StillWatch, user_line
 
 if TYPE_CHECKING:
@@ -92,6 +93,42 @@ def watch_over(device: torch.device) -> Watchdog | None:
         after = report_after()
         _watchdogs[world] = None if after is None else Watchdog(waits_of_world(), after, device)
     return _watchdogs[world]
+
+
+def make_part(strategy: Any) -> HangReport:
+    """Return the hang report of a strategy of several ranks."""
+    return HangReport(strategy)
+
+
+class HangReport(Part):
+    """The watchdog of the process group, for one strategy.
+
+    Args:
+        strategy: Of several ranks.
+    """
+
+    name = "hang report"
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = weakref.proxy(strategy)
+        self.watchdog = watch_over(strategy.root_device)
+        """None: FABRIC_HANG_REPORT_AFTER=off."""
+
+    def failed(self, error: Exception, doing: str) -> None:
+        """Raise the table of where all ranks are, in place of an error of the process group.
+
+        Raises:
+            RankError: Another rank ended, or did not make the call.
+            CollectiveMismatch: Ranks wait for each other in different calls.
+        """
+        if self.watchdog is not None:
+            self.watchdog.explain(error, doing)
+
+    def teardown(self) -> None:
+        """End the watchdog, if the strategy made the process group."""
+        if self.watchdog is not None and self._strategy.made_group:
+            self.watchdog.stop()
+        self.watchdog = None
 
 
 class Watchdog:

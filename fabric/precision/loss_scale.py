@@ -53,8 +53,8 @@ class LossScale:
     def __reduce__(self) -> Any:
         return type(self), (self.scaler, self.device)  # a copy follows what is set up with it
 
-    def follow(self, owner: Module | Optimizer) -> None:
-        """From now on its gradients are looked after, and nobody may step them as they are."""
+    def add_owner(self, owner: Module | Optimizer) -> None:
+        """Bring its gradients to the current scale from now on; refuse steps that take them as they are."""
         if not self._owners:
             add_step_listener(self)
             add_clip_listener(self)

@@ -16,6 +16,7 @@ from fabric.precision.dtypes import CastTo
 from fabric.precision.precision import PASSES, Precision, make_precision, policy_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -89,14 +90,15 @@ class MixedPrecision(Precision):
         """True with a scaler, or where a subclass changes the step."""
         return self.scaler is not None or overridden(type(self), MixedPrecision, "optimizer_step")
 
-    def follow(self, owner: Module | Optimizer) -> None:
-        """Register an owner of gradients; with a scaler, a backward brings existing ones to its scale.
+    def added(self, model: Any, optimizers: Iterable[Optimizer], **_: Any) -> None:
+        """Register owners of gradients: with a scaler, a backward brings existing ones to its scale."""
+        for owner in optimizers if model is None else [model.module]:
+            if self._scale is not None:
+                self._scale.add_owner(owner)
 
-        Args:
-            owner: A model or an optimizer.
-        """
-        if self._scale is not None:
-            self._scale.follow(owner)
+    def copied(self, model: Any) -> None:
+        """Register a copied or unpickled model."""
+        self.added(model, ())
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Autocast on the device; also what `fabric.autocast()` gives."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.core.errors import ConfigurationError
+from fabric.core.parts import Part
 from fabric.core.precision import POLICIES, DtypePolicy, find_policy
 from fabric.core.registry import Registry
 from fabric.core.traits import overridden
@@ -49,7 +50,7 @@ for _name, _dtype in (("transformer-engine", torch.bfloat16), ("transformer-engi
     PRECISION_REGISTRY.register(_name, _ENGINE, "NVIDIA's Transformer Engine", weights_dtype=_dtype)
 
 
-class Precision:
+class Precision(Part):
     """Dtypes and loss scaling around forward, backward and step. This base is "32-true": nothing is changed.
 
     A subclass may override any method; which ones it overrides is looked at once, at setup.
@@ -85,14 +86,6 @@ class Precision:
     def convert_module(self, module: Module) -> Module:
         """The module in the dtypes of this precision, changed in place; called once, by `fabric.setup`."""
         return module
-
-    def follow(self, owner: Module | Optimizer) -> None:
-        """Called with every model that is set up, as it was converted, and with every copy of one; and with
-        optimizers of `setup_optimizers`, which may have parameters of no model.
-
-        Args:
-            owner: A model or an optimizer.
-        """
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
         """Context in which new floating-point tensors get the dtype of this precision."""

@@ -21,6 +21,7 @@ from fabric.collectives.objects import gather_objects
 from fabric.core._torch import is_fsdp
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import ReplicasDivergedError
+from fabric.core.parts import Part
 from fabric.core.source import user_place
 from fabric.core.tree import flatten
 from fabric.data.unequal import FirstRows, compare_rows, settle
@@ -67,7 +68,12 @@ class _Held:
         self.steps += 1
 
 
-class ReplicaCheck:
+def make_part(strategy: Any) -> ReplicaCheck:
+    """Return the replica check of a strategy of several ranks."""
+    return ReplicaCheck(strategy, strategy.replica_check)
+
+
+class ReplicaCheck(Part):
     """The models and optimizers of one strategy that were set up, in this order, and when they are compared.
 
     Args:
@@ -75,6 +81,8 @@ class ReplicaCheck:
         every: True: the schedule above. A number: after every so many synchronised backwards. False: only
             `fabric.check_replicas` compares.
     """
+
+    name = "replica check"
 
     def __init__(self, strategy: Any, every: bool | int) -> None:
         self._strategy = weakref.proxy(strategy)
@@ -91,27 +99,34 @@ class ReplicaCheck:
         self._equal_at = (0, 0)
         """Optimizer steps at the last two messages. At the first of them all ranks were equal."""
         self._values_equal_at = 0
-        self._comparing = self._warned = False
-        self._counts = every is not False and strategy.layout.in_step
+        self._comparing = self._warned = self._normalizes = False
+        self._counts = every is not False and strategy.traits.lockstep
         """Whether hyper-parameters, counters and ends of epochs are compared."""
-        self._counts_writes = "states" in strategy.layout.replicates  # else each rank steps other parameters
+        self._counts_writes = "states" in strategy.traits.replicates  # else each rank steps other parameters
 
-    def add(
-        self, wrapped: Module | None, optimizers: Iterable[Optimizer], rank_local: Iterable[str] = ()
+    def added(
+        self,
+        model: Any | None,
+        optimizers: Iterable[Optimizer],
+        *,
+        replicated: bool,
+        rank_local: Iterable[str],
     ) -> None:
-        """Compare a model, as `setup` returns it, and optimizers from now on. All ranks must call this."""
-        if wrapped is not None:
-            one = self._held[wrapped.module] = _Held("model", len(self._models), wrapped.module, rank_local)
+        """Compare a model and optimizers from now on, if they are replicated. All ranks must call this."""
+        if not replicated:
+            return
+        if model is not None:
+            one = self._held[model.module] = _Held("model", len(self._models), model.module, rank_local)
             self._models.append(one)
             if self._counts and not self.backwards:  # local SGD averages no gradients
-                self.first_rows.append(FirstRows(wrapped))
+                self.first_rows.append(FirstRows(model))
         for optimizer in optimizers:
             one = self._held[optimizer] = _Held("optimizer", self._made, optimizer)
             self._optimizers[self._made] = one
             optimizer.register_step_post_hook(one.count)
             self._made += 1
 
-    def add_stepped(self, optimizer: Optimizer) -> None:
+    def stepping(self, optimizer: Optimizer) -> None:
         """Compare an optimizer that was never set up, if it steps parameters of models that were."""
         models = [(one.name, module) for one in self._models if (module := one.ref()) is not None]
         names = {p: f"{name} of {model}" for model, module in models for name, p in module.named_parameters()}
@@ -126,7 +141,11 @@ class ReplicaCheck:
             one.name = f"the optimizer of {held[0]}, ... ({type(optimizer).__name__})"
             optimizer.register_step_post_hook(one.count)
 
-    def clipped(self, optimizer: Optimizer, **limits: Any) -> None:
+    def normalizing(self) -> None:
+        """Compare no numbers of rows: the loop divides by all of them."""
+        self._normalizes = True
+
+    def clipping(self, optimizer: Optimizer, limits: dict[str, Any]) -> None:
         """Compare the limits that `clip_gradients` was called with."""
         if (one := self._held.get(optimizer)) is not None:
             one.clip = tuple([(key, limit) for key, limit in limits.items() if limit is not None])
@@ -152,7 +171,7 @@ class ReplicaCheck:
         pairs = [(number, one, one.ref()) for number, one in self._optimizers.items()]
         return [pair for pair in pairs if pair[2] is not None]
 
-    def explain(self, channel: Channel) -> None:
+    def differ(self, channel: Channel) -> None:
         """The facts of the ranks differ: find out in what. All ranks of the channel must call this.
 
         Returns if nothing differs that is on all ranks: an optimizer may be garbage on some of them only.
@@ -207,7 +226,7 @@ class ReplicaCheck:
             ReplicasDivergedError: A check is due, and the ranks differ.
         """
         held = {self._held[module]: module for module in modules if module in self._held}
-        if not held:
+        if not held or not self._every:
             return
         self.backwards += 1
         if self.backwards == 1:
@@ -220,15 +239,23 @@ class ReplicaCheck:
             # Others may have updated buffers in a forward, which their next backward makes equal.
             self.compare(label, buffers=[one for one, module in held.items() if module.training], only=only)
             if self.first_rows and self.backwards > 1:
-                self.first_rows = compare_rows(self.first_rows, self._strategy)
+                first, self.first_rows = self.first_rows, []
+                if not self._normalizes:
+                    compare_rows(first, self._strategy)
 
-    def epoch_ended(self, backwards_before: int) -> None:
-        """Count an epoch that had backwards; `backwards_before`: how many there were when it began."""
-        if self.backwards > backwards_before and self._every and self._counts:
+    def epoch_begun(self) -> int:
+        """Return the number of synchronised backwards up to now."""
+        return self.backwards
+
+    def epoch_ended(self, begun: int) -> None:
+        """Count an epoch that had backwards; `begun`: how many there were before it. All ranks must call
+        this.
+        """
+        if self.backwards > begun and self._every and self._counts:
             self.epochs += 1
             self.compare(f"replica check at the end of epoch {self.epochs}")
 
-    def before_save(self) -> None:
+    def saving(self) -> None:
         """Compare all values before rank zero's are written. All ranks must call this."""
         if self._every:
             self.compare("replica check before a save")
@@ -245,8 +272,8 @@ class ReplicaCheck:
         Raises:
             ReplicasDivergedError: They differ; on all ranks.
         """
-        layout, channel = self._strategy.layout, self._strategy.channel()
-        kinds = layout.replicates
+        channel = self._strategy.channel()
+        kinds = self._strategy.traits.replicates
         with torch.no_grad():
             if only is None:
                 entries = self._entries(kinds, self._models, self._optimizers.values(), buffers)

@@ -7,7 +7,6 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from fabric.checkpoint import state as states
 from fabric.collectives.frames import call_of
 from fabric.core.errors import ConfigurationError
 from fabric.core.slices import use_slice
@@ -96,6 +95,8 @@ class Checkpoints(Exchange):
             ConfigurationError: A `format` that is unknown, or not there for `path`; other errors as for
                 `Fabric.save`.
         """
+        from fabric.checkpoint import state as states
+
         self.finish_save()
         sharded = False
         if (format or self.state_dict_type) != "full":
@@ -108,8 +109,8 @@ class Checkpoints(Exchange):
         call = call_of("save", states.split_content(self, state) + ", sharded" * sharded)
         if self.topology.world_size > 1:
             self.channel().meet(call._replace(what=f"{path}: {call.what}" if call.what else ""))
-        if self.replicas is not None:
-            self.replicas.before_save()
+        for part in self.joined_parts:
+            part.saving()
         facts = {"strategy": type(self).__name__, "world_size": self.topology.world_size, **(facts or {})}
         write: Callable[[], None] | None
         if sharded:
@@ -143,6 +144,8 @@ class Checkpoints(Exchange):
         allow_pickle: bool,
     ) -> Callable[[], None] | None:
         """Gather the state; return the function that writes one file on rank zero, None on other ranks."""
+        from fabric.checkpoint import state as states
+
         # Every rank walks the state: gathering may be collective, and a bad value must raise everywhere,
         # before the old file is touched.
         storage, where = self.checkpoint_io, path
@@ -190,6 +193,8 @@ class Checkpoints(Exchange):
 
         Arguments and errors as for `Fabric.load`; `state` may be one object as for `Fabric.load_raw`.
         """
+        from fabric.checkpoint import state as states
+
         with self.opened(path, weights_only, state) as tree, states.together(self, f"loading {path}"):
             return self.restore(tree, state, strict)
 
@@ -198,6 +203,8 @@ class Checkpoints(Exchange):
 
         `strict`: see `Fabric.load`.
         """
+        from fabric.checkpoint import state as states
+
         return states.restore(self, tree, state, strict)
 
     @contextmanager
@@ -213,6 +220,7 @@ class Checkpoints(Exchange):
         Raises:
             DamagedCheckpointError: A file of it is missing, or not what was written.
         """
+        from fabric.checkpoint import state as states
         from fabric.checkpoint.atomic_write import present, sharded_at
 
         self.finish_save()

@@ -38,8 +38,8 @@ class Exchange:
     """
 
     topology: Topology
-    replicas: Any = None
-    """The replica check, while there are several ranks and it is on."""
+    compared: Any = None
+    """The part whose `facts` the call check of each verb compares; None: there is none."""
     process_group: Any | None = None
     """The ranks of the strategy, where they are not those of the whole job."""
 
@@ -47,9 +47,12 @@ class Exchange:
         self.wire = Exchange.make_wire(self)
         self._channel: Channel | None = None
         self._seen: tuple[Channel, Channel, int] | None = None
+        self.joined_parts: list[Any] = []
+        """Parts of slices, where there are several ranks: made at launch, by each process for itself."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_channel": None, "_seen": None, "replicas": None}  # of this process
+        # These belong to this process.
+        return {**self.__dict__, "_channel": None, "_seen": None, "compared": None, "joined_parts": []}
 
     @cached_property
     def collective(self) -> Collective:
@@ -93,18 +96,18 @@ class Exchange:
         known = self._channel
         if group is not None:
             made = self.make_channel(group)
-            made.facts = self.replicas
+            made.facts = self.compared
             return made
         if known is None or known.collective is not self.collective or known.wire is not self.wire:
             known = self._channel = self.make_channel(None)
-            known.facts = self.replicas
+            known.facts = self.compared
         return known
 
     def make_channel(self, group: Any | None) -> Channel:
         """The channel of a group; asked once for all ranks."""
         return Channel(self.group_collective(group), self.wire)
 
-    def parts(self) -> tuple[Channel, int]:
+    def data_parallel_layout(self) -> tuple[Channel, int]:
         """The ranks that hold the data, and how many of them, one after the other, see the same part."""
         everybody = self.channel()
         if self._seen is None or self._seen[0] is not everybody:

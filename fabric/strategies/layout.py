@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checkpoint.portable import read_stored
 from fabric.core._torch import foreach_div_
+from fabric.core.parts import Part
 from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
 from fabric.utilities.init import EmptyInit
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.collectives.channel import Channel
-    from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
     from fabric.strategies.free import FreeParameters
     from fabric.strategies.norms import FiniteNorms
 
 
-class Layout:
+class Layout(Part):
     """Placement of parameters on ranks, and what depends on it: wrapping, gradient sync, clipping, state.
 
     A layout is the only thing in which strategies differ. It belongs to one strategy and is never copied
@@ -37,32 +36,16 @@ class Layout:
     """
 
     traits = Traits()
-    splits = False
-    """Whether a rank holds parts of parameters: state is gathered then; gradients may be elsewhere."""
-    splits_optimizers = False
-    """Whether a rank holds parts of optimizer states: they are gathered then."""
-    moves = False
-    """Whether `wrap` brings modules to the device, part by part."""
-    fills = False
-    """Whether `wrap` gives values to parameters on the meta device."""
     devices: list[torch.device]
     """Those of this machine."""
     channel: Channel | None = None
     """All ranks, for what a layout itself sends; there once this process is in place."""
     keeps_full = True
     """Whether this rank keeps the full values that it gathers, or only takes part."""
-    normalises = False
-    """Whether the loop divides gradients by its number of items: `normalize_gradients`."""
-    hears_loads = False
-    """Whether `load_module_state` must be called where nothing is split, too."""
-    replicates: tuple[str, ...] = ("parameters", "buffers", "states")
-    """What all ranks hold with equal values between steps, of the tensors that are not sharded (DTensor)."""
     replica_key: tuple[Any, ...] = ()
     """Which part of the model this rank holds: ranks with the same key hold the same tensors."""
-    in_step = True
-    """Whether all ranks make each backward and each step. Not under local SGD and Horovod's `join()`."""
-    synchronised: Callable[..., None] | None = None
-    """Called on all ranks at the end of a backward, with the models whose gradients it synchronised."""
+    after_sync: Callable[..., None] | None = None
+    """`Part.synchronised` of the strategy's parts; None: no part has it."""
     gate: Any = None
     """Open while `fabric.backward` runs."""
     joint = False
@@ -75,33 +58,25 @@ class Layout:
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self
 
-    def bind(self, devices: list[torch.device], num_nodes: int) -> None:
-        """Take in this machine's devices, before ranks start: raises where sizes do not fit them."""
-        self.devices = devices
+    def resolve(self, plan: Any) -> None:
+        """Note this machine's devices, before ranks start. Subclasses check sizes."""
+        self.devices = plan.devices
 
-    def join(self, topology: Topology, policy: DtypePolicy) -> None:
-        """Called on all ranks when this process is in place and its group stands: make meshes here."""
+    def join(self, strategy: Any) -> None:
+        """Note the channel of all ranks; subclasses make meshes. All ranks must call this."""
+        self.channel, self.gate = strategy.channel(), strategy.gate
+        self.after_sync = strategy.composed("synchronised")
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
         """The mesh that parameters lie on; None where there is none."""
         return None
 
-    @property
-    def data_rank(self) -> tuple[int, int] | None:
-        """(which part of the data this rank sees, of how many); None: one part for each rank of the world."""
-        return None
-
-    @property
-    def data_group(self) -> Any | None:
-        """The process group of ranks that see different data; None: all ranks."""
-        return None
-
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module that the forward goes through; `module` itself where nothing is added."""
         return module
 
-    def follow(self, optimizer: Optimizer) -> None:
+    def remap_parameters(self, optimizer: Optimizer) -> None:
         """Give an optimizer that was made before its model was set up the parameters that it has now."""
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -131,9 +106,6 @@ class Layout:
 
     def check_saved(self, state: dict[str, Any]) -> None:
         """Raise if rank zero, which writes, lacks something of this state. All ranks must call this."""
-
-    def adopt(self, wrapped: Module) -> None:
-        """Take in a wrapped module that came to be by copying or unpickling a model."""
 
     def check_added(self, parameters: list[Tensor]) -> None:
         """Raise if an optimizer cannot take in more parameters after setup."""
@@ -287,7 +259,10 @@ class Layout:
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a full state into an optimizer."""
+        from fabric.checkpoint.portable import read_stored
+
         optimizer.load_state_dict(map_tree(read_stored, state))
 
     def teardown(self) -> None:
-        """Let go of what the layout holds."""
+        """Release what the layout holds."""
+        self.free, self.joint = None, False

@@ -20,7 +20,8 @@ from fabric.collectives.channel import Channel, wire_of
 from fabric.collectives.torch_collective import TorchCollective
 from fabric.core.cores import share_cores
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
-from fabric.core.slices import find_slice, use_slice
+from fabric.core.parts import Part
+from fabric.core.slices import PARTS, find_slice, use_slice
 from fabric.core.topology import Topology
 from fabric.core.torch_versions import collectives_recorded
 from fabric.launch.system import allow_open_files
@@ -32,13 +33,11 @@ from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.nn import Module
     from torch.optim import Optimizer
 
     from fabric.accelerators.accelerator import Accelerator
     from fabric.checkpoint.checkpoint_io import CheckpointIO
     from fabric.collectives.collective import Collective
-    from fabric.guard.watchdog import Watchdog
     from fabric.launch.launcher import Launcher
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
     from fabric.precision.precision import Precision
@@ -96,8 +95,7 @@ class ParallelStrategy(Strategy):
         self.cluster_environment = cluster_environment
         self.num_nodes = 1
         self._launcher: Launcher | None = None
-        self._made_group = False
-        self._watchdog: Watchdog | None = None
+        self.made_group = False
         self._set_processes(process_group_backend, timeout, startup_timeout, start_method)
 
     def _set_processes(
@@ -120,7 +118,7 @@ class ParallelStrategy(Strategy):
             raise ConfigurationError(
                 f"start_method={start_method!r} is not one of {', '.join(map(repr, START_METHODS))}."
             )
-        if context_parallel is not None and not hasattr(context_parallel, "data_group"):
+        if not isinstance(context_parallel, Part | None):
             raise ArgumentTypeError(
                 f"context_parallel={context_parallel!r} must be a ContextParallel. Write "
                 "ContextParallel(2) for two ranks that share a sequence."
@@ -130,6 +128,7 @@ class ParallelStrategy(Strategy):
         self.startup_timeout = startup_timeout
         self.start_method = start_method
         self.context_parallel = context_parallel
+        self.given_parts = [] if context_parallel is None else [context_parallel]
 
     @property
     def num_processes(self) -> int:
@@ -147,12 +146,6 @@ class ParallelStrategy(Strategy):
         return group_backend(self._accelerator, self.root_device)
 
     @property
-    def data_rank(self) -> tuple[int, int]:
-        """(which part of the data this rank sees, of how many); ranks that share a sequence see the same."""
-        shared = None if self.context_parallel is None else self.context_parallel.data_rank
-        return shared or super().data_rank
-
-    @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """`num_replicas` and `rank` by which loaders are sharded."""
         rank, count = self.data_rank
@@ -161,7 +154,8 @@ class ParallelStrategy(Strategy):
     @property
     def data_group(self) -> Any | None:
         """The ranks that see different data; None: all of them."""
-        return self.layout.data_group if self.context_parallel is None else self.context_parallel.data_group
+        decided = [part.data_group for part in self.parts if part.data_rank is not None]
+        return decided[-1] if decided else None
 
     @property
     def row_size(self) -> int:
@@ -179,8 +173,6 @@ class ParallelStrategy(Strategy):
         Raises:
             ConfigurationError: Sizes that do not fit the number of ranks.
         """
-        if self.context_parallel is not None:
-            self.context_parallel.size_of(len(plan.devices) * plan.num_nodes)
         super().bind(plan)
         self.num_nodes = plan.num_nodes
         self._launcher = self._make_launcher(plan.environment)
@@ -192,18 +184,6 @@ class ParallelStrategy(Strategy):
         """
         self._take_place()
         super().setup_environment()
-        if self.context_parallel is not None:
-            self.context_parallel.join(self.topology, self.wire)
-
-    def setup_module(self, module: Module) -> Module:
-        """The module that forwards go through. All ranks must call this."""
-        part = self.context_parallel
-        if part is None:
-            return super().setup_module(module)
-        regions = part.regions(module)
-        wrapped = super().setup_module(module)
-        part.install(module, regions)
-        return wrapped
 
     def _join_ranks(self) -> None:
         share_cores(self.topology.local_world_size)
@@ -217,22 +197,11 @@ class ParallelStrategy(Strategy):
             own, job = self.collective, (self.topology.rank, self.topology.world_size)
             self.topology = replace(self.topology, rank=own.rank_in_group, world_size=own.world_size, job=job)
         if dist.get_world_size() > 1:
-            if (watchdog := find_slice("watchdog")) is not None:
-                self._watchdog = watchdog.watch_over(self.root_device)
-            if (replicas := find_slice("replicas")) is not None:
-                self.replicas = replicas.ReplicaCheck(self, self.replica_check)
+            found = [find_slice(name) for name in PARTS]
+            self.joined_parts = [slice.make_part(self) for slice in found if slice is not None]
             if not faulthandler.is_enabled() and sys.__stderr__ is not None:
                 with suppress(OSError):  # a stream that is no file
                     faulthandler.enable(sys.__stderr__)  # where a backend ends the process: at which line
-
-    def explain(self, error: Exception) -> None:
-        """Raise an error with the table of where all ranks are, in place of one of the process group.
-
-        Raises:
-            RankError: Ranks did not come, or ended, while this one was in a backward.
-        """
-        if self._watchdog is not None:
-            self._watchdog.explain(error, "backward")
 
     def teardown(self) -> None:
         """Let go of the process group, if this strategy made it."""
@@ -240,14 +209,9 @@ class ParallelStrategy(Strategy):
 
         report_unwaited()
         super().teardown()
-        if self.context_parallel is not None:
-            self.context_parallel.teardown()
-        if self._watchdog is not None and self._made_group:
-            self._watchdog.stop()
-        self._watchdog = None
-        if self._made_group and dist.is_initialized():
+        if self.made_group and dist.is_initialized():
             dist.destroy_process_group()
-        self._made_group = False
+        self.made_group = False
         atexit.unregister(self.teardown)
         if self.cluster_environment is not None:
             self.cluster_environment.teardown()
@@ -338,7 +302,7 @@ class ParallelStrategy(Strategy):
                 world_size=here.world_size,
                 timeout=self.process_group_timeout,
             )
-        self._made_group = True
+        self.made_group = True
         # Groups that stand at exit make torch print a warning.
         atexit.register(self.teardown)
 
@@ -366,7 +330,7 @@ class ParallelStrategy(Strategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # A group belongs to its process; a spawned rank joins anew.
-        own = {"_made_group": False, "_watchdog": None, "collective": TorchCollective()}
+        own = {"made_group": False, "collective": TorchCollective()}
         return {**super().__getstate__(), **own}
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, FabricError
+from fabric.core.parts import Part, composed, facts_of, overriding
 from fabric.core.topology import Topology
 from fabric.core.traits import overridden
 from fabric.precision.precision import CONVERSIONS, Precision
@@ -88,6 +90,8 @@ class Strategy(Checkpoints):
         precision: Precision | None = None,
     ) -> None:
         self.layout: Layout = Layout()
+        self.given_parts: list[Part] = []
+        """Those that arguments ask for."""
         self.topology = Topology()
         super().__init__()
         self.given = {"accelerator": accelerator, "checkpoint_io": checkpoint_io, "precision": precision}
@@ -147,6 +151,28 @@ class Strategy(Checkpoints):
         self._decide_backward()
 
     @property
+    def parts(self) -> list[Any]:
+        """The parts of this strategy, in the order in which they are called."""
+        return [self.layout, self._precision, *self.given_parts, *self.joined_parts]
+
+    def find_part(self, name: str) -> Any | None:
+        """Return the part of this name; None: there is none."""
+        return next((part for part in self.parts if part.name == name), None)
+
+    def overriding(self, name: str) -> list[Callable[..., Any]]:
+        """Return the methods `name` of the parts that override it."""
+        return overriding(self.parts, name)
+
+    def composed(self, name: str) -> Callable[..., None] | None:
+        """Return one function that calls the methods `name` of all parts; None: no part overrides it."""
+        return composed(self.parts, name)
+
+    @property
+    def layout_loads(self) -> bool:
+        """Whether the layout takes part when a model's state dict is loaded."""
+        return overridden(type(self.layout), Layout, "load_module_state")
+
+    @property
     def launcher(self) -> Launcher | None:
         """The launcher of the other processes; None if there are none to start."""
         return None
@@ -159,7 +185,8 @@ class Strategy(Checkpoints):
     @property
     def data_rank(self) -> tuple[int, int]:
         """(which part of the data this rank sees, of how many)."""
-        return self.layout.data_rank or (self.topology.rank, self.topology.world_size)
+        decided = [rank for part in self.parts if (rank := part.data_rank) is not None]
+        return decided[-1] if decided else (self.topology.rank, self.topology.world_size)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
@@ -183,7 +210,8 @@ class Strategy(Checkpoints):
         self.precision = plan.precision
         if plan.checkpoint_io is not None:
             self._checkpoint_io = plan.checkpoint_io
-        self.layout.bind(plan.devices, plan.num_nodes)
+        for resolve in self.overriding("resolve"):
+            resolve(plan)
         self.parallel_devices, self.cluster_environment = plan.devices, plan.environment
         self.topology = Topology(device=plan.devices[0])
         self.wire = Exchange.make_wire(self)  # a group's backend is asked when the group stands
@@ -195,20 +223,19 @@ class Strategy(Checkpoints):
         if self._accelerator is not None:
             self._accelerator.setup_device(self.root_device)
         self._join_ranks()
-        self.layout.channel, self.layout.gate = self.channel(), self.gate
-        if self.replicas is not None and self.replica_check:
-            self.layout.synchronised = self.replicas.synchronised
-        self.layout.join(self.topology, self._precision.policy)
+        self.compared = facts_of(self.parts)
+        for join in self.overriding("join"):
+            join(self)
 
     def _join_ranks(self) -> None:
-        """Meet the other ranks, where there are any."""
+        """Join the process group, where there are several ranks."""
 
     def teardown(self) -> None:
         """Let go of groups, files and settings that this strategy took."""
-        self.snapshot = self.replicas = None
-        self.layout.teardown()
-        self.layout.free, self.layout.joint = None, False
-        self._precision.teardown()
+        self.snapshot = None
+        for part in self.parts:
+            part.teardown()
+        self.joined_parts = []
         if self._checkpoint_io is not None:
             self._checkpoint_io.teardown()
         if self._accelerator is not None:
@@ -235,7 +262,10 @@ class Strategy(Checkpoints):
 
     def setup_module(self, module: Module) -> Module:
         """The module that forwards go through. All ranks must call this."""
-        return self.layout.wrap(module, self.topology)
+        wrap = partial(self.layout.wrap, topology=self.topology)
+        for setup in self.overriding("setup"):
+            wrap = partial(setup, wrap=wrap)
+        return wrap(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """The optimizer that steps. All ranks must call this."""
@@ -255,7 +285,7 @@ class Strategy(Checkpoints):
         """Before the layout wraps it: bring the module to the device, unless the layout does, part by
         part.
         """
-        if not self.layout.moves or overridden(type(self), Strategy, "module_to_device"):
+        if not self.traits.places_models or overridden(type(self), Strategy, "module_to_device"):
             self.module_to_device(module)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
@@ -316,8 +346,10 @@ class Strategy(Checkpoints):
         number = getattr(self.cluster_environment, "requeue_signal", None)
         return () if number is None else (number,)
 
-    def explain(self, error: Exception) -> None:
-        """Raise a better error in place of one that a step raised on this rank, where there is one."""
+    def explain(self, error: Exception, doing: str = "backward") -> None:
+        """Raise a better error in place of one that torch raised on this rank, if a part knows one."""
+        for failed in self.overriding("failed"):
+            failed(error, doing)
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         """Step the optimizer; `kwargs` are the user's (a `closure`, if any). All ranks must call this."""
@@ -367,7 +399,8 @@ class Strategy(Checkpoints):
         """
         from fabric.strategies.items import total_items
 
-        self.layout.normalises = True
+        for normalizing in self.overriding("normalizing"):
+            normalizing()
         held = module.parameters() if optimizer is None else self._precision.main_params(optimizer)
         parameters = list(held)
         try:

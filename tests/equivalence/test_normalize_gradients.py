@@ -17,8 +17,8 @@ from test_layouts import LAYOUTS, TOLERANCE, launched, net, parts, scaler
 from torch import nn
 
 from fabric import Fabric
-from fabric.collectives.control_connections import ControlConnections
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError
+from fabric.guard.control_connections import ControlConnections
 from fabric.plugins.precision import MixedPrecision
 from fabric.strategies import DDPStrategy
 

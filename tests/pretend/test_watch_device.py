@@ -46,7 +46,7 @@ def stopped(told, busy):
         return sys.stderr.text
     finally:
         fabric.barrier()
-        fabric.strategy._watchdog.stop()
+        fabric.strategy.find_part("hang report").watchdog.stop()
         sys.stderr = stderr
         os.environ["FABRIC_HANG_REPORT_AFTER"] = "off"
 

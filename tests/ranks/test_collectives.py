@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from fabric import Fabric
 from fabric.collectives import frames
-from fabric.collectives.control_connections import ControlConnections
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.tree import flatten
+from fabric.guard.control_connections import ControlConnections
 from fabric.precision.dtypes import as_bytes
 
 Pair = namedtuple("Pair", ["left", "right"])

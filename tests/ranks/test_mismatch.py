@@ -21,11 +21,11 @@ import torch.distributed as dist
 from test_collectives import counted, launched
 
 from fabric import Fabric
-from fabric.collectives.control_connections import Listener
 from fabric.collectives.frames import FRAME_BYTES
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, RankError
 from fabric.guard import call_checker as control
 from fabric.guard.call_checker import guard_of
+from fabric.guard.control_connections import Listener
 from fabric.testing import RankFailure
 
 HERE = Path(__file__).name

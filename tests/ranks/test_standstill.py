@@ -174,7 +174,11 @@ def on_the_way():
     os.environ["FABRIC_HANG_REPORT_AFTER"] = "600"
     fabric = Fabric(accelerator="cpu", devices=3, strategy="ddp")
     fabric.launch()
-    dog, rank, pair = fabric.strategy._watchdog, fabric.global_rank, dist.new_group([0, 1])
+    dog, rank, pair = (
+        fabric.strategy.find_part("hang report").watchdog,
+        fabric.global_rank,
+        dist.new_group([0, 1]),
+    )
     try:
         fabric.barrier()
         if rank == 1:
@@ -200,7 +204,7 @@ def asleep():
     os.environ["FABRIC_HANG_REPORT_AFTER"] = "600"
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
-    dog = fabric.strategy._watchdog
+    dog = fabric.strategy.find_part("hang report").watchdog
     try:
         fabric.barrier()
         if fabric.global_rank == 1:

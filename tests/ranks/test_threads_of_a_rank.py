@@ -11,8 +11,8 @@ import torch
 from checkpoint_cases import launched
 from torch.utils.data import DataLoader, Dataset
 
-from fabric.collectives.threads import _name_of
 from fabric.core.errors import CollectiveMismatch, RankError
+from fabric.guard.threads import _name_of
 
 
 class Caller(threading.Thread):

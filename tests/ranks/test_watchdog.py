@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from fabric import Fabric
-from fabric.collectives.frames import RankReport
 from fabric.core.errors import ConfigurationError, RankError
 from fabric.guard import watchdog
 from fabric.guard.deadlocks import RankStatus, as_table
+from fabric.guard.messages import RankReport
 from fabric.guard.stacks import user_line
 from fabric.guard.watchdog import report_after
 
@@ -60,8 +60,8 @@ def watched(after="0.4", strategy="ddp"):
         yield fabric, sys.stderr
     finally:
         sys.stderr, watchdog._AGAIN = stderr, again
-        if fabric.strategy._watchdog is not None:
-            fabric.strategy._watchdog.stop()
+        if (part := fabric.strategy.find_part("hang report")) is not None and part.watchdog is not None:
+            part.watchdog.stop()
         os.environ["FABRIC_HANG_REPORT_AFTER"] = "off"
 
 
@@ -102,7 +102,8 @@ def late_for_a_backward():
         model = fabric.setup(torch.nn.Linear(2, 2))  # where a busy machine may keep one back
         loss = model(torch.ones(1, 2)).sum()
         fabric.barrier()
-        fabric.strategy._watchdog._after = fabric.strategy._watchdog._next = 0.4
+        dog = fabric.strategy.find_part("hang report").watchdog
+        dog._after = dog._next = 0.4
         if fabric.global_rank == 1:
             busy_elsewhere(listener)
         fabric.backward(loss)
@@ -191,7 +192,8 @@ def test_each_hang_is_said_once(ranks):
 def all_wait_at_once():
     """All ranks notice in the same look."""
     with watched("60") as (fabric, listener):
-        dog, waits = fabric.strategy._watchdog, fabric.strategy._watchdog._waits
+        dog = fabric.strategy.find_part("hang report").watchdog
+        waits = dog._waits
         fabric.barrier()
         waits.here = waits.stand(RankReport(0, "barrier('x') #1", "", "train.py:3"), time.monotonic() - 100)
         listener.wait()
@@ -211,11 +213,11 @@ def gone_rank():
     """Rank 1 leaves; the table of rank 0's failed call says so."""
     with watched("60") as (fabric, listener):
         if fabric.global_rank == 1:
-            fabric.strategy._watchdog.stop()
+            fabric.strategy.find_part("hang report").watchdog.stop()
             listener.store.set("table", "left")
             return ""
         listener.wait()
-        return as_table(fabric.strategy._watchdog.whereabouts().values())
+        return as_table(fabric.strategy.find_part("hang report").watchdog.whereabouts().values())
 
 
 def test_a_rank_that_has_left_is_told_from_one_that_does_not_answer(ranks):

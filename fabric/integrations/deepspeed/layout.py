@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,14 +52,14 @@ class Engines(Layout):
         owns_backward=True,
         precisions=PRECISIONS,
         precisions_why=WHY,
+        splits_optimizers=True,
+        places_models=True,
+        replicates=(),
     )
-    splits_optimizers = True
-    moves = True
-    replicates = ()
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
-        self.splits = stage == 3
+        self.traits = replace(self.traits, splits_parameters=stage == 3)
         self.config: dict[str, Any] = {}
         """Of an engine, complete; the strategy sets it."""
         self.engines: dict[Any, Any] = {}
@@ -94,7 +95,7 @@ class Engines(Layout):
         self.engines[module] = engine
         take_over(engine)
         engine.__deepcopy__ = _refuse_copy
-        if self.splits:
+        if self.traits.splits_parameters:
             module.register_state_dict_pre_hook(self._check_whole)
         if trains(engine):
             self._attend(engine, optimizer if optimizer is not None else _made_by(engine))
@@ -159,7 +160,7 @@ class Engines(Layout):
     def _hooked(self, call: Callable[..., Any], wrapped: Any, name: str = "") -> Callable[..., Any]:
         if wrapped not in self.engines.values():
             return call
-        if self.splits:
+        if self.traits.splits_parameters:
             call = Together(call, self, type(wrapped.module).__name__ + name)
         return HookedCall(call, self, wrapped)
 
@@ -175,7 +176,7 @@ class Engines(Layout):
             UsageError: It reaches none; or the graph is to stay for another one under stage 3; or one before
                 has failed.
         """
-        if self.splits and (kwargs.get("retain_graph") or kwargs.get("create_graph")):
+        if self.traits.splits_parameters and (kwargs.get("retain_graph") or kwargs.get("create_graph")):
             raise UsageError(
                 "fabric.backward(loss, retain_graph=True): under stage 3 DeepSpeed lets weights go that a "
                 "second backward of this graph needs. Add the losses up and call fabric.backward once, or "
@@ -186,7 +187,7 @@ class Engines(Layout):
                 "A backward before this one failed in the middle, and DeepSpeed's engine has a part of its "
                 "gradients. Begin a new process from a checkpoint."
             )
-        if self.splits and self.channel is not None:
+        if self.traits.splits_parameters and self.channel is not None:
             self.channel.announce("backward")
         for held in self._gradients.values():
             held.begin()
@@ -347,10 +348,11 @@ class Engines(Layout):
 
     def _take_edits(self, engine: Any) -> None:
         """Copy what the user wrote into parameters since the last step to the master weights."""
-        whole = not (self.config["fp16"]["enabled"] or self.config["bf16"]["enabled"] or self.splits)
+        whole = not (self.config["fp16"]["enabled"] or self.config["bf16"]["enabled"])
+        whole = whole and not self.traits.splits_parameters
         if not whole and engine.fabric_versions == [p._version for p in engine.module.parameters()]:
             return  # in float32 masters are the parameters, by whatever these were written
-        if self.splits:
+        if self.traits.splits_parameters:
             raise UsageError(
                 "Parameters were written by hand, and under stage 3 their values are elsewhere: nothing was "
                 "changed. Take stage 2, or load what they should be by fabric.load_raw."

@@ -30,9 +30,8 @@ class ReducedByHorovod(Replicate):
         Replicate.traits,
         precisions=("64-true", "32-true", "16-true", "16-mixed", "bf16-mixed"),
         precisions_why="Horovod does not send bfloat16",
+        lockstep=False,
     )
-
-    in_step = False
 
     def __init__(self, settings: dict[str, Any] | None = None, compression: str = "none") -> None:
         super().__init__(settings)

@@ -16,6 +16,7 @@ from fabric.collectives.torch_collective import TorchCollective
 from fabric.core._torch import BatchNorm, backward_pass
 from fabric.core.compile import eager
 from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.parts import Part
 from fabric.core.tree import flatten
 from fabric.strategies.context_parallel.region import Region, Row
 from fabric.strategies.context_parallel.sequence import part_sizes
@@ -28,13 +29,11 @@ if TYPE_CHECKING:
 
     from torch.nn import Module
 
-    from fabric.collectives.channel import Transport
-    from fabric.core.topology import Topology
 
 DIMS = ("data_parallel", "context_parallel")
 
 
-class ContextParallel(DataParallelMesh):
+class ContextParallel(DataParallelMesh, Part):
     """Long sequences divided over ranks: `DDPStrategy(context_parallel=ContextParallel(2))`.
 
     Ranks in rows of `size` get the same batch (loaders that are set up see to it). Inside of the modules that
@@ -111,13 +110,31 @@ class ContextParallel(DataParallelMesh):
             size, world_size, f"rows of {size} that share a sequence", "ContextParallel(size) with"
         )
 
-    def join(self, topology: Topology, wire: Transport) -> None:
+    def resolve(self, plan: Any) -> None:
+        """Check that the ranks can be divided into rows."""
+        self.size_of(len(plan.devices) * plan.num_nodes)
+
+    def join(self, strategy: Any) -> None:
         """Make the groups. All ranks must call this."""
+        topology = strategy.topology
         size = self.size_of(topology.world_size)
         self.mesh = make_rows(topology, size, DIMS)
         self.row.place = (topology.rank % size, size)
         if size > 1:
-            self.row.channel = Channel(TorchCollective(group=self.mesh.get_group(1)), wire)
+            self.row.channel = Channel(TorchCollective(group=self.mesh.get_group(1)), strategy.wire)
+
+    def setup(self, module: Module, wrap: Callable[[Module], Module]) -> Module:
+        """Choose the modules that are divided, wrap, and divide them: hooks of a layout see whole inputs.
+        All ranks must call this.
+
+        Raises:
+            ConfigurationError: As `regions`.
+            UsageError: As `regions`.
+        """
+        regions = self.regions(module)
+        wrapped = wrap(module)
+        self.install(module, regions)
+        return wrapped
 
     def regions(self, module: Module) -> dict[Module, str]:
         """Return the modules whose inputs are divided, with their names in errors. Call before wrapping.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,8 @@ class Replicate(Layout):
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         self.settings = dict(settings or {})
         if not self._syncs_buffers:
-            self.replicates = tuple([kind for kind in self.replicates if kind != "buffers"])
+            kinds = [kind for kind in self.traits.replicates if kind != "buffers"]
+            self.traits = replace(self.traits, replicates=tuple(kinds))
         # In the order of setup: collectives of several replicas need one order on all ranks.
         self._replicas: weakref.WeakKeyDictionary[DistributedDataParallel, _Known]
         self._replicas = weakref.WeakKeyDictionary()
@@ -120,7 +122,7 @@ class Replicate(Layout):
         broadcast_from_group_root([*sent, *shared_buffers(module).values()], self._group())
         replica = DistributedDataParallel(module, **settings)
         self._models += 1
-        self.adopt(replica)
+        self._replica_of(replica)
         return replica
 
     def _keywords(self) -> dict[str, Any]:
@@ -134,9 +136,9 @@ class Replicate(Layout):
 
         return {**settings, **buffers_off(DistributedDataParallel)}
 
-    def adopt(self, wrapped: Module) -> None:
-        """Take in a replica that came to be by copying or unpickling a model."""
-        self._replica_of(wrapped)
+    def copied(self, model: Any) -> None:
+        """Register the replica of a copied or unpickled model."""
+        self._replica_of(model._fabric_joined)
 
     def reduced(self) -> set[int]:
         """Ids of the parameters of models as they were at setup, and of free parameters."""
@@ -301,8 +303,8 @@ class Replicate(Layout):
             known = self._replicas[replica]
             if replica.training and known.came and known.buffers is not None:
                 broadcast_buffers([known.buffers], self.channel)
-        if self.synchronised is not None and syncing and self.in_step:
-            self.synchronised([replica.module for replica in syncing if self._replicas[replica].came])
+        if self.after_sync is not None and syncing and self.traits.lockstep:
+            self.after_sync([replica.module for replica in syncing if self._replicas[replica].came])
 
     def _averaged(self, before: list[tuple[_Known, list[Any]]]) -> None:
         """A backward has averaged the gradients of those that it came to."""

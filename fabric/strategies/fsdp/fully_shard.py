@@ -19,14 +19,13 @@ from fabric.collectives.frames import call_of
 from fabric.core._torch import BatchNorm, is_fsdp
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.precision import POLICIES
-from fabric.core.traits import Traits
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser
 from fabric.strategies.fsdp._torch import has_hooks, reduce_in_place
 from fabric.strategies.sharding._torch import whole_of
 from fabric.strategies.sharding.blocks import check_whole, choose_blocks, innermost_first
 from fabric.strategies.sharding.sharded import FSDP2Runtime
-from fabric.strategies.sharding.split import is_split
+from fabric.strategies.sharding.split import SPLIT, is_split
 from fabric.strategies.tensor_sync import broadcast_from_zero, on_any_rank
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from fabric.collectives.channel import Channel
-    from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
 
 
@@ -77,8 +75,7 @@ class FullyShard(FSDP2Runtime):
         settings: See `ShardSettings`.
     """
 
-    moves = True
-    traits = Traits(needs_launch=True, data_parallel=True)
+    traits = replace(SPLIT, needs_launch=True, data_parallel=True, places_models=True)
 
     def __init__(self, settings: ShardSettings | None = None) -> None:
         super().__init__()
@@ -93,11 +90,11 @@ class FullyShard(FSDP2Runtime):
         # Groups and models belong to their process; a spawned rank joins anew.
         return type(self), (self.settings,)
 
-    def bind(self, devices: list[torch.device], num_nodes: int) -> None:
+    def resolve(self, plan: Any) -> None:
         """Check that the mesh sizes fit the devices."""
-        self.sizes(len(devices), num_nodes)
+        self.sizes(len(plan.devices), plan.num_nodes)
 
-    def join(self, topology: Topology, policy: DtypePolicy) -> None:
+    def join(self, strategy: Any) -> None:
         """Make the mesh. All ranks must call this.
 
         Raises:
@@ -105,7 +102,8 @@ class FullyShard(FSDP2Runtime):
         """
         from torch.distributed.device_mesh import init_device_mesh
 
-        super().join(topology, policy)
+        super().join(strategy)
+        topology = strategy.topology
         sizes = self.sizes(topology.local_world_size, topology.num_nodes)
         self.mesh = self.settings.mesh
         if not hasattr(self.mesh, "mesh_dim_names"):

@@ -125,10 +125,7 @@ class LocalSteps(Layout):
         outer_optimizer: As in `LocalSGDStrategy`.
     """
 
-    traits = Traits(needs_launch=True, data_parallel=True, steps_apart=True)
-    hears_loads = True
-    replicates = ()
-    in_step = False
+    traits = Traits(needs_launch=True, data_parallel=True, steps_apart=True, replicates=(), lockstep=False)
 
     def __init__(self, sync_every: int, outer_optimizer: Callable[[list[Tensor]], Optimizer] | None) -> None:
         self.sync_every, self.outer_optimizer = sync_every, outer_optimizer
@@ -144,12 +141,15 @@ class LocalSteps(Layout):
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module, with rank zero's values on all ranks. All ranks must call this."""
         broadcast_from_zero([*module.parameters(), *shared_buffers(module).values()])
-        self.adopt(module)
+        self._register(module)
         return module
 
-    def adopt(self, wrapped: Module) -> None:
-        """Register a copied or unpickled module: its buffers are averaged, and its optimizers watched."""
-        self._modules[wrapped] = SyncedBuffers(wrapped)
+    def copied(self, model: Any) -> None:
+        """Register a copied or unpickled model: its buffers are averaged, and its optimizers watched."""
+        self._register(model._fabric_joined)
+
+    def _register(self, module: Module) -> None:
+        self._modules[module] = SyncedBuffers(module)
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Before a step of any optimizer in this process.
@@ -273,6 +273,6 @@ class LocalSteps(Layout):
                 reduce_tree(shared, "mean", self.channel, label="end of a round")
         for optimizer, held in rounds.items():
             held.go_on(parameters_of(optimizer))
-        if self.synchronised is not None:
+        if self.after_sync is not None:
             ended = [m for m in self._modules if not parameters.keys().isdisjoint(m.parameters())]
-            self.synchronised(ended, [p for p in parameters if _has_mean(p)])
+            self.after_sync(ended, [p for p in parameters if _has_mean(p)])

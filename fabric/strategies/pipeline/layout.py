@@ -36,7 +36,6 @@ from fabric.strategies.tensor_sync import average_gradients, broadcast_from_grou
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.nn import Module
@@ -63,8 +62,8 @@ class Pipeline(DataParallelMesh, PipelineStates):
         checkpoint: One of `CHECKPOINT`.
     """
 
-    moves = True
     traits = Traits(
+        places_models=True,
         needs_launch=True,
         data_parallel=True,
         precisions=("64-true", "32-true", "bf16-true", "16-true", "bf16-mixed"),
@@ -107,13 +106,15 @@ class Pipeline(DataParallelMesh, PipelineStates):
             stages, world_size, f"pipelines of {stages} stages", "num_stages= (or a balance= with)"
         )
 
-    def bind(self, devices: list[torch.device], num_nodes: int) -> None:
+    def resolve(self, plan: Any) -> None:
         """Check that the ranks can be divided into pipelines."""
-        self.stages_of(len(devices) * num_nodes)
+        self.stages_of(len(plan.devices) * plan.num_nodes)
 
-    def join(self, topology: Topology, policy: DtypePolicy) -> None:
+    def join(self, strategy: Any) -> None:
         """Make the mesh. All ranks must call this."""
-        self.device, self.policy = topology.device, policy
+        super().join(strategy)
+        topology = strategy.topology
+        self.device, self.policy = topology.device, strategy.precision.policy
         self._unwatch = self._unwatch or add_step_listener(self)
         stages = self.stages_of(topology.world_size)
         self.mesh = make_rows(topology, stages, DIMS)
@@ -223,8 +224,8 @@ class Pipeline(DataParallelMesh, PipelineStates):
             return
         if self.across is not None:
             self._average(module, flow, self.across)
-        if self.synchronised is not None:
-            self.synchronised([module])
+        if self.after_sync is not None:
+            self.after_sync([module])
 
     def _average(self, module: Module, flow: Flow, across: Channel) -> None:
         blocks = [block for _, block in flow.runner.stage.blocks]

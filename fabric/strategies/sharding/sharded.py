@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
-    from fabric.core.precision import DtypePolicy
-    from fabric.core.topology import Topology
-
 
 class FSDP2Runtime(DTensorLayout):
     """Calls gather what they need, each backward reduces what it made, failures leave no trace.
@@ -49,9 +46,9 @@ class FSDP2Runtime(DTensorLayout):
         self._reached: set[int] = set()
         self._buffers: weakref.WeakKeyDictionary[Module, SyncedBuffers] = weakref.WeakKeyDictionary()
 
-    def join(self, topology: Topology, policy: DtypePolicy) -> None:
-        """Remember where this process is. Subclasses make their mesh here."""
-        super().join(topology, policy)
+    def join(self, strategy: Any) -> None:
+        """Note this rank's device. Subclasses make their mesh here."""
+        super().join(strategy)
         add_backward_listener(self)
 
     def forward_plan(self, wrapped: Module) -> Callable[..., Any]:
@@ -203,9 +200,9 @@ class FSDP2Runtime(DTensorLayout):
         self.passed = 0
         owners = names_of_owners(held, self.models())
         self.channel.meet(call_of(f"{type(optimizer).__name__}.step", f"of {owners}: {told}"))
-        if self.synchronised is not None:
+        if self.after_sync is not None:
             stepped = {*held}
-            self.synchronised([m for m in self.models() if not stepped.isdisjoint(m.parameters())])
+            self.after_sync([m for m in self.models() if not stepped.isdisjoint(m.parameters())])
 
 
 def _check_strides(name: str, parameter: Any) -> None:

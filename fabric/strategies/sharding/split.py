@@ -15,6 +15,7 @@ from fabric.checkpoint.portable import read_stored
 from fabric.collectives.frames import call_of
 from fabric.core.backward_listeners import add_step_listener, parameters_of
 from fabric.core.errors import UsageError
+from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
 from fabric.strategies._torch import tensor_of
 from fabric.strategies.deferred_init.deferred import DeferredInit, DeferredTensor
@@ -30,13 +31,16 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabric.core.precision import DtypePolicy
-    from fabric.core.topology import Topology
+
+
+SPLIT = Traits(splits_parameters=True, splits_optimizers=True, fills_meta=True)
+"""Traits of all layouts whose parameters are DTensors."""
 
 
 class DTensorLayout(Layout):
     """Parameters are replaced by their parts at setup; optimizers, state dicts and norms follow."""
 
-    splits = splits_optimizers = fills = True
+    traits = SPLIT
 
     def __init__(self) -> None:
         self.mesh: DeviceMesh | None = None
@@ -51,11 +55,12 @@ class DTensorLayout(Layout):
         """The mesh that parameters lie on; None before launch."""
         return self.mesh
 
-    def join(self, topology: Topology, policy: DtypePolicy) -> None:
-        """Remember where this process is. Subclasses make their mesh here."""
+    def join(self, strategy: Any) -> None:
+        """Note this rank's device. Subclasses make their mesh here."""
         from fabric.strategies.sharding.dtensors import mend_dtensors
 
-        self.device, self.policy = topology.device, policy
+        super().join(strategy)
+        self.device, self.policy = strategy.topology.device, strategy.precision.policy
         mend_dtensors(self)
         self._unwatch = self._unwatch or add_step_listener(self)
 
@@ -91,10 +96,10 @@ class DTensorLayout(Layout):
                 "LBFGS joins all parameters in one vector, which parameters that are split over ranks "
                 'cannot be. Use another optimizer, or strategy="ddp".'
             )
-        self.follow(optimizer)
+        self.remap_parameters(optimizer)
         return optimizer
 
-    def follow(self, optimizer: Optimizer) -> None:
+    def remap_parameters(self, optimizer: Optimizer) -> None:
         """Put the parts of parameters in the place of the whole ones, in groups and state."""
         for group in optimizer.param_groups:
             for i, old in enumerate(group["params"]):

@@ -7,6 +7,7 @@ agree.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +16,13 @@ from torch.overrides import TorchFunctionMode
 
 from fabric.core._torch import is_fsdp, memory_of
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.core.traits import Traits
 from fabric.core.tree import flatten
 from fabric.strategies._torch import has_forward_hooks
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser, own_meta
 from fabric.strategies.rows import DataParallelMesh
 from fabric.strategies.sharding.sharded import FSDP2Runtime
-from fabric.strategies.sharding.split import is_split
+from fabric.strategies.sharding.split import SPLIT, is_split
 from fabric.strategies.tensor_sync import broadcast_from_zero
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fabric.core.precision import DtypePolicy
     from fabric.core.topology import Topology
 
 Places = list[tuple[Module, dict[str, Any], str, Any]]
@@ -49,7 +48,8 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
         tensor_parallel_size: Ranks that share one replica; "auto": the rest, or the devices of a node.
     """
 
-    traits = Traits(
+    traits = replace(
+        SPLIT,
         needs_launch=True,
         data_parallel=True,
         precisions=("64-true", "32-true", "bf16-true", "16-true", "bf16-mixed"),
@@ -95,15 +95,16 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
             )
         return data, tensor
 
-    def bind(self, devices: list[torch.device], num_nodes: int) -> None:
+    def resolve(self, plan: Any) -> None:
         """Check that the mesh sizes fit the devices."""
-        self.sizes(len(devices), num_nodes)
+        self.sizes(len(plan.devices), plan.num_nodes)
 
-    def join(self, topology: Topology, policy: DtypePolicy) -> None:
+    def join(self, strategy: Any) -> None:
         """Make the mesh. All ranks must call this."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        super().join(topology, policy)
+        super().join(strategy)
+        topology = strategy.topology
         sizes = self.sizes(topology.local_world_size, topology.num_nodes)
         self.mesh = init_device_mesh(topology.device.type, sizes, mesh_dim_names=DIMS)
 

@@ -8,6 +8,7 @@ import weakref
 import zlib
 from collections import defaultdict
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,7 @@ class ShardedStates(Replicate):
         settings: As in `Replicate`.
     """
 
-    replicates = ("parameters", "buffers")
-    splits_optimizers = True
+    traits = replace(Replicate.traits, splits_optimizers=True, replicates=("parameters", "buffers"))
 
     def __init__(self, settings: dict[str, Any] | None = None) -> None:
         super().__init__(settings)

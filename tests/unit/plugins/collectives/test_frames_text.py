@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import fabric
 from fabric.collectives.frames import REFUSED, call_of, describe_tensor, format_tree, tree_call
-from fabric.collectives.job_store import JobStore
 from fabric.core.source import user_place
 from fabric.core.tree import flatten
 from fabric.guard.deadlocks import DeadlockDetector, RankStatus, stuck
+from fabric.guard.job_store import JobStore
 from fabric.guard.mismatch import TEXT_BYTES, RankReport, from_text, mismatch_text, table, to_text
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -12,9 +12,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from fabric.collectives import job_store
-from fabric.collectives.job_store import JobStore, StoreTimeout
 from fabric.core.errors import RankError
+from fabric.guard import job_store
+from fabric.guard.job_store import JobStore, StoreTimeout
 
 HOST = """
 import sys, time

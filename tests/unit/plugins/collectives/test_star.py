@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from fabric.collectives import control_connections as module
-from fabric.collectives.control_connections import ControlConnections, Listener, connect
+from fabric.guard import control_connections as module
+from fabric.guard.control_connections import ControlConnections, Listener, connect
 
 SECONDS = 20.0
 

@@ -1,6 +1,7 @@
 """Verbs of several threads of a rank: one at a time, and each rank in the same one.
 
-Called by `Channel.meet` where a call is made in another thread than the call before it, or than `launch`.
+`CallChecker.compare` calls this where a call is made in another thread than the call before it, or than
+`launch`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fabric.collectives import channel
 from fabric.collectives.frames import IN_THREAD
 from fabric.core.errors import CollectiveMismatch
 from fabric.core.source import user_place
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from fabric.collectives.frames import CallSignature
     from fabric.guard.deadlocks import DeadlockDetector
 
-_HERE = str(Path(__file__).parent)
+_COLLECTIVES = str(Path(channel.__file__).parent)
 
 
 def in_this_thread(call: CallSignature, waits: DeadlockDetector) -> CallSignature:
@@ -54,7 +56,7 @@ def in_this_thread(call: CallSignature, waits: DeadlockDetector) -> CallSignatur
 
 def _verb_frame(frame: Any) -> Any:
     """The innermost frame of a collective on a thread's stack; None: it is in none."""
-    while frame is not None and not frame.f_code.co_filename.startswith(_HERE):
+    while frame is not None and not frame.f_code.co_filename.startswith(_COLLECTIVES):
         frame = frame.f_back
     return frame
 
