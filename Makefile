@@ -26,7 +26,7 @@ help:
 	@echo "make test-device   what can differ on an accelerator, on a pretend one (needs a C++ compiler)"
 	@echo "make test-ecosystem   Hugging Face, peft, WebDataset and loggers, likewise (a part of make test-engines)"
 	@echo "make test-pythons PYTHONS=\"3.10 3.13\"   unit tests, launches and the demo on each Python that is installed"
-	@echo "make test-torch TORCH_VERSIONS=\"2.9.1 2.15.0\"   unit tests, ranks, equivalence and the demo on each version of torch"
+	@echo "make test-torch TORCH_VERSIONS=\"2.9.1 2.15.0\"   tests and the demo on each version of torch"
 	@echo "make test-engines ENGINES=\"horovod ray\"   engines of others with their packages, each in an environment of its own"
 
 demo: $(VENV)/.examples
@@ -54,7 +54,7 @@ slow-tests: $(VENV)/.dev
 test-device: $(VENV)/.dev
 	@status=0; PYTHON=$(BIN)/python bash tests/gpu/run.sh --pretend || status=1; \
 		PYTHONPATH=$(CURDIR)/tests/pretend/device \
-		$(PYTEST) -m device tests/pretend tests/equivalence tests/test_frames.py || status=1; exit $$status
+		$(PYTEST) -m device tests/pretend tests/data tests/strategies tests/test_frames.py || status=1; exit $$status
 
 # Engines of others (tests/integrations): what cannot be installed is skipped, and said at the end. All, unless named.
 ENGINES ?=

@@ -25,7 +25,7 @@ INSTALL_SECONDS, TEST_SECONDS = 900, 1800
 LAUNCHES = "tests/end_to_end/test_launch.py::test_the_same_script_gives_the_same_numbers"
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal"]
 STEPS = {
-    "unit tests": [*PYTEST, "tests/unit"],
+    "unit tests": [*PYTEST, "-m", "not slow and not ranks and not device", "tests"],
     "launches": [*PYTEST, LAUNCHES],
     "demo": ["examples/demo.py", "--epochs", "2"],
 }

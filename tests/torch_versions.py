@@ -1,4 +1,4 @@
-"""The package on other versions of torch: unit tests, ranks, equivalence, the demo.
+"""The package on other versions of torch: the tests of each folder of the package, the demo.
 
     python tests/torch_versions.py 2.9.1 2.15.0
 
@@ -22,14 +22,19 @@ VENVS = Path(os.environ.get("TORCH_VENVS", ROOT / ".venv-torch"))
 WORKERS = os.environ.get("WORKERS", "2")
 INSTALL_SECONDS, TEST_SECONDS = 1800, 5400
 PYTEST = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", WORKERS, "--dist", "worksteal"]
+
+
+def is_of_package(folder: Path) -> bool:
+    """Whether it has the tests of a folder of the package."""
+    return (ROOT / "fabric" / folder.name).is_dir() and folder.name != "integrations"
+
+
 STEPS = {
-    "unit, ranks, equivalence": [
+    "tests of the folders": [
         *PYTEST,
         "-m",
         "not slow or smoke",
-        "tests/unit",
-        "tests/ranks",
-        "tests/equivalence",
+        *[f"tests/{folder.name}" for folder in sorted((ROOT / "tests").iterdir()) if is_of_package(folder)],
     ],
     "demo": ["examples/demo.py"],
 }
@@ -60,7 +65,7 @@ def run(place: Path, name: str, command: list[str]) -> str:
     """What a step came to; its output is in a file beside the environment."""
     environ = {**os.environ, "PATH": os.pathsep.join([str(place / "bin"), os.environ["PATH"]])}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    log, begun = place.with_name(f"{place.name}-{name.partition(',')[0]}.txt"), time.monotonic()
+    log, begun = place.with_name(f"{place.name}-{name.partition(' ')[0]}.txt"), time.monotonic()
     with log.open("w") as file:
         try:
             full = [place / "bin/python", *command]

@@ -1,6 +1,6 @@
 """Private names of torch that several folders use, or that `import fabric` loads in any run; each once.
 
-`unit/test_torch_internals.py` tests each. A file for each folder would load more modules in every run.
+`core/test_torch_internals.py` tests each. A file for each folder would load more modules in every run.
 """
 
 from __future__ import annotations

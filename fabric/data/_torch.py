@@ -1,4 +1,4 @@
-"""Private names of torch's DataLoader, each once; `unit/test_torch_internals.py` tests each."""
+"""Private names of torch's DataLoader, each once; `core/test_torch_internals.py` tests each."""
 
 from __future__ import annotations
 

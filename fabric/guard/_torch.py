@@ -1,4 +1,4 @@
-"""Private names of process groups; `unit/test_torch_internals.py` tests each."""
+"""Private names of process groups; `core/test_torch_internals.py` tests each."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def recipe(directory, strategy, ranks, *options, code=0):
 
 STEPS = list(range(1, 61))
 FIXED_BUCKETS = "ddp_find_unused_parameters_true"
-"""DDP that sums gradients of a first step as of all others: see tests/ranks/test_portable_runs.py."""
+"""DDP that sums gradients of a first step as of all others: see tests/checkpoint/test_portable_runs.py."""
 
 
 @pytest.mark.parametrize(("strategy", "ranks", "kills"), [(FIXED_BUCKETS, 2, 4), ("zero3", 3, 3)])

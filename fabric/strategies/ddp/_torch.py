@@ -1,4 +1,4 @@
-"""Private names of DistributedDataParallel and its reducer; `unit/test_torch_internals.py` tests each."""
+"""Private names of DistributedDataParallel and its reducer; `core/test_torch_internals.py` tests each."""
 
 from __future__ import annotations
 

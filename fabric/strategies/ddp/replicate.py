@@ -3,7 +3,7 @@
 Invariant: the reducer is armed at the start of every backward pass, and checked at its end. torch arms it in
 `DDP.forward` only. Two forwards with two backwards silently leave gradients unsynchronised. So do
 a backward outside `no_sync` of a forward inside it, and any method other than forward (measured:
-tests/equivalence/test_gradient_sync.py). Reentrant checkpoints run passes inside of the pass; the reducer
+tests/strategies/test_gradient_sync.py). Reentrant checkpoints run passes inside of the pass; the reducer
 takes the first that is complete for the whole, and what comes after it is averaged here, at the end.
 """
 

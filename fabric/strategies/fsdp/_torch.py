@@ -1,4 +1,4 @@
-"""Private names of torch that FSDP alone uses; `unit/test_torch_internals.py` tests each."""
+"""Private names of torch that FSDP alone uses; `core/test_torch_internals.py` tests each."""
 
 from __future__ import annotations
 

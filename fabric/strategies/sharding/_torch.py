@@ -1,4 +1,4 @@
-"""Private names of FSDP2 and DTensor; `unit/test_torch_internals.py` tests each."""
+"""Private names of FSDP2 and DTensor; `core/test_torch_internals.py` tests each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of torch's optimizers; `unit/test_torch_internals.py` tests each."""
+"""Private names of torch's optimizers; `core/test_torch_internals.py` tests each."""
 
 from __future__ import annotations
 

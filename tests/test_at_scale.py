@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALL = {"layers": 2, "dim": 32, "heads": 4, "hidden": 64, "vocab": 64, "tokens": 8}
 # Rows of the feed-forward: 21 of each tp part over dp 4 are 6, 6, 6, 3; 42 over 4 are 11, 11, 11, 9.
 UNEVEN = SMALL | {"hidden": 42}

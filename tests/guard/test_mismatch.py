@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_collectives import counted, launched
+from collective_cases import counted, launched
 
 from fabric import Fabric
 from fabric.collectives.frames import FRAME_BYTES

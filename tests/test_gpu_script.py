@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tests" / "gpu" / "run.sh"
 FILES = [
     *sorted((ROOT / "tests" / "gpu").glob("*.py")),

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from collective_cases import launched
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from test_collectives import launched
 
 from fabric.collectives.frames import FRAME_BYTES, PACK_LIMIT, PAYLOAD_BYTES
 from fabric.core.errors import ArgumentTypeError, CollectiveMismatch, ConfigurationError, UsageError

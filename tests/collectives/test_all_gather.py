@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from test_collectives import GATHERED, alike, counted, launched, random_tree
+from collective_cases import GATHERED, alike, counted, launched, random_tree
 
 from fabric import Fabric
 from fabric.core.errors import UsageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from test_collectives import FLAT, counted
+from collective_cases import FLAT, counted
 from test_log_dict import Kept
 from test_metrics import LOCAL, about_updates_only, close, riding_up_to, snapshot, untouched
 from torch import nn

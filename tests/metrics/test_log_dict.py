@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from test_collectives import FLAT, counted
+from collective_cases import FLAT, counted
 from torchmetrics import MeanMetric
 
 from fabric import Fabric

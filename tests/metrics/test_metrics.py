@@ -10,7 +10,7 @@ from unittest import mock
 import metric_cases
 import pytest
 import torch
-from test_collectives import FLAT, alike, counted, everywhere_alike, launched
+from collective_cases import FLAT, alike, counted, everywhere_alike, launched
 from torchmetrics import Metric, MetricCollection, classification, wrappers
 from torchmetrics.aggregation import MaxMetric, MeanMetric, SumMetric
 from torchmetrics.classification import BinaryAUROC, BinaryStatScores

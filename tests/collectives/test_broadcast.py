@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_collectives import GATHERED, Batch, Pair, alike, launched, random_tensor, random_tree
+from collective_cases import GATHERED, Batch, Pair, alike, launched, random_tensor, random_tree
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError
 

@@ -167,7 +167,7 @@ def test_batches_split_over_three_devices(ranks, strategy):
 
 
 def of_the_example() -> ParallelStrategy:
-    folder = str(Path(__file__).parents[1] / "examples")
+    folder = str(Path(__file__).parents[2] / "examples")
     if folder not in sys.path:
         sys.path.insert(0, folder)
     from custom_engine import FlatGradientsStrategy
