@@ -64,8 +64,8 @@ def _set_up(given: Any, verb: str) -> ConfigurationError:
     )
 
 
-def check_module(module: Any, verb: str, strategy: Any) -> Module:
-    """The module to set up, not yet wrapped; one that is in a DDP of the user's own is taken out of it.
+def check_module(module: Any, verb: str, strategy: Any) -> tuple[Module, Module]:
+    """The module to set up, and the same without torch.compile. It is taken out of a DDP of the user's own.
 
     Args:
         module: What was given to `verb`.
@@ -77,9 +77,10 @@ def check_module(module: Any, verb: str, strategy: Any) -> Module:
         ArgumentTypeError: No module.
         UsageError: A DDP is inside of it, or FSDP1: gradients would be synchronised twice.
     """
-    check_given((module,), Module, verb)
+    if not isinstance(module, Module) or is_wrapped(module):
+        check_given((module,), Module, verb)  # raises
     wrappers: tuple[Any, ...] = (DistributedDataParallel,)
-    if strategy.traits.needs_launch:
+    if strategy.layout.traits.needs_launch:
         fsdp = sys.modules.get("torch.distributed.fsdp")
         wrappers = (*wrappers, DataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
     outer = inner = unwrap(module)
@@ -98,8 +99,7 @@ def check_module(module: Any, verb: str, strategy: Any) -> Module:
             )
     if inner in strategy.modules:
         raise _set_up(module, verb)
-    plain: Module = module
-    return plain
+    return module, inner
 
 
 def warn_of_batch_norm(module: Module, device: torch.device) -> None:

@@ -27,7 +27,7 @@ from fabric.core.errors import UsageError
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
 from fabric.facts import RankFacts
-from fabric.utilities.init import MODEL_NAME, describe_module, has_meta_parameters, name_of
+from fabric.utilities.init import MODEL_NAME, RANK_LOCAL, describe_module, has_meta_parameters, name_of
 from fabric.utilities.seed import RngState
 from fabric.wrappers import _FabricContainer, _FabricModule, _FabricOptimizer, unwrap
 
@@ -136,20 +136,26 @@ class SetupVerbs(RankFacts):
             ArgumentTypeError: Not a module, not an optimizer.
             UsageError: The model has DDP, or FSDP1, inside; its buffers differ between ranks.
         """
-        self._require_launch("setup()")
+        if not self._launched:
+            self._require_launch("setup()")
         self._models += 1
         if optimizers:
             check_optimizers(optimizers, "fabric.setup")
-        module = check_module(module, "fabric.setup", self._strategy)
-        from fabric.strategies.buffers import mark_rank_local
+        module, original = check_module(module, "fabric.setup", self._strategy)
+        if rank_local or RANK_LOCAL in vars(original):  # marks of another setup are dropped
+            from fabric.strategies.buffers import mark_rank_local
 
-        mark_rank_local(unwrap(module), rank_local)  # also without names: those of another setup are gone
+            mark_rank_local(original, rank_local)
         wrapped, stepped, scheduler = self._wrap(
-            module, list(optimizers), scheduler, move_to_device, _reapply_compile
+            original, module, list(optimizers), scheduler, move_to_device, _reapply_compile
         )
-        self._added(wrapped, stepped, replica_check)
+        if added := self._strategy.hooks["added"]:
+            names = self._rank_local_names(original)
+            for call in added:
+                call(wrapped, stepped, replicated=replica_check, rank_local=names)
         views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
-        self.call("on_after_setup", fabric=self, module=wrapped)
+        if self._callbacks:
+            self.call("on_after_setup", fabric=self, module=wrapped)
         rest = [] if scheduler is None else [scheduler]
         return (wrapped, *views, *rest) if views or rest else wrapped
 
@@ -203,7 +209,8 @@ class SetupVerbs(RankFacts):
             self._strategy.layout.remap_parameters(optimizer)
             self._strategy.layout.add_free(parameters_of(optimizer))
         stepped = [self._strategy.setup_optimizer(o) for o in optimizers]
-        self._added(None, stepped, replica_check)
+        for added in self._strategy.hooks["added"]:
+            added(None, stepped, replicated=replica_check, rank_local=())
         views = [_FabricOptimizer(o, self._strategy, self._callbacks) for o in stepped]
         return views[0] if len(views) == 1 else tuple(views)
 
@@ -335,27 +342,29 @@ class SetupVerbs(RankFacts):
         here = self._strategy.topology
         return RngState(here.rank, exchange if here.world_size > 1 else None)
 
-    def _added(self, model: _FabricModule | None, optimizers: list[Any], replicated: bool) -> None:
-        names: Collection[str] = ()
-        if model is not None and self._strategy.topology.world_size > 1:
-            from fabric.strategies.buffers import rank_local_names
+    def _rank_local_names(self, module: Module) -> Collection[str]:
+        if self._strategy.topology.world_size == 1:
+            return ()
+        from fabric.strategies.buffers import rank_local_names
 
-            names = rank_local_names(model.module)
-        for added in self._strategy.overriding("added"):
-            added(model, optimizers, replicated=replicated, rank_local=names)
+        return rank_local_names(module)
 
     def _wrap(
-        self, module: Any, optimizers: list[Any], scheduler: Any, move_to_device: bool, reapply_compile: bool
+        self,
+        original: Module,
+        module: Any,
+        optimizers: list[Any],
+        scheduler: Any,
+        move_to_device: bool,
+        reapply_compile: bool,
     ) -> tuple[_FabricModule, list[Any], Any]:
-        original = unwrap(module)
         for optimizer in optimizers if self._strategy.modules else ():
-            self._strategy.layout.remap_parameters(
-                optimizer
-            )  # parameters that a model set up before has, too
+            # It may have parameters of a model that was set up before.
+            self._strategy.layout.remap_parameters(optimizer)
         if optimizers:
             check_owned(tuple(optimizers), [original, *self._strategy.modules], "fabric.setup")
         empty = has_meta_parameters(original)
-        if empty and self._strategy.traits.fills_meta:
+        if empty and self._strategy.layout.traits.fills_meta:
             move_to_device = False  # where the values are made
         if move_to_device and empty:
             raise UsageError(

@@ -222,7 +222,7 @@ class _FabricModule(Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for copied in self._strategy.overriding("copied"):
+        for copied in self._strategy.hooks["copied"]:
             copied(self)
 
     def __dir__(self) -> list[str]:

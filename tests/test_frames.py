@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import fabric
 from fabric import Fabric
+from fabric.core.backward_listeners import remove_idle_hook
 
 pytestmark = pytest.mark.device
 
@@ -99,7 +100,8 @@ def test_backward(precision, calls):
     ("precision", "calls"), [("32-true", 1), ("bf16-mixed", 1), ("bf16-true", 1), ("16-mixed", 5)]
 )
 def test_optimizer_step(precision, calls):
-    gc.collect()  # strategies of tests before hear of each step as long as they are about
+    gc.collect()  # strategies of earlier tests listen to each step until they are collected
+    remove_idle_hook()
     _, _, optimizer, _ = ready(precision)
     names, deepest = frames(optimizer.step)
     assert len(names) == calls, names
@@ -138,7 +140,7 @@ def test_setup_does_not_depend_on_the_number_of_parameters():
     (small, deep), (large, deeper) = setup_calls(1), setup_calls(50)
     assert small == large
     assert deep == deeper <= 6
-    assert len(small) <= 43, small
+    assert len(small) <= 30, small
 
 
 def tree(leaves):
@@ -184,7 +186,8 @@ def test_a_batch_costs_one_call_of_ours(shuffle):
 
 
 def replicated(precision, net):
-    gc.collect()  # strategies of tests before hear of each step as long as they are about
+    gc.collect()  # strategies of earlier tests listen to each step until they are collected
+    remove_idle_hook()
     quiet = {"replica_check": 1000}  # a step without a check of values
     fabric = Fabric(accelerator=ACCELERATOR, devices=2, strategy="ddp", precision=precision, **quiet)
     fabric.launch()
@@ -214,7 +217,7 @@ def test_ddp(ranks):
     for found in ranks.run(on_ranks, "32-true", world_size=2):
         assert found["forward"] == found["evaluation"] == ([], 0)
         assert len(found["backward"][0]) <= 9, found["backward"]  # nested passes, written gradients, checks
-        assert found["step"] == (["step", "tell", "before_step", "count"], 3)
+        assert found["step"] == (["step", "_before_step", "before_step", "count"], 3)
         assert found["few"] == found["many"]
         assert found["many"][1] <= 8 + 7  # of these seven are the connections', down to the socket
 

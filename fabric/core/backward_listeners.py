@@ -27,6 +27,9 @@ _attendants: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary
 _numbers = itertools.count()
 _installed = _sees_clips = False
 _clip_watchers: weakref.WeakSet[Any] = weakref.WeakSet()
+_step_listeners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_step_hook: Any = None
+"""The handle of the one hook of torch that calls them; None: there are none."""
 
 
 def add_backward_listener(attendant: Any) -> None:
@@ -59,20 +62,39 @@ def _telling(backward: Callable[..., None]) -> Callable[..., None]:
     return tell
 
 
-def add_step_listener(watcher: Any) -> Callable[[], None]:
-    """From now on call `watcher.before_step(optimizer, args, kwargs)` before each step, with its arguments
-    (the optimizer is the first one); it may raise to refuse it. Held weakly. Gives what ends this.
+def add_step_listener(part: Any) -> Callable[[], None]:
+    """Call `part.before_step(optimizer, args, kwargs)` before each step from now on, with its arguments (the
+    optimizer is the first one); it may raise to refuse the step. Held weakly.
+
+    Returns:
+        The function that removes it.
     """
-    method = weakref.WeakMethod(watcher.before_step)
+    global _step_hook
+    number = next(_numbers)
+    _step_listeners[number] = part
+    if _step_hook is None:
+        _step_hook = register_optimizer_step_pre_hook(_before_step)
+    return functools.partial(_remove_step_listener, number)
 
-    def tell(optimizer: Any, args: Any, kwargs: Any) -> None:
-        call = method()
-        if call is not None:
-            call(optimizer, args, kwargs)
 
-    handle = register_optimizer_step_pre_hook(tell)
-    weakref.finalize(watcher, handle.remove)
-    return handle.remove
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for part in list(_step_listeners.values()):
+        part.before_step(optimizer, args, kwargs)
+
+
+def _remove_step_listener(number: int) -> None:
+    _step_listeners.pop(number, None)
+    remove_idle_hook()
+
+
+def remove_idle_hook() -> None:
+    """Remove torch's hook if nothing listens to steps. Not when a listener is garbage: torch may be iterating
+    over its hooks then.
+    """
+    global _step_hook
+    if not _step_listeners and _step_hook is not None:
+        _step_hook.remove()
+        _step_hook = None
 
 
 def add_clip_listener(watcher: Any) -> None:

@@ -31,7 +31,7 @@ class Part:
     """By which `strategy.find_part(name)` finds it."""
 
     def resolve(self, plan: Any) -> None:
-        """Check the arguments of `Fabric`, as a `Plan`, before ranks start.
+        """Check the resolved arguments of `Fabric`, a `Plan`, before ranks start; `plan` is complete.
 
         Raises:
             ConfigurationError: They do not fit this part.
@@ -126,20 +126,30 @@ class Part:
         """Run when a backward pass inside of another has ended."""
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Run before a step of any optimizer of this process, with its arguments; raise to refuse it."""
+        """Run before a step of any optimizer of this process, with its `args` and `kwargs`; raise to refuse
+        it.
+        """
 
     def before_clip(self, gradients: list[Tensor]) -> None:
         """Run before torch's own functions clip gradients; raise to refuse it."""
 
 
-def overriding(parts: Iterable[Any], name: str) -> list[Callable[..., Any]]:
-    """Return the methods `name` of the parts that override it, in order."""
-    return [getattr(part, name) for part in parts if overridden(type(part), Part, name)]
+HOOKS = [name for name, value in vars(Part).items() if callable(value) and not name.startswith("_")]
+"""Names of the methods of `Part`."""
 
 
-def composed(parts: Iterable[Any], name: str) -> Callable[..., None] | None:
-    """Return one function that calls the method `name` of each part that overrides it; None: none does."""
-    calls = overriding(parts, name)
+def hooks_of(parts: Iterable[Any]) -> dict[str, list[Callable[..., Any]]]:
+    """Return, by the name of each hook, the methods of the parts that override it, in order."""
+    found: dict[str, list[Callable[..., Any]]] = {name: [] for name in HOOKS}
+    for part in parts:
+        for name in HOOKS:
+            if getattr(type(part), name) is not getattr(Part, name):
+                found[name].append(getattr(part, name))
+    return found
+
+
+def composed(calls: list[Callable[..., Any]]) -> Callable[..., None] | None:
+    """Return one function that makes all calls; None: there are none."""
     if len(calls) < 2:
         return calls[0] if calls else None
 

@@ -13,6 +13,7 @@ from fabric.collectives.frames import PACK_LIMIT, describe_tensor
 from fabric.core._torch import BatchNorm
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.strategies.tensor_sync import broadcast_from_group_root, differing
+from fabric.utilities.init import RANK_LOCAL
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.warnings import PossibleUserWarning
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from fabric.collectives.channel import Channel
-
-_RANK_LOCAL = "_fabric_rank_local"
-"""Attribute of a module: names of its own buffers that are rank-local. A copied module has it, too."""
 
 
 def mark_rank_local(model: Module, patterns: Any) -> None:
@@ -45,12 +43,12 @@ def mark_rank_local(model: Module, patterns: Any) -> None:
     marked = {name for pattern in patterns for name in matching(names, pattern)}
     for path, part in model.named_modules():
         prefix = f"{path}." * bool(path)
-        part.__dict__[_RANK_LOCAL] = {own for own in part._buffers if prefix + own in marked}
+        part.__dict__[RANK_LOCAL] = {own for own in part._buffers if prefix + own in marked}
 
 
 def is_rank_local(part: Module, name: str) -> bool:
     """Whether a module's own buffer of this name is rank-local."""
-    return name in part.__dict__.get(_RANK_LOCAL, ())
+    return name in part.__dict__.get(RANK_LOCAL, ())
 
 
 def rank_local_names(model: Module) -> frozenset[str]:

@@ -47,12 +47,21 @@ class Exchange:
         self.wire = Exchange.make_wire(self)
         self._channel: Channel | None = None
         self._seen: tuple[Channel, Channel, int] | None = None
+        self.shared_data: tuple[tuple[int, int], Any] | None = None
+        """`data_rank` and `data_group` of the part that decides them; None: each rank reads its own data."""
         self.joined_parts: list[Any] = []
         """Parts of slices, where there are several ranks: made at launch, by each process for itself."""
 
     def __getstate__(self) -> dict[str, Any]:
         # These belong to this process.
-        return {**self.__dict__, "_channel": None, "_seen": None, "compared": None, "joined_parts": []}
+        own: dict[str, Any] = {
+            "_channel": None,
+            "_seen": None,
+            "compared": None,
+            "joined_parts": [],
+            "shared_data": None,
+        }
+        return {**self.__dict__, **own, "hooks": {}}
 
     @cached_property
     def collective(self) -> Collective:

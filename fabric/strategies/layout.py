@@ -59,13 +59,8 @@ class Layout(Part):
         return self
 
     def resolve(self, plan: Any) -> None:
-        """Note this machine's devices, before ranks start. Subclasses check sizes."""
+        """Note this machine's devices, of `plan`, before ranks start. Subclasses check sizes."""
         self.devices = plan.devices
-
-    def join(self, strategy: Any) -> None:
-        """Note the channel of all ranks; subclasses make meshes. All ranks must call this."""
-        self.channel, self.gate = strategy.channel(), strategy.gate
-        self.after_sync = strategy.composed("synchronised")
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -265,4 +260,3 @@ class Layout(Part):
 
     def teardown(self) -> None:
         """Release what the layout holds."""
-        self.free, self.joint = None, False

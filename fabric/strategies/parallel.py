@@ -154,8 +154,7 @@ class ParallelStrategy(Strategy):
     @property
     def data_group(self) -> Any | None:
         """The ranks that see different data; None: all of them."""
-        decided = [part.data_group for part in self.parts if part.data_rank is not None]
-        return decided[-1] if decided else None
+        return self.shared_data[1] if self.shared_data else None
 
     @property
     def row_size(self) -> int:

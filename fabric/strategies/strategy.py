@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, FabricError
-from fabric.core.parts import Part, composed, facts_of, overriding
+from fabric.core.parts import Part, composed, facts_of, hooks_of
 from fabric.core.topology import Topology
 from fabric.core.traits import overridden
 from fabric.precision.precision import CONVERSIONS, Precision
@@ -80,6 +80,8 @@ class Strategy(Checkpoints):
     """Those of this machine; None: chosen by `Fabric`."""
     cluster_environment: ClusterEnvironment | None = None
     """Who this process is; None: detected."""
+    hooks: dict[str, list[Callable[..., Any]]]
+    """By the name of each hook of `Part`, the methods of the parts that override it."""
     replica_check: bool | int = True
     """When ranks compare their replicas; see `Fabric`."""
 
@@ -148,6 +150,7 @@ class Strategy(Checkpoints):
     @precision.setter
     def precision(self, precision: Precision) -> None:
         self._precision = precision
+        self.hooks = hooks_of(self.parts)
         self._decide_backward()
 
     @property
@@ -158,14 +161,6 @@ class Strategy(Checkpoints):
     def find_part(self, name: str) -> Any | None:
         """Return the part of this name; None: there is none."""
         return next((part for part in self.parts if part.name == name), None)
-
-    def overriding(self, name: str) -> list[Callable[..., Any]]:
-        """Return the methods `name` of the parts that override it."""
-        return overriding(self.parts, name)
-
-    def composed(self, name: str) -> Callable[..., None] | None:
-        """Return one function that calls the methods `name` of all parts; None: no part overrides it."""
-        return composed(self.parts, name)
 
     @property
     def layout_loads(self) -> bool:
@@ -185,8 +180,7 @@ class Strategy(Checkpoints):
     @property
     def data_rank(self) -> tuple[int, int]:
         """(which part of the data this rank sees, of how many)."""
-        decided = [rank for part in self.parts if (rank := part.data_rank) is not None]
-        return decided[-1] if decided else (self.topology.rank, self.topology.world_size)
+        return self.shared_data[0] if self.shared_data else (self.topology.rank, self.topology.world_size)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
@@ -210,7 +204,7 @@ class Strategy(Checkpoints):
         self.precision = plan.precision
         if plan.checkpoint_io is not None:
             self._checkpoint_io = plan.checkpoint_io
-        for resolve in self.overriding("resolve"):
+        for resolve in hooks_of(self.parts)["resolve"]:
             resolve(plan)
         self.parallel_devices, self.cluster_environment = plan.devices, plan.environment
         self.topology = Topology(device=plan.devices[0])
@@ -224,8 +218,13 @@ class Strategy(Checkpoints):
             self._accelerator.setup_device(self.root_device)
         self._join_ranks()
         self.compared = facts_of(self.parts)
-        for join in self.overriding("join"):
+        self.hooks = hooks_of(self.parts)
+        self.layout.channel, self.layout.gate = self.channel(), self.gate
+        self.layout.after_sync = composed(self.hooks["synchronised"])
+        for join in self.hooks["join"]:
             join(self)
+        deciding = [part for part in reversed(self.parts) if part.data_rank is not None]
+        self.shared_data = next(((part.data_rank, part.data_group) for part in deciding), None)
 
     def _join_ranks(self) -> None:
         """Join the process group, where there are several ranks."""
@@ -235,7 +234,9 @@ class Strategy(Checkpoints):
         self.snapshot = None
         for part in self.parts:
             part.teardown()
-        self.joined_parts = []
+        self.layout.free, self.layout.joint = None, False
+        self.joined_parts, self.shared_data = [], None
+        self.hooks = hooks_of(self.parts)
         if self._checkpoint_io is not None:
             self._checkpoint_io.teardown()
         if self._accelerator is not None:
@@ -263,7 +264,7 @@ class Strategy(Checkpoints):
     def setup_module(self, module: Module) -> Module:
         """The module that forwards go through. All ranks must call this."""
         wrap = partial(self.layout.wrap, topology=self.topology)
-        for setup in self.overriding("setup"):
+        for setup in self.hooks["setup"]:
             wrap = partial(setup, wrap=wrap)
         return wrap(module)
 
@@ -279,13 +280,13 @@ class Strategy(Checkpoints):
 
     def module_to_device(self, module: Module) -> None:
         """Move parameters and buffers to the root device, in place."""
-        module.to(self.root_device)
+        module.to(self.topology.device)
 
     def place_module(self, module: Module) -> None:
         """Before the layout wraps it: bring the module to the device, unless the layout does, part by
         part.
         """
-        if not self.traits.places_models or overridden(type(self), Strategy, "module_to_device"):
+        if not self.layout.traits.places_models or overridden(type(self), Strategy, "module_to_device"):
             self.module_to_device(module)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
@@ -304,11 +305,11 @@ class Strategy(Checkpoints):
         It is the wrapped module's own call, with only the stages that have an effect.
         """
         plan = call or self.layout.forward_plan(module)
-        if overridden(type(self._precision), Precision, *CONVERSIONS):
+        if self._converts:
             from fabric.strategies.precise_forward import precision_plan
 
             plan = precision_plan(self._precision, plan)
-        return self._guarded(plan)
+        return self._guarded(plan) if self._refuses_backward else plan
 
     def method_plan(self, module: Module, method: Callable[..., Any], marked: bool) -> Callable[..., Any]:
         """Return the function that another method of the user's module runs.
@@ -318,11 +319,11 @@ class Strategy(Checkpoints):
         synced = self.layout.method_plan(module, method, marked)
         if marked:
             return self.forward_plan(module, synced)
-        return self._guarded(synced)
+        return self._guarded(synced) if self._refuses_backward else synced
 
     def step_plan(self, optimizer: Optimizer) -> Callable[..., Any] | None:
         """Return the function that `optimizer.step(closure)` runs; None means the optimizer's own step."""
-        if overridden(type(self), Strategy, "optimizer_step"):
+        if type(self).optimizer_step is not Strategy.optimizer_step:
             return self.optimizer_step
         if self._precision.needs_step:
             return self._precision.optimizer_step
@@ -346,10 +347,12 @@ class Strategy(Checkpoints):
         number = getattr(self.cluster_environment, "requeue_signal", None)
         return () if number is None else (number,)
 
-    def explain(self, error: Exception, doing: str = "backward") -> None:
-        """Raise a better error in place of one that torch raised on this rank, if a part knows one."""
-        for failed in self.overriding("failed"):
-            failed(error, doing)
+    def explain(self, error: Exception) -> None:
+        """Raise a better error in place of one that torch raised in a backward on this rank, if a part knows
+        one.
+        """
+        for failed in self.hooks["failed"]:
+            failed(error, "backward")
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
         """Step the optimizer; `kwargs` are the user's (a `closure`, if any). All ranks must call this."""
@@ -399,7 +402,7 @@ class Strategy(Checkpoints):
         """
         from fabric.strategies.items import total_items
 
-        for normalizing in self.overriding("normalizing"):
+        for normalizing in self.hooks["normalizing"]:
             normalizing()
         held = module.parameters() if optimizer is None else self._precision.main_params(optimizer)
         parameters = list(held)
@@ -418,18 +421,17 @@ class Strategy(Checkpoints):
         return total
 
     def _decide_backward(self) -> None:
-        """Whether `fabric.backward` is just `loss.backward()`: nobody adds anything to it."""
+        """Decide what forward and backward pass through: `plain_backward` means `loss.backward()` alone."""
+        self._converts = overridden(type(self._precision), Precision, *CONVERSIONS)
         self._precise_backward = self._precision.needs_backward
         self._changed_backward = self._precise_backward or overridden(type(self), Strategy, "backward")
+        self._refuses_backward = self._changed_backward or self.layout.traits.owns_backward
         self.plain_backward = not (
             self._changed_backward or overridden(type(self.layout), Layout, "backward")
         )
 
     def _guarded(self, plan: Callable[..., Any]) -> Callable[..., Any]:
         """The plan, whose outputs refuse a plain `loss.backward()` where that would be wrong."""
-        needed = self._changed_backward or self.traits.owns_backward
-        if not needed:
-            return plan
         from fabric.forward import GuardedForward
 
         return GuardedForward(plan, self.gate)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+RANK_LOCAL = "_fabric_rank_local"
+"""Attribute of modules: names of their own buffers that each rank keeps for itself. A copy has it, too."""
 MODEL_NAME = "_fabric_name"
 """Attribute of a module that was set up: `model 0 (Actor)`, by its number in the order of setup."""
 

@@ -111,7 +111,7 @@ class ContextParallel(DataParallelMesh, Part):
         )
 
     def resolve(self, plan: Any) -> None:
-        """Check that the ranks can be divided into rows."""
+        """Check that the ranks of `plan` can be divided into rows."""
         self.size_of(len(plan.devices) * plan.num_nodes)
 
     def join(self, strategy: Any) -> None:

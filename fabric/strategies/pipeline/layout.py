@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -20,7 +21,6 @@ from fabric.core._torch import backward_pass
 from fabric.core.backward_listeners import add_step_listener
 from fabric.core.compile import is_compiled
 from fabric.core.errors import UsageError
-from fabric.core.traits import Traits
 from fabric.strategies._torch import call_after_backward
 from fabric.strategies.buffers import shared_buffers
 from fabric.strategies.deferred_init.materialise import Materialiser
@@ -31,6 +31,7 @@ from fabric.strategies.pipeline.stage import Stage
 from fabric.strategies.pipeline.states import PipelineStates, Tied, emptied, names_of, tensors_of
 from fabric.strategies.pipeline.trial import warn_of_modules
 from fabric.strategies.rows import DataParallelMesh, check_rows, make_rows
+from fabric.strategies.sharding.split import SPLIT
 from fabric.strategies.tensor_sync import average_gradients, broadcast_from_group_root, broadcast_from_zero
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class Pipeline(DataParallelMesh, PipelineStates):
         checkpoint: One of `CHECKPOINT`.
     """
 
-    traits = Traits(
+    traits = replace(
+        SPLIT,
         places_models=True,
         needs_launch=True,
         data_parallel=True,
