@@ -25,11 +25,8 @@ from fabric.core.parts import Part
 from fabric.core.source import user_place
 from fabric.core.tree import flatten
 from fabric.data.unequal import FirstRows, compare_rows, settle
-from fabric.replicas import report
 from fabric.replicas._torch import has_backward_hooks, is_traceable_wrapper_subclass, loss_scale
-from fabric.replicas.digest import digest_of
-from fabric.replicas.report import ComparedTensor
-from fabric.replicas.values import first_difference
+from fabric.replicas.digest import WRITES, ComparedTensor, digest_of
 from fabric.utilities.rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
@@ -179,6 +176,8 @@ class ReplicaCheck(Part):
         Raises:
             ReplicasDivergedError: Hyper-parameters or counters differ; on all ranks.
         """
+        from fabric.replicas import report
+
         mine = {"place": user_place(), "steps": self._equal_at, "facts": dict(self._described())}
         mine["alive"] = {number: one.name for number, one, _ in self._alive()}
         mine["writes"] = {n: self._strategy.layout.writes(real) for n, _, real in self._alive()}
@@ -198,6 +197,8 @@ class ReplicaCheck(Part):
         for n in mine:
             for rank, row in enumerate(rows):
                 if row["writes"][n] and len({other[n][rank] for other in found}) > 1:
+                    from fabric.replicas import report
+
                     raise ReplicasDivergedError(report.written_text(rows, self._optimizers[n].name, n))
 
     def _described(self) -> Iterator[tuple[tuple[int, str, int], Any]]:
@@ -314,6 +315,8 @@ class ReplicaCheck(Part):
         return entries
 
     def _look_up(self, entries: dict[Any, list[ComparedTensor]], channel: Channel) -> None:
+        from fabric.replicas.values import first_difference
+
         mine = {key: [entry.sent() for entry in some] for key, some in entries.items()}
         about = {"place": user_place(), "steps": (self._values_equal_at, self._equal_at[1]), "entries": mine}
         rows = self._gather(about, channel, "replica check of tensors")
@@ -375,7 +378,7 @@ class ReplicaCheck(Part):
             sharded = [dim for dim, how in enumerate(tensor.placements) if not how.is_replicate()]
             if all([mesh.size(dim) == 1 for dim in range(mesh.ndim) if dim not in sharded]):
                 if isinstance(tensor, torch.nn.Parameter):  # no other rank holds its values; all change them
-                    found[(*key, "sharded")].append(ComparedTensor(name, f"{writes} {report.WRITES}"))
+                    found[(*key, "sharded")].append(ComparedTensor(name, f"{writes} {WRITES}"))
                 return
             key, local = (*key, *[(dim, place[dim]) for dim in sharded]), tensor.to_local()
         if own:

@@ -6,7 +6,7 @@ in rows of 32 words first, so that memory is read once; a permutation inside of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,6 +23,32 @@ _CHUNK = 1 << 20
 """Words whose row sums stay in the cache of a core."""
 _EXACT_BYTES = 1 << 18
 """Tensors up to this size are packed together, and each word has a weight of its own."""
+
+
+WRITES = "in-place changes"
+"""The unit of `ComparedTensor.shape` for sharded tensors."""
+
+
+class ComparedTensor(NamedTuple):
+    """A tensor of this rank that others hold, too; without `tensor` as other ranks see it."""
+
+    name: str
+    shape: str = ""
+    """Dtype and shape; of a sharded tensor its number of changes; "": the rank keeps it for itself."""
+    writes: int = -1
+    """In-place changes of the tensor since it was made, as torch counts them; -1: not comparable."""
+    hooked: bool = False
+    """Whether it has a gradient hook of the user's."""
+    tensor: Tensor | None = None
+    digest: int | None = None
+    numel: int = 0
+
+    def sent(self) -> ComparedTensor:
+        """Return what other ranks need; waits for the device."""
+        if self.tensor is None:
+            return self
+        digest = int(digest_of([self.tensor]).item())
+        return self._replace(tensor=None, digest=digest, numel=self.tensor.numel())
 
 
 def digest_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabric.replicas.digest import digest_of
+from fabric.replicas.digest import WRITES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from torch import Tensor
+    from fabric.replicas.digest import ComparedTensor
 
 _MISSING = "not there"
-WRITES = "in-place changes"
 _ON_ALL_RANKS = (
     "A cause is load_state_dict or an in-place change under `if fabric.is_global_zero:`. Make the call on "
     "all ranks, with values from fabric.broadcast."
@@ -28,28 +27,6 @@ _COUNTERS = {
     "`break` on all ranks: `if fabric.any(stop): break`.",
     "replica_check": "Give Fabric(replica_check=...) and FABRIC_REPLICA_CHECK the same value on all ranks.",
 }
-
-
-class ComparedTensor(NamedTuple):
-    """A tensor of this rank that others hold, too; without `tensor` as other ranks see it."""
-
-    name: str
-    shape: str = ""
-    """Dtype and shape; of a sharded tensor its number of changes; "": the rank keeps it for itself."""
-    writes: int = -1
-    """In-place changes of the tensor since it was made, as torch counts them; -1: not comparable."""
-    hooked: bool = False
-    """Whether it has a gradient hook of the user's."""
-    tensor: Tensor | None = None
-    digest: int | None = None
-    numel: int = 0
-
-    def sent(self) -> ComparedTensor:
-        """Return what other ranks need; waits for the device."""
-        if self.tensor is None:
-            return self
-        digest = int(digest_of([self.tensor]).item())
-        return self._replace(tensor=None, digest=digest, numel=self.tensor.numel())
 
 
 class Distance(NamedTuple):
