@@ -267,7 +267,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
                 check_given((unwrap(optimizer),), torch.optim.Optimizer, "fabric.normalize_gradients")
             count = item_count(num_items, "fabric.normalize_gradients")
         except FabricError as error:
-            strategy.refuse("normalize_gradients", error)
+            strategy.abort_call("normalize_gradients", error)
         return strategy.normalize_gradients(unwrap(module), count, unwrap(optimizer))
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -306,7 +306,7 @@ class SetupVerbs(RankFacts):
         check_forward_module(model, "fabric.whole")
         strategy = self._strategy
         if strategy.topology.world_size > 1:
-            strategy.meet("whole", f"of {name_of(model.module)}")
+            strategy.check_barrier("whole", f"of {name_of(model.module)}")
         plain = strategy.layout.plain_module(model.module, self.is_global_zero, self.device)
         modes = [] if plain is None else [(part, part.training) for part in plain.modules()]
         try:
@@ -380,7 +380,7 @@ class SetupVerbs(RankFacts):
         if move_to_device:
             self._strategy.place_module(inner)
         if self._strategy.topology.world_size > 1:
-            self._strategy.meet("setup", describe_module(inner))
+            self._strategy.check_barrier("setup", describe_module(inner))
             from fabric.strategies.buffers import check_buffers
             from fabric.strategies.free import StepCheck
 

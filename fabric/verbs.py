@@ -75,7 +75,7 @@ class CollectiveVerbs(RankFacts):
             try:
                 self._stopper = use_slice("preemption").Stopper(*self._strategy.stop_signals())
             except ConfigurationError as error:
-                self._strategy.refuse("should_stop", error)
+                self._strategy.abort_call("should_stop", error)
         return any(self._strategy.all_gather_object(self._stopper.asked(), label="should_stop"))
 
     @together
@@ -122,13 +122,13 @@ class CollectiveVerbs(RankFacts):
         """
         if async_op and (sync_grads or uneven != "error"):
             text = "all_gather(async_op=True) takes neither sync_grads=True nor uneven=."
-            self._strategy.refuse("all_gather", ConfigurationError(text), group)
+            self._strategy.abort_call("all_gather", ConfigurationError(text), group)
         if uneven == "error":
             more = {"async_op": True} if async_op else {}  # strategies of others do not know it
             return self._strategy.all_gather(data, group, sync_grads, **more)
         if uneven not in ("list", "cat"):
             text = f"all_gather(uneven={uneven!r}): write 'error', 'list' or 'cat'."
-            self._strategy.refuse("all_gather", ConfigurationError(text), group)
+            self._strategy.abort_call("all_gather", ConfigurationError(text), group)
         from fabric.collectives.grads import all_gather_uneven
 
         return all_gather_uneven(data, uneven, self._strategy.channel(group), sync_grads)
@@ -162,7 +162,7 @@ class CollectiveVerbs(RankFacts):
         if sync_grads:
             if async_op:
                 text = "all_reduce takes async_op=True or sync_grads=True, not both."
-                self._strategy.refuse("all_reduce", ConfigurationError(text), group)
+                self._strategy.abort_call("all_reduce", ConfigurationError(text), group)
             from fabric.collectives.grads import all_reduce_with_grads
 
             return all_reduce_with_grads(data, reduce_op, self._strategy.channel(group))
@@ -430,13 +430,13 @@ class CollectiveVerbs(RankFacts):
                 f"fabric.{verb} takes one truth value, but got a {type(flag).__name__} that has none "
                 f"({error}). Write fabric.{verb}(flag.{verb}())."
             )
-            self._strategy.refuse(verb, ArgumentTypeError(text))
+            self._strategy.abort_call(verb, ArgumentTypeError(text))
 
     def _checked_rank(self, verb: str, name: str, rank: Any, group: Any) -> int:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
             kind = ConfigurationError if isinstance(rank, int) else ArgumentTypeError
             error = kind(f"{verb}({name}={rank!r}): {name} is a rank, from 0 to {self.world_size - 1}.")
-            self._strategy.refuse(verb, error, group)
+            self._strategy.abort_call(verb, error, group)
         return self._strategy.root(rank, group)
 
 

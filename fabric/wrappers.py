@@ -127,7 +127,7 @@ class _FabricModule(Module):
 
     def _full_state(self, destination: dict[str, Any] | None, prefix: str) -> dict[str, Any]:
         strategy = self._strategy
-        strategy.meet("state_dict", f"of {name_of(self.module)}")
+        strategy.check_barrier("state_dict", f"of {name_of(self.module)}")
         full: dict[str, Any] = strategy.get_module_state_dict(self)
         if destination is None and not prefix:
             return full
@@ -317,7 +317,7 @@ class _FabricOptimizer:
         if strategy.traits.splits_optimizers:
             held = [p for group in self.optimizer.param_groups for p in group["params"]]
             owners = names_of_owners(held, strategy.modules)
-            strategy.meet("state_dict", f"of {type(self.optimizer).__name__} of {owners}")
+            strategy.check_barrier("state_dict", f"of {type(self.optimizer).__name__} of {owners}")
         state: dict[str, Any] = strategy.get_optimizer_state(self.optimizer)
         return state
 

@@ -194,7 +194,7 @@ def numbers_without_a_unit(call: Call) -> set[str]:
 def errors_without_a_word(call: Call) -> set[str]:
     nodes = body(call.function)
     raised = [node.exc for node in nodes if isinstance(node, ast.Raise) and node.exc is not None]
-    raised += [part for name, node in called(nodes) if name == "refuse" for part in ast.walk(node)]
+    raised += [part for name, node in called(nodes) if name == "abort_call" for part in ast.walk(node)]
     return {name for name, _ in called(raised) if name in ERRORS} - call.entries("Raises")
 
 

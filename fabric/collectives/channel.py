@@ -52,16 +52,16 @@ class Transport(NamedTuple):
     """The rank's own device, where numbers become tensors."""
     sendable: tuple[str, ...]
     """Device types that the group's backend sends from as they are."""
-    via: torch.device
+    staging_device: torch.device
     """Where tensors of other devices are copied to travel, and back."""
 
-    def ready(self, tensor: Tensor) -> Tensor:
+    def to_staging(self, tensor: Tensor) -> Tensor:
         """The tensor where it can be sent from."""
-        return tensor if tensor.device.type in self.sendable else tensor.to(self.via)
+        return tensor if tensor.device.type in self.sendable else tensor.to(self.staging_device)
 
 
 @cache
-def wire_of(device: torch.device, backends: str) -> Transport:
+def transport_of(device: torch.device, backends: str) -> Transport:
     """Return the `Transport` of a group on this rank.
 
     Args:
@@ -72,21 +72,21 @@ def wire_of(device: torch.device, backends: str) -> Transport:
     # gloo knows other devices by name, too, and not all operations on them.
     types = [kind for kind, backend in by_type.items() if kind == "cpu" or backend != "gloo"]
     home = next((kind for kind in (device.type, "cpu") if kind in types), types[0])
-    via = device if home == device.type else torch.device(home)
-    return Transport(device, tuple([kind for kind in ("cpu", via.type) if kind in types]), via)
+    staging = device if home == device.type else torch.device(home)
+    return Transport(device, tuple([kind for kind in ("cpu", staging.type) if kind in types]), staging)
 
 
 class Channel:
     """A group of ranks: all of them must make each call on it, in one order."""
 
-    def __init__(self, collective: Collective, wire: Transport) -> None:
-        self.collective, self.wire = collective, wire
+    def __init__(self, collective: Collective, transport: Transport) -> None:
+        self.collective, self.transport = collective, transport
         self.facts: Any = None
         """What ranks compare in each call beside the call itself: see `Part.facts`."""
         self._guard: Callable[[], Any | None] = lambda: None
 
     def __reduce__(self) -> Any:
-        return Channel, (self.collective, self.wire)
+        return Channel, (self.collective, self.transport)
 
     @property
     def guard(self) -> Any | None:
@@ -112,7 +112,7 @@ class Channel:
             )
         return size
 
-    def meet(self, call: CallSignature, payload: Sequence[Tensor] = ()) -> Any | None:
+    def check_call(self, call: CallSignature, payload: Sequence[Tensor] = ()) -> Any | None:
         """Wait until all ranks make this call, and give each their `payload` (contiguous tensors on the host)
         if it fits.
 
@@ -127,10 +127,10 @@ class Channel:
         guard = self.guard
         return None if guard is None else guard.compare(call, payload, self)
 
-    def ride(
+    def exchange_small(
         self, call: CallSignature, flats: list[Tensor], room: Callable[[], Any] = tuple, may: bool = True
     ) -> tuple[list[Tensor] | None, Any]:
-        """Exchange small host tensors in the message of `meet`: (world_size, numel) for each of `flats`.
+        """Exchange small host tensors in the message of `check_call`: (world_size, numel) for each one.
 
         None if they must be sent in a message of their own, with the buffers that `room()` allocates.
         These are allocated before the call if possible: a rank out of memory must not block the others in
@@ -142,20 +142,20 @@ class Channel:
             return [flat.view(1, -1).clone() for flat in flats], None
         fits = may and all_on_host(flats) and sum([flat.nbytes for flat in flats]) <= PAYLOAD_BYTES
         made = None if fits else room()
-        meeting = self.meet(call, flats if fits else ())
+        meeting = self.check_call(call, flats if fits else ())
         if not fits or meeting is None:
             return None, room() if fits else made
         return meeting.columns(flats), None
 
-    def announce(self, verb: str, what: str = "") -> None:
+    def check_barrier(self, verb: str, what: str = "") -> None:
         """Wait until all ranks make a call without data: this verb, with the same description `what`."""
         if self.world_size > 1:
             from fabric.collectives.frames import call_of
 
-            self.meet(call_of(verb, what))
+            self.check_call(call_of(verb, what))
 
     @contextmanager
-    def refusing(self, verb: str) -> Iterator[None]:
+    def validating(self, verb: str) -> Iterator[None]:
         """In the block the arguments of `verb` are looked at: an error is told to the ranks that wait in it.
 
         Raises:
@@ -166,9 +166,9 @@ class Channel:
         try:
             yield
         except FabricError as error:
-            self.refuse(verb, error)
+            self.abort_call(verb, error)
 
-    def refuse(self, verb: str, error: FabricError) -> NoReturn:
+    def abort_call(self, verb: str, error: FabricError) -> NoReturn:
         """Tell the ranks that wait in `verb` that this one does not accept its arguments; then raise `error`.
 
         Raises:
@@ -179,7 +179,7 @@ class Channel:
 
             # Alike is the kind of mistake; its text may name values, of which every rank has its own.
             kind = f"{REFUSED}{type(error).__name__}"
-            self.meet(call_of(verb, kind)._replace(what=f"{kind}: {error}"))
+            self.check_call(call_of(verb, kind)._replace(what=f"{kind}: {error}"))
         raise error
 
 

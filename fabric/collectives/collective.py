@@ -59,7 +59,7 @@ class Collective(ABC):
         """The place of this process within the group."""
         return self.rank
 
-    def place_of(self, rank: int) -> int:
+    def group_rank_of(self, rank: int) -> int:
         """The place of a global `rank` within the group, from 0."""
         return rank
 

@@ -1,7 +1,7 @@
 """Wire formats: the frame that every rank sends before a collective, and tensors packed into flat memory.
 
 Frames turn a mismatch into an error. Pure: the bytes of a call and its data.
-`Channel.meet` sends frames; the verbs send the rest.
+`Channel.check_call` sends frames; the verbs send the rest.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _by_dtype(like: Sequence[Any]) -> dict[torch.dtype, list[int]]:
 
 
 def all_on_host(tensors: list[Tensor]) -> bool:
-    """Whether every tensor is in host memory, so that it may ride in a frame."""
+    """Whether every tensor is in host memory, so that it can be sent in a frame."""
     return all([t.is_cpu for t in tensors])
 
 

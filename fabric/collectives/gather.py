@@ -34,10 +34,10 @@ def gather_tree(
         UsageError: This rank does not belong to the group.
     """
     leaves, spec = flatten(data, CONSTANTS)
-    with channel.refusing("all_gather" if dst is None else verb):
-        tensors = to_tensors(leaves, channel.wire.device, verb.partition("(")[0])
+    with channel.validating("all_gather" if dst is None else verb):
+        tensors = to_tensors(leaves, channel.transport.device, verb.partition("(")[0])
         if dst is not None:
-            channel.collective.place_of(dst)
+            channel.collective.group_rank_of(dst)
     world, groups, collective = channel.world_size, buckets(tensors, mixed=True), channel.collective
     takes = dst is None or collective.rank == dst
     raws = [pack([tensors[i] for i in group]).view(-1) for group in groups]
@@ -45,10 +45,10 @@ def gather_tree(
 
     def room() -> list[Tensor]:
         nonlocal raws
-        raws = [channel.wire.ready(raw) for raw in raws]
+        raws = [channel.transport.to_staging(raw) for raw in raws]
         return [raw.new_empty(world * takes, raw.numel()) for raw in raws]
 
-    tables, made = channel.ride(tree_call(verb, spec, tensors), raws, room)
+    tables, made = channel.exchange_small(tree_call(verb, spec, tensors), raws, room)
     if tables is None:
         tables = made
         for table, raw in zip(made, raws, strict=True):

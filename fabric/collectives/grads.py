@@ -82,9 +82,9 @@ def all_gather_with_grads(data: Any, channel: Channel, *, verb: str = "all_gathe
 def all_reduce_with_grads(data: Any, op: Any, channel: Channel, *, verb: str = "all_reduce") -> Any:
     """A new tree, as `reduce_tree` gives it, through which gradients flow back to every rank's part."""
     leaves, spec = flatten(data, CONSTANTS)
-    with channel.refusing(verb):
+    with channel.validating(verb):
         op = torch_op("sum" if op is None else op)
-        name, tensors = op_name(op), reducible(leaves, op, channel.wire.device, verb)
+        name, tensors = op_name(op), reducible(leaves, op, channel.transport.device, verb)
         if name not in _ALONG_RANKS:
             raise ConfigurationError(f"{verb}({name}, sync_grads=True): {name} has no gradient.")
     label = f"{verb}({name}, sync_grads=True)"
@@ -96,7 +96,7 @@ def all_reduce_with_grads(data: Any, op: Any, channel: Channel, *, verb: str = "
 def reduce_scatter_with_grads(data: Any, op: Any, channel: Channel) -> Any:
     """`reduce_scatter_tree` through which gradients flow back to every rank's part."""
     tensors, spec = _tensors(data, channel, "reduce_scatter")
-    with channel.refusing("reduce_scatter"):
+    with channel.validating("reduce_scatter"):
         check_parts(tensors, channel.world_size, "reduce_scatter")
     reduced = all_reduce_with_grads(unflatten(tensors, spec), op, channel, verb="reduce_scatter")
     me = channel.collective.rank_in_group
@@ -132,7 +132,7 @@ def all_gather_uneven(data: Any, how: str, channel: Channel, sync_grads: bool) -
     tensors, spec = _tensors(data, channel, "all_gather")
     me, world = channel.collective.rank_in_group, channel.world_size
     verb = f"all_gather(uneven={how!r}{', sync_grads=True' if sync_grads else ''})"
-    with channel.refusing(verb):
+    with channel.validating(verb):
         call = call_of(verb, format_tree(spec, [_kind(tensor, how) for tensor in tensors]))
 
     def gather(parts: list[Tensor]) -> list[Tensor]:
@@ -167,8 +167,8 @@ def _along_ranks(table: Tensor, op: Any) -> Tensor:
 
 def _tensors(data: Any, channel: Channel, verb: str) -> tuple[list[Tensor], Any]:
     leaves, spec = flatten(data, CONSTANTS)
-    with channel.refusing(verb):
-        return to_tensors(leaves, channel.wire.device, verb), spec
+    with channel.validating(verb):
+        return to_tensors(leaves, channel.transport.device, verb), spec
 
 
 def _kind(tensor: Tensor, how: str) -> str:

@@ -1,6 +1,6 @@
 """Any object across ranks: it is pickled once, and the tensors in it travel beside the pickle as bytes.
 
-Small objects ride in the frame, tensors and all.
+Small objects are sent in the frame, tensors and all.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def gather_objects(obj: Any, channel: Channel, verb: str = "all_gather_object") 
     Raises:
         ArgumentTypeError: The object does not pickle.
     """
-    with channel.refusing(verb):
+    with channel.validating(verb):
         dumped = Dumped(obj, verb)
     return gather_dumped(call_of(verb), dumped, channel)
 
@@ -181,7 +181,7 @@ def gather_dumped(call: CallSignature, dumped: Dumped, channel: Channel, copies:
 
     Without `copies` tensors share memory: for a caller that uses them at once.
     """
-    here = channel.wire.device
+    here = channel.transport.device
     came = [Arrived(message) for message in gather_bytes(call, dumped.message(), channel)]
     if all([one.inline for one in came]):
         return [one.whole(here, copies) for one in came]
@@ -214,7 +214,7 @@ def gather_bytes(call: CallSignature, raw: Tensor, channel: Channel) -> list[Ten
 
 def _sizes(call: CallSignature, raw: Tensor, channel: Channel) -> tuple[list[int], Any | None]:
     """Return the number of bytes of every rank, and the frames with the bytes that fit into them."""
-    meeting = channel.meet(call, [raw])
+    meeting = channel.check_call(call, [raw])
     if meeting is not None:
         return meeting.sizes(), meeting
     sizes = _gather_padded(torch.tensor([raw.numel(), 0]).view(torch.uint8), 16, channel)
@@ -226,7 +226,7 @@ def _gather_padded(raw: Tensor, length: int, channel: Channel) -> Tensor:
     length += -length % 16
     if raw.numel() < length:
         raw = torch.cat([raw, raw.new_zeros(length - raw.numel())])
-    sent = channel.wire.ready(raw)
+    sent = channel.transport.to_staging(raw)
     out = sent.new_empty(channel.world_size * length)
     if length:
         channel.collective.start_all_gather_flat(out, sent).wait()
@@ -251,7 +251,7 @@ def broadcast_tree(data: Any, src: int, channel: Channel) -> Any:
 
 def told_by(obj: Any, verb: str, src: int, channel: Channel) -> Any:
     """`src`'s object on every rank."""
-    here, collective = channel.wire.device, channel.collective
+    here, collective = channel.transport.device, channel.collective
     if collective.rank != src:
         came = Arrived(_message(None, verb, src, channel))
         if came.inline:
@@ -260,37 +260,39 @@ def told_by(obj: Any, verb: str, src: int, channel: Channel) -> Any:
             tensors = receive(came.labels, channel, lambda raw, _: collective.broadcast(raw, src))
             obj = came.around(tensors)
     else:
-        with channel.refusing(verb):
+        with channel.validating(verb):
             dumped = Dumped(obj, verb, f"rank {src}'s object")
         _message(dumped.message(), verb, src, channel)
         # Receivers know one device of their own besides the host, so all others' leave from one device, too.
         sent = [t if dumped.inline or t.is_cpu else t.to(here) for t in dumped.tensors]
         for bucket in [] if dumped.inline else buckets(dumped.labels, mixed=True):
-            collective.broadcast(channel.wire.ready(pack([sent[i] for i in bucket]).view(-1)), src)
+            collective.broadcast(channel.transport.to_staging(pack([sent[i] for i in bucket]).view(-1)), src)
     return obj
 
 
 def _message(message: Tensor | None, verb: str, src: int, channel: Channel) -> Tensor:
     """`src`'s message (None on the others) on every rank: in the frame, or after it where it does not fit."""
     own = torch.empty(0, dtype=torch.uint8) if message is None else message
-    place = channel.collective.place_of(src)
+    place = channel.collective.group_rank_of(src)
     sizes, meeting = _sizes(call_of(verb), own, channel)
     if meeting is not None and sizes[place] <= PAYLOAD_BYTES:
         found: Tensor = meeting.data(place, sizes[place])
         return found
-    raw = channel.wire.ready(own if message is not None else torch.empty(sizes[place], dtype=torch.uint8))
+    raw = channel.transport.to_staging(
+        own if message is not None else torch.empty(sizes[place], dtype=torch.uint8)
+    )
     channel.collective.broadcast(raw, src)
     return raw.cpu()
 
 
 def receive(labels: list[Label], channel: Channel, take: Callable[[Tensor, list[int]], Any]) -> list[Tensor]:
     """The tensors of these labels, in buckets as `take` brings them into flat memory."""
-    here = channel.wire.device
+    here = channel.transport.device
     tensors: list[Any] = [None if o.nbytes else torch.empty(o.shape, dtype=o.dtype) for o in labels]
     for bucket in buckets(labels, mixed=True):
         some = [labels[i] for i in bucket]
         device = torch.device("cpu") if some[0].on_host else here
-        raw = channel.wire.ready(torch.empty(packed_size(some), dtype=torch.uint8, device=device))
+        raw = channel.transport.to_staging(torch.empty(packed_size(some), dtype=torch.uint8, device=device))
         take(raw, bucket)
         for i, column in zip(bucket, unpack(raw[None].to(device), some), strict=True):
             tensors[i] = column.clone() if len(bucket) > 1 else column

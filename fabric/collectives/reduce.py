@@ -1,4 +1,4 @@
-"""Trees reduced over ranks. Small data ride in the frame; else one reduction per dtype, large leaves by
+"""Trees reduced over ranks. Small data are sent in the frame; else one reduction per dtype, large leaves by
 themselves.
 
 What can be refused is refused before the first message, on every rank alike. The result has the same bits on
@@ -53,9 +53,9 @@ def reduce_tree(
     if type(data) is torch.Tensor and not async_op and label is None and _reduce_small(data, op, channel):
         return data
     leaves, spec = flatten(data, CONSTANTS)
-    with channel.refusing("all_reduce"):
+    with channel.validating("all_reduce"):
         op = torch_op("sum" if op is None else op)
-        tensors = reducible(leaves, op, channel.wire.device, "all_reduce")
+        tensors = reducible(leaves, op, channel.transport.device, "all_reduce")
         check_writable(tensors, op)
     result = unflatten(tensors, spec, data)
     label = label or f"all_reduce({op_name(op)})"
@@ -63,7 +63,7 @@ def reduce_tree(
     with _writable(tensors):
         parcels = [_Parcel([tensors[i] for i in bucket], op, channel) for bucket in buckets(tensors)]
         sent, may = [parcel.sent for parcel in parcels], foldable(op) and all_on_host(tensors)
-        tables, _ = channel.ride(tree_call(label, spec, tensors), sent, lambda: _part(parcels), may)
+        tables, _ = channel.exchange_small(tree_call(label, spec, tensors), sent, lambda: _part(parcels), may)
         if tables is None:
             works = [channel.collective.start_all_reduce(parcel.sent, op) for parcel in parcels]
         else:
@@ -106,7 +106,7 @@ def _reduce_small(tensor: Tensor, op: Any, channel: Channel) -> bool:
     ):
         return False
     with torch.no_grad():
-        meeting = channel.meet(tree_call(name[0], LEAF, [tensor]), [tensor])
+        meeting = channel.check_call(tree_call(name[0], LEAF, [tensor]), [tensor])
         if meeting is None:  # the first call of the group, which turned the guard off
             return False
         tensor.view(-1).copy_(fold(meeting.columns([tensor])[0], name[1]))
@@ -132,19 +132,19 @@ class _Parcel:
     """
 
     def __init__(self, tensors: list[Tensor], op: Any, channel: Channel) -> None:
-        first, wire = tensors[0], channel.wire
+        first, transport = tensors[0], channel.transport
         dtype = wire_dtype(first.dtype, op)
         self.tensors = tensors
         if (
             len(tensors) == 1
             and dtype is first.dtype
-            and first.device.type in wire.sendable
+            and first.device.type in transport.sendable
             and first.is_contiguous()
             and not (first.is_conj() or first.is_neg())
         ):
             self.sent = first
             return
-        self.sent = wire.ready(join(tensors).resolve_conj().resolve_neg().to(dtype))
+        self.sent = transport.to_staging(join(tensors).resolve_conj().resolve_neg().to(dtype))
         if self.sent.data_ptr() == first.data_ptr():  # a view of what may only be written through `deliver`
             self.sent = self.sent.clone()
 

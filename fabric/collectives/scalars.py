@@ -40,11 +40,11 @@ def reduce_scalars(values: Mapping[str, Any], op: Any, channel: Channel, size: i
         ConfigurationError: Unknown `op`; a tensor of several elements.
     """
     label, names = f"log_dict({op})", sorted(values, key=str)  # in whatever order a rank has them
-    with channel.refusing("log_dict"):
+    with channel.validating("log_dict"):
         op = torch_op("sum" if op is None else op)
         numbers = [_number(name, values[name], absent=size > 1) for name in names]
     if not names:
-        channel.announce(label, "nothing")
+        channel.check_barrier(label, "nothing")
         return {}
     there = [value is not None for value in numbers]
     sent = torch.tensor([[value or 0.0 for value in numbers], there], dtype=torch.float64, device="cpu")

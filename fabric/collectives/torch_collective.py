@@ -117,7 +117,7 @@ class TorchCollective(Collective):
         """The rank of this process within the group."""
         return dist.get_rank(self.group)
 
-    def place_of(self, rank: int) -> int:
+    def group_rank_of(self, rank: int) -> int:
         """The place of a global `rank` within the group, from 0.
 
         Raises:

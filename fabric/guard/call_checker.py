@@ -135,7 +135,7 @@ class StoreBarrier:
 
 
 class CallChecker:
-    """The check of calls before each collective of one process group (`Channel.meet`).
+    """The check of calls before each collective of one process group (`Channel.check_call`).
 
     If a rank is missing, or the calls differ, all ranks raise. Made by `guard_of`.
     """
@@ -158,7 +158,7 @@ class CallChecker:
         return self.waits.counts[self.name]
 
     def compare(self, call: CallSignature, payload: Sequence[Tensor], channel: Channel) -> Meeting | None:
-        """Exchange frames with all ranks of the group, and compare them; see `Channel.meet`.
+        """Exchange frames with all ranks of the group, and compare them; see `Channel.check_call`.
 
         Raises:
             CollectiveMismatch: Ranks make different calls; raised on all of them.

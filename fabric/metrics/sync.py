@@ -1,6 +1,6 @@
 """`compute_metrics`: the value that one process would compute which saw the data of all ranks.
 
-Each rank sends what it holds as one object: small states ride in the frame, else they follow in one message.
+Each rank sends its states as one object: small ones in the frame, others in one message after it.
 Large states that can be reduced are only described there, and reduced: once for each rule.
 """
 
@@ -87,7 +87,7 @@ def compute_metrics(metrics: Any, channel: Channel, row: int = 1) -> Any:
     """
     leaves, spec = flatten(metrics)
     values: Values = []
-    with channel.refusing(_VERB):
+    with channel.validating(_VERB):
         found = _find(leaves, metrics)
         dumped = Dumped(_local_states(found, channel.world_size), _VERB) if channel.world_size > 1 else None
     updates = [0] * len(found.members)
@@ -193,7 +193,7 @@ def _common_dtype(part: StateSlice) -> torch.dtype:
 def _common_device(part: StateSlice, channel: Channel) -> torch.device:
     """Return the device that holds the state on all ranks, or to which all of them can copy it."""
     on_host = all([value.is_cpu for value in part.held.values()])
-    return torch.device("cpu") if on_host else channel.wire.device
+    return torch.device("cpu") if on_host else channel.transport.device
 
 
 def _given(part: StateSlice, value: Tensor) -> Values:

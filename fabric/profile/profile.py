@@ -62,8 +62,8 @@ def profiled(
     if min(window.values()) < 0 or not window["active"] or not chosen or not {*chosen} <= {*range(world)}:
         text = ", ".join([f"{name}={value}" for name, value in {"ranks": ranks, **window}.items()])
         text += f". Give steps of 0 or more, active=1 or more, and ranks of 0 to {world - 1}."
-        strategy.refuse("profile", ConfigurationError(f"fabric.profile: {text}"))
-    strategy.meet("profile", f"{window}, ranks {ranks}")
+        strategy.abort_call("profile", ConfigurationError(f"fabric.profile: {text}"))
+    strategy.check_barrier("profile", f"{window}, ranks {ranks}")
     file = Path(folder) / f"rank_{fabric.global_rank}.json"
     found: dict[str, float] = {}
     if fabric.global_rank in chosen:

@@ -103,12 +103,12 @@ class Checkpoints(Exchange):
             try:
                 format, where = use_slice("sharded writer").choose_format(self, path, format, storage_options)
             except ConfigurationError as error:
-                self.refuse("save", error)
+                self.abort_call("save", error)
             sharded = format == "sharded"
         # Of the paths rank zero's counts: they are shown where ranks save other objects, and not compared.
         call = call_of("save", states.split_content(self, state) + ", sharded" * sharded)
         if self.topology.world_size > 1:
-            self.channel().meet(call._replace(what=f"{path}: {call.what}" if call.what else ""))
+            self.channel().check_call(call._replace(what=f"{path}: {call.what}" if call.what else ""))
         for part in self.joined_parts:
             part.saving()
         facts = {"strategy": type(self).__name__, "world_size": self.topology.world_size, **(facts or {})}

@@ -44,7 +44,7 @@ class Exchange:
     """The ranks of the strategy, where they are not those of the whole job."""
 
     def __init__(self) -> None:
-        self.wire = Exchange.make_wire(self)
+        self.transport = Exchange.make_transport(self)
         self._channel: Channel | None = None
         self._seen: tuple[Channel, Channel, int] | None = None
         self.shared_data: tuple[tuple[int, int], Any] | None = None
@@ -75,7 +75,7 @@ class Exchange:
         """The device of this process."""
         return self.topology.device
 
-    def make_wire(self) -> Transport:
+    def make_transport(self) -> Transport:
         """Return the transport of collectives from this rank; called once, after the rank is set up."""
         return Transport(self.root_device, ("cpu", self.root_device.type), self.root_device)
 
@@ -107,14 +107,14 @@ class Exchange:
             made = self.make_channel(group)
             made.facts = self.compared
             return made
-        if known is None or known.collective is not self.collective or known.wire is not self.wire:
+        if known is None or known.collective is not self.collective or known.transport is not self.transport:
             known = self._channel = self.make_channel(None)
             known.facts = self.compared
         return known
 
     def make_channel(self, group: Any | None) -> Channel:
         """The channel of a group; asked once for all ranks."""
-        return Channel(self.group_collective(group), self.wire)
+        return Channel(self.group_collective(group), self.transport)
 
     def data_parallel_layout(self) -> tuple[Channel, int]:
         """The ranks that hold the data, and how many of them, one after the other, see the same part."""
@@ -124,7 +124,7 @@ class Exchange:
             self._seen = everybody, self.channel(self.data_group) if row == 1 else everybody, row
         return self._seen[1:]
 
-    def meet(self, verb: str, what: str = "") -> None:
+    def check_barrier(self, verb: str, what: str = "") -> None:
         """Wait until all ranks make the same call of `verb`; the first thing that one of several messages
         does. All ranks must call this.
 
@@ -133,13 +133,13 @@ class Exchange:
         Raises:
             CollectiveMismatch: It is not; on all ranks.
         """
-        self.channel().announce(verb, what)
+        self.channel().check_barrier(verb, what)
 
-    def refuse(self, verb: str, error: FabricError, group: Any | None = None) -> NoReturn:
+    def abort_call(self, verb: str, error: FabricError, group: Any | None = None) -> NoReturn:
         """Raise `error` about the arguments of `verb`, after the ranks of `group` that wait in it have heard
         of it.
         """
-        self.channel(group).refuse(verb, error)
+        self.channel(group).abort_call(verb, error)
 
     def all_reduce(
         self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean", *, async_op: bool = False
@@ -196,7 +196,7 @@ class Exchange:
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks are here. All ranks must call this; `name` must be the same on all."""
-        self.channel().announce("barrier()" if name is None else f"barrier({name!r})")
+        self.channel().check_barrier("barrier()" if name is None else f"barrier({name!r})")
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or, with `all=False`, any rank) pass True as `decision`. All ranks must call
@@ -221,7 +221,7 @@ def _reduce_alone(data: Any, op: Any, channel: Channel, *, async_op: bool = Fals
     """
     leaves, spec = flatten(data, CONSTANTS)
     op = torch_op("sum" if op is None else op)
-    tensors = reducible(leaves, op, channel.wire.device, "all_reduce")
+    tensors = reducible(leaves, op, channel.transport.device, "all_reduce")
     check_writable(tensors, op)
     return _given(unflatten(tensors, spec, data), f"all_reduce({op_name(op)})", async_op)
 
@@ -233,7 +233,7 @@ def _gather_alone(data: Any, channel: Channel, *, async_op: bool = False) -> Any
         ArgumentTypeError: A leaf that is no tensor and no number.
     """
     leaves, spec = flatten(data, CONSTANTS)
-    tensors = to_tensors(leaves, channel.wire.device, "all_gather")
+    tensors = to_tensors(leaves, channel.transport.device, "all_gather")
     rows = [t.detach().resolve_conj().resolve_neg()[None] for t in tensors]
     copies = [row.clone(memory_format=torch.contiguous_format) for row in rows]
     return _given(unflatten(copies, spec, data), "all_gather", async_op)

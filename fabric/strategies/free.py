@@ -60,7 +60,7 @@ class FreeParameters:
         changed = {key: p for key, p in self.held().items() if grad_version(p) != before[key]}
         if changed:
             places = ", ".join([str(place) for place, key in enumerate(before) if key in changed])
-            self._channel.meet(call_of("backward", f"gradients of free parameters {places}"))
+            self._channel.check_call(call_of("backward", f"gradients of free parameters {places}"))
             average_gradients([*changed.values()], self._channel, "fabric.setup_optimizers")
 
     def after_nested_pass(self) -> None:
@@ -119,7 +119,7 @@ class StepCheck:
     def _compare(self, optimizer: Any, unknown: list[Tensor]) -> None:
         """Raise on all ranks if gradients differ between them."""
         kind, channel = type(optimizer).__name__, self._strategy.layout.channel
-        channel.meet(call_of(f"{kind}.step", "with gradients that fabric does not average"))
+        channel.check_call(call_of(f"{kind}.step", "with gradients that fabric does not average"))
         if any(differing([p.grad for p in unknown], channel)):
             ids = {id(p): p for p in unknown}
             modules = [o for o in gc.get_objects() if issubclass(type(o), Module) and "_modules" in vars(o)]

@@ -32,7 +32,7 @@ class InputConsistencyCheck:
         self._channel, self._name = channel, f"model {number} ({name})"
         self._compared = 0
 
-    def meet(self, verb: str, leaves: list[Any], spec: Spec) -> None:
+    def compare(self, verb: str, leaves: list[Any], spec: Spec) -> None:
         """Compare structure, shapes and dtypes of the arguments; in the first calls also what is in them.
 
         And in each call without gradients: there loops of ranks may have other numbers of batches.
@@ -46,7 +46,7 @@ class InputConsistencyCheck:
         if self._compared < _COMPARED or not trains:
             self._compared += trains
             what = f"{what}{CONTENTS}{_checksum(leaves)}"
-        self._channel.meet(call_of(f"{verb} of {self._name}{'' if trains else ', no_grad'}", what))
+        self._channel.check_call(call_of(f"{verb} of {self._name}{'' if trains else ', no_grad'}", what))
 
 
 def _checksum(leaves: list[Any]) -> str:

@@ -78,24 +78,28 @@ def _text(norm_type: float, value: float) -> str:
     return f"The total norm of order {norm_type} of the gradients of the whole model is {value} (non-finite)"
 
 
-def norm_over_ranks(spread: list[tuple[list[Tensor], list[Any]]], norm_type: float, via: Any) -> Tensor:
+def norm_over_ranks(spread: list[tuple[list[Tensor], list[Any]]], norm_type: float, staging: Any) -> Tensor:
     """The norm of tensors of which ranks have different ones, or parts. All ranks of the groups.
 
     Args:
         spread: This rank's tensors, and the groups whose ranks have the others; the same groups on all ranks.
         norm_type: Its order.
-        via: The device that messages travel from.
+        staging: The device that messages travel from.
     """
     from fabric.collectives.ordered import from_ordered, to_ordered
 
     infinite = math.isinf(norm_type)
-    wide = torch.float32 if torch.device(via).type == "mps" else torch.float64
+    wide = torch.float32 if torch.device(staging).type == "mps" else torch.float64
     powers = []
     for tensors, groups in spread:
         held = [tensor.detach() for tensor in tensors if tensor.numel()]
         exact = torch.float64 if any([tensor.dtype == torch.float64 for tensor in held]) else torch.float32
-        each = torch.stack(foreach_norm(held, norm_type, dtype=exact)) if held else torch.zeros(1, device=via)
-        each = each.to(via, wide)
+        each = (
+            torch.stack(foreach_norm(held, norm_type, dtype=exact))
+            if held
+            else torch.zeros(1, device=staging)
+        )
+        each = each.to(staging, wide)
         power = each.max() if infinite else each.pow(norm_type).sum()
         if infinite:  # backends lose NaN in a maximum
             power = to_ordered(power, largest=True)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.accelerators.select import group_backend
-from fabric.collectives.channel import Channel, wire_of
+from fabric.collectives.channel import Channel, transport_of
 from fabric.collectives.torch_collective import TorchCollective
 from fabric.core.cores import share_cores
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
@@ -191,7 +191,7 @@ class ParallelStrategy(Strategy):
         group = self.process_group
         self.collective = TorchCollective(group=group)
         inside = self.collective.world_size > 0  # else its first call of all ranks is refused
-        self.wire = wire_of(self.root_device, dist.get_backend_config(group if inside else None))
+        self.transport = transport_of(self.root_device, dist.get_backend_config(group if inside else None))
         if group is not None and inside:
             own, job = self.collective, (self.topology.rank, self.topology.world_size)
             self.topology = replace(self.topology, rank=own.rank_in_group, world_size=own.world_size, job=job)
@@ -224,15 +224,15 @@ class ParallelStrategy(Strategy):
         """The channel of a group: a user's may have other backends than that of all ranks."""
         collective = self.group_collective(group)
         if collective is self.collective or collective.world_size < 1:  # whose call is refused
-            return Channel(collective, self.wire)
-        return Channel(collective, wire_of(self.root_device, dist.get_backend_config(group)))
+            return Channel(collective, self.transport)
+        return Channel(collective, transport_of(self.root_device, dist.get_backend_config(group)))
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until all ranks are here. All ranks must call this; `name` must be the same on all."""
         super().barrier(name)
-        here = self.wire.via
+        here = self.transport.staging_device
         if here.type != "cpu" or self.collective.guard is None:
-            # Frames meet on the host; here the device's work ends, too.
+            # Frames are exchanged on the host: wait for the work of the device, too.
             self.collective.barrier(device_ids=None if here.index is None else [here.index])
 
     def _take_place(self) -> None:

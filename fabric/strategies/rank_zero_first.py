@@ -33,7 +33,7 @@ def first_then_others(strategy: Strategy, local: bool) -> Iterator[None]:
     nodes = [rank // here.local_world_size for rank in members]
     firsts = [nodes.index(node) for node in sorted({*nodes})] if local else [0]
     leads, error = here.rank in firsts, None
-    strategy.meet(verb)
+    strategy.check_barrier(verb)
     guard = channel.guard
     calls = guard.count if guard is not None else 0
     if leads:

@@ -36,4 +36,4 @@ class SingleDeviceStrategy(Strategy):
         if device is not None:
             self.parallel_devices = [torch.device(device)]
             self.topology = Topology(device=self.parallel_devices[0])
-        self.wire = self.make_wire()
+        self.transport = self.make_transport()

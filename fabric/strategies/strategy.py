@@ -208,7 +208,7 @@ class Strategy(Checkpoints):
             resolve(plan)
         self.parallel_devices, self.cluster_environment = plan.devices, plan.environment
         self.topology = Topology(device=plan.devices[0])
-        self.wire = Exchange.make_wire(self)  # a group's backend is asked when the group stands
+        self.transport = Exchange.make_transport(self)  # a group's backend is asked when the group stands
 
     def setup_environment(self) -> None:
         """Bring this process in place: its device, and its group where there are several ranks. All ranks
@@ -411,7 +411,7 @@ class Strategy(Checkpoints):
         except CollectiveMismatch:  # all ranks know
             raise
         except FabricError as error:
-            self.refuse("normalize_gradients", error)
+            self.abort_call("normalize_gradients", error)
         rank, parts = self.data_rank
         # All ranks, and not one of each data group: an error on any of them must be one on all.
         models = names_of_owners(parameters, self.modules) if self.topology.world_size > 1 else ""

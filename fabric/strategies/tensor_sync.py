@@ -55,7 +55,7 @@ def grad_version(parameter: Tensor) -> Any:
 
 def on_any_rank(truths: list[bool], channel: Channel) -> list[bool]:
     """Return for each condition whether it holds on any rank. All ranks of the group must call this."""
-    device = torch.device("cpu") if "cpu" in channel.wire.sendable else channel.wire.via
+    device = torch.device("cpu") if "cpu" in channel.transport.sendable else channel.transport.staging_device
     flags = torch.tensor(truths, dtype=torch.uint8, device=device)
     channel.collective.all_reduce(flags, "max")
     return [bool(flag) for flag in flags.tolist()]
@@ -65,7 +65,7 @@ def differing(tensors: list[Tensor | None], channel: Channel) -> list[bool]:
     """Return for each tensor whether ranks differ in it, by two sums. All ranks must call this."""
     values = [float(number) for tensor in tensors for number in _sums(tensor)]
     own = torch.tensor(values, dtype=torch.float64).nan_to_num(nan=1.0)
-    both = torch.cat([own, -own]).to(channel.wire.via)
+    both = torch.cat([own, -own]).to(channel.transport.staging_device)
     channel.collective.all_reduce(both, "max")
     same = (both[: len(own)] == -both[len(own) :]).view(-1, 2).all(1)
     return [not one for one in same.tolist()]
@@ -125,6 +125,6 @@ def _each_parcel(tensors: list[Tensor], channel: Channel | None, exchange: Calla
     with torch.no_grad():
         for parcel in tensor_buckets(tensors):
             flat = join(parcel)
-            sent = flat if channel is None else channel.wire.ready(flat)
+            sent = flat if channel is None else channel.transport.to_staging(flat)
             exchange(sent)
             unflatten_into(sent, parcel)

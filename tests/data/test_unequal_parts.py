@@ -101,8 +101,8 @@ def counted(steps):
 
     fabric = launched()
     model, optimizer = fabric.setup(m := nn.Linear(4, 1), torch.optim.SGD(m.parameters(), lr=0.1))
-    calls, met = [], Channel.meet
-    Channel.meet = lambda *args: calls.append(args[1].verb) or met(*args)
+    calls, met = [], Channel.check_call
+    Channel.check_call = lambda *args: calls.append(args[1].verb) or met(*args)
     try:
         found = []
         for _ in range(steps):
@@ -111,7 +111,7 @@ def counted(steps):
             found.append(calls.count("replica check of rows"))
             calls.clear()
     finally:
-        Channel.meet = met
+        Channel.check_call = met
     return found
 
 

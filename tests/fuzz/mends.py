@@ -48,7 +48,7 @@ DTensorLayout.before_step = lambda *_: None
     "evaluation without gradients meets": Mend(
         """
 from fabric.strategies.sharding.gathered import ForwardCheck
-ForwardCheck.meet = lambda self, name="": self._within is None
+ForwardCheck.check_forward = lambda self, name="": self._within is None
 """,
         SPLIT,
     ),
@@ -192,9 +192,9 @@ stage._state = lambda parameter: (0, 0)
     "evaluations are of the same weights": Mend(
         """
 from fabric.collectives.channel import Channel
-made = getattr(Channel.announce, "made", Channel.announce)
+made = getattr(Channel.check_barrier, "made", Channel.check_barrier)
 announce = lambda self, verb, what="": made(self, verb, "")
-announce.made, Channel.announce = made, announce
+check_barrier.made, Channel.check_barrier = made, announce
 """,
         SPLIT,
     ),

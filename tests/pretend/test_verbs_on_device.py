@@ -171,7 +171,7 @@ def alone():
     with HostSyncs() as waits:
         fabric.all_reduce(torch.ones(5000))
         fabric.all_gather_object("x" * 20_000)
-    return dict(waits.kinds), fabric.strategy.wire.sendable
+    return dict(waits.kinds), fabric.strategy.transport.sendable
 
 
 def test_the_backend_named_alone(ranks):

@@ -34,9 +34,9 @@ def reduce_scatter_tree(data: Any, op: Any, channel: Channel, *, label: str | No
     """
     world, me = channel.world_size, channel.collective.rank_in_group
     leaves, spec = flatten(data, CONSTANTS)
-    with channel.refusing("reduce_scatter"):
+    with channel.validating("reduce_scatter"):
         op = torch_op("sum" if op is None else op)
-        tensors = reducible(leaves, op, channel.wire.device, "reduce_scatter")
+        tensors = reducible(leaves, op, channel.transport.device, "reduce_scatter")
         check_parts(tensors, world, "reduce_scatter")
     if world == 1:
         return unflatten([t.detach().clone() for t in tensors], spec, data)
@@ -44,11 +44,11 @@ def reduce_scatter_tree(data: Any, op: Any, channel: Channel, *, label: str | No
     groups = buckets(wide)
     sent = [pack([wide[i] for i in group], world).view(wide[group[0]].dtype) for group in groups]
     call = tree_call(label or f"reduce_scatter({op_name(op)})", spec, tensors)
-    tables, _ = channel.ride(call, sent, may=foldable(op))
+    tables, _ = channel.exchange_small(call, sent, may=foldable(op))
     results = [t.new_empty(t.shape[0] // world, *t.shape[1:]) for t in tensors]
     for place, (group, matrix) in enumerate(zip(groups, sent, strict=True)):
         if tables is None:
-            row = _reduce_row(channel.wire.ready(matrix), op, channel)
+            row = _reduce_row(channel.transport.to_staging(matrix), op, channel)
         else:
             row = fold(tables[place].view(world, world, -1)[:, me], op)
         values = row.to(matrix.device).split([results[i].numel() for i in group])
@@ -73,16 +73,16 @@ def all_to_all_tree(data: Any, channel: Channel, *, verb: str = "all_to_all") ->
     """
     world, me = channel.world_size, channel.collective.rank_in_group
     leaves, spec = flatten(data, CONSTANTS)
-    with channel.refusing("all_to_all"):
-        tensors = to_tensors(leaves, channel.wire.device, "all_to_all")
+    with channel.validating("all_to_all"):
+        tensors = to_tensors(leaves, channel.transport.device, "all_to_all")
         check_parts(tensors, world, "all_to_all")
     groups = buckets(tensors, mixed=True)
     sent = [pack([tensors[i] for i in group], world) for group in groups]
-    tables, _ = channel.ride(tree_call(verb, spec, tensors), sent)
+    tables, _ = channel.exchange_small(tree_call(verb, spec, tensors), sent)
     results = [torch.empty_like(t) if not t.numel() else t for t in tensors]
     for place, (group, matrix) in enumerate(zip(groups, sent, strict=True)):
         if tables is None:
-            ready = channel.wire.ready(matrix)
+            ready = channel.transport.to_staging(matrix)
             rows = torch.empty_like(ready)
             channel.collective.all_to_all(list(rows), list(ready))
         else:
@@ -109,11 +109,11 @@ def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
         CollectiveMismatch: Ranks made different calls, or `src` has a leaf that is no tensor or does not
             divide by the number of ranks; raised on all of them.
     """
-    world, here, verb = channel.world_size, channel.wire.device, f"scatter(src={src})"
+    world, here, verb = channel.world_size, channel.transport.device, f"scatter(src={src})"
     tensors: list[Tensor] = []
     told: Any = None
     if channel.collective.rank == src or world == 1:
-        with channel.refusing(verb):
+        with channel.validating(verb):
             leaves, spec = flatten(data, CONSTANTS)
             tensors = [t.detach().resolve_conj().resolve_neg() for t in to_tensors(leaves, here, verb)]
             check_parts(tensors, world, verb)
@@ -125,7 +125,7 @@ def scatter_tree(data: Any, src: int, channel: Channel) -> Any:
 
     def take(raw: Tensor, bucket: list[int]) -> None:
         rows = list(pack([tensors[i] for i in bucket], world)) if tensors else []
-        channel.collective.scatter(raw, [channel.wire.ready(row) for row in rows], src)
+        channel.collective.scatter(raw, [channel.transport.to_staging(row) for row in rows], src)
 
     return unflatten(receive(labels, channel, take), spec, shell)
 

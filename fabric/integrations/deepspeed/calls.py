@@ -28,5 +28,5 @@ class Together:
         """Call it."""
         if self.layout.channel is not None:
             forward = "forward" if torch.is_grad_enabled() else ALONE
-            self.layout.channel.announce(f"{forward} of {self.name}")
+            self.layout.channel.check_barrier(f"{forward} of {self.name}")
         return self.call(*args, **kwargs)

@@ -188,7 +188,7 @@ class Engines(Layout):
                 "gradients. Begin a new process from a checkpoint."
             )
         if self.traits.splits_parameters and self.channel is not None:
-            self.channel.announce("backward")
+            self.channel.check_barrier("backward")
         for held in self._gradients.values():
             held.begin()
         self._runs = self._failed = True
@@ -237,7 +237,9 @@ class Engines(Layout):
         """The gradients, and their norm in the whole model. All ranks must call this."""
         parts, scale = self._of(parameters).parts()
         channel: Any = self.channel
-        norm = norm_over_ranks([(parts, [channel.collective.group])], norm_type, channel.wire.via)
+        norm = norm_over_ranks(
+            [(parts, [channel.collective.group])], norm_type, channel.transport.staging_device
+        )
         return parts, (norm / scale).to(torch.float32)
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
@@ -257,7 +259,7 @@ class Engines(Layout):
         held = self._gradients[engine]
         if channel is not None and channel.world_size > 1:
             there = "gradients" if held.there else "no gradients"
-            channel.meet(call_of(f"{type(optimizer).__name__}.step", f"with {there}"))
+            channel.check_call(call_of(f"{type(optimizer).__name__}.step", f"with {there}"))
         self._take_edits(engine)
         for theirs, own in zip(engine.optimizer.optimizer.param_groups, optimizer.param_groups, strict=False):
             theirs.update(_settings(own))

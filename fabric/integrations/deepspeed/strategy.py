@@ -315,7 +315,7 @@ class DeepSpeedStrategy(DDPStrategy):
                 path, state, storage_options, filter, allow_pickle=allow_pickle, **more
             )
         if filter or not wait:
-            self.refuse(
+            self.abort_call(
                 "save",
                 UsageError(
                     "DeepSpeed writes its directories whole and at once: it has no filter= and no "
@@ -323,7 +323,7 @@ class DeepSpeedStrategy(DDPStrategy):
                 ),
             )
         self.finish_save()
-        self.meet("save", "deepspeed")
+        self.check_barrier("save", "deepspeed")
         facts = {"strategy": type(self).__name__, "world_size": self.world_size, **(facts or {})}
         checkpoints.save(self, path, state, self._exclude_frozen, facts, then, allow_pickle)
         return None
@@ -350,7 +350,7 @@ class DeepSpeedStrategy(DDPStrategy):
                 yield tree
             return
         self.finish_save()
-        self.meet("load", "deepspeed")
+        self.check_barrier("load", "deepspeed")
         with states.together(self, f"loading {path}"):
             tree = checkpoints.check_opened(self, directory)
         yield tree

@@ -66,7 +66,7 @@ class SequenceExchange:
         """The whole of a tensor that has the sequence first; it then has it in `dim`."""
         sizes = self.part.sizes
         padded = _padded(own, max(sizes))
-        ready = self.channel.wire.ready(_as_numbers(padded))
+        ready = self.channel.transport.to_staging(_as_numbers(padded))
         room = ready.new_empty(len(sizes) * ready.numel())
         self.channel.collective.start_all_gather_flat(room, ready.reshape(-1)).wait()
         parts = room.to(own.device).view(own.dtype).view(len(sizes), *padded.shape)
@@ -77,14 +77,16 @@ class SequenceExchange:
         most, each = max(self.part.sizes), []
         for pair in self.part.spans:
             taken = torch.cat([whole[start:end] for start, end in pair])
-            each.append(self.channel.wire.ready(_padded(taken, most).contiguous()))
+            each.append(self.channel.transport.to_staging(_padded(taken, most).contiguous()))
         own = torch.empty_like(each[0])
         self.channel.collective.reduce_scatter(own, each)
         return own.to(whole.device)[: self.part.size]
 
     def _mean(self, alike: list[Tensor]) -> list[Tensor]:
         """The means over ranks, as new tensors."""
-        ready = [self.channel.wire.ready(t.clone(memory_format=torch.contiguous_format)) for t in alike]
+        ready = [
+            self.channel.transport.to_staging(t.clone(memory_format=torch.contiguous_format)) for t in alike
+        ]
         for tensor in ready:
             self.channel.collective.all_reduce(tensor)
         return [r.to(t.device).div_(self.part.count) for r, t in zip(ready, alike, strict=True)]

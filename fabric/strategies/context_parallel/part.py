@@ -121,7 +121,7 @@ class ContextParallel(DataParallelMesh, Part):
         self.mesh = make_rows(topology, size, DIMS)
         self.row.place = (topology.rank % size, size)
         if size > 1:
-            self.row.channel = Channel(TorchCollective(group=self.mesh.get_group(1)), strategy.wire)
+            self.row.channel = Channel(TorchCollective(group=self.mesh.get_group(1)), strategy.transport)
 
     def setup(self, module: Module, wrap: Callable[[Module], Module]) -> Module:
         """Choose the modules that are divided, wrap, and divide them: hooks of a layout see whole inputs.
@@ -183,7 +183,7 @@ class _Entrance:
     @eager
     def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._alike is not None and backward_pass() == -1:
-            self._alike.meet("forward", *flatten((args, kwargs)))
+            self._alike.compare("forward", *flatten((args, kwargs)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Entrance:
         return self

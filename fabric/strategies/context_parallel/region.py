@@ -95,7 +95,7 @@ class Region:
         self._note(exchange.part)
         part_sizes.add(exchange.part.size)
         own_args, own_kwargs = parts.divided(exchange)
-        self.random = self.random or RandomStream(place, channel.wire.device)
+        self.random = self.random or RandomStream(place, channel.transport.device)
         with self.random(), divided(exchange):
             output = call(*own_args, **own_kwargs)
             self.random.look()

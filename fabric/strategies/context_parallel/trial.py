@@ -64,7 +64,7 @@ def try_parts(module: Module, call: DividedCall, channel: Channel, place: int, n
     short = min(call.length, 2 * count * _EACH[number % len(_EACH)])
     states = groups_inside(module)  # gathering them needs ranks that may try nothing now
     with torch.no_grad(), _uncompiled(), ungathered(states) as dtype:
-        mode = Trial(module, channel.wire.device, dtype)
+        mode = Trial(module, channel.transport.device, dtype)
         try:
             small = call.some(short, stir=True)
             whole = _run(module, small, mode)

@@ -181,7 +181,7 @@ class Replicate(Layout):
         if not grads or self.channel is None:
             return
         owners = names_of_owners(parameters, [replica.module for replica in self._replicas])
-        self.channel.meet(call_of(doing, f"of {owners}, with gradients that no backward has averaged"))
+        self.channel.check_call(call_of(doing, f"of {owners}, with gradients that no backward has averaged"))
         if any(differing(grads, self.channel)):
             raise UsageError(
                 f"{doing} came while gradients of backwards under no_backward_sync(), or put there by hand "
@@ -258,7 +258,7 @@ class Replicate(Layout):
         # Not in passes of other models: if this layout is garbage, it may be collected on some ranks only.
         if trained and self.channel is not None and any(id(leaf) in trained for leaf in leaves_of(start)):
             self._failed = False
-            self.channel.meet(call_of("backward after one that failed"))  # perhaps on some ranks only
+            self.channel.check_call(call_of("backward after one that failed"))  # perhaps on some ranks only
         local = [(known, known.stamps()) for r in syncing if (known := self._replicas[r]).local]
         # Frozen since a forward: torch's backward leaves them out, and the reducer would give them zeros.
         frozen = [p for r in syncing for p in self._replicas[r].trained if not p.requires_grad]
@@ -360,7 +360,7 @@ class Replicate(Layout):
             known.passes += 1
             # Before the first bucket: gloo ends the process where two models of other sizes are reduced.
             if self._models > 1 and not known.passes & (known.passes - 1) and self.channel is not None:
-                self.channel.meet(call_of("backward", f"of {name_of(replica.module)}"))
+                self.channel.check_call(call_of("backward", f"of {name_of(replica.module)}"))
         known.came = True
         if running_node() not in (known.nodes[id(parameter)], None):
             from fabric.strategies.error_translation import converted

@@ -178,7 +178,9 @@ class FullyShard(FSDP2Runtime):
         if self.channel is not None:
             inside = {part: name for name, part in module.named_modules()}
             names = ", ".join([inside[block] for block in blocks])
-            self.channel.meet(call_of("setup", f"{type(module).__name__} in {len(blocks)} groups: {names}"))
+            self.channel.check_call(
+                call_of("setup", f"{type(module).__name__} in {len(blocks)} groups: {names}")
+            )
 
     def sizes(self, local_world_size: int, num_nodes: int) -> tuple[int, ...]:
         """(replicate, shard) sizes of the mesh, or (shard,).

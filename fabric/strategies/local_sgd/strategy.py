@@ -88,7 +88,7 @@ class LocalSGDStrategy(ParallelStrategy):
 
     def end_round(self) -> None:
         """Let all ranks go on from one state, now. All ranks must call this."""
-        self.meet("end_round")
+        self.check_barrier("end_round")
         self.layout.end_rounds()
 
     def save_checkpoint(

@@ -104,7 +104,7 @@ class Flow:
             RankError: Another stage has failed.
         """
         runner = self.runner
-        runner.channel.meet(call_of(f"backward of {self.name}", f"forward number {work.number}"))
+        runner.channel.check_call(call_of(f"backward of {self.name}", f"forward number {work.number}"))
         if not work.kept:
             raise UsageError(
                 f"A second backward through one forward of {self.name}, whose activations are gone. Write "
@@ -192,7 +192,7 @@ class Flow:
 
         def loss(index: int, out: Any) -> Tensor:
             needed = bool(differentiable(out))
-            with torch.autocast(self.runner.channel.wire.device.type, enabled=False):
+            with torch.autocast(self.runner.channel.transport.device.type, enabled=False):
                 cast = out if self.policy.output is None else CastTo(self.policy.output)(out)
                 value = loss_fn(cast, cut[index][0][1])
             return _checked_loss(value, needed) * weights[index]
@@ -228,7 +228,7 @@ class Flow:
             for tied in self.tied:
                 tied.arm()
         # The first stage takes the input, the last one the target: of two batches nobody would notice.
-        self._alike.meet(verb, *flatten(data))
+        self._alike.compare(verb, *flatten(data))
 
     def _connected(self, tree: Any, work: Pass, calls: list[Any]) -> Any:
         """The tree, with the backward of a pass behind the leaves that require gradients."""

@@ -123,13 +123,13 @@ class Pipeline(DataParallelMesh, PipelineStates):
         start = topology.rank - topology.rank % stages
         self._ranks, self._place = list(range(start, start + stages)), topology.rank - start
         self.replica_key = (self._place,)
-        wire = self.channel.wire  # type: ignore[union-attr]
-        self.pipeline = Channel(TorchCollective(group=self.mesh.get_group(1)), wire)
+        transport = self.channel.transport  # type: ignore[union-attr]
+        self.pipeline = Channel(TorchCollective(group=self.mesh.get_group(1)), transport)
         own = self.pipeline.collective.group
         apart = topology.device.type != "cpu" and stages > 1
         self._lanes = own, self._group_of(range(stages)) if apart else own
         if self.mesh.size(0) > 1:
-            self.across = Channel(TorchCollective(group=self.data_group), wire)
+            self.across = Channel(TorchCollective(group=self.data_group), transport)
 
     def wrap(self, module: Module, topology: Topology) -> Module:
         """The module itself; this rank keeps the blocks of its stage, with rank zero's values. All ranks.
@@ -271,7 +271,7 @@ class Pipeline(DataParallelMesh, PipelineStates):
             if self._place in one:
                 parameter = module.get_parameter(one[self._place])
                 parameter._fabric_answers = self._place == min(one)  # type: ignore[attr-defined]
-                channel = Channel(TorchCollective(group=group), self.pipeline.wire)
+                channel = Channel(TorchCollective(group=group), self.pipeline.transport)
                 made.append(Tied(parameter, channel, runner.passing))
         return made
 

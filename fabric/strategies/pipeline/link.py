@@ -72,14 +72,14 @@ class Room:
     Args:
         form: Of its tensors.
         host: Where the head is, and what is on the host.
-        via: Where the other tensors travel.
+        staging: Where the other tensors travel.
     """
 
-    def __init__(self, form: Form, host: torch.device, via: torch.device) -> None:
-        sizes = {host: _HEAD, via: _HEAD if via == host else 0}
+    def __init__(self, form: Form, host: torch.device, staging: torch.device) -> None:
+        sizes = {host: _HEAD, staging: _HEAD if staging == host else 0}
         spans = []
         for leaf in form.leaves:
-            where = host if leaf is None or leaf.on_host else via
+            where = host if leaf is None or leaf.on_host else staging
             size = 0 if leaf is None else leaf.shape.numel() * leaf.dtype.itemsize
             spans.append((where, slice(sizes[where], sizes[where] + size)))
             sizes[where] -= -size // _ALIGN * _ALIGN
@@ -109,13 +109,13 @@ class Link:
     Args:
         peer: Global rank at the other end.
         group: The process group.
-        wire: What can be sent from here.
+        transport: What can be sent from here.
         tag: Tells messages of several links between the same ranks apart.
     """
 
-    def __init__(self, peer: int, group: Any, wire: Transport, tag: int) -> None:
-        self.peer, self._group, self._wire, self._tag = peer, group, wire, tag
-        self._host = torch.device("cpu") if "cpu" in wire.sendable else wire.via
+    def __init__(self, peer: int, group: Any, transport: Transport, tag: int) -> None:
+        self.peer, self._group, self._transport, self._tag = peer, group, transport, tag
+        self._host = torch.device("cpu") if "cpu" in transport.sendable else transport.staging_device
         self._form = _NOTHING
         """Of the next messages, until there is word of another one."""
         self._expected: tuple[Room, list[Any]] | None = None
@@ -153,7 +153,7 @@ class Link:
     def expect(self) -> None:
         """Ask for the next message, so that it comes while something else is computed."""
         if self._expected is None:
-            room = Room(self._form, self._host, self._wire.via)
+            room = Room(self._form, self._host, self._transport.staging_device)
             self._expected = room, [self._ask(piece) for piece in room.pieces]
 
     def take(self) -> Any:
@@ -175,7 +175,9 @@ class Link:
         found = [
             None
             if leaf is None or known is None
-            else leaf.data.to("cpu" if known.on_host else self._wire.device).requires_grad_(known.needs_grad)
+            else leaf.data.to("cpu" if known.on_host else self._transport.device).requires_grad_(
+                known.needs_grad
+            )
             for leaf, known in zip(room.leaves, self._form.leaves, strict=True)
         ]
         return unflatten(found, self._form.spec, None)
@@ -193,7 +195,7 @@ class Link:
     @torch.no_grad()
     def _start(self, kind: int, size: int, flag: bool, leaves: list[Tensor | None]) -> None:
         """Send a message of the form that is known."""
-        room = Room(self._form, self._host, self._wire.via)
+        room = Room(self._form, self._host, self._transport.staging_device)
         room.head.copy_(torch.tensor([kind, size, flag, 0]))
         for place, leaf in zip(room.leaves, leaves, strict=False):
             if place is not None and leaf is not None:

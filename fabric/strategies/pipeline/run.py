@@ -79,11 +79,11 @@ class Runner:
     def __init__(self, stage: Stage, ranks: list[int], channel: Channel, lanes: Lanes) -> None:
         self.stage, self.ranks, self.channel = stage, ranks, channel
         self._around: int | None = None
-        self.random = RandomStream(stage.index if len(ranks) > 1 else None, channel.wire.device)
-        here, wire = stage.index, channel.wire
+        self.random = RandomStream(stage.index if len(ranks) > 1 else None, channel.transport.device)
+        here, transport = stage.index, channel.transport
 
         def link(to: int, lane: int) -> Link | None:
-            return Link(ranks[to], lanes[lane], wire, lane) if 0 <= to < len(ranks) else None
+            return Link(ranks[to], lanes[lane], transport, lane) if 0 <= to < len(ranks) else None
 
         self._arriving = {"F": link(here - 1, 0), "B": link(here + 1, 1)}
         self._leaving = {"F": link(here + 1, 0), "B": link(here - 1, 1)}

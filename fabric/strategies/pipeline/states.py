@@ -57,7 +57,9 @@ class PipelineStates(DTensorLayout):
         held: list[Any] = [p for p in parameters if p.grad is not None]
         counted = [p.grad for p in held if getattr(p, "_fabric_answers", True)]
         pipeline = self.pipeline
-        norm = norm_over_ranks([(counted, [pipeline.collective.group])], norm_type, pipeline.wire.via)
+        norm = norm_over_ranks(
+            [(counted, [pipeline.collective.group])], norm_type, pipeline.transport.staging_device
+        )
         return [p.grad for p in held], norm.to(self.device, held[0].grad.dtype if held else torch.float32)
 
     clip_value, own_gradients = Layout.clip_value, Layout.own_gradients
@@ -220,7 +222,7 @@ class Tied:
         if not self.parameter.requires_grad or not any(on_any_rank([own is not None], self._channel)):
             return
         total = torch.zeros_like(self.parameter) if own is None else own
-        total = self._channel.wire.ready(total.contiguous())
+        total = self._channel.transport.to_staging(total.contiguous())
         self._channel.collective.all_reduce(total, "sum")
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)

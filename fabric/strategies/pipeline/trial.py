@@ -63,7 +63,7 @@ def try_rows(name: str, runner: Runner, parts: MicrobatchArgs, compute: torch.dt
     calls = [parts.head(1), parts.head(1), parts.head(2)]
     work = Pass([map_tree(_copy, call) for call in calls])  # blocks may change what they are given
     modules = runner.stage.modules
-    with torch.no_grad(), runner.random(), untouched(modules, runner.channel.wire.device):
+    with torch.no_grad(), runner.random(), untouched(modules, runner.channel.transport.device):
         for module in modules:
             module.training = False
         runner.run(forwards(3), work)

@@ -70,15 +70,15 @@ class ForwardCheck:
         return self
 
     def watch(self, parts: list[Module]) -> None:
-        """Let calls of these modules meet. What a method calls by itself does, as often as it is called."""
+        """Compare calls of these modules between ranks, those that a method makes by itself, too."""
         names = {module: name for name, module in self._root.named_modules()}
         for part in parts:
             part.register_forward_pre_hook(partial(self._enter, names[part]))
             part.register_forward_hook(self._leave, always_call=True)
 
     @eager
-    def meet(self, name: str = "") -> bool:
-        """The ranks meet before a call of the part of this name, unless a call around it has met."""
+    def check_forward(self, name: str = "") -> bool:
+        """Compare before a call of the part of this name, unless a call around it was compared."""
         if self._within is not None:
             return False
         trains, mesh = torch.is_grad_enabled(), self._layout.mesh
@@ -95,7 +95,7 @@ class ForwardCheck:
                 changes = sum([0 if p.is_inference() else p._version for p in self._root.parameters()])
                 mode += f"{', ' * bool(mode)}weights after {changes} changes in place"
             verb = f"{'forward' if trains else ALONE} of {name_of(self._root)}{', its ' * bool(name)}{name}"
-            self._layout.channel.announce(verb, mode)
+            self._layout.channel.check_barrier(verb, mode)
         return True
 
     def note(self, what: str) -> None:
@@ -103,8 +103,8 @@ class ForwardCheck:
         self._layout.passed = crc32(f"{name_of(self._root)} {what}".encode(), self._layout.passed)
 
     def enter(self, call: Any, name: str = "") -> bool:
-        """A call begins: as `meet`, for all inside of it."""
-        outermost = self.meet(name)
+        """A call begins: as `check_forward`, for all inside of it."""
+        outermost = self.check_forward(name)
         if outermost:
             self._within = call
         return outermost
@@ -133,11 +133,11 @@ class FSDPCallGuard:
 
     Args:
         root: The outermost module that `fully_shard` was called on.
-        meets: Its calls without gradients.
+        checks: Its calls without gradients.
     """
 
-    def __init__(self, root: Any, meets: ForwardCheck) -> None:
-        self.root, self.meets = root, meets
+    def __init__(self, root: Any, checks: ForwardCheck) -> None:
+        self.root, self.checks = root, checks
         # torch finds it in a dictionary of all modules; torch.compile would look into that, as others go.
         self.state = fsdp_state(root)
         self.running = self.method = self._back = False
@@ -206,7 +206,7 @@ class FSDPCallGuard:
             )
         if not self._back:
             self._back = True
-            self.meets.note("backward")
+            self.checks.note("backward")
         self._reached = True
         self.give_back()
 
@@ -248,7 +248,7 @@ class FSDPCallGuard:
     def open(self, opener: Any) -> None:
         """Gather the root group; `opener` closes it."""
         self.opener = opener
-        if self.meets.meet():
+        if self.checks.check_forward():
             self.make_room()
         gather_root(self.state, self.root)
 
@@ -328,12 +328,12 @@ class FSDPCallGuard:
         if not (self.running or in_forward(self.state)):
             self.begin()
         if torch.is_grad_enabled() and backward_pass() == -1:
-            self.meets.note(name)
-        if self.meets.enter(module, name):
+            self.checks.note(name)
+        if self.checks.enter(module, name):
             self.make_room()
 
     def _leave(self, module: Module, args: Any, out: Any) -> None:
-        self.meets.leave(module)
+        self.checks.leave(module)
         if not (self.running or torch.compiler.is_compiling() or in_forward(self.state)):
             self.end()
 
@@ -396,7 +396,7 @@ class GatheredCall:
         try:
             if outer and not compiling:
                 gate.begin()
-                if not self.method and gate.meets.enter(self):  # here, since what is compiled runs no hooks
+                if not self.method and gate.checks.enter(self):  # here, since what is compiled runs no hooks
                     gate.make_room()
             gate.running, gate.method = True, self.method or nested
             if self.opens and outer and gate.opener is None:
@@ -414,7 +414,7 @@ class GatheredCall:
         finally:
             gate.running, gate.method = not outer, nested
             if not compiling:
-                gate.meets.leave(self)
+                gate.checks.leave(self)
         if outer and not compiling:
             gate.end()
         return out

@@ -139,9 +139,9 @@ class FSDP2Runtime(DTensorLayout):
                 parameter.register_hook = partial(_refuse_hook, name)
         for part in module.modules():
             part.__dict__["_apply"] = partial(_convert, part)
-        module.__dict__["_fabric_gate"] = FSDPCallGuard(module, self.meets(module, in_lockstep))
+        module.__dict__["_fabric_gate"] = FSDPCallGuard(module, self.checks(module, in_lockstep))
 
-    def meets(self, module: Module, in_lockstep: bool = False) -> ForwardCheck:
+    def checks(self, module: Module, in_lockstep: bool = False) -> ForwardCheck:
         """The meetings of calls of another model."""
         return ForwardCheck(module, self, in_lockstep)
 
@@ -199,7 +199,7 @@ class FSDP2Runtime(DTensorLayout):
             told += f", layers were called in the order {self.passed:08x}"
         self.passed = 0
         owners = names_of_owners(held, self.models())
-        self.channel.meet(call_of(f"{type(optimizer).__name__}.step", f"of {owners}: {told}"))
+        self.channel.check_call(call_of(f"{type(optimizer).__name__}.step", f"of {owners}: {told}"))
         if self.after_sync is not None:
             stepped = {*held}
             self.after_sync([m for m in self.models() if not stepped.isdisjoint(m.parameters())])

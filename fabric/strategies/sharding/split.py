@@ -145,7 +145,7 @@ class DTensorLayout(Layout):
         if self.channel is not None:
             owners = names_of_owners(parameters, self.models())
             what = f"of {owners}, max_norm={max_norm}, norm_type={norm_type}"
-            self.channel.meet(call_of("clip_gradients", what))
+            self.channel.check_call(call_of("clip_gradients", what))
         return super().clip_norm(parameters, max_norm, norm_type, error_if_nonfinite)
 
     def total_norm(self, parameters: list[Tensor], norm_type: float) -> tuple[list[Tensor], Tensor]:
@@ -157,8 +157,8 @@ class DTensorLayout(Layout):
         grads = [grad for part, _ in spread for grad in part]
         if not grads:
             return [], torch.tensor(0.0)
-        via = self.mesh.device_type if self.mesh is not None else self.device
-        return grads, norm_over_ranks(spread, norm_type, via).to(grads[0].device, grads[0].dtype)
+        staging = self.mesh.device_type if self.mesh is not None else self.device
+        return grads, norm_over_ranks(spread, norm_type, staging).to(grads[0].device, grads[0].dtype)
 
     def clip_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""

@@ -175,7 +175,7 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
             self.open_gate(module, in_lockstep=self.mesh is not None and self.mesh.size(1) > 1)
             return
         hooked = [m for m in module.modules() if has_forward_hooks(m) or _holds_parts(m)]
-        self.meets(module, in_lockstep=True).watch(list(dict.fromkeys([module, *hooked])))
+        self.checks(module, in_lockstep=True).watch(list(dict.fromkeys([module, *hooked])))
 
 
 class Splitting(TorchFunctionMode):
