@@ -9,6 +9,13 @@ from test_architecture import PACKAGE, ROOT, sources
 
 # Names without a meaning outside of this project, and what replaced each: no class or function has one.
 RENAMED = {
+    "ways": "generator_state_accessors",
+    "row_size": "model_parallel_size",
+    "in_step": "lockstep",
+    "hang": "register_pre_backward",
+    "become": "switch_kind",
+    "_take_place": "_init_topology",
+    "_came": "received_grad",
     "Alike": "InputConsistencyCheck",
     "Arrival": "StoreBarrier",
     "Batched": "ShardedIterableDataset",

@@ -33,7 +33,7 @@ _step_hook: Any = None
 
 
 def add_backward_listener(attendant: Any) -> None:
-    """From now on tell `attendant` of each pass, in the order of these requests; it is held weakly.
+    """Call `attendant` in each pass from now on, in the order of these requests; it is held weakly.
 
     Its `around_pass(run, tensors, *args, **kwargs)` runs an outermost pass: `run(tensors, *args, **kwargs)`.
     Its `after_nested_pass()` is called when a pass has ended and the one around it goes on, in their thread.
@@ -43,12 +43,12 @@ def add_backward_listener(attendant: Any) -> None:
         _attendants[next(_numbers)] = attendant
     if not _installed:
         _installed = True
-        torch.autograd.backward = _telling(torch.autograd.backward)
+        torch.autograd.backward = _with_listeners(torch.autograd.backward)
 
 
-def _telling(backward: Callable[..., None]) -> Callable[..., None]:
+def _with_listeners(backward: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(backward)
-    def tell(*args: Any, **kwargs: Any) -> None:
+    def call(*args: Any, **kwargs: Any) -> None:
         if backward_pass() != -1:
             backward(*args, **kwargs)
             for attendant in list(_attendants.values()):
@@ -59,7 +59,7 @@ def _telling(backward: Callable[..., None]) -> Callable[..., None]:
             run = functools.partial(attendant.around_pass, run)
         run(*args, **kwargs)
 
-    return tell
+    return call
 
 
 def add_step_listener(part: Any) -> Callable[[], None]:

@@ -13,7 +13,7 @@ import torch
 
 from fabric.core.errors import UsageError
 from fabric.core.slices import use_slice
-from fabric.data.order import epoch_of, generators_of, has_state, tell, ways
+from fabric.data.order import epoch_of, generator_state_accessors, generators_of, has_state, set_epoch_of
 from fabric.data.rules import Shard
 from fabric.utilities.data import sized_len
 from fabric.utilities.seed import derive_seed, host_states
@@ -36,7 +36,7 @@ class LoaderAdapter:
     """
 
     kind = "loader"
-    settled = True
+    is_resolved = True
     """Whether it is known who shares the samples out."""
     per_rank = True
     """Whether ranks have positions of their own, so that a checkpoint needs those of all."""
@@ -66,7 +66,7 @@ class LoaderAdapter:
             )
         return {"loader": self.loader.state_dict()}
 
-    def fresh(self) -> dict[str, Any]:
+    def initial_state(self) -> dict[str, Any]:
         """The position at the beginning of the epoch to come."""
         return self.state(None)
 
@@ -78,7 +78,7 @@ class LoaderAdapter:
         """Return the number of batches from the position on; None: unknown, as a length may be inexact."""
         return None
 
-    def become(self, kind: str) -> bool:
+    def switch_kind(self, kind: str) -> bool:
         """Whether the loader can be one of this kind, and is from now on."""
         return False
 
@@ -92,11 +92,11 @@ class LoaderAdapter:
         pairs = zip(self._epochs(), self._told, strict=True)
         epoch = next((now for now, old in pairs if now is not None and now != old), counted)
         for part in self._listeners():
-            tell(part, epoch)
+            set_epoch_of(part, epoch)
         self._told = self._epochs()
         return epoch
 
-    def settle(self, batches: Iterator[Any], peers: RankGroup) -> bool:
+    def resolve_sharding(self, batches: Iterator[Any], peers: RankGroup) -> bool:
         """Find out what all ranks must know before the first batch; whether to begin again."""
         return False
 
@@ -108,7 +108,7 @@ class LoaderAdapter:
     def _epochs(self) -> list[int | None]:
         return [epoch_of(part) for part in self._listeners()]
 
-    def agreed(self) -> dict[str, Any] | None:
+    def consistency_key(self) -> dict[str, Any] | None:
         """Return the values that ranks compare at the second batch of an iteration; None: no check."""
         return None
 
@@ -149,23 +149,26 @@ class SeededLoaderAdapter(LoaderAdapter):
         if saved is not None:
             check_same("random generators of its own", len(saved["generators"]), len(self.generators))
             for generator, state in zip(self.generators, saved["generators"], strict=True):
-                ways(generator)[1](state)
+                generator_state_accessors(generator)[1](state)
             self.seed = saved["seed"]
         if self.own is not None:
             self.own.manual_seed(derive_seed(self.seed, epoch, _WORKERS))
-        self.start = saved or self.fresh()
+        self.start = saved or self.initial_state()
 
-    def fresh(self) -> dict[str, Any]:
+    def initial_state(self) -> dict[str, Any]:
         """Return the initial position of an epoch: the seed and the states of the generators."""
-        return {"seed": self.seed, "generators": [ways(generator)[0]() for generator in self.generators]}
+        return {
+            "seed": self.seed,
+            "generators": [generator_state_accessors(generator)[0]() for generator in self.generators],
+        }
 
-    def moved(self, note: Any) -> dict[str, Any]:
+    def position_update(self, note: Any) -> dict[str, Any]:
         """Return the entries of the position that have changed after the batch with this note."""
         raise NotImplementedError
 
     def at(self, note: Any) -> dict[str, Any]:
         """Return the position after the batch with this note; None: at the beginning of this iteration."""
-        return self.start if note is None else {**self.start, **self.moved(note)}
+        return self.start if note is None else {**self.start, **self.position_update(note)}
 
     def state(self, note: Any) -> dict[str, Any]:
         """Return the position after the batch with this note; None: at the beginning of this iteration.
@@ -244,7 +247,7 @@ class IndexSource(SeededLoaderAdapter):
         """Batches with the positions after them; no Python frame of ours per batch."""
         return zip(batches, iter(self.stream.ends.popleft, _NOTHING), strict=False)
 
-    def agreed(self) -> dict[str, Any] | None:
+    def consistency_key(self) -> dict[str, Any] | None:
         """Return position, length and order for comparison by ranks; None: no check.
 
         Without a check: ranks with different numbers of batches, since some may have no second batch."""
@@ -257,13 +260,13 @@ class IndexSource(SeededLoaderAdapter):
         shown = _stored(self.loader.dataset)
         return {"position": self.stream.start, "length": items, "order": self.stream.check, "data": shown}
 
-    def moved(self, note: Any) -> dict[str, Any]:
+    def position_update(self, note: Any) -> dict[str, Any]:
         """Return the number of samples after this batch and the check of the order."""
         return {"samples": note, "check": self.stream.check}
 
-    def fresh(self) -> dict[str, Any]:
+    def initial_state(self) -> dict[str, Any]:
         """Return the initial position of an epoch."""
-        state = {"samples": 0, "length": self._items(), "check": None, **super().fresh()}
+        state = {"samples": 0, "length": self._items(), "check": None, **super().initial_state()}
         state["kept"] = self._keeps_workers
         return state if self.dealt else {**state, "random": host_states()}
 

@@ -122,7 +122,7 @@ class _FabricDataLoader(Loader):
         if self._saved is not None:  # loaded, and not gone on from yet
             epoch, state = self._epoch, self._saved
         elif self._pass is None:
-            epoch, state = self._epoch, self._source.fresh()
+            epoch, state = self._epoch, self._source.initial_state()
         else:
             epoch, state = self._pass.epoch, self._source.state(self._pass.note)
         head = {"version": VERSION, "kind": self._source.kind, "epoch": epoch}
@@ -143,7 +143,7 @@ class _FabricDataLoader(Loader):
             raise ArgumentTypeError(
                 f"load_state_dict of a loader needs what state_dict() gave, but got {state_dict!r:.200}."
             )
-        if kind != self._source.kind and not self._source.become(kind):
+        if kind != self._source.kind and not self._source.switch_kind(kind):
             raise UsageError(
                 f"The position was saved in a loader of kind {kind!r}, and this one is of kind "
                 f"{self._source.kind!r}: other dataset type, sampler, or arguments of setup_dataloaders. "
@@ -175,19 +175,23 @@ class _FabricDataLoader(Loader):
         self._epoch += 1
         begin = time.perf_counter()
         batches = self._started()
-        if self._peers is not None and not source.settled and source.settle(batches, self._peers):
+        if (
+            self._peers is not None
+            and not source.is_resolved
+            and source.resolve_sharding(batches, self._peers)
+        ):
             batches = self._started()
         pairs: Iterator[Any] = source.pairs(batches)
         together = self._together if self._together != "train" or torch.is_grad_enabled() else None
         if self._peers is not None and source.per_rank and together in ("drop", "error", "train"):
-            pairs = self._peers.in_step(pairs, source.left(), together == "error")
+            pairs = self._peers.lockstep(pairs, source.left(), together == "error")
         # On the host nothing walks the batch.
         if self._device is not None and self._device.type != "cpu":
             from fabric.data.prefetch import Prefetch
 
             pairs = Prefetch(pairs, self._device, self._move, self._looks_ahead)
         if self._peers is not None and not source.per_rank and torch.is_grad_enabled():
-            pairs = self._peers.compared(pairs, source.agreed, epoch)  # after what looks ahead
+            pairs = self._peers.compared(pairs, source.consistency_key, epoch)  # after what looks ahead
         self.wait_seconds += time.perf_counter() - begin
         return self._received(pairs, run)
 

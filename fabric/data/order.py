@@ -114,7 +114,7 @@ def _permuted(sampler: RandomSampler, skip: int, keep: int) -> Iterator[int]:
                 yield from chunk.tolist()
 
 
-def tell(part: Any, epoch: int) -> None:
+def set_epoch_of(part: Any, epoch: int) -> None:
     """Call `set_epoch` of a user's sampler (and of one inside a batch sampler) or dataset."""
     for each in _told(part):
         each.set_epoch(epoch)
@@ -179,11 +179,17 @@ def generators_of(holders: list[Any], but: Any) -> list[Any]:
     found: dict[int, Any] = {}
     for holder in holders:
         values = [*getattr(holder, "__dict__", {}).values(), getattr(holder, "generator", None)]
-        found.update({id(value): value for value in values if value is not but and ways(value) is not None})
+        found.update(
+            {
+                id(value): value
+                for value in values
+                if value is not but and generator_state_accessors(value) is not None
+            }
+        )
     return list(found.values())
 
 
-def ways(value: Any) -> Any:
+def generator_state_accessors(value: Any) -> Any:
     """(get, set) of the state of a generator object, in types that safe loading reads; None for others."""
     if isinstance(value, torch.Generator):
         return value.get_state, lambda state: value.set_state(state.cpu())

@@ -97,7 +97,7 @@ class RankBatchSampler:
             self.check = _check(head[:_CHECKED])
             stream = chain(head, stream)
         draw = lambda n: list(islice(stream, n))  # noqa: E731
-        for items, end, *_ in self.rule.deal(draw, start, first[: self.rule.share.world]):
+        for items, end, *_ in self.rule.rank_batches(draw, start, first[: self.rule.share.world]):
             mine = items[0] if whole else items
             ends.append(end)
             yield mine if salts is None else SamplerJob(derive_seed(*salts, end), mine)

@@ -22,13 +22,13 @@ class RankGroup(NamedTuple):
     """Gives every rank's value of what each passes. All ranks must call it."""
 
     def compared(
-        self, pairs: Iterator[Any], agreed: Callable[[], dict[str, Any] | None], epoch: int
+        self, pairs: Iterator[Any], consistency_key: Callable[[], dict[str, Any] | None], epoch: int
     ) -> Iterator[Any]:
         """`pairs`; ranks compare before the second, which one that only looks at a batch never asks for.
 
         Args:
             pairs: An iteration's batches, with notes.
-            agreed: Gives what all ranks must have alike by then; None: nothing.
+            consistency_key: Gives what all ranks must have alike by then; None: nothing.
             epoch: The number of the iteration, which must be alike, too.
 
         Raises:
@@ -38,7 +38,7 @@ class RankGroup(NamedTuple):
         found = next(pairs, None)
         if found is None:
             return
-        mine = agreed()
+        mine = consistency_key()
         if mine is not None:
             self._compare({"epoch": epoch, **mine})
         yield found
@@ -60,7 +60,7 @@ class RankGroup(NamedTuple):
             "over ranks yourself: setup_dataloaders(loader, use_distributed_sampler=False)."
         )
 
-    def in_step(self, pairs: Iterator[Any], length: int | None, refuses: bool) -> Iterator[Any]:
+    def lockstep(self, pairs: Iterator[Any], length: int | None, refuses: bool) -> Iterator[Any]:
         """Yield from `pairs` while all ranks have a batch. One message in all if all lengths are known.
 
         Only for data that Fabric does not deal out itself; what it deals out needs no message.

@@ -59,7 +59,7 @@ class ShardingRule(NamedTuple):
         """Items in a global batch."""
         return (self.batch or 1) * self.share.world
 
-    def deal(
+    def rank_batches(
         self,
         draw: Callable[[int], list[Any]],
         start: int = 0,

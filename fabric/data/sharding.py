@@ -135,7 +135,7 @@ def _stream_source(
     iterable = use_slice("iterable")
     persistent = loader.num_workers > 0 and loader.persistent_workers
     dataset = iterable.ShardedIterableDataset(loader.dataset, rule, (seed, rule.share.rank), asks, persistent)
-    dataset.own = dataset.apart = own
+    dataset.own = dataset.per_rank_rng = own
     # The dataset gives whole batches, one for each index that torch draws.
     collate: Any = iterable.Collate(loader.collate_fn)
     loader.__dict__.update(dataset=dataset, batch_sampler=None, collate_fn=collate)

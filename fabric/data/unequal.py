@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FirstCall:
-    """The forward of a set-up model until `settle`: notes the rows of its first call in training.
+    """The forward of a set-up model until `restore_forward`: notes the rows of its first call in training.
 
     No hook of the module, which `torch.compile` would trace.
     """
@@ -47,9 +47,9 @@ class FirstRows:
         first = wrapped.__dict__["forward"] = FirstCall(wrapped.__dict__["forward"])
         self._model, self._first = weakref.ref(wrapped), weakref.ref(first)
         self.rows = 0
-        """What was noted until `settle`; 0: nothing."""
+        """What was noted until `restore_forward`; 0: nothing."""
 
-    def settle(self) -> None:
+    def restore_forward(self) -> None:
         """Put back the forward, unless it was compiled: torch would compile the other one anew."""
         model, first = self._model(), self._first()
         if first is not None:
@@ -59,10 +59,10 @@ class FirstRows:
                 own["forward"] = plain
 
 
-def settle(first: list[FirstRows]) -> None:
+def restore_forwards(first: list[FirstRows]) -> None:
     """Put back the forwards of all models."""
     for one in first:
-        one.settle()
+        one.restore_forward()
 
 
 def compare_rows(first: list[FirstRows], strategy: Any) -> None:

@@ -24,7 +24,7 @@ from fabric.core.errors import ReplicasDivergedError
 from fabric.core.parts import Part
 from fabric.core.source import user_place
 from fabric.core.tree import flatten
-from fabric.data.unequal import FirstRows, compare_rows, settle
+from fabric.data.unequal import FirstRows, compare_rows, restore_forwards
 from fabric.replicas._torch import has_backward_hooks, is_traceable_wrapper_subclass, loss_scale
 from fabric.replicas.digest import WRITES, ComparedTensor, digest_of
 from fabric.utilities.rank_zero import rank_zero_warn
@@ -231,7 +231,7 @@ class ReplicaCheck(Part):
             return
         self.backwards += 1
         if self.backwards == 1:
-            settle(self.first_rows)
+            restore_forwards(self.first_rows)
         if self.backwards >= self._due and not _is_capturing():
             self._due += min(self._due, LONGEST_GAP) if self._every is True else self._every
             label = (

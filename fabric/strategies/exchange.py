@@ -89,7 +89,7 @@ class Exchange:
         return None
 
     @property
-    def row_size(self) -> int:
+    def model_parallel_size(self) -> int:
         """The number of consecutive ranks that see the same data."""
         return 1
 
@@ -120,7 +120,7 @@ class Exchange:
         """The ranks that hold the data, and how many of them, one after the other, see the same part."""
         everybody = self.channel()
         if self._seen is None or self._seen[0] is not everybody:
-            row = self.row_size
+            row = self.model_parallel_size
             self._seen = everybody, self.channel(self.data_group) if row == 1 else everybody, row
         return self._seen[1:]
 

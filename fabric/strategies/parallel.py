@@ -157,7 +157,7 @@ class ParallelStrategy(Strategy):
         return self.shared_data[1] if self.shared_data else None
 
     @property
-    def row_size(self) -> int:
+    def model_parallel_size(self) -> int:
         """The number of consecutive ranks that see the same data: of a pipeline, or of a shared sequence."""
         return 1 if self.data_group is None else self.topology.world_size // self.data_rank[1]
 
@@ -175,13 +175,13 @@ class ParallelStrategy(Strategy):
         super().bind(plan)
         self.num_nodes = plan.num_nodes
         self._launcher = self._make_launcher(plan.environment)
-        self._take_place()
+        self._init_topology()
 
     def setup_environment(self) -> None:
         """Find this rank's place, set its device and threads, and join the process group. All ranks must call
         this.
         """
-        self._take_place()
+        self._init_topology()
         super().setup_environment()
 
     def _join_ranks(self) -> None:
@@ -235,7 +235,7 @@ class ParallelStrategy(Strategy):
             # Frames are exchanged on the host: wait for the work of the device, too.
             self.collective.barrier(device_ids=None if here.index is None else [here.index])
 
-    def _take_place(self) -> None:
+    def _init_topology(self) -> None:
         environment, devices = self.cluster_environment, self.parallel_devices
         if environment is None or not devices:
             raise ConfigurationError(

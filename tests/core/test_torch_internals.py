@@ -55,7 +55,14 @@ def test_each_name_has_a_test() -> None:
         names |= defined
         missing += [f"{folder}: {name}" for name in defined if f"{aliases.get(folder)}.{name}" not in tested]
     assert missing == []
-    assert {"BatchNorm", "hang", "will_run", "COUNTED_STEP", "STEPPED", "pin_memory"} <= names
+    assert {
+        "BatchNorm",
+        "register_pre_backward",
+        "will_run",
+        "COUNTED_STEP",
+        "STEPPED",
+        "pin_memory",
+    } <= names
 
 
 def _defined(tree: ast.Module) -> set[str]:
@@ -471,7 +478,9 @@ def _one_split_model() -> None:
     assert sharding.whole_of(weight) is None
     assert sharding.phase(state) == "IDLE"
     hung: list[object] = []
-    sharding.hang_in_place(state, lambda out: sharding.hang(state, hung.append(out) or out))
+    sharding.register_pre_backward_in_place(
+        state, lambda out: sharding.register_pre_backward(state, hung.append(out) or out)
+    )
     seen: list[object] = []
     look = lambda *_: seen.extend([sharding.phase(state), sharding.in_forward(state)])  # noqa: E731
     model[1].register_forward_pre_hook(look)

@@ -99,7 +99,7 @@ class ShardedIterableDataset(DatasetProxy, IterableDataset[Batch]):
         persistent: Whether workers live through several epochs, and hear of a new one through shared memory.
     """
 
-    _OWN = frozenset({"given", "dealt", "salts", "asks", "own", "apart", "saved", "cell"})
+    _OWN = frozenset({"given", "dealt", "salts", "asks", "own", "per_rank_rng", "saved", "cell"})
 
     def __init__(
         self, given: Any, dealt: ShardingRule, salts: tuple[int, int], asks: bool, persistent: bool
@@ -110,7 +110,7 @@ class ShardedIterableDataset(DatasetProxy, IterableDataset[Batch]):
         self.asks = asks
         self.own = False
         """Whether the dataset shares itself out over ranks and workers."""
-        self.apart = False
+        self.per_rank_rng = False
         """Whether each rank and worker then has random streams of its own."""
         self.saved: dict[str, Any] | None = None
         # The epoch, and whether it begins with what is saved.
@@ -169,7 +169,7 @@ class ShardedIterableDataset(DatasetProxy, IterableDataset[Batch]):
                 return None, None
             return copy.deepcopy(self.given.state_dict()), private.states
 
-        for count, dealt in enumerate(rule.deal(draw, start, first, mark)):
+        for count, dealt in enumerate(rule.rank_batches(draw, start, first, mark)):
             if count % turns == worker % turns:
                 items = dealt.items if rule.batch is not None else dealt.items[0]
                 dataset, random = dealt.mark
@@ -182,7 +182,9 @@ class ShardedIterableDataset(DatasetProxy, IterableDataset[Batch]):
         start = entry["samples"] if entry else 0
         jumps = entry is not None and entry["dataset"] is not None
         private = PrivateRandomness(
-            derive_seed(*self.salts, epoch, worker) if self.apart else derive_seed(self.salts[0], epoch),
+            derive_seed(*self.salts, epoch, worker)
+            if self.per_rank_rng
+            else derive_seed(self.salts[0], epoch),
             entry["random"] if entry and jumps else None,
             restores=workers == 0,
         )

@@ -59,9 +59,9 @@ class StreamSource(SeededLoaderAdapter):
         self.uneven = uneven
         self._open = not dataset.own
         self._head: StreamFingerprint | None = None
-        self._share(dataset.own, dataset.apart)
+        self._share(dataset.own, dataset.per_rank_rng)
 
-    def become(self, kind: str) -> bool:
+    def switch_kind(self, kind: str) -> bool:
         """Set whether the dataset shards itself, by the kind of a saved position; return success."""
         if not self._open or kind not in ("stream", "own stream"):
             return False
@@ -83,7 +83,7 @@ class StreamSource(SeededLoaderAdapter):
         self._head = None
         self.dataset.begin(epoch, saved)
 
-    def settle(self, batches: Iterator[Any], peers: RankGroup) -> bool:
+    def resolve_sharding(self, batches: Iterator[Any], peers: RankGroup) -> bool:
         """Find out, at the first iteration, who shares the samples out. All ranks.
 
         Args:
@@ -104,7 +104,7 @@ class StreamSource(SeededLoaderAdapter):
             return False
         name = type(self.dataset.given).__name__
         if not shares_itself(name, held):
-            self.settled = True
+            self.is_resolved = True
             return False
         check_padding(self.uneven, name)
         if self.start["streams"]:
@@ -121,15 +121,15 @@ class StreamSource(SeededLoaderAdapter):
             category=PossibleUserWarning,
         )
         self._share(True, self.loader.num_workers > 0)
-        self.start = {**self.fresh(), "generators": self.start["generators"]}
+        self.start = {**self.initial_state(), "generators": self.start["generators"]}
         drop_workers(self.loader)
         return bool(self.loader.num_workers)
 
     def _share(self, own: bool, apart: bool) -> None:
         # In the loop's process a stream that was asked has begun with random numbers alike on all ranks.
-        self.dataset.own, self.dataset.apart = own, own and apart
+        self.dataset.own, self.dataset.per_rank_rng = own, own and apart
         self.kind, self.per_rank = ("own stream" if own else "stream"), own
-        self.settled = own or not self.dataset.asks
+        self.is_resolved = own or not self.dataset.asks
 
     def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield every batch of an iteration that has begun, with its note."""
@@ -153,14 +153,14 @@ class StreamSource(SeededLoaderAdapter):
             streams = {**streams, number: entry}
             yield arrived.items, (streams, (number + 1) % turns)
 
-    def moved(self, note: Any) -> dict[str, Any]:
+    def position_update(self, note: Any) -> dict[str, Any]:
         """Return the states of the streams and the number of the next one."""
         return {"streams": note[0], "next": note[1]}
 
-    def fresh(self) -> dict[str, Any]:
+    def initial_state(self) -> dict[str, Any]:
         """Return the initial position of an epoch."""
         workers = self.loader.num_workers if self.dataset.own else None
-        return {"streams": {}, "next": 0, "num_workers": workers, **super().fresh()}
+        return {"streams": {}, "next": 0, "num_workers": workers, **super().initial_state()}
 
     def length(self) -> int:
         """Return the number of batches; like torch's loader, for a dataset that shards itself.
@@ -177,7 +177,7 @@ class StreamSource(SeededLoaderAdapter):
             )
         return self.dataset.rule.count(len(dataset))
 
-    def agreed(self) -> dict[str, Any] | None:
+    def consistency_key(self) -> dict[str, Any] | None:
         """Return position and digest of the first samples for comparison by ranks; None: no check.
 
         Without a check: samples that are whole batches, of which some ranks may have one less."""

@@ -21,7 +21,7 @@ from fabric.accelerators.mps import MPSAccelerator
 from fabric.checkpoint.torch_io import TorchCheckpointIO
 from fabric.core.compile import is_compiled, uncompiled
 from fabric.core.errors import ConfigurationError
-from fabric.data.order import tell
+from fabric.data.order import set_epoch_of
 from fabric.utilities.cloud_io import local_path
 from fabric.utilities.seed import collect_rng_states, host_states, set_rng_states
 
@@ -126,8 +126,8 @@ def _set_sampler_epoch(dataloader: Any, epoch: int) -> None:
     if callable(getattr(dataloader, "set_epoch", None)):
         dataloader.set_epoch(epoch)
         return
-    tell(getattr(dataloader, "sampler", None), epoch)
-    tell(getattr(dataloader, "batch_sampler", None), epoch)
+    set_epoch_of(getattr(dataloader, "sampler", None), epoch)
+    set_epoch_of(getattr(dataloader, "batch_sampler", None), epoch)
 
 
 # files

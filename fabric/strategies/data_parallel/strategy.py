@@ -85,7 +85,7 @@ class DataParallelStrategy(ParallelStrategy):
             )
         super().bind(plan)
 
-    def _take_place(self) -> None:
+    def _init_topology(self) -> None:
         if not self.parallel_devices:
             raise ConfigurationError(
                 f"{type(self).__name__} is not bound yet. Pass it as Fabric(strategy=...)."

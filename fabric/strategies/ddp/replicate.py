@@ -228,8 +228,8 @@ class Replicate(Layout):
         heard = thawed if replica.find_unused_parameters else thawed[-1:]
         # The node keeps its parameter, whose hook must not have it.
         known.nodes = {id(p): accumulator_of(p) for p in heard}
-        came = partial(self._came, weakref.ref(replica))
-        known.hooks = [p.register_post_accumulate_grad_hook(came) for p in heard]
+        received = partial(self._received_grad, weakref.ref(replica))
+        known.hooks = [p.register_post_accumulate_grad_hook(received) for p in heard]
 
     def _separate_shared(self, replica: DistributedDataParallel) -> None:
         """Give parameters that another model has, too, to a replica of their own."""
@@ -265,7 +265,7 @@ class Replicate(Layout):
         resting = [p for p in frozen if p.grad is None]
         for replica in syncing:
             known = self._replicas[replica]
-            known.came, known.reduced = False, None
+            known.received_grad, known.reduced = False, None
             if [*map(torch.Tensor.data_ptr, known.views)] != known.pointers:
                 known.restore_views()
             replica.reducer.prepare_for_backward(start if replica.find_unused_parameters else [])
@@ -281,7 +281,8 @@ class Replicate(Layout):
 
                 translate_ddp_error(error, graph=kwargs.get("create_graph") or True in args[2:3])
             raise
-        self.joint = getattr(self.gate, "open", False) or any([self._replicas[r].came for r in syncing])
+        received = [replica for replica in syncing if self._replicas[replica].received_grad]
+        self.joint = getattr(self.gate, "open", False) or bool(received)
         for replica in syncing:
             if self._replicas[replica].reduced is not None:
                 self._average_rest(self._replicas[replica])
@@ -301,10 +302,10 @@ class Replicate(Layout):
         """Send buffers, where all ranks are: DDP sends them before each forward, evaluation included."""
         for replica in syncing:
             known = self._replicas[replica]
-            if replica.training and known.came and known.buffers is not None:
+            if replica.training and known.received_grad and known.buffers is not None:
                 broadcast_buffers([known.buffers], self.channel)
         if self.after_sync is not None and syncing and self.traits.lockstep:
-            self.after_sync([replica.module for replica in syncing if self._replicas[replica].came])
+            self.after_sync([replica.module for replica in syncing if self._replicas[replica].received_grad])
 
     def _averaged(self, before: list[tuple[_Known, list[Any]]]) -> None:
         """A backward has averaged the gradients of those that it came to."""
@@ -324,10 +325,10 @@ class Replicate(Layout):
             raise unused_parameters(replica.module, self._replicas[replica].names, error) from error
         if has_built_buckets(replica):
             disarm(replica.reducer)
-        elif self._replicas[replica].came and not replica.find_unused_parameters:
+        elif self._replicas[replica].received_grad and not replica.find_unused_parameters:
             build_buckets(replica)  # here, where all ranks are, and not in whichever forward comes next
         known = self._replicas[replica]
-        if known.came and known.bucketed and len(known.views) < len(known.trained):
+        if known.received_grad and known.bucketed and len(known.views) < len(known.trained):
             known.note_views()
 
     def _group(self) -> Channel:
@@ -342,11 +343,10 @@ class Replicate(Layout):
         drops a tensor while the interpreter ends asks for the GIL there, which ends the process by SIGABRT.
         """
         for replica in self._replicas:
-            for name in ("reducer", "logger", "process_group"):
-                replica.__dict__[name] = None
+            replica.__dict__.update(reducer=None, logger=None, process_group=None)
         self._frozen.clear()
 
-    def _came(self, ref: weakref.ref[DistributedDataParallel], parameter: Tensor) -> None:
+    def _received_grad(self, ref: weakref.ref[DistributedDataParallel], parameter: Tensor) -> None:
         """A backward pass wrote the gradient of a replica's parameter.
 
         Raises:
@@ -356,12 +356,13 @@ class Replicate(Layout):
         if replica is None:
             return
         known = self._replicas[replica]
-        if not known.came and replica.require_backward_grad_sync and not replica.find_unused_parameters:
+        synced = replica.require_backward_grad_sync and not replica.find_unused_parameters
+        if synced and not known.received_grad:
             known.passes += 1
             # Before the first bucket: gloo ends the process where two models of other sizes are reduced.
             if self._models > 1 and not known.passes & (known.passes - 1) and self.channel is not None:
                 self.channel.check_call(call_of("backward", f"of {name_of(replica.module)}"))
-        known.came = True
+        known.received_grad = True
         if running_node() not in (known.nodes[id(parameter)], None):
             from fabric.strategies.error_translation import converted
 
@@ -372,7 +373,7 @@ class Replicate(Layout):
         """If a reducer has finished inside of a pass, note what that pass may still add to gradients."""
         for replica, known in self._replicas.items():
             # A parameter came, and now its reducer waits for no gradient.
-            if known.came and known.reduced is None and _is_finished(replica):
+            if known.received_grad and known.reduced is None and _is_finished(replica):
                 known.reduced = known.stamps()
 
     def _average_rest(self, known: _Known) -> None:
@@ -409,7 +410,7 @@ class _Known:
         """Whether its gradients may be those of this rank only."""
         self.passes = 0
         """How many backwards came to it and synchronised."""
-        self.came = False
+        self.received_grad = False
         """Whether the last pass that synchronised has come to it."""
         self.reduced: list[Any] | None = None
         """Stamps of the gradients, as a reduction inside of that pass left them."""

@@ -118,12 +118,12 @@ def finish_backward(state: Any) -> None:
     state._root_post_backward_final_callback()
 
 
-def hang_in_place(state: Any, hang: Callable[[Any], Any]) -> None:
+def register_pre_backward_in_place(state: Any, hook: Callable[[Any], Any]) -> None:
     """Replace the function by which FSDP2 registers its pre-backward hooks on outputs."""
-    state._register_pre_backward_hook = hang
+    state._register_pre_backward_hook = hook
 
 
-def hang(state: Any, out: Any) -> Any:
+def register_pre_backward(state: Any, out: Any) -> Any:
     """Register FSDP2's pre-backward hooks on `out`; they gather the group."""
     return type(state)._register_pre_backward_hook(state, out)
 

@@ -28,14 +28,14 @@ from fabric.strategies.sharding._torch import (
     fsdp_groups,
     fsdp_states,
     gather_root,
-    hang,
-    hang_in_place,
     in_forward,
     in_function_transform,
     is_gathered_ahead,
     modules_of,
     owner_of,
     phase,
+    register_pre_backward,
+    register_pre_backward_in_place,
     show_part,
     stay_gathered,
     whole_of,
@@ -142,7 +142,7 @@ class FSDPCallGuard:
         self.state = fsdp_state(root)
         self.running = self.method = self._back = False
         self.opener: Any = None
-        self._lent = self._reached = False
+        self._unsharded_for_backward = self._reached = False
         self._hidden: dict[Any, None] = {}
         """States of modules whose forward returns no tensor in sight, in the order of their calls."""
         for layer in _layers_of_root(root):
@@ -150,7 +150,7 @@ class FSDPCallGuard:
             layer.register_forward_hook(self._after, always_call=True)
         names = {module: name for name, module in root.named_modules()}
         for state in fsdp_states(root):
-            hang_in_place(state, partial(self._hang, state))
+            register_pre_backward_in_place(state, partial(self._hang, state))
             for module in modules_of(state):
                 module.register_forward_pre_hook(partial(self._enter, state, names[module]), prepend=True)
                 module.register_forward_hook(self._leave, always_call=True)
@@ -175,7 +175,7 @@ class FSDPCallGuard:
                     raise _swapped(info)
         if not idle:
             self._reset()
-        self._lent = False
+        self._unsharded_for_backward = False
 
     def end(self) -> None:
         """It has ended: the model has its parts again. What a backward will need stays gathered beside."""
@@ -188,7 +188,7 @@ class FSDPCallGuard:
             if lends or group in kept:
                 for part in group.fsdp_params:
                     show_part(part)
-                self._lent = True
+                self._unsharded_for_backward = True
             else:
                 group.reshard()
 
@@ -238,8 +238,8 @@ class FSDPCallGuard:
 
     def give_back(self) -> None:
         """Use the groups that are still gathered for layers that are recomputed in backward."""
-        if self._lent:
-            self._lent = False
+        if self._unsharded_for_backward:
+            self._unsharded_for_backward = False
             for group in self._groups():
                 if group.is_unsharded:
                     for part in group.fsdp_params:
@@ -260,7 +260,7 @@ class FSDPCallGuard:
     def recover(self) -> None:
         """Forget a forward or backward that failed: groups are split again, half-made gradients are gone."""
         self.opener = None
-        self._lent = self._reached = False
+        self._unsharded_for_backward = self._reached = False
         self._reset()
         for group in self._groups():
             for part in group.fsdp_params:
@@ -345,11 +345,11 @@ class FSDPCallGuard:
         if not torch.is_grad_enabled():
             return out
         if in_function_transform():
-            return hang(state, out)
+            return register_pre_backward(state, out)
         if any([_is_given(leaf) for leaf in differentiable(out)]):
             out = map_tree(lambda leaf: leaf.clone() if _is_given(leaf) else leaf, out)
         leaves = [anchor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flatten(out)[0]]
-        hang(state, leaves)
+        register_pre_backward(state, leaves)
         hooked = differentiable(leaves)
         parts = [part for group in fsdp_groups([] if hooked else [state]) for part in group.fsdp_params]
         if state not in self._hidden and any([part.sharded_param.requires_grad for part in parts]):
