@@ -77,8 +77,9 @@ class StillWatch:
 
 def _waiting_in(frame: FrameType) -> str | None:
     """Return the name of the call that a thread's innermost frame waits in; None: it waits for no ranks."""
-    while frame.f_back is not None and any([part in frame.f_code.co_filename for part in DISPATCH_FILES]):
-        frame = frame.f_back
+    # The thread runs meanwhile: a frame that has returned has no `f_back` any more.
+    while any([part in frame.f_code.co_filename for part in DISPATCH_FILES]) and (caller := frame.f_back):
+        frame = caller
     if frame.f_code.co_name == BACKWARD_FUNCTION:
         return "backward"
     name = frame.f_code.co_filename
@@ -90,10 +91,8 @@ def _waiting_in(frame: FrameType) -> str | None:
 def _entry(frame: FrameType, part: str) -> str:
     """The name of the function by which other code has called this part of a path."""
     name = frame.f_code.co_name
-    while frame.f_back is not None and any(
-        [p in frame.f_back.f_code.co_filename for p in (part, "contextlib")]
-    ):
-        frame = frame.f_back
+    while (caller := frame.f_back) and any([p in caller.f_code.co_filename for p in (part, "contextlib")]):
+        frame = caller
         if part in frame.f_code.co_filename and frame.f_code.co_name not in _AROUND:
             name = frame.f_code.co_name
     return name

@@ -94,7 +94,19 @@ class StepCheck:
         unknown = self._unknown.get(optimizer)
         if unknown is None:
             unknown = self._unknown[optimizer] = self._look(optimizer)
-        if unknown and self._strategy.layout.joint and len(args) == 1 and not kwargs:
+            if unknown:
+                after = weakref.WeakMethod(self.after_step)  # the optimizer may outlive the strategy
+                optimizer.register_step_post_hook(lambda *step: (call := after()) and call(*step))
+        if unknown and not _has_closure(args, kwargs):
+            self._compare(optimizer, unknown)
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """After a step with a closure, which made the gradients.
+
+        Raises:
+            UsageError: They are those of this rank alone.
+        """
+        if (unknown := self._unknown.get(optimizer)) and _has_closure(args, kwargs):
             self._compare(optimizer, unknown)
 
     def _look(self, optimizer: Any) -> list[Tensor]:
@@ -117,7 +129,9 @@ class StepCheck:
         return [*unknown.values()]
 
     def _compare(self, optimizer: Any, unknown: list[Tensor]) -> None:
-        """Raise on all ranks if gradients differ between them."""
+        """Raise on all ranks if gradients of a backward that all of them made differ between them."""
+        if not self._strategy.layout.joint:
+            return
         kind, channel = type(optimizer).__name__, self._strategy.layout.channel
         channel.check_call(call_of(f"{kind}.step", "with gradients that fabric does not average"))
         if any(differing([p.grad for p in unknown], channel)):
@@ -136,6 +150,10 @@ class StepCheck:
             )
         if any([p.grad is not None for p in unknown]):
             self._unknown[optimizer] = []
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    return len(args) > 1 or bool(kwargs)
 
 
 def _names(module: Module, ids: dict[int, Tensor]) -> str:

@@ -26,7 +26,7 @@ MENDS = {
         """
 from fabric.strategies.sharding.gathered import FSDPCallGuard
 def begin(self):
-    self._lent = False
+    self._unsharded_for_backward = False
 FSDPCallGuard.begin, FSDPCallGuard.end = begin, lambda self: None
 """,
         SPLIT,
@@ -193,8 +193,8 @@ stage._state = lambda parameter: (0, 0)
         """
 from fabric.collectives.channel import Channel
 made = getattr(Channel.check_barrier, "made", Channel.check_barrier)
-announce = lambda self, verb, what="": made(self, verb, "")
-check_barrier.made, Channel.check_barrier = made, announce
+without = lambda self, verb, what="": made(self, verb, "")
+without.made, Channel.check_barrier = made, without
 """,
         SPLIT,
     ),
@@ -204,6 +204,13 @@ from fabric.precision.loss_scale import LossScale
 LossScale._is_never_set_up = lambda *_: False
 """,
         ("single-scaled", "ddp-scaled", "context-scaled"),
+    ),
+    "closures that train forgotten models are refused": Mend(
+        """
+from fabric.strategies.free import StepCheck
+StepCheck.after_step = lambda *_: None
+""",
+        DDP,
     ),
     "replicas are compared": Mend(
         """

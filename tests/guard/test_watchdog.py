@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from fabric import Fabric
 from fabric.core.errors import ConfigurationError, RankError
-from fabric.guard import watchdog
+from fabric.guard import stacks, watchdog
 from fabric.guard.deadlocks import RankStatus, as_table
 from fabric.guard.messages import RankReport
 from fabric.guard.stacks import user_line
@@ -305,3 +306,24 @@ def test_the_table():
         "  0     one   barrier() #3          61 s  train.py:4\n"
         "  12    two   no call of all ranks        train.py:9 in load"
     )
+
+
+class Returning:
+    """A frame of another thread that returns while it is looked at: `f_back` can be read once."""
+
+    def __init__(self, file, name, back=None):
+        self.f_code = SimpleNamespace(co_filename=file, co_name=name)
+        self._back = back
+
+    @property
+    def f_back(self):
+        back, self._back = self._back, None
+        return back
+
+
+@pytest.mark.parametrize("file", ["/x/fabric/verbs.py", "/x/torch/utils/_device.py"])
+def test_a_frame_may_return_while_it_is_looked_at(monkeypatch, file):
+    monkeypatch.setattr(stacks, "_PACKAGE", "/x/fabric/")
+    monkeypatch.setattr(stacks, "DISPATCH_FILES", ("/x/torch/utils/",))
+    outer = Returning("/x/fabric/verbs.py", "barrier")
+    assert stacks._waiting_in(Returning(file, "inner", outer)) == "barrier"

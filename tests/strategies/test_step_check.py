@@ -86,6 +86,28 @@ def loss_with_parameters(strategy: str, plain: bool) -> None:
         loss_optimizer.step()
 
 
+def closure_of_a_model_that_was_forgotten(strategy: str, keyword: bool) -> None:
+    fabric, model, other = start(strategy), net(), net()
+    model, _ = fabric.setup(model, sgd(model))
+    forgotten = sgd(other)
+
+    def closure():
+        forgotten.zero_grad()
+        loss = other(batch(fabric)[0]).pow(2).mean()
+        fabric.backward(loss)
+        return loss
+
+    text = r"SGD\.step\(\) trains 0\.weight, .* of Sequential, set up by no fabric\.setup"
+    with pytest.raises(UsageError, match=text):
+        forgotten.step(closure=closure) if keyword else forgotten.step(closure)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("strategy", "keyword"), [("ddp", False), ("zero1", False), ("fsdp", True)])
+def test_a_closure_that_trains_a_model_which_was_forgotten(ranks, strategy, keyword, world_size):
+    ranks.run(closure_of_a_model_that_was_forgotten, strategy, keyword, world_size=world_size)
+
+
 @pytest.mark.parametrize(
     ("strategy", "plain"), [("ddp", False), ("ddp", True), ("zero1", False), ("fsdp", False)]
 )
