@@ -58,7 +58,8 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         devices: How many devices, or which; see accelerators/README.md. "auto": all there are (CPU: 1).
         num_nodes: How many machines.
         precision: "32-true", "bf16-mixed", ...; see precision/README.md. None: "32-true".
-        plugins: Precision, ClusterEnvironment and CheckpointIO objects, each at most once.
+        plugins: Precision, ClusterEnvironment and CheckpointIO objects, each at most once; and parts of your
+            own (`fabric.core.parts.Part`).
         callbacks: Objects whose methods `call` and the wrappers call by name.
         loggers: Where `log` and `log_dict` write.
         replica_check: When ranks compare what must be equal on them; see replicas/README.md. True: after
@@ -226,9 +227,8 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
                 f"Write clip_val=0.5 to clamp each element, or max_norm=1.0 to scale the total norm."
             )
         plain, stepped = unwrap(module), unwrap(optimizer)
-        limits = {"clip_val": clip_val, "max_norm": max_norm, "norm_type": norm_type}
-        for part in self._strategy.joined_parts:
-            part.clipping(stepped, limits)
+        for clipping in self._strategy.hooks["clipping"]:
+            clipping(stepped, {"clip_val": clip_val, "max_norm": max_norm, "norm_type": norm_type})
         if clip_val is not None:
             return self._strategy.clip_gradients_value(plain, stepped, clip_val)  # type: ignore[func-returns-value]
         return self._strategy.clip_gradients_norm(plain, stepped, max_norm, norm_type, error_if_nonfinite)  # type: ignore[arg-type]

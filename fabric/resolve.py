@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fabric.accelerators.select import ACCELERATOR_REGISTRY, first_device, select_accelerator, select_devices
 from fabric.checkpoint.checkpoint_io import CheckpointIO
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
+from fabric.core.parts import Part
 from fabric.core.traits import Traits
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from fabric.plugins.environments.detect import find_environment
@@ -89,7 +90,7 @@ def resolve(request: Request, machine: Machine) -> Plan:
     check_interactive(strategy, environment, machine, devices, request)
     precision = choose_precision(request.precision, plugins[Precision], strategy, devices[0].type)
     io = only("checkpoint IO", _places(plugins[CheckpointIO], strategy, "checkpoint_io"))[1]
-    return Plan(strategy, accelerator, devices, nodes, precision, environment, io)
+    return Plan(strategy, accelerator, devices, nodes, precision, environment, io, plugins[Part])
 
 
 def only(what: str, sources: dict[str, Any]) -> tuple[str, Any]:
@@ -133,15 +134,22 @@ def lower_names(request: Request) -> Request:
 
 
 def sort_plugins(plugins: Any) -> dict[type, Any]:
-    """Precision, environment and checkpoint IO from `plugins=`, each at most once, by their base."""
+    """Precision, environment and checkpoint IO from `plugins=`, each at most once, by their base; and other
+    parts, in a list.
+    """
     found: dict[type, Any] = dict.fromkeys((Precision, ClusterEnvironment, CheckpointIO))
+    found[Part] = []
     listed = [] if plugins is None else plugins if isinstance(plugins, list | tuple) else [plugins]
     for plugin in listed:
         kind = next((kind for kind in found if isinstance(plugin, kind)), None)
         if kind is None:
             raise ArgumentTypeError(
-                f"plugins= takes Precision, ClusterEnvironment and CheckpointIO objects, but got {plugin!r}."
+                "plugins= takes Precision, ClusterEnvironment, CheckpointIO and Part objects, but got "
+                f"{plugin!r}."
             )
+        if kind is Part:
+            found[Part].append(plugin)
+            continue
         if found[kind] is not None:
             raise ConfigurationError(f"plugins= has two of {kind.__name__}: keep one of them.")
         found[kind] = plugin

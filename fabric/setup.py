@@ -433,5 +433,5 @@ class SetupVerbs(RankFacts):
             source=source,
             together=together,
             peers=peers,
-            parts=self._strategy.joined_parts if shard else (),
+            parts=self._strategy.parts_with("epoch_ended") if shard else (),
         )

@@ -86,10 +86,11 @@ class Part:
         """Note that the loop divides gradients by its number of items (`fabric.normalize_gradients`)."""
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """Register an optimizer that nobody set up, and that steps parameters of models that were."""
+        """Run before the first step of an optimizer, set up or not, all of whose parameters are averaged."""
 
     def synchronised(self, modules: Iterable[Module], only: list[Tensor] | None = None) -> None:
-        """Run after a backward (local SGD: a round) that synchronised these modules of the user.
+        """Run once gradients of these modules of the user are synchronised: after the backward, under FSDP at
+        the step after it, under local SGD after a round.
 
         `only`: the parameters that it synchronised; None: all. All ranks must call this.
         """

@@ -109,8 +109,8 @@ class Checkpoints(Exchange):
         call = call_of("save", states.split_content(self, state) + ", sharded" * sharded)
         if self.topology.world_size > 1:
             self.channel().check_call(call._replace(what=f"{path}: {call.what}" if call.what else ""))
-        for part in self.joined_parts:
-            part.saving()
+        for saving in self.hooks["saving"]:
+            saving()
         facts = {"strategy": type(self).__name__, "world_size": self.topology.world_size, **(facts or {})}
         write: Callable[[], None] | None
         if sharded:

@@ -24,6 +24,8 @@ from fabric.core.messages import say
 from fabric.core.tree import CONSTANTS, flatten, unflatten
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fabric.collectives.collective import Collective
     from fabric.core.errors import FabricError
     from fabric.core.topology import Topology
@@ -38,6 +40,8 @@ class Exchange:
     """
 
     topology: Topology
+    hooks: dict[str, list[Callable[..., Any]]]
+    """By the name of each hook of `Part`, the methods of the parts that override it."""
     compared: Any = None
     """The part whose `facts` the call check of each verb compares; None: there is none."""
     process_group: Any | None = None

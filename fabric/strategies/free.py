@@ -116,8 +116,8 @@ class StepCheck:
             return []
         held = [p for p in parameters_of(optimizer) if p.requires_grad]
         unknown = {id(p): p for p in held if id(p) not in reduced}
-        for part in [] if unknown else self._strategy.joined_parts:
-            part.stepping(optimizer)
+        for stepping in [] if unknown else self._strategy.hooks["stepping"]:
+            stepping(optimizer)
         for module in self._strategy.modules if unknown else ():
             found = _names(module, unknown)
             if found and reduced.isdisjoint(map(id, module.parameters())):

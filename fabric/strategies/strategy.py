@@ -22,7 +22,7 @@ from fabric.strategies.layout import Layout
 from fabric.utilities.init import names_of_owners
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -53,6 +53,8 @@ class Plan:
     environment: ClusterEnvironment
     checkpoint_io: CheckpointIO | None
     """None: the strategy's own."""
+    parts: Sequence[Part] = ()
+    """Further ones, of `Fabric(plugins=...)`."""
 
 
 class BackwardGate:
@@ -80,8 +82,6 @@ class Strategy(Checkpoints):
     """Those of this machine; None: chosen by `Fabric`."""
     cluster_environment: ClusterEnvironment | None = None
     """Who this process is; None: detected."""
-    hooks: dict[str, list[Callable[..., Any]]]
-    """By the name of each hook of `Part`, the methods of the parts that override it."""
     replica_check: bool | int = True
     """When ranks compare their replicas; see `Fabric`."""
 
@@ -158,6 +158,10 @@ class Strategy(Checkpoints):
         """The parts of this strategy, in the order in which they are called."""
         return [self.layout, self._precision, *self.given_parts, *self.joined_parts]
 
+    def parts_with(self, hook: str) -> list[Any]:
+        """Return the parts that override this hook."""
+        return [part for part in self.parts if overridden(type(part), Part, hook)]
+
     def find_part(self, name: str) -> Any | None:
         """Return the part of this name; None: there is none."""
         return next((part for part in self.parts if part.name == name), None)
@@ -204,6 +208,7 @@ class Strategy(Checkpoints):
         self.precision = plan.precision
         if plan.checkpoint_io is not None:
             self._checkpoint_io = plan.checkpoint_io
+        self.given_parts = [*self.given_parts, *plan.parts]
         for resolve in hooks_of(self.parts)["resolve"]:
             resolve(plan)
         self.parallel_devices, self.cluster_environment = plan.devices, plan.environment
