@@ -85,3 +85,10 @@ def is_fsdp(module: Any) -> bool:
 def goes_on(iteration: Any) -> bool:
     """Whether an iteration of a DataLoader has yielded a batch and has more."""
     return bool(0 < iteration._num_yielded < len(iteration))
+
+
+def tensor_of(ref: Any) -> Any:
+    """Return the tensor of a weak reference, or None. torch 2.9 could lose its Python object otherwise."""
+    tensor = ref()
+    getattr(tensor, "_fix_weakref", bool)()
+    return tensor

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
-from fabric.core._torch import foreach_mul_
+from fabric.core._torch import foreach_mul_, tensor_of
 from fabric.core.backward_listeners import add_clip_listener, add_step_listener, leaves_of, parameters_of
 from fabric.core.errors import UsageError
 from fabric.precision._torch import optimizer_states
@@ -82,7 +82,7 @@ class LossScale:
     def after_backward(self) -> None:
         """Note the scaled gradients of parameters that nobody has set up."""
         for key, (known, _) in self.never_set_up.items():
-            self.never_set_up[key] = known, _gradient(known())
+            self.never_set_up[key] = known, _gradient(tensor_of(known))
 
     def unscale(self, optimizer: Optimizer) -> bool:
         """Bring the gradients to their true size, however often called. Gives whether there are any.
@@ -167,8 +167,10 @@ class LossScale:
 
     def _is_never_set_up(self, parameter: Tensor) -> bool:
         known, scaled = self.never_set_up.get(id(parameter), (None, None))
-        is_known = known is not None and known() is parameter
-        return is_known and scaled is not None and _gradient(parameter) == scaled
+        if known is None or tensor_of(known) is not parameter or scaled is None or parameter.grad is None:
+            return False
+        gradient, version = scaled  # by reference: memory of one that was dropped may hold the next one
+        return tensor_of(gradient) is parameter.grad and parameter.grad._version == version
 
     def update(self) -> None:
         """Update the scale by the steps since the last update."""
@@ -215,7 +217,7 @@ class LossScale:
         return self.scaler.scale(torch.ones((), device=self.device))
 
 
-def _gradient(parameter: Tensor | None) -> tuple[int, int] | None:
-    """Return what changes when a gradient is replaced, cleared or added to; None: there is none."""
+def _gradient(parameter: Tensor | None) -> tuple[ref[Tensor], int] | None:
+    """Return a reference to a gradient and its number of in-place changes; None: there is none."""
     grad = None if parameter is None else parameter.grad
-    return None if grad is None else (id(grad), grad._version)
+    return None if grad is None else (ref(grad), grad._version)

@@ -11,13 +11,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def tensor_of(ref: Any) -> Any:
-    """Return the tensor of a weak reference, or None. torch 2.9 could lose its Python object otherwise."""
-    tensor = ref()
-    getattr(tensor, "_fix_weakref", bool)()
-    return tensor
-
-
 def call_after_backward(call: Callable[[], Any]) -> None:
     """Call `call` at the end of the running backward pass, which raises the errors of `call`."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

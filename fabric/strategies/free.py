@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from fabric.collectives.frames import call_of
+from fabric.core._torch import tensor_of
 from fabric.core.backward_listeners import add_backward_listener, add_step_listener, parameters_of
 from fabric.core.errors import UsageError
-from fabric.strategies._torch import tensor_of
 from fabric.strategies.tensor_sync import (
     average_gradients,
     broadcast_from_group_root,

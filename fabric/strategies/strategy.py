@@ -103,6 +103,10 @@ class Strategy(Checkpoints):
         self.gate = BackwardGate()
         self.precision = precision or Precision()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.hooks = hooks_of(self.parts)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         # Models and optimizers refer to their strategy; a copy of a model shares it.
         return self

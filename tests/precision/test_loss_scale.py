@@ -205,6 +205,21 @@ def test_a_model_and_its_optimizer_that_were_forgotten_are_refused(earlier):
         forgotten.step()
 
 
+def test_a_gradient_in_the_memory_of_a_scaled_one_is_the_loops_own():
+    loop = Loop(Scaled())
+    own = nn.Linear(2, 2, bias=False)
+    loop.fabric.backward(own(torch.ones(1, 2)).sum())
+    scaled = id(own.weight.grad), own.weight.grad._version
+    own.weight.grad = None
+    for _ in range(1000):  # until Python gives out that object's memory again
+        gradient = torch.empty(2, 2)
+        if id(gradient) == scaled[0]:
+            break
+    own.weight.grad = gradient
+    assert (id(own.weight.grad), own.weight.grad._version) == scaled
+    torch.optim.SGD(own.parameters(), lr=0.1).step()
+
+
 def test_a_model_of_the_loops_own_steps_by_its_own_gradients():
     """As a discriminator that is not set up: the generator's scaled backward passes through it."""
     loop = Loop(Scaled())

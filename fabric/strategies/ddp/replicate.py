@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.collectives.frames import call_of
+from fabric.core._torch import tensor_of
 from fabric.core.backward_listeners import add_backward_listener, add_step_listener, leaves_of, parameters_of
 from fabric.core.compile import uncompiled
 from fabric.core.errors import UsageError
 from fabric.core.torch_versions import BUFFER_KEYWORDS, buffers_off
 from fabric.core.traits import Traits
-from fabric.strategies._torch import tensor_of
 from fabric.strategies.buffers import SyncedBuffers, broadcast_buffers, shared_buffers
 from fabric.strategies.ddp._torch import (
     NOT_AVERAGED,

@@ -13,11 +13,11 @@ import torch
 
 from fabric.checkpoint.portable import read_stored
 from fabric.collectives.frames import call_of
+from fabric.core._torch import tensor_of
 from fabric.core.backward_listeners import add_step_listener, parameters_of
 from fabric.core.errors import UsageError
 from fabric.core.traits import Traits
 from fabric.core.tree import map_tree
-from fabric.strategies._torch import tensor_of
 from fabric.strategies.deferred_init.deferred import DeferredInit, DeferredTensor
 from fabric.strategies.layout import Layout
 from fabric.utilities.init import has_meta_parameters, names_of_owners
