@@ -69,6 +69,7 @@ def profiled(
     if fabric.global_rank in chosen:
         file.parent.mkdir(parents=True, exist_ok=True)
         plan = schedule(**window, repeat=1)
+        settings.setdefault("acc_events", True)  # one cycle: without it torch 2.11 warns that events are lost
         with (
             marked(fabric),
             profile(schedule=plan, on_trace_ready=_written(file, found), **settings) as inner,

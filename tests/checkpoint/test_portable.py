@@ -63,6 +63,7 @@ def test_plain_values_come_back_with_their_types(value):
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.15: it takes time
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11
 def test_sparse_tensors_come_back():
     assert through_file(PLAIN[-1]).to_dense().equal(torch.eye(2))
 
