@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from fabric.accelerators.devices import ALL, read_devices
 from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.messages import say
+from fabric.core.registry import did_you_mean
 from fabric.core.slices import use_slice
 from fabric.launch.commands import run_commands
 from fabric.launch.rank_env import first_place
@@ -64,10 +67,46 @@ class Setting(NamedTuple):
     source: str
 
 
+_OF_OTHERS = {
+    "-n": "--devices", "-np": "--devices", "--nproc-per-node": "--devices", "--nproc_per_node": "--devices",
+    "--num-processes": "--devices", "--num_processes": "--devices", "--nnodes": "--num-nodes",
+    "--master-addr": "--main-address", "--master_addr": "--main-address", "--master-port": "--main-port",
+    "--master_port": "--main-port", "--mixed-precision": "--precision", "--mixed_precision": "--precision",
+}  # fmt: skip
+"""Options of torchrun, mpirun and other launchers, and those of `fabric run` that mean the same."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors say what to write instead."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the error, and exit with 2."""
+        unknown = re.search(r"unrecognized arguments: ([^\s=]+)", message)
+        if unknown:
+            known = [name for action in self._actions for name in action.option_strings]
+            other = _OF_OTHERS.get(unknown[1])
+            message += f". Write {other}." if other else f".{did_you_mean(unknown[1], known)}"
+        if choice := re.search(r"invalid choice: '([^']+)'", message):
+            message += f".{did_you_mean(choice[1], ('run', 'check', 'consolidate'))}"
+        super().error(message)
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the options; a command's own parser refuses what it does not know."""
+        options, unknown = self.parse_known_args(*args, **kwargs)
+        if unknown:
+            commands = next(action.choices for action in self._actions if action.dest == "command")
+            parser = commands[options.command] if options.command else self  # type: ignore[index]
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return options
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, the failing rank's, or 2 for wrong usage."""
     parser = _parser()
     options = parser.parse_args(sys.argv[1:] if arguments is None else list(arguments))
+    if options.command is None:
+        parser.print_help()
+        return 0
     try:
         return {"run": _run, "check": _check, "consolidate": _consolidate}[options.command](options)
     except FabricError as error:
@@ -76,13 +115,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fabric", description="Minimal distributed PyTorch.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser = _Parser(prog="fabric", description="Minimal distributed PyTorch.")
+    parser.add_argument("--version", action="version", version=_versions())
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     run = commands.add_parser(
         "run",
         help="run a script on several processes",
         description="Start a script (or -m module) on several processes, which Fabric(...) in it then joins.",
         usage="fabric run [options] (script.py | -m module) [arguments of the script]",
+        epilog="Examples: fabric run --devices 2 train.py --lr 0.1; fabric run --devices 0,1 -m train; "
+        "one of two machines: fabric run --devices 8 --num-nodes 2 --node-rank 0 --main-address 10.0.0.1 "
+        "train.py",
         allow_abbrev=False,
     )
     for name, option in _OPTIONS.items():
@@ -114,6 +157,16 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("script", nargs="?", help="the script")
         command.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script gets")
     return parser
+
+
+def _versions() -> str:
+    found = []
+    for name in ("torch-fabric", "torch"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:  # a checkout on the path
+            found.append(f"{name} without a version")
+    return ", ".join([*found, f"Python {sys.version.split()[0]}"])
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """`fabric run`: what its options mean and what it says about wrong ones. Whole runs are in end_to_end."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -67,7 +68,7 @@ def test_wrong_usage(capsys, monkeypatch, arguments, text):
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["run", "--bogus", __file__], ["walk"], []])
+@pytest.mark.parametrize("arguments", [["run", "--bogus", __file__], ["walk"]])
 def test_unknown_options_and_commands(capsys, arguments):
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments)
@@ -151,3 +152,36 @@ def test_ranks_of_one_machine_meet_where_the_store_listens(tmp_path, monkeypatch
     place, listener = cli._place(cli.effective_settings({}, os.environ), count=2, nodes=1)
     listener.close()
     assert place.main_address == "127.0.0.1"
+
+
+def test_the_bare_command_prints_its_help(capsys):
+    assert cli.main([]) == 0
+    assert "run a script on several processes" in capsys.readouterr().out
+
+
+def test_the_versions_of_what_counts(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert re.fullmatch(r"torch-fabric \S+.*, torch \S+, Python \S+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["chek"], "invalid choice: 'chek' .* Did you mean 'check'?"),
+        (["run", "-n", "2", "x.py"], "unrecognized arguments: -n. Write --devices."),
+        (
+            ["run", "--nproc-per-node=2", "x.py"],
+            "unrecognized arguments: --nproc-per-node=2. Write --devices.",
+        ),
+        (["run", "--mixed_precision", "bf16", "x.py"], "Write --precision."),
+        (["run", "--devics", "2", "x.py"], "unrecognized arguments: --devics. Did you mean '--devices'?"),
+        (["check", "--stps=3", "x.py"], "unrecognized arguments: --stps=3. Did you mean '--steps'?"),
+        (["run", "--nothing", "x.py"], "unrecognized arguments: --nothing.\n"),
+    ],
+)
+def test_wrong_usage_says_what_to_write(capsys, arguments, text):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    said = capsys.readouterr().err
+    assert re.search(text.replace("?", r"\?").replace(". W", r"\. W"), said), said
