@@ -403,7 +403,13 @@ class Plain:
     @contextlib.contextmanager
     def whole(self, model: Any) -> Any:
         modes = [(module, module.training) for module in model.modules()]
+        mixed = {
+            name: call for name, call in vars(model).items() if getattr(call, "func", None) is in_autocast
+        }
+        for name in mixed:  # what one rank does alone runs without autocast
+            del model.__dict__[name]
         yield model
+        model.__dict__.update(mixed)
         for module, training in modes:
             module.training = training
 
