@@ -44,20 +44,20 @@ def far() -> dict[str, Any]:
     """What a call costs the first rank of a large world, through which all frames go."""
     from fabric.guard.control_connections import ControlConnections, Listener, connect
 
-    rows = []
+    rows, key = [], bytes(32)
     for world in FAR:
         with Listener(world - 1) as listener:
             pid = os.fork()
             if not pid:
                 stars = [
-                    ControlConnections(connect(at, "localhost", *listener.told), range(world), at)
+                    ControlConnections(connect(at, "localhost", listener.port, key), range(world), at)
                     for at in range(1, world)
                 ]
                 for _ in range(TURNS):
                     for star, turn in [(star, star.start(bytes(KEY_BYTES))) for star in stars]:
                         star.advance(turn, 60)
                 os._exit(0)
-            star = ControlConnections(listener.accept(), range(world), 0)
+            star = ControlConnections(listener.accept(key), range(world), 0)
         times = []
         for _ in range(TURNS):
             time.sleep(0.05)  # by then the others have sent

@@ -6,6 +6,7 @@ Small objects are sent in the frame, tensors and all.
 from __future__ import annotations
 
 import copyreg
+import hmac
 import io
 import math
 import pickle
@@ -25,7 +26,8 @@ from fabric.collectives.frames import (
     to_bytes,
     unpack,
 )
-from fabric.core.errors import ArgumentTypeError
+from fabric.core.errors import ArgumentTypeError, RankError
+from fabric.core.job_secret import VARIABLE, secret_of_world
 from fabric.core.pickles import pickling_error
 
 if TYPE_CHECKING:
@@ -36,8 +38,14 @@ if TYPE_CHECKING:
     from fabric.collectives.channel import Channel
     from fabric.collectives.frames import CallSignature
 
-_TAIL = struct.Struct("<qqq")
-"""Of a message: where the labels of its tensors begin, where their bytes do, and whether these are there."""
+_TAIL = struct.Struct("<qqq32s")
+"""Of a message: where the labels of its tensors begin, where their bytes do, whether these are there, and the
+signature of what is unpickled.
+"""
+_FORGED = (
+    "A message with an object is not signed with the secret of this job, and was not read. Another process than a "
+    f"rank sent it, or {VARIABLE} differs between machines. Export one value of {VARIABLE} on all machines, or none."
+)
 
 
 class Label(NamedTuple):
@@ -121,7 +129,8 @@ class Dumped:
         self.inline = all_on_host(tensors) and end + packed_size(tensors) + _TAIL.size <= PAYLOAD_BYTES
         if self.inline and tensors:
             file.write(to_bytes(pack(tensors)))
-        file.write(_TAIL.pack(middle, end, self.inline))
+        signature = secret_of_world().signature(file.getbuffer()[:end])
+        file.write(_TAIL.pack(middle, end, self.inline, signature))
         return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
@@ -134,12 +143,17 @@ class Arrived(pickle.Unpickler):
 
     Args:
         message: Flat bytes on the host.
+
+    Raises:
+        RankError: No rank of this job made the message; nothing of it was unpickled.
     """
 
     def __init__(self, message: Tensor) -> None:
         file = io.BytesIO(to_bytes(message))
         file.seek(-_TAIL.size, io.SEEK_END)
-        middle, end, self.inline = _TAIL.unpack(file.read())
+        middle, end, self.inline, signature = _TAIL.unpack(file.read())
+        if not hmac.compare_digest(signature, secret_of_world().signature(file.getbuffer()[:end])):
+            raise RankError(_FORGED)
         file.seek(middle)
         self.labels = [Label(*fields) for fields in pickle.load(file)]  # plain tuples pickle 3x faster
         self.data = message[end : -_TAIL.size]

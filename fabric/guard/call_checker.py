@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from fabric.collectives.frames import IN_THREAD
 from fabric.core.errors import CollectiveMismatch, ConfigurationError, RankError
+from fabric.core.job_secret import VARIABLE
 from fabric.core.source import user_place
 from fabric.guard._torch import group_timeout
 from fabric.guard.control_connections import (
@@ -99,22 +100,28 @@ class StoreBarrier:
     def __init__(self, waits: DeadlockDetector, name: str, members: Sequence[int]) -> None:
         self.name, self.members = name, members
         self.turn = waits.counts.get(name, 0) + 1
-        self._store, self._prefix = waits.store, f"{name}/{self.turn}"
+        self._store, self._secret, self._prefix = waits.store, waits.secret, f"{name}/{self.turn}"
         self._keys = [f"{self._prefix}/{rank}" for rank in members]
         self._pause = 0.0005
 
     def tell(self, rank: int, text: str = "") -> None:
         """Say that this rank is here."""
-        self._store.set(f"{self._prefix}/{rank}", text)
+        key = f"{self._prefix}/{rank}"
+        self._store.set(key, self._secret.sign(key, text))
         self._store.add(self._prefix, 1)  # all look at this one: N keys at each look would be N times N
 
     def missing(self) -> set[int]:
         """The members that are not here."""
         return {*self.members} - {int(key.rpartition("/")[2]) for key in self._store.get_all(self._keys)}
 
-    def told(self) -> list[str]:
-        """Return the texts of all members, in the order of `members`."""
-        return [text.decode() for text in self._store.get_all(self._keys).values()]
+    def told(self) -> list[str | None]:
+        """Return the texts of all members, in the order of `members`; None: not signed with the secret."""
+        texts = self._store.get_all(self._keys)
+        return [self._secret.verified(key, texts.get(key, b"")) for key in self._keys]
+
+    def key(self, port: int) -> bytes:
+        """Return the key of the connections that are opened here, through this port of the first rank."""
+        return self._secret.proof(b"connections", self._prefix.encode(), b"%d" % port)
 
     def take_back(self, rank: int) -> None:
         """This rank has left, and may come again."""
@@ -210,8 +217,8 @@ class CallChecker:
         """The connections, made by the first call of the group, when all its ranks are there; None: off."""
         waits, place = self.waits, self.members.index(self.waits.rank)
         arrival = StoreBarrier(waits, f"open {self.name}", self.members)
-        with nullcontext() if place else Listener(len(self.members) - 1) as listener:
-            way = [waits.store.address, *listener.told] if listener else []
+        with nullcontext() if place else Listener(len(self.members) - 1, waits.store.interface) as listener:
+            way = [waits.store.address, str(listener.port)] if listener else []
             arrival.tell(waits.rank, " ".join([self.mode, *way]))
             try:
                 self.wait(arrival, call)
@@ -219,19 +226,30 @@ class CallChecker:
                 arrival.take_back(waits.rank)
                 waits.counts[arrival.name] -= 1
                 raise
-            told = [text.split(" ") for text in arrival.told()]
+            told = [text.split(" ") for text in self._signed(arrival.told())]
             self._check_modes([mode for mode, *_ in told])
             if self.mode == "off":
                 _guards[self._group()] = None
                 return None
-            _, address, *way = told[0]
-            host = waits.store.reach(address)
+            _, address, text = told[0]
+            host, port = waits.store.reach(address), int(text)
+            key = arrival.key(port)
             try:
-                lines = listener.accept() if listener else connect(place, host, *way)
+                lines = listener.accept(key) if listener else connect(place, host, port, key)
             except OSError as error:
-                raise RankError(self._unreached(f"{host}:{way[0]}", error)) from error
+                raise RankError(self._unreached(f"{host}:{port}", error)) from error
         self.star = ControlConnections(lines, self.members, place)
         return self.star
+
+    def _signed(self, texts: list[str | None]) -> list[str]:
+        """Return the texts of all ranks; raises ConfigurationError if they do not have one secret."""
+        wrong = [str(rank) for rank, text in zip(self.members, texts, strict=True) if text is None]
+        if wrong:
+            raise ConfigurationError(
+                f"{VARIABLE} of rank {self.waits.rank} is not that of rank {', '.join(wrong)}. Ranks that have "
+                f"not the same secret do not connect. Export one value of {VARIABLE} on all machines, or none."
+            )
+        return [text for text in texts if text is not None]
 
     def _unreached(self, at: str, error: OSError) -> str:
         first, rank = self.members[0], self.waits.rank

@@ -7,9 +7,7 @@ others once the first rank waits.
 
 from __future__ import annotations
 
-import hmac
 import os
-import secrets
 import selectors
 import socket
 import struct
@@ -19,17 +17,21 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from fabric.guard import handshake
+from fabric.guard.handshake import Admission
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_CONNECT_S, _HELLO_S = 60.0, 5.0
+_CONNECT_S = 60.0
+_BACKLOG = 4096
+"""Connections that the system holds until this process accepts them, those of strangers among them."""
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 8}
 """Networks forget connections on which nothing moves for long; and a machine that is gone says nothing."""
 _LENGTH = struct.Struct("<q")
 """Of a message; 0, and no message: who sends it gives up, and has not gone. And of each row, before the rows
 that come back: -1 - place in its stead, and nothing, if the rank of that place has gone.
 """
-_HELLO = struct.Struct("<32sq")
 _UNSENT_S = 0.001
 PATIENCE = 1.0
 """Seconds that a call waits before its rank looks where the others are."""
@@ -55,15 +57,20 @@ class ControlRound:
 
 
 class Listener:
-    """The listening socket of the first rank of a group. A context: no rank can connect after it."""
+    """The listening socket of the first rank of a group. A context: no rank can connect after it.
 
-    def __init__(self, count: int) -> None:
-        wide = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if wide else socket.AF_INET
-        self._socket = socket.create_server(("", 0), family=family, backlog=count + 64, dualstack_ipv6=wide)
-        self._count, self._secret = count, secrets.token_hex(16)
-        self.told = (str(self._socket.getsockname()[1]), self._secret)
-        """What the others must know: the port, and a word by which they are known."""
+    Args:
+        count: How many ranks are to connect.
+        host: The address of this machine on which to listen; "": all of them.
+    """
+
+    def __init__(self, count: int, host: str = "") -> None:
+        wide = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if wide or ":" in host else socket.AF_INET
+        self._socket = socket.create_server(
+            (host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=wide
+        )
+        self._count, self.port = count, int(self._socket.getsockname()[1])
 
     def __enter__(self) -> Listener:
         return self
@@ -71,38 +78,19 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self._socket.close()
 
-    def accept(self) -> list[_Connection]:
-        """The connections of the others, by their places; raises TimeoutError if they do not come."""
-        end, found = time.monotonic() + _CONNECT_S, dict[int, _Connection]()
-        while len(found) < self._count:
-            self._socket.settimeout(max(0.001, end - time.monotonic()))
-            made, _ = self._socket.accept()
-            word, place = _HELLO.unpack(_hello(made))
-            if hmac.compare_digest(word, self._secret.encode()):
-                found[place] = _Connection(made, place)
-            else:  # no rank of this job
-                made.close()
-        return [found[place] for place in sorted(found)]
+    def accept(self, key: bytes) -> list[_Connection]:
+        """The connections of the others, by their places; raises TimeoutError if they do not come.
+
+        `key`: of the group, see `handshake`.
+        """
+        admission = Admission(self._socket, range(1, self._count + 1), key)
+        found = admission.wait(time.monotonic() + _CONNECT_S)
+        return [_Connection(found[place], place) for place in sorted(found)]
 
 
-def connect(place: int, host: str, port: str, secret: str) -> list[_Connection]:
-    """The connection to a `Listener`, by what it told; raises OSError if there is none."""
-    made = socket.create_connection((host, int(port)), _CONNECT_S)
-    made.sendall(_HELLO.pack(secret.encode(), place))
-    return [_Connection(made, 0)]
-
-
-def _hello(made: socket.socket) -> bytes:
-    """Return the first message of a new connection; padded with zeros if it is too short or too late."""
-    said, end = b"", time.monotonic() + _HELLO_S
-    with suppress(OSError):
-        while len(said) < _HELLO.size:
-            made.settimeout(max(0.001, end - time.monotonic()))
-            got = made.recv(_HELLO.size - len(said))
-            if not got:
-                break
-            said += got
-    return said.ljust(_HELLO.size, b"\0")
+def connect(place: int, host: str, port: int, key: bytes) -> list[_Connection]:
+    """The connection to the `Listener` at this address; raises OSError if there is none."""
+    return [_Connection(handshake.connect(place, host, port, key, time.monotonic() + _CONNECT_S), 0)]
 
 
 class _Connection:

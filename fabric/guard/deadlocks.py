@@ -23,6 +23,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fabric.core.job_secret import secret_of
 from fabric.guard._torch import flight_record, group_names
 from fabric.guard.job_store import JobStore
 from fabric.guard.messages import RankReport
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 LEFT, SILENT = "has left", "no answer"
 """In place of what a rank waits in."""
+_VERDICT = "verdict"
+"""The key of the error of all ranks, in this part of the store."""
 
 
 class RankStatus(NamedTuple):
@@ -98,7 +101,7 @@ class DeadlockDetector:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self.store = JobStore("fabric/waits", store)
+        self.store, self.secret = JobStore("fabric/waits", store), secret_of(store)
         self.rank, self.world_size = rank, world_size
         self.counts: dict[str, int] = {}
         """How many calls of each group this rank has come to."""
@@ -153,7 +156,8 @@ class DeadlockDetector:
             store: This part of the job's store, for another thread.
         """
         store, fresh = store or self.store, wait != self._told
-        store.set(f"at/{self.rank}", json.dumps(wait._replace(told=time.monotonic())))
+        key = f"at/{self.rank}"
+        store.set(key, self.secret.sign(key, json.dumps(wait._replace(told=time.monotonic()))))
         if fresh and (wait.turn or wait.pending):
             store.add("begun", 1)
         self._told = wait
@@ -163,7 +167,8 @@ class DeadlockDetector:
     ) -> dict[int, RankStatus]:
         """Return the published statuses of all ranks, or of `ranks`."""
         keys = [f"at/{rank}" for rank in (range(self.world_size) if ranks is None else ranks)]
-        texts = (store or self.store).get_all(keys).values()
+        found = (store or self.store).get_all(keys).items()
+        texts = [self.secret.verified(key, data) for key, data in found if data]
         return {wait.rank: wait for wait in [RankStatus(*json.loads(text)) for text in texts if text]}
 
     def judge(self, store: JobStore | None = None) -> None:
@@ -184,17 +189,25 @@ class DeadlockDetector:
         again = self.read(store)  # who stood still between the two looks stood still at one time
         if any([again[rank][:-1] != waits[rank][:-1] for rank in held]):
             return
-        text = json.dumps([waits[rank] for rank in sorted(held)])
-        store.compare_set("verdict", "", text)
+        self.publish([waits[rank] for rank in sorted(held)], store)
         self.hear(store)
+
+    def publish(self, verdict: Any, store: JobStore) -> None:
+        """Write a verdict for all ranks, unless one is there that a rank of this job has signed."""
+        text = self.secret.sign(_VERDICT, json.dumps(verdict))
+        if self.secret.verified(_VERDICT, store.compare_set(_VERDICT, "", text)) is None:
+            store.set(_VERDICT, text)
 
     def hear(self, store: JobStore | None = None) -> bool:
         """Whether ranks wait for each other and can never go on, as one of them has written: `broken`."""
         store = store or self.store
-        if self.broken is None and store.check(["verdict"]):
+        if self.broken is None and store.check([_VERDICT]):
+            text = self.secret.verified(_VERDICT, store.get(_VERDICT))
+            if text is None:  # a stranger's
+                return False
             from fabric.guard.mismatch import mismatch_text
 
-            verdict = json.loads(store.get("verdict"))
+            verdict = json.loads(text)
             if isinstance(verdict, str):  # of two threads of a rank
                 self.broken, self.can_raise = verdict, True
                 return True

@@ -20,6 +20,7 @@ from fabric.core.errors import RankError
 _CONNECT_S = 5.0
 _ANSWER_S = 5.0
 _SETTLE_S = 0.3
+LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 """Linux: the IPv4 address of a network card."""
 _CALLS = {"check", "get", "multi_get", "set", "add", "compare_set", "delete_key"}
@@ -64,8 +65,15 @@ class JobStore:
         """This machine's, by which other ranks `reach` it."""
         return self._host.here
 
+    @property
+    def interface(self) -> str:
+        """The address of this machine on which to listen for other ranks; "": all of them."""
+        return LOOPBACK if self._host.is_loopback else self._host.interface
+
     def reach(self, address: str) -> str:
         """Return the host name or address by which a rank connects to the machine with this address."""
+        if self._host.is_loopback:
+            return LOOPBACK
         if not address:
             return self._host.name
         return "127.0.0.1" if address == socket.gethostname() else address
@@ -115,17 +123,19 @@ class _Host:
     def __init__(self, store: Any) -> None:
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        self.at, self._line = "", -1
-        self.here = card = _card_address()
+        self.at, self._line, self.is_loopback = "", -1, False
+        self.here = self.interface = card = _card_address()
         """This machine, as others see it; "": the host's own, of which each rank has a name, `name`."""
         if not isinstance(store, dist.TCPStore):
             self.here = card or socket.gethostname()
             return
         self.at, self.name = f" at {store.host}:{store.port}", store.host
+        self.is_loopback = store.host in (LOOPBACK, "localhost", "::1")
+        """Whether all ranks are on this machine, since they have this address of the store, too."""
         with suppress(OSError):
             line = socket.create_connection((store.host, store.port), _CONNECT_S)
             own = line.getsockname()[0]
-            self.here = card or ("" if own == "::1" or own.startswith("127.") else own)
+            self.here = self.interface = card or ("" if own == "::1" or own.startswith("127.") else own)
             self._line = line.detach()
             weakref.finalize(self, os.close, self._line)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from fabric.core.cores import usable_cores
 from fabric.core.errors import LaunchError
+from fabric.core.job_secret import VARIABLE as SECRET
+from fabric.core.job_secret import new_secret
 from fabric.launch.parent_death import JOINED
 from fabric.launch.stores import listen
 from fabric.plugins.environments.local import LAUNCHED
@@ -29,6 +31,8 @@ class RankEnv:
     main_address: str
     main_port: int
     node_rank: int = 0
+    secret: str = field(default="", repr=False)
+    """Of the job; "": ranks agree on one through the store (see `core/job_secret.py`)."""
 
     @property
     def rank(self) -> int:
@@ -56,6 +60,7 @@ class RankEnv:
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "MASTER_ADDR": self.main_address,
             "MASTER_PORT": str(self.main_port),
+            **({SECRET: self.secret} if self.secret else {}),
         }
 
     def threads(self) -> int:
@@ -78,7 +83,9 @@ def first_place(
     listener = None if node_rank else listen(address, port, everywhere=num_nodes > 1)
     if listener is not None:
         port = int(listener.getsockname()[1])
-    return RankEnv(0, processes * num_nodes, processes, address, port, node_rank), listener
+    # Launchers of several machines do not talk to each other.
+    secret = new_secret(os.environ) if num_nodes == 1 else os.environ.get(SECRET, "")
+    return RankEnv(0, processes * num_nodes, processes, address, port, node_rank, secret), listener
 
 
 def place_here(

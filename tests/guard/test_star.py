@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import socket
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -13,9 +15,11 @@ from unittest import mock
 import pytest
 
 from fabric.guard import control_connections as module
+from fabric.guard import handshake
 from fabric.guard.control_connections import ControlConnections, Listener, connect
 
 SECONDS = 20.0
+KEY = b"key of the group"
 
 
 @contextmanager
@@ -24,8 +28,9 @@ def stars(size: int):
     ranks = range(10, 10 + size)
     with ThreadPoolExecutor(size) as threads:
         with Listener(size - 1) as listener:
-            lines = [threads.submit(connect, at, "localhost", *listener.told) for at in range(1, size)]
-            made = [ControlConnections(listener.accept(), ranks, 0)]
+            port = listener.port
+            lines = [threads.submit(connect, at, "localhost", port, KEY) for at in range(1, size)]
+            made = [ControlConnections(listener.accept(KEY), ranks, 0)]
         made += [ControlConnections(line.result(SECONDS), ranks, at) for at, line in enumerate(lines, 1)]
         yield made, threads
         for one in made:
@@ -134,30 +139,133 @@ def test_an_interrupt_in_the_middle_of_a_message_is_not_taken_for_one_between_th
         assert not turn.is_done(0.01)
 
 
+@contextmanager
+def strangers(port: int, count: int):
+    made = [socket.create_connection(("localhost", port)) for _ in range(count)]
+    yield made
+    for one in made:
+        one.close()
+
+
 def test_strangers_are_not_let_in():
-    with mock.patch.object(module, "_HELLO_S", 0.2), Listener(1) as listener:
-        port, word = listener.told
-        at = ("localhost", int(port))
-        with socket.create_connection(at) as silent, socket.create_connection(at) as chatty:
-            chatty.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            socket.create_connection(at).close()
-            line = connect(1, "localhost", port, word)
-            (found,) = listener.accept()
-            assert found.place == 1
-            assert found.send(b"hello")
-            while (message := line[0].take()) is None:
-                pass
-            assert message == b"hello"
-            assert silent.recv(1) == b"", "closed"
-            with suppress(ConnectionResetError):  # since what it said was not read to its end
-                assert chatty.recv(1) == b""
-            for one in (found, *line):
-                one.socket.close()
+    with (
+        ThreadPoolExecutor(1) as threads,
+        Listener(1) as listener,
+        strangers(listener.port, 4) as (silent, chatty, short, gone),
+    ):
+        chatty.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(10_000))
+        short.sendall(b"x")
+        gone.close()
+        rank = threads.submit(connect, 1, "localhost", listener.port, KEY)
+        (found,) = listener.accept(KEY)
+        (line,) = rank.result(SECONDS)
+        assert found.place == 1
+        assert found.send(b"hello")
+        while (message := line.take()) is None:
+            pass
+        assert message == b"hello"
+        for one in (silent, short):
+            assert len(one.recv(1000)) == 32, "a nonce, and no more"
+            assert one.recv(1) == b"", "closed"
+        with suppress(ConnectionResetError):  # since what it sent was not read to its end
+            assert len(chatty.recv(1000)) <= 32
+        for one in (found, line):
+            one.socket.close()
 
 
-def test_who_does_not_come_is_waited_for_only_so_long():
-    with mock.patch.object(module, "_CONNECT_S", 0.1), Listener(1) as listener, pytest.raises(TimeoutError):
-        listener.accept()
+@pytest.mark.parametrize("most", [4, handshake.MOST_WAITING])
+def test_silent_connections_do_not_keep_ranks_out(monkeypatch, most):
+    """A thousand of them came before the ranks, and stay open while the ranks connect."""
+    monkeypatch.setattr(handshake, "MOST_WAITING", most)
+    with (
+        ThreadPoolExecutor(2) as threads,
+        Listener(2) as listener,
+        strangers(listener.port, 400),
+    ):
+        ranks = [threads.submit(connect, place, "localhost", listener.port, KEY) for place in (2, 1)]
+        with strangers(listener.port, 50):
+            found = listener.accept(KEY)
+        assert [one.place for one in found] == [1, 2]
+        for one in (*found, *[rank.result(SECONDS)[0] for rank in ranks]):
+            one.socket.close()
+
+
+def test_without_descriptors_strangers_make_room_for_ranks():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    end = time.monotonic() + SECONDS
+    with ThreadPoolExecutor(1) as threads, Listener(1) as listener, strangers(listener.port, 100):
+        rank = socket.create_connection(("localhost", listener.port))
+        proved = threads.submit(handshake._prove, rank, 1, KEY, end)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
+        try:
+            (found,) = listener.accept(KEY)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        proved.result(SECONDS)
+        for one in (found.socket, rank):
+            one.close()
+
+
+@pytest.mark.parametrize("place", [7, 0, -1])
+def test_a_place_that_is_not_in_the_group_is_refused_and_the_rank_connects(monkeypatch, place):
+    with ThreadPoolExecutor(2) as threads, Listener(1) as listener:
+        foreign = threads.submit(connect, place, "localhost", listener.port, KEY)
+        late = threads.submit(lambda: listener.accept(KEY))
+        assert not foreign.done() or foreign.exception(0)
+        rank = connect(1, "localhost", listener.port, KEY)
+        (found,) = late.result(SECONDS)
+        listener._socket.close()
+        assert foreign.exception(SECONDS)
+        assert found.place == 1
+        for one in (found, *rank):
+            one.socket.close()
+
+
+def test_a_second_connection_for_a_place_is_refused():
+    with ThreadPoolExecutor(2) as threads, Listener(2) as listener:
+        late = threads.submit(lambda: listener.accept(KEY))
+        first = connect(1, "localhost", listener.port, KEY)
+        second = threads.submit(connect, 1, "localhost", listener.port, KEY)
+        last = connect(2, "localhost", listener.port, KEY)
+        found = late.result(SECONDS)
+        listener._socket.close()
+        assert second.exception(SECONDS)
+        assert found[0].send(b"x")
+        while (message := first[0].take()) is None:
+            pass
+        assert message == b"x"
+        for one in (*found, *first, *last):
+            one.socket.close()
+
+
+@pytest.mark.parametrize("key", [b"another key", b""])
+def test_without_the_key_nobody_connects(monkeypatch, key):
+    monkeypatch.setattr(module, "_CONNECT_S", 0.3)
+    with ThreadPoolExecutor(1) as threads, Listener(1) as listener:
+        stranger = threads.submit(connect, 1, "localhost", listener.port, key)
+        with pytest.raises(TimeoutError, match="timed out"):
+            listener.accept(KEY)
+        listener._socket.close()
+        assert isinstance(stranger.exception(SECONDS), OSError)
+
+
+def test_a_rank_sends_nothing_to_a_first_rank_without_the_key():
+    with ThreadPoolExecutor(1) as threads, socket.create_server(("localhost", 0)) as false:
+        rank = threads.submit(connect, 1, "localhost", false.getsockname()[1], KEY)
+        made, _ = false.accept()
+        with made:
+            made.sendall(bytes(32))
+            answer = made.recv(1000)
+            made.sendall(answer[-32:])  # the proof is not good for the other direction
+            assert made.recv(1000) == b""
+        error = rank.exception(SECONDS)
+        assert "who listens there does not know the secret of the job" in str(error)
+
+
+def test_who_does_not_come_is_waited_for_only_so_long(monkeypatch):
+    monkeypatch.setattr(module, "_CONNECT_S", 0.1)
+    with Listener(1) as listener, pytest.raises(TimeoutError):
+        listener.accept(KEY)
 
 
 def test_the_copies_of_a_forked_process_do_not_keep_connections_open():

@@ -112,6 +112,9 @@ class LocalEnvironment(ClusterEnvironment):
             return HashStore()
         hosts = rank == 0 and os.environ.get(LAUNCHED) != "function"
         handed = whole_number(STORE_FD) if hosts else None
+        if handed is not None:
+            os.set_inheritable(handed, False)  # children of this rank must not keep the port
+            del os.environ[STORE_FD]  # used once
         return part_of_store(self.main_address, self.main_port, hosts, timeout, handed)
 
     def _read(self, name: str, default: int) -> int:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
+from fabric.core.job_secret import take_inherited
 from fabric.core.messages import say
 from fabric.launch.parent_death import JOINED
 from fabric.launch.system import require_posix
@@ -36,6 +37,7 @@ def rendezvous(environment: ClusterEnvironment, rank: int, world_size: int, time
             names them.
     """
     require_posix()
+    take_inherited()
     store = environment.make_store(rank, world_size, timeout)
     await_ranks(store, rank, world_size, timeout)
     if not os.environ.keys().isdisjoint(("FABRIC_LAUNCHED", "TORCHELASTIC_RUN_ID")):
