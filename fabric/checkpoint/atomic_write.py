@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,10 @@ LENGTH = 8
 """Bytes at the start of a safetensors file that say how long its header is."""
 _held: dict[Path, int | None] = {}
 """What this process writes beside paths, and the descriptors that lock it; None: there are no locks."""
+
+
+_modes: dict[Path, int] = {}
+"""Directories that this process writes beside paths, and the modes that they would have by its umask."""
 
 
 def present(path: PathLike) -> PathLike:
@@ -90,10 +95,38 @@ def part_of(path: Path, directory: bool) -> Path:
         part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
         if directory:
             part.mkdir()
+            _modes[part] = stat.S_IMODE(part.stat().st_mode)
+            part.rmdir()
+            part.mkdir(0o700)  # nobody else may write into it, or read it, before it has its name
         else:
             part.touch(exist_ok=False)
         hold(part)
     return part
+
+
+def copy_mode(old: Path, new: Path) -> None:
+    """Give a new file or directory the mode of what it is to replace; nothing is there: leave it as it is.
+
+    A file takes from a directory who may read and write, and a directory from a file who may open it, too.
+    """
+    if not old.exists():
+        return
+    mode = stat.S_IMODE(old.stat().st_mode)
+    if new.is_dir() and not old.is_dir():
+        mode |= (mode & 0o444) >> 2
+    elif old.is_dir() and not new.is_dir():
+        mode &= 0o666
+    new.chmod(mode)
+
+
+def _open_up(part: Path, path: Path) -> None:
+    """Give a directory of 0700, and the files in it, the modes that it is to have in its place."""
+    part.chmod(_modes.pop(part))
+    copy_mode(path, part)
+    if path.is_file() or (path / METADATA).is_file():
+        for file in part.iterdir():
+            if file.is_file():
+                copy_mode(path if path.is_file() else path / METADATA, file)
 
 
 def hold(path: Path) -> None:
@@ -162,6 +195,8 @@ def put_in_place(part: Path, path: Path) -> None:
         flush_directory(path.parent)
         return
     aside = part.with_suffix(".old")
+    if part in _modes:
+        _open_up(part, path)
     with alone_in(path.parent):
         if os.path.lexists(path):
             path.rename(aside)
@@ -185,6 +220,7 @@ def remove(path: Path) -> None:
     else:
         path.unlink(missing_ok=True)
     _let_go(path)
+    _modes.pop(path, None)
 
 
 def flush_directory(directory: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import shutil
+import struct
 import tempfile
 import zipfile
 from contextlib import contextmanager
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.checkpoint.atomic_write import (
+    copy_mode,
     is_safetensors,
     named,
     part_of,
@@ -25,8 +26,9 @@ from fabric.checkpoint.atomic_write import (
     sharded_at,
 )
 from fabric.checkpoint.checkpoint_io import CheckpointIO
+from fabric.checkpoint.content import check_shape, check_tags, unreadable
 from fabric.checkpoint.digest import DigestWriter, check, damaged
-from fabric.core.errors import ConfigurationError, UsageError
+from fabric.core.errors import ConfigurationError, FabricError
 from fabric.core.slices import use_slice
 from fabric.utilities.cloud_io import get_filesystem, local_path, target_path
 
@@ -36,8 +38,13 @@ if TYPE_CHECKING:
     from fabric.core.types import PathLike
 
 
-_DAMAGE = ("PytorchStreamReader", "zip archive", "unexpected EOF")
+_DAMAGE = ("PytorchStreamReader", "zip archive", "unexpected EOF", "legacy .tar", "Invalid magic number")
+_DAMAGE += ("recursion",)
 """What torch.load says of a file that was cut short, or is something else altogether."""
+_UNREADABLE = (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
+_UNREADABLE += (AssertionError, OverflowError, MemoryError, struct.error, RuntimeError)
+"""What its safe unpickler raises where a file is no pickle."""
+_CUT_SHORT = "it was cut short, or not written by fabric.save or torch.save"
 
 
 class TorchCheckpointIO(CheckpointIO):
@@ -104,14 +111,12 @@ class TorchCheckpointIO(CheckpointIO):
             with tempfile.NamedTemporaryFile() as copy:  # mapped, and so there until it is read
                 _fetch(str(path), copy)
                 return self._read(Path(copy.name), path, map_location, safe)
+        except FabricError:
+            raise
         except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not any([sign in str(error) for sign in _DAMAGE]):
-                raise
-            refused = _refused(str(error)) if safe and isinstance(error, pickle.UnpicklingError) else ""
-            if refused:
-                raise untrusted(f"{path} {refused}, which") from error
-            why = "it was cut short, or not written by fabric.save or torch.save"
-            raise damaged(path, why) from error
+            if not isinstance(error, RuntimeError) or any([sign in str(error) for sign in _DAMAGE]):
+                raise damaged(path, _CUT_SHORT) from error
+            raise
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Delete the file or directory at `path`, if it is there."""
@@ -135,6 +140,18 @@ class TorchCheckpointIO(CheckpointIO):
         if self.verify and path.is_file():
             with path.open("rb", buffering=0) as file:
                 check(file, name)
+        try:
+            tree = self._load(path, map_location, safe)
+        except _UNREADABLE as error:
+            known = isinstance(error, RuntimeError) and any([sign in str(error) for sign in _DAMAGE])
+            if not safe or (isinstance(error, RuntimeError) and not known):
+                raise
+            raise unreadable(name, path, error) from error
+        check_shape(tree, name)
+        check_tags(tree, name)
+        return tree
+
+    def _load(self, path: Path, map_location: Any, safe: bool) -> dict[str, Any]:
         if is_safetensors(path):  # torch would go by the name
             with path.open("rb") as file:
                 return torch.load(file, map_location, weights_only=safe)  # type: ignore[no-any-return]
@@ -156,24 +173,6 @@ def _fetch(url: str, file: Any) -> None:
     file.flush()
 
 
-def _refused(text: str) -> str:
-    """Return the content that safe loading refuses, from torch's error; "": the file is no pickle."""
-    reason = re.search(r"WeightsUnpickler error:\s*(.*?)(\. |$)", text, re.MULTILINE)
-    operand = re.search(r"Unsupported operand (\d+)", text)
-    if reason is None or (operand and int(operand.group(1)) < 128):  # a letter: the file is some text
-        return ""
-    found = re.search(r"GLOBAL ([\w.]+)", text)
-    return f"refers to {found.group(1)}" if found else f"holds more than data ({reason.group(1)})"
-
-
-def untrusted(what: str) -> UsageError:
-    """The error of a checkpoint with something in it that only unpickling any code would read."""
-    return UsageError(
-        f"{what} safe loading refuses, because reading it can run any code. If you trust the file, write "
-        "fabric.load(path, ..., weights_only=False)."
-    )
-
-
 def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
     if path.is_dir():
         if sharded_at(path) is None:
@@ -188,10 +187,9 @@ def _save_to_disk(write: Callable[[Any], None], path: Path) -> None:
     part = part_of(path, directory=False)
     try:
         with part.open("r+b", buffering=0) as file:
+            copy_mode(path, part)
             write(file)
             os.fsync(file.fileno())
-        if path.is_file():
-            part.chmod(path.stat().st_mode)
         put_in_place(part, path)
     except BaseException:
         remove(part)

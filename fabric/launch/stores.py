@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import ConfigurationError, LaunchError
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch.distributed import Store
+
+_LOOPBACK = "127.0.0.1"
 
 # By process, address and port: of what a forked child inherits nothing is its own, and it must not destroy a
 # store, which would join a thread that only the parent has.
@@ -89,13 +92,19 @@ def keep_listening(listener: socket.socket, address: str, port: int) -> None:
 
 
 def listen(address: str, port: int, everywhere: bool = False) -> socket.socket:
-    """A socket that listens on `port` (0: the kernel chooses) of `address`, or of all interfaces.
+    """A socket that listens on `port` (0: the kernel chooses) of `address`.
+
+    Args:
+        address: By which ranks reach this machine.
+        port: To listen on.
+        everywhere: Whether ranks of other machines connect. If none of this machine's interfaces has the
+            address (a container behind its host's), the socket listens on all of them.
 
     Raises:
         ConfigurationError: It is no port number.
         LaunchError: The port is taken.
     """
-    where = "" if everywhere or address not in ("127.0.0.1", "localhost") else "127.0.0.1"
+    where = _interface(address) if everywhere or address in (_LOOPBACK, "localhost") else ""
     if not 0 <= port <= 65535:
         raise ConfigurationError(f"port {port} is not in 0..65535. Write 0 for a free one.")
     try:
@@ -104,6 +113,20 @@ def listen(address: str, port: int, everywhere: bool = False) -> socket.socket:
         if port:
             raise _port_taken(address, port) from error
         raise LaunchError(f"This machine gives no port to listen on: {error}.") from error
+
+
+def _interface(address: str) -> str:
+    """Return the IPv4 address of this machine that `address` names; "": no single one that all ranks reach."""
+    with suppress(OSError):
+        found = {info[4][0] for info in socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)}
+        one = str(found.pop())
+        # Many systems resolve their own name to 127.0.1.1, which is another machine for the others.
+        local = not one.startswith("127.") or address in (one, "localhost")
+        if not found and local:
+            with socket.socket(socket.AF_INET) as trial:
+                trial.bind((one, 0))
+            return one
+    return ""
 
 
 def _port_taken(address: str, port: int) -> LaunchError:

@@ -245,11 +245,11 @@ def test_code_in_a_checkpoint_is_refused(fabric, tmp_path):
     assert fabric.load(tmp_path / "a", weights_only=False) == {"bomb": 0, "step": 1}
     save_by_torch({"step": 1}, checkpoint_id=tmp_path / "b")
     (tmp_path / "b" / ".metadata").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(UsageError, match=r".metadata refers to posix.system, which safe loading refuses"):
+    with pytest.raises(UsageError, match=r"b/.metadata holds code: os.system, which would run"):
         fabric.load(tmp_path / "b")
     for text in (b"ctorch.distributed.checkpoint.filesystem\nos.system\n.", b"ctorch\nload\n."):
         (tmp_path / "b" / ".metadata").write_bytes(text)
-        with pytest.raises(UsageError, match="which safe loading refuses"):
+        with pytest.raises(UsageError, match=r"b/\.metadata refers to torch.* safe loading refuses"):
             fabric.load(tmp_path / "b")
     (tmp_path / "b" / ".metadata").write_bytes(b"no pickle")
     with pytest.raises(DamagedCheckpointError, match=r"\.metadata cannot be read"):

@@ -294,7 +294,8 @@ def test_a_damaged_file_is_called_so(storage, tmp_path, content, safe):
     path.write_bytes(content)
     error = error_of(storage.load_checkpoint, path, weights_only=safe)
     assert isinstance(error, UsageError)
-    assert str(error).startswith(f"{path} is damaged: it was cut short, or not written by")
+    kinds = {b"": "no checkpoint: it is empty.", b"hello": "no checkpoint: it is a text file"} if safe is None else {}
+    assert str(error).startswith(f"{path} is {kinds.get(content, 'damaged: it was cut short, or not written by')}")
 
 
 class Evil:
@@ -306,7 +307,10 @@ class Evil:
 def test_text_is_no_checkpoint(storage, tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
     error = error_of(storage.load_checkpoint, tmp_path / "a.json")
-    assert str(error).startswith(f"{tmp_path}/a.json is damaged: it was cut short, or not")
+    assert str(error) == (
+        f"{tmp_path}/a.json is no checkpoint: it is a text file, which begins with {content.decode()!r}. Load a "
+        "file that fabric.save or torch.save has written."
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
@@ -402,3 +406,105 @@ def test_a_url_that_went_through_pathlib_is_refused(storage, tmp_path, monkeypat
             "was a URL, and Path took a slash out of it. Pass the string 's3://bucket/a.pt'."
         )
     assert names(tmp_path) == []
+
+
+# files that are no checkpoints
+
+
+def in_archive(pickled: bytes) -> bytes:
+    """A file of torch.save with this pickle in it."""
+    whole, made = io.BytesIO(), io.BytesIO()
+    torch.save({"a": 1}, whole)
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(made, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, pickled if name.endswith("data.pkl") else old.read(name))
+    return made.getvalue()
+
+
+def saved(tree) -> bytes:
+    made = io.BytesIO()
+    torch.save(tree, made)
+    return made.getvalue()
+
+
+class System:
+    def __reduce__(self):
+        return os.system, ("echo harm",)
+
+
+def laughs(levels: int) -> list:
+    node: list = [1, 1]
+    for _ in range(levels):
+        node = [node, node]
+    return node
+
+
+FORMAT = {"__fabric_type__": "ndarray"}
+ODD = {
+    "a bomb": (lambda: saved({"a": System()}), "holds code: os.system, which would run when the file is unp"),
+    "an old bomb": (lambda: pickle.dumps(System(), 0), "holds code: os.system"),
+    "a new bomb": (lambda: pickle.dumps(System(), 4), "holds code: os.system"),
+    "zeros": (lambda: bytes(1000), "is no checkpoint: it begins with zeros, as a file whose bytes were not on"),
+    "a table": (lambda: b"a,b\n1,2\n", "is no checkpoint: it is a text file, which begins with 'a,b"),
+    "Git LFS": (lambda: b"version https://git-lfs.github.com/spec/v1\n", "which `git lfs pull` fetches"),
+    "one byte": (lambda: b"\0", "is damaged: it was cut short, or not written by"),
+    "noise": (lambda: b"\xff" * 1000, "is damaged: it was cut short, or not written by"),
+    "deep": (
+        lambda: in_archive(b"\x80\x02}X\x01\x00\x00\x00a" + b"]" * 10_000 + b"a" * 9_999 + b"s."),
+        "is damaged: its data nest more than 200 levels deep, or contain themselves",
+    ),
+    "a dict in itself": (lambda: in_archive(b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s."), "contain themselves"),
+    "a list in itself": (lambda: in_archive(b"\x80\x02]q\x00h\x00a."), "contain themselves"),
+    "a billion": (lambda: saved({"a": laughs(40)}), "its lists contain each other so often that they would have"),
+    "no array": (lambda: saved({"a": FORMAT}), "that is marked as 'ndarray' has a value of type NoneType"),
+    "giant": (
+        lambda: saved({"a": [{**FORMAT, "value": torch.zeros(9), "dtype": "U100000"}]}),
+        "marked as 'ndarray' has a value of type Tensor and U100000",
+    ),
+    "no path": (lambda: saved({"a": {"__fabric_type__": "path", "value": 3}}), "'path' has a value of type int"),
+    "no tag": (lambda: saved({"a": {"__fabric_type__": ["x"]}}), "marked as"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
+@pytest.mark.parametrize("kind", ODD)
+def test_files_that_are_no_checkpoints_are_called_what_they_are(storage, tmp_path, capfd, kind):
+    make, expected = ODD[kind]
+    path = tmp_path / "a.pt"
+    path.write_bytes(make())
+    error = error_of(storage.load_checkpoint, path)
+    assert isinstance(error, UsageError)
+    assert str(error).startswith(f"{path} ")
+    assert expected in str(error)
+    assert ("copy this one anew" in str(error)) == ("damaged" in str(error)), "a bomb is not copied again"
+    assert capfd.readouterr().out == ""
+
+
+def test_what_is_shared_or_deep_is_loaded(storage, tmp_path):
+    shared, node = list(range(1000)), [0]
+    for _ in range(150):
+        node = [node]
+    tree = {"shared": [shared] * 1000, "deep": node}
+    storage.save_checkpoint(tree, tmp_path / "a.pt")
+    assert storage.load_checkpoint(tmp_path / "a.pt") == tree
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o400])
+def test_a_private_file_is_private_before_its_first_byte(storage, tmp_path, monkeypatch, suffix, mode):
+    path = tmp_path / f"a.{suffix}"
+    storage.save_checkpoint({"a": torch.ones(3)}, path)
+    path.chmod(mode)
+    found = []
+
+    def fsync(descriptor):
+        found.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
+
+    real = digest.write_all
+    for module in (digest, safetensors):
+        monkeypatch.setattr(
+            module, "write_all", lambda file, data: (fsync(file.fileno()), real(file, data))[1]
+        )
+    storage.save_checkpoint({"a": torch.ones(3)}, path)
+    assert set(found) == {mode}
+    assert stat.S_IMODE(path.stat().st_mode) == mode

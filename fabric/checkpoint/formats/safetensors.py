@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.checkpoint.atomic_write import INDEX, INDICES, LENGTH, SINGLE
+from fabric.checkpoint.content import listed_file
 from fabric.checkpoint.digest import crc_of, damaged, write_all
 from fabric.checkpoint.portable import TAG, LazyTensor, read_stored
 from fabric.checkpoint.snapshot import storage_key, values
@@ -127,7 +128,8 @@ def read(path: Path, verify: bool, name: PathLike) -> dict[str, Tensor]:
     try:
         where: dict[str, str] = json.loads(path.read_text())["weight_map"]
         files = {
-            file: _read_file(path.parent / file, verify, path.parent / file) for file in {*where.values()}
+            file: _read_file(listed_file(path.parent, file, path), verify, path.parent / file)
+            for file in {*where.values()}
         }
         return {key: files[file][key] for key, file in where.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

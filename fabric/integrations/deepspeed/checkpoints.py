@@ -7,12 +7,14 @@ file, with the model in float32.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabric.checkpoint import state as states
 from fabric.checkpoint.atomic_write import present, put_in_place, remove
+from fabric.checkpoint.content import listed_file
 from fabric.checkpoint.digest import damaged
 from fabric.checkpoint.formats.sharded.directory import begin, check, digest, write_manifest
 from fabric.collectives.objects import gather_objects
@@ -23,7 +25,6 @@ from fabric.wrappers import unwrap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from fabric.core.types import PathLike
 
@@ -97,6 +98,22 @@ def save(
         raise
 
 
+def tagged(directory: Path) -> Path:
+    """Return the folder in a directory of DeepSpeed's that its file `latest` names.
+
+    Raises:
+        DamagedCheckpointError: It names no folder in the directory.
+    """
+    try:
+        tag = listed_file(directory, "latest").read_text().strip()
+    except UnicodeDecodeError:
+        tag = ""
+    folder = directory / tag
+    if tag in ("", ".", "..") or len(Path(tag).parts) != 1 or folder.is_symlink() or not folder.is_dir():
+        raise damaged(directory, f"its file `latest` names {tag[:80]!r}, which is no folder in it")
+    return folder
+
+
 class Opened(dict[str, Any]):
     """A directory of DeepSpeed's that was checked; only its engine can read it."""
 
@@ -114,8 +131,7 @@ def check_opened(strategy: Any, directory: Path) -> Opened:
     """
     rank, world = strategy.global_rank, strategy.world_size
     check(directory, rank, world)
-    tag = (directory / "latest").read_text().strip()
-    saved = len(list((directory / tag).glob("*_optim_states.pt")))
+    saved = len(list(tagged(directory).glob("*_optim_states.pt")))
     if saved != world:
         raise UsageError(
             f"{directory} has the parts of {saved} ranks, and there are {world}: DeepSpeed reads its "
@@ -160,13 +176,14 @@ def consolidate(directory: PathLike, file: PathLike) -> None:
             f"{directory} is no directory of DeepSpeed's: it has no file `latest`. One of ours is made a "
             "file by `fabric consolidate`."
         )
+    folder = tagged(found)
     load_deepspeed("cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint, get_model_state_files
 
     from fabric.checkpoint.torch_io import TorchCheckpointIO
 
     state = get_fp32_state_dict_from_zero_checkpoint(str(found))
-    first = get_model_state_files(str(found / (found / "latest").read_text().strip()))[0]
+    first = get_model_state_files(str(folder))[0]
     module = torch.load(first, map_location="cpu", weights_only=False)["module"]
     # Under stage 1 DeepSpeed leaves out what is frozen; under stage 3 `module` has no values.
     state |= {name: value.float() for name, value in module.items() if name not in state and value.numel()}

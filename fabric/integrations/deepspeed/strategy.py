@@ -342,6 +342,7 @@ class DeepSpeedStrategy(DDPStrategy):
         DeepSpeed unpickles its directories: load those that you trust.
 
         Raises:
+            ConfigurationError: `weights_only=True` for such a directory.
             UsageError: Another number of ranks has written the directory.
         """
         directory = checkpoints.directory_at(path)
@@ -349,6 +350,15 @@ class DeepSpeedStrategy(DDPStrategy):
             with super().opened(path, weights_only, state) as tree:
                 yield tree
             return
+        if weights_only:
+            self.refuse(
+                "load",
+                ConfigurationError(
+                    f"weights_only=True was given for {path}, a directory of DeepSpeed's, which DeepSpeed "
+                    "unpickles: it can run any code. Leave weights_only out if you trust the directory, else "
+                    "load a checkpoint that was saved with format='full' or 'sharded'."
+                ),
+            )
         self.finish_save()
         self.check_barrier("load", "deepspeed")
         with states.together(self, f"loading {path}"):

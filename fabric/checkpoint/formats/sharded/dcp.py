@@ -8,38 +8,49 @@ in `.metadata`.
 from __future__ import annotations
 
 import os
+import pathlib
 import pickle
 import tempfile
+from collections import Counter, OrderedDict
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache, partial
 from io import BytesIO
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zipfile import ZipFile
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from fabric.checkpoint.atomic_write import MANIFEST, METADATA, is_safetensors, sharded_at
+from fabric.checkpoint.content import check_shape, check_tags, listed_file, refused_global, untrusted
 from fabric.checkpoint.digest import LARGE, DigestWriter, damaged
-from fabric.checkpoint.formats.sharded._torch import place_in_file
+from fabric.checkpoint.formats.sharded._torch import layout_of, memory_format_of, place_in_file
 from fabric.checkpoint.formats.sharded.directory import check, write_manifest
 from fabric.checkpoint.portable import LazyTensor, is_elsewhere
 from fabric.checkpoint.snapshot import Snapshot, storage_key, values
-from fabric.checkpoint.torch_io import TorchCheckpointIO, saving, untrusted
+from fabric.checkpoint.torch_io import TorchCheckpointIO, saving
 from fabric.core.errors import ConfigurationError, UsageError
 from fabric.core.tree import map_tree
 from fabric.precision.dtypes import as_bytes
 from fabric.utilities.state_keys import PLAIN_DICTS, same_dict_type
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -117,13 +128,13 @@ class ShardWriter:
         for name in dict.fromkeys([item.index.fqn for item in self._plans[self._rank].items]):
             values[name] = _copied(values[name])
 
-    def write(self, directory: Path) -> tuple[dict[Any, Any], dict[str, Any]]:
-        """Write this rank's file; gives what lies where in it, and size and digest of the file."""
-        places: dict[Any, Any] = {}
+    def write(self, directory: Path) -> list[Any]:
+        """Write this rank's file; gives, as JSON can have it, what lies where in it, and its size and digest."""
+        places: list[Any] = []
         digests: dict[str, Any] = {}
         items = self._plans[self._rank].items
+        name = _file_of(self._rank)
         if items:
-            name = f"__{self._rank}_0.distcp"
             with saving(), _writing(directory / name, digests) as stream:
                 for item in items:
                     start = stream.tell()
@@ -133,16 +144,22 @@ class ShardWriter:
                     else:
                         part: Any = self._planner.resolve_data(item)
                         _write_archive(part, stream)
-                    places[item.index] = place_in_file(name, start, stream.tell() - start)
-        return places, digests
+                    at = item.index
+                    offset = None if at.offset is None else [*at.offset]
+                    places.append([at.fqn, offset, at.index, start, stream.tell() - start])
+        return [places, digests.get(name)]
 
-    def finish(self, directory: Path, told: list[tuple[dict[Any, Any], dict[str, Any]]], facts: Any) -> None:
-        """On rank zero: write what describes the whole checkpoint, of what all ranks have told."""
+    def finish(self, directory: Path, told: list[Any], facts: Any) -> None:
+        """On rank zero: write what describes the whole checkpoint, of what `write` gave on each rank."""
         places: dict[Any, Any] = {}
         files: dict[str, Any] = {}
-        for some, digests in told:
-            places.update(some)
-            files.update(digests)
+        for rank, (some, digest) in enumerate(told):
+            name = _file_of(rank)
+            for fqn, offset, number, start, length in some:
+                at = MetadataIndex(fqn, None if offset is None else torch.Size(offset), number)
+                places[at] = place_in_file(name, start, length)
+            if digest is not None:
+                files[name] = digest
         metadata: Any = self._metadata
         for name, first in self.tied.items():
             metadata.state_dict_metadata[name] = metadata.state_dict_metadata[first]
@@ -175,6 +192,10 @@ class ShardWriter:
                 return MetadataIndex(name)
         self.values[name] = node
         return MetadataIndex(name)
+
+
+def _file_of(rank: int) -> str:
+    return f"__{rank}_0.distcp"
 
 
 def _write_archive(tensor: Tensor, stream: Any) -> None:
@@ -229,7 +250,9 @@ class Checkpoint:
         if tree is None:
             paths = self._metadata.planner_data or {}
             tree = _nested([(paths.get(name, (name,)), MetadataIndex(name)) for name in known])
+        check_shape(tree, self.directory)
         made: dict[str, Any] = self._values(tree)
+        check_tags(made, self.directory)
         return made
 
     def close(self) -> None:
@@ -254,9 +277,11 @@ class Checkpoint:
         read, size, index = _Read(), torch.Size([0]), MetadataIndex(name)
         self._read([ReadItem(LoadItemType.BYTE_IO, index, size, index, size, size)], read)
         try:
-            return torch.load(read.data, map_location="cpu", weights_only=self.safe)
+            made = torch.load(read.data, map_location="cpu", weights_only=self.safe)
         except pickle.UnpicklingError as error:
             raise untrusted(f"{name!r} in {self.directory} is an object that") from error
+        check_shape(made, self.directory)
+        return made
 
     def _fill(self, name: str, target: Tensor, offsets: Sequence[int]) -> Tensor:
         """Read a part of a tensor, of the shape of `target`, into it."""
@@ -271,14 +296,18 @@ class Checkpoint:
         self._reader.read_data(LoadPlan(items), into).wait()
 
     def _read_metadata(self) -> Any:
-        file = self.directory / METADATA
+        file = listed_file(self.directory, METADATA)
         try:
-            with file.open("rb") as stream:
-                return (_MetadataUnpickler if self.safe else pickle.Unpickler)(stream).load()
+            with file.open("rb") as stream, _unchanged(_CLASSES):
+                metadata = (partial(_MetadataUnpickler, file) if self.safe else pickle.Unpickler)(stream).load()
+            names = {place.relative_path for place in metadata.storage_data.values()}
         except UsageError:
             raise
         except Exception as error:
             raise damaged(self.directory, f"{METADATA} cannot be read ({error})") from error
+        for name in names:
+            listed_file(self.directory, name)
+        return metadata
 
 
 class _Read:
@@ -299,8 +328,34 @@ class _Read:
         pass
 
 
+_CLASSES = (
+    *(ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata, BytesStorageMetadata, Metadata),
+    *(StorageMeta, TensorProperties, type(place_in_file("", 0, 0))),
+)
+"""What a description consists of, beside containers, dtypes and paths."""
+_CALLED = {
+    "collections.OrderedDict": OrderedDict,
+    "collections.Counter": Counter,
+    "torch.Size": torch.Size,
+    "torch.serialization._get_layout": layout_of,
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": memory_format_of,
+}
+
+
 class _MetadataUnpickler(pickle.Unpickler):
-    """Reads torch's description of a checkpoint, which is a pickle, without running any code."""
+    """Reads torch's description of a checkpoint, which is a pickle, without running any code.
+
+    A pickle can set attributes of whatever it names (BUILD). So functions, and classes that it only calls, are
+    made for it (`_call_of`); `_unchanged` looks after the others.
+
+    Args:
+        file: For errors.
+        stream: Its bytes.
+    """
+
+    def __init__(self, file: Path, stream: Any) -> None:
+        super().__init__(stream)
+        self._file = file
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object that a name in the pickle refers to.
@@ -309,21 +364,54 @@ class _MetadataUnpickler(pickle.Unpickler):
             UsageError: It is nothing that such a description has.
         """
         module = module.removesuffix("._local")  # where Python 3.13, and no other, has its paths
-        known = f"{module}.{name}" in _KNOWN or module == "torch.distributed.checkpoint.metadata"
-        found = super().find_class(module, name) if known or module in ("torch", "pathlib") else None
-        plain = isinstance(found, torch.dtype) or (isinstance(found, type) and issubclass(found, PurePath))
-        if "." not in name and (plain or (known and getattr(found, "__module__", "") == module)):
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise untrusted(f"{METADATA} refers to {module}.{name}, which")
+        if module == "pathlib" and name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+            return _call_of(Path if name in ("PosixPath", "WindowsPath") else getattr(pathlib, name))
+        if called := _CALLED.get(f"{module}.{name}"):
+            return _call_of(called)
+        for known in _CLASSES:
+            if (module, name) == (known.__module__, known.__qualname__):
+                return known
+        raise refused_global(self._file, f"{module}.{name}")
 
 
-_KNOWN = {
-    "collections.OrderedDict",
-    "collections.Counter",
-    "torch.Size",
-    "torch.serialization._get_layout",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",  # see place_in_file
-}
+def _call_of(called: Any) -> Callable[..., Any]:
+    """Return a function that calls it; of what a pickle changes in it nothing is left."""
+    return lambda *arguments: called(*arguments)
+
+
+def _attributes(kind: type) -> dict[str, Any]:
+    return {**vars(kind), "__name__": kind.__name__, "__qualname__": kind.__qualname__}
+
+
+@contextmanager
+def _unchanged(classes: Sequence[Any]) -> Iterator[None]:
+    """Restore attributes of classes at the end.
+
+    Raises:
+        UsageError: Some were changed.
+    """
+    before = [_attributes(one) for one in classes]
+    try:
+        yield
+    finally:
+        changed = []
+        for one, had in zip(classes, before, strict=True):
+            now = _attributes(one)
+            for name in now.keys() | had.keys():
+                if name not in had:
+                    delattr(one, name)
+                elif now.get(name) is not had[name]:
+                    setattr(one, name, had[name])
+                else:
+                    continue
+                changed.append(f"{one.__name__}.{name}")
+        if changed:
+            raise UsageError(
+                f"A checkpoint's {METADATA} holds code: it replaces {changed[0]}. Do not load this checkpoint, "
+                "and ask where it came from."
+            )
 
 
 def consolidate(path: Path, output: Path) -> list[str]:

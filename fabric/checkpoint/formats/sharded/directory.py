@@ -11,6 +11,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from fabric.checkpoint.atomic_write import MANIFEST, METADATA, alone_in, flush_directory, part_of
+from fabric.checkpoint.content import listed_file
 from fabric.checkpoint.digest import crc_of, damaged
 from fabric.core.errors import UsageError
 
@@ -47,9 +48,7 @@ def check(directory: Path, place: int, ranks: int) -> None:
         return
     files = _read_manifest(directory)["files"]
     for name in sorted(files)[place::ranks]:
-        file, said = directory / name, files[name]
-        if not file.is_file():
-            raise damaged(directory, f"{name} is missing")
+        file, said = listed_file(directory, name), files[name]
         if file.stat().st_size != said["size"]:
             raise damaged(directory, f"{name} has {file.stat().st_size} bytes instead of {said['size']}")
         if digest(file) != said:
@@ -94,7 +93,7 @@ def _render(facts: dict[str, Any]) -> str:
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
     try:
-        text = (directory / MANIFEST).read_text()
+        text = listed_file(directory, MANIFEST).read_text()
         facts: dict[str, Any] = json.loads(text)
         facts.pop("crc32")
         whole = _render(facts) == text

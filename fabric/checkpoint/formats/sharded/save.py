@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 import socket
 import time
 from contextlib import contextmanager, nullcontext, suppress
@@ -126,7 +126,7 @@ def _write(
     try:
         with meet, named(path):
             try:
-                note.write_bytes(pickle.dumps(own.write(mark.parent)))
+                note.write_text(json.dumps(own.write(mark.parent)))
             except BaseException:
                 with suppress(OSError):
                     note.unlink(missing_ok=True)
@@ -163,7 +163,7 @@ def _told(marks: list[Path], path: Path) -> list[Any]:
     ]
     if failed:
         raise RankError("; ".join(failed))
-    told = [pickle.loads(note.read_bytes()) for note in notes]
+    told = [json.loads(note.read_text()) for note in notes]
     for note in notes:
         note.unlink()
     return told
