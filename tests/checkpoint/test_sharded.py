@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
-from collections import OrderedDict
-from pathlib import Path
+from collections import Counter, OrderedDict
+from contextlib import suppress
+from pathlib import Path, PosixPath, PurePosixPath
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 
 from fabric import Fabric
+from fabric.checkpoint.formats.sharded._torch import place_in_file
 from fabric.checkpoint.formats.sharded.dcp import ShardWriter
+from fabric.checkpoint.formats.sharded.directory import write_manifest
 from fabric.checkpoint.portable import LazyTensor, kept_elsewhere
 from fabric.cli import main
 from fabric.core.errors import DamagedCheckpointError, UsageError
@@ -314,3 +319,130 @@ def test_a_value_that_no_rank_holds_is_not_saved(tmp_path):
     with pytest.raises(UsageError, match=r"No rank holds the value of away\.w, so that it cannot be saved"):
         part.agree([part.plan([*part.values])], 0)
     assert names(tmp_path) == []
+
+
+# files and modes of others
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750])
+def test_a_private_directory_stays_private(fabric, tmp_path, monkeypatch, mode):
+    path = saved(fabric, tmp_path / "a")
+    assert mode_of(path) == 0o755, "by the umask"
+    path.chmod(mode)
+    for file in path.iterdir():
+        file.chmod(0o600)
+    found = []
+    write = ShardWriter.write
+
+    def spy(self, directory):
+        found.append(mode_of(directory))
+        return write(self, directory)
+
+    monkeypatch.setattr(ShardWriter, "write", spy)
+    saved(fabric, path)
+    assert found == [0o700], "while it is written"
+    assert mode_of(path) == mode
+    assert {mode_of(file) for file in path.iterdir()} == {0o600}
+
+
+def test_what_is_replaced_by_another_kind_keeps_who_may_read_it(fabric, tmp_path):
+    fabric.save(tmp_path / "a", {"step": 1})
+    (tmp_path / "a").chmod(0o640)
+    saved(fabric, tmp_path / "a")
+    assert mode_of(tmp_path / "a") == 0o750
+    assert {mode_of(file) for file in (tmp_path / "a").iterdir()} == {0o640}
+    (tmp_path / "a").chmod(0o700)
+    fabric.save(tmp_path / "a", {"step": 1}, format="full")
+    assert mode_of(tmp_path / "a") == 0o600
+
+
+FOREIGN = ["/etc/passwd", "../outside", "pipe", "link", "loop", "sub/../../outside", ""]
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Puts what a manifest must not name into a directory, and a file beside it."""
+
+    def put(directory):
+        (tmp_path / "outside").write_bytes(b"x")
+        os.mkfifo(directory / "pipe")
+        (directory / "link").symlink_to(tmp_path / "outside")
+        (directory / "loop").symlink_to("loop")
+        return directory
+
+    return put
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_description_names_files_of_its_directory_only(fabric, foreign, tmp_path, name):
+    save_by_torch({"w": torch.ones(3)}, checkpoint_id=tmp_path / "a")
+    path = foreign(tmp_path / "a")
+    described = pickle.loads((path / ".metadata").read_bytes())
+    for place in described.storage_data.values():
+        place.relative_path = name
+    (path / ".metadata").write_bytes(pickle.dumps(described))
+    with pytest.raises(DamagedCheckpointError, match=f"{path} is damaged: .*{name}"):
+        fabric.load(path)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_manifest_names_files_of_its_directory_only(fabric, foreign, tmp_path, name):
+    path = foreign(saved(fabric, tmp_path / "a"))
+    (path / "fabric.json").unlink()
+    write_manifest(path, {name: {"size": 1, "crc32": 1}})
+    with pytest.raises(DamagedCheckpointError, match=f"{path} is damaged: .*{name}"):
+        fabric.load(path)
+
+
+@pytest.mark.parametrize("name", ["fabric.json", ".metadata"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(fabric, tmp_path, name):
+    path = saved(fabric, tmp_path / "a")
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    with pytest.raises(DamagedCheckpointError, match=rf"a is damaged: {name} is (no regular file in it|missing)"):
+        fabric.load(path)
+
+
+class Build:
+    """Pickles as its class, or function, with attributes set."""
+
+    def __init__(self, what, **attributes):
+        self.what, self.attributes = what, attributes
+
+    def opcodes(self):
+        pickled = pickle.dumps((None, self.attributes), 2)[2:-1]
+        return f"c{self.what.__module__}\n{self.what.__qualname__}\n".encode() + pickled + b"b0"
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        PosixPath,
+        PurePosixPath,
+        Counter,
+        MetadataIndex,
+        TensorProperties,
+        torch.serialization._get_layout,
+        type(place_in_file("", 0, 0)),
+    ],
+)
+@pytest.mark.parametrize("attribute", ["exists", "__eq__", "__hash__", "__defaults__", "__qualname__", "offset"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_loading_leaves_no_trace_in_classes_and_functions(fabric, tmp_path, what, attribute):
+    save_by_torch({"step": 1}, checkpoint_id=tmp_path / "a")
+    metadata = tmp_path / "a" / ".metadata"
+    plain = pickle.dumps(pickle.loads(metadata.read_bytes()), 2)
+    value = "name" if attribute == "__qualname__" else ("x",)
+    metadata.write_bytes(plain[:2] + Build(what, **{attribute: value}).opcodes() + plain[2:])
+    before = dict(vars(what)), getattr(what, "__defaults__", None), what.__qualname__
+    with suppress(UsageError):  # of a function that was made for the pickle nobody sees what was changed
+        fabric.load(tmp_path / "a")
+    assert (dict(vars(what)), getattr(what, "__defaults__", None), what.__qualname__) == before
+    if what is MetadataIndex:
+        with pytest.raises(UsageError, match=rf"\.metadata holds code: it replaces MetadataIndex\.{attribute}"):
+            fabric.load(tmp_path / "a")

