@@ -1,4 +1,4 @@
-"""Checks of a checkpoint's content: the files that it names, the shape of its data, and what an error means."""
+"""Checks of a checkpoint's content: the files that it names, the shape of its data, what an error means."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def listed_file(directory: Path, name: Any, by: Path | None = None) -> Path:
     if not plain or not name or ".." in PurePosixPath(name).parts:
         raise damaged(by or directory, f"it names the file {name!r}, which cannot be one of its own")
     try:
-        real, root = (directory / name).resolve(strict=True), directory.resolve()
+        file: Path = directory / name
+        root = directory.resolve()
+        real = file.resolve(strict=True)
     except FileNotFoundError:
         raise damaged(by or directory, f"{name} is missing") from None
     except (OSError, RuntimeError) as error:  # a link to itself
@@ -52,7 +54,7 @@ def listed_file(directory: Path, name: Any, by: Path | None = None) -> Path:
     cached = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
     if not (cached or real.is_relative_to(root)) or not real.is_file():
         raise damaged(by or directory, f"{name} is no regular file in it")
-    return directory / name
+    return file
 
 
 def check_shape(tree: Any, path: PathLike) -> None:
@@ -77,7 +79,9 @@ def check_shape(tree: Any, path: PathLike) -> None:
     if isinstance(tree, dict | list | tuple):
         _, count = measure(tree, 0)
         if count > _MOST and count > 1000 * len(known):
-            raise damaged(path, f"its lists contain each other so often that they would have {count:.0e} values")
+            raise damaged(
+                path, f"its lists contain each other so often that they would have {count:.0e} values"
+            )
 
 
 def check_tags(tree: Any, path: PathLike) -> None:
@@ -111,13 +115,13 @@ def refused_global(path: PathLike, name: str) -> UsageError:
         return untrusted(f"{path} refers to {name}, which")
     called = f"{_RENAMED.get(module, module)}.{function}" if module else function
     return UsageError(
-        f"{path} holds code: {called}, which would run when the file is unpickled. Nothing that fabric.save or "
-        "torch.save writes of a model needs it. Do not load this file, and ask where it came from."
+        f"{path} holds code: {called}, which would run when the file is unpickled. Nothing that fabric.save "
+        "or torch.save writes of a model needs it. Do not load this file, and ask where it came from."
     )
 
 
 def unreadable(path: PathLike, file: Path, error: Exception) -> Exception:
-    """Return the error for a file that safe loading does not read: what it is, instead of where torch failed."""
+    """Return the error for a file that safe loading does not read, which says what the file is."""
     text = str(error)
     found = re.search(r"GLOBAL ([A-Za-z_][\w.]*) (?:was|whose)", text)
     name = found.group(1) if found else next((one for one in _names(file) if _is_code(one)), None)

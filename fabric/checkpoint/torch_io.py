@@ -38,11 +38,15 @@ if TYPE_CHECKING:
     from fabric.core.types import PathLike
 
 
-_DAMAGE = ("PytorchStreamReader", "zip archive", "unexpected EOF", "legacy .tar", "Invalid magic number")
-_DAMAGE += ("recursion",)
+_DAMAGE = (
+    *("PytorchStreamReader", "zip archive", "unexpected EOF", "legacy .tar", "Invalid magic number"),
+    "recursion",
+)
 """What torch.load says of a file that was cut short, or is something else altogether."""
-_UNREADABLE = (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError)
-_UNREADABLE += (AssertionError, OverflowError, MemoryError, struct.error, RuntimeError)
+_UNREADABLE = (
+    *(pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError),
+    *(AssertionError, OverflowError, MemoryError, struct.error, RuntimeError),
+)
 """What its safe unpickler raises where a file is no pickle."""
 _CUT_SHORT = "it was cut short, or not written by fabric.save or torch.save"
 

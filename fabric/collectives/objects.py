@@ -43,8 +43,9 @@ _TAIL = struct.Struct("<qqq32s")
 signature of what is unpickled.
 """
 _FORGED = (
-    "A message with an object is not signed with the secret of this job, and was not read. Another process than a "
-    f"rank sent it, or {VARIABLE} differs between machines. Export one value of {VARIABLE} on all machines, or none."
+    "A message with an object is not signed with the secret of this job, and was not read. A process that is "
+    f"no rank sent it, or {VARIABLE} differs between machines. Export one value of it on all of them, "
+    "or none."
 )
 
 

@@ -53,7 +53,7 @@ def new_secret(inherited: Mapping[str, str]) -> str:
 
 
 def take_inherited() -> JobSecret | None:
-    """Remove FABRIC_JOB_SECRET from the environment, which children of this rank inherit, and keep it here."""
+    """Remove FABRIC_JOB_SECRET from the environment, which children of this rank inherit; return it."""
     global _inherited
     if value := os.environ.pop(VARIABLE, ""):
         _inherited = JobSecret(value.encode())

@@ -246,8 +246,8 @@ class CallChecker:
         wrong = [str(rank) for rank, text in zip(self.members, texts, strict=True) if text is None]
         if wrong:
             raise ConfigurationError(
-                f"{VARIABLE} of rank {self.waits.rank} is not that of rank {', '.join(wrong)}. Ranks that have "
-                f"not the same secret do not connect. Export one value of {VARIABLE} on all machines, or none."
+                f"{VARIABLE} of rank {self.waits.rank} is not that of rank {', '.join(wrong)}. Ranks with "
+                "different secrets do not connect. Export one value of it on all machines, or none."
             )
         return [text for text in texts if text is not None]
 

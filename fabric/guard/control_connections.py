@@ -67,9 +67,7 @@ class Listener:
     def __init__(self, count: int, host: str = "") -> None:
         wide = not host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if wide or ":" in host else socket.AF_INET
-        self._socket = socket.create_server(
-            (host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=wide
-        )
+        self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=wide)
         self._count, self.port = count, int(self._socket.getsockname()[1])
 
     def __enter__(self) -> Listener:

@@ -116,7 +116,7 @@ def listen(address: str, port: int, everywhere: bool = False) -> socket.socket:
 
 
 def _interface(address: str) -> str:
-    """Return the IPv4 address of this machine that `address` names; "": no single one that all ranks reach."""
+    """Return the IPv4 address of this machine that `address` names; "": none, or several."""
     with suppress(OSError):
         found = {info[4][0] for info in socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)}
         one = str(found.pop())

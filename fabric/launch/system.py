@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SYSTEM = os.name
 
@@ -35,3 +41,26 @@ def allow_open_files(count: int) -> bool:
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return allowed == count
+
+
+@contextmanager
+def private_sockets() -> Iterator[None]:
+    """Keep sockets that are opened inside from children of this process, which would hold gloo's ports."""
+    before = _sockets()
+    try:
+        yield
+    finally:
+        for descriptor in _sockets() - before:
+            with suppress(OSError):
+                os.set_inheritable(descriptor, False)
+
+
+def _sockets() -> set[int]:
+    """Return the descriptors of this process's sockets."""
+    found = set()
+    with suppress(OSError):
+        for name in os.listdir("/dev/fd"):  # noqa: PTH208  numbers
+            with suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    found.add(int(name))
+    return found

@@ -24,7 +24,7 @@ from fabric.core.parts import Part
 from fabric.core.slices import PARTS, find_slice, use_slice
 from fabric.core.topology import Topology
 from fabric.core.torch_versions import collectives_recorded
-from fabric.launch.system import allow_open_files
+from fabric.launch.system import allow_open_files, private_sockets
 from fabric.plugins.environments.local import LocalEnvironment
 from fabric.plugins.environments.rendezvous import rendezvous
 from fabric.strategies.strategy import Plan, Strategy
@@ -293,7 +293,7 @@ class ParallelStrategy(Strategy):
                 "If one fails by `Too many open files`, raise the hard limit (ulimit -Hn)."
             )
         store = rendezvous(environment, here.rank, here.world_size, self.startup_timeout)  # type: ignore[arg-type]
-        with collectives_recorded():
+        with collectives_recorded(), private_sockets():
             dist.init_process_group(
                 _with_host(self.process_group_backend, here.device),
                 store=store,

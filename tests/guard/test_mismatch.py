@@ -976,7 +976,7 @@ def test_a_rank_that_ended_is_named_alone_also_without_a_watchdog(ranks):
 
 
 def nobody_listens():
-    def leave(listener):
+    def leave(listener, key):
         listener.__exit__()
         raise TimeoutError("timed out")
 

@@ -10,6 +10,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -196,7 +197,8 @@ def test_without_descriptors_strangers_make_room_for_ranks():
     with ThreadPoolExecutor(1) as threads, Listener(1) as listener, strangers(listener.port, 100):
         rank = socket.create_connection(("localhost", listener.port))
         proved = threads.submit(handshake._prove, rank, 1, KEY, end)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
+        highest = max([int(one.name) for one in Path("/proc/self/fd").iterdir()])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
         try:
             (found,) = listener.accept(KEY)
         finally:

@@ -1,6 +1,8 @@
 """LocalEnvironment: what it reads, what it hosts, what it refuses."""
 
+import os
 import socket
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -8,7 +10,8 @@ import pytest
 from torch.distributed import HashStore
 
 from fabric.core.errors import ConfigurationError, LaunchError
-from fabric.launch.rank_env import place_here
+from fabric.launch import stores
+from fabric.launch.rank_env import first_place, place_here
 from fabric.plugins.environments import LightningEnvironment, LocalEnvironment
 from fabric.plugins.environments import rendezvous as meeting
 from fabric.plugins.environments.rendezvous import await_ranks
@@ -82,6 +85,59 @@ def test_one_machine_listens_on_a_port_of_the_kernel_on_the_loopback_only():
         assert f"0100007F:{port:04X}" in addresses
 
 
+def own_address():
+    """An address of this machine that is no loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, suppress(OSError):
+        any_socket.connect(("192.0.2.1", 9))  # nothing is sent
+        return any_socket.getsockname()[0]
+    pytest.skip("this machine has no address but the loopback")
+
+
+@pytest.mark.parametrize(
+    ("resolved", "expected"),
+    [
+        (["127.0.0.1"], "0.0.0.0"),  # of Debian: another machine has another address for this name
+        (["192.0.2.7"], "0.0.0.0"),  # of the host around a container
+        (["127.0.0.1", "127.0.0.2"], "0.0.0.0"),
+    ],
+)
+def test_a_name_that_is_no_single_address_of_this_machine_is_listened_for_everywhere(
+    monkeypatch, resolved, expected
+):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in resolved]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
+    with stores.listen("node7", 0, everywhere=True) as listener:
+        assert listener.getsockname()[0] == expected
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "own"])
+def test_several_machines_listen_on_the_main_address(address):
+    given = own_address() if address == "own" else address
+    with stores.listen(given, 0, everywhere=True) as listener:
+        assert listener.getsockname()[0] == (given if address == "own" else "127.0.0.1")
+
+
+def test_a_job_of_one_machine_has_a_secret_of_its_own(monkeypatch):
+    monkeypatch.delenv("FABRIC_JOB_SECRET", raising=False)
+    found = [place_here(LocalEnvironment(), 2, 1) for _ in range(2)]
+    for _, listener in found:
+        listener.close()
+    first, other = [place for place, _ in found]
+    assert first.secret != other.secret
+    assert first.variables({}, "cli")["FABRIC_JOB_SECRET"] == first.at(1).secret == first.secret
+    assert first.secret not in repr(first)
+    monkeypatch.setenv("FABRIC_JOB_SECRET", "of a scheduler")
+    place, listener = place_here(LocalEnvironment(), 2, 1)
+    listener.close()
+    assert place.secret == "of a scheduler"
+
+
+def test_launchers_of_several_machines_make_no_secret_of_their_own(monkeypatch):
+    monkeypatch.delenv("FABRIC_JOB_SECRET", raising=False)
+    place, _ = first_place(2, 2, 1, "node1", 29400)
+    assert "FABRIC_JOB_SECRET" not in place.variables({}, "cli")
+
+
 def test_an_explicit_port_is_honoured_and_named_when_taken(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -118,10 +174,13 @@ def test_a_handed_over_socket_becomes_the_store_and_later_groups_share_it(monkey
         "RANK": "0",
         "WORLD_SIZE": "2",
         "MASTER_PORT": str(port),
-        "FABRIC_STORE_FD": str(listener.detach()),
+        "FABRIC_STORE_FD": str(handed := listener.detach()),
     }.items():
         monkeypatch.setenv(name, value)
+    os.set_inheritable(handed, True)  # as `fabric run` does
     first = LocalEnvironment().make_store(0, 2, SECOND)
+    assert not os.get_inheritable(handed), "children of the rank would keep the port"
+    assert "FABRIC_STORE_FD" not in os.environ, "another file may have this number later"
     first.set("a", "1")
     second = LocalEnvironment().make_store(0, 2, SECOND)
     assert not second.check(["a"])  # a fresh prefix: no stale keys

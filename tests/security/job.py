@@ -1,7 +1,8 @@
-"""A job of two ranks that is attacked while it opens its connections and while it saves: `job.py FOLDER HOW`."""
+"""A job of two ranks that is attacked when it opens its connections and when it saves: job.py FOLDER HOW."""
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,13 @@ import torch
 from fabric import Fabric
 from fabric.checkpoint.formats.sharded.dcp import ShardWriter
 from fabric.core.errors import RankError, UsageError
+
+
+def sockets_of_children():
+    """The sockets that a child inherits, which leaves descriptors open as os.system does."""
+    command = ["ls", "-l", "/proc/self/fd"]
+    child = subprocess.run(command, close_fds=False, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return {line.split()[-1] for line in child.splitlines() if "socket:" in line}
 
 
 def wait_for(file):
@@ -23,6 +31,8 @@ def wait_for(file):
 
 def train(fabric, folder):
     rank = fabric.global_rank
+    # Those of the process that started the tests are not ours.
+    streams = {str(Path(f"/proc/self/fd/{number}").readlink()) for number in range(3)}
     if rank == 0:
         (folder / "port.new").write_text(os.environ["MASTER_PORT"])
         (folder / "port.new").rename(folder / "port")
@@ -49,6 +59,7 @@ def train(fabric, folder):
         except (UsageError, RankError) as error:
             refused.append(str(error).partition(". ")[0])
     told = {"total": total, "ranks": [one["rank"] for one in objects], "refused": refused}
+    told["sockets"] = sorted(sockets_of_children() - streams)
     told["environ"] = "FABRIC_JOB_SECRET" in os.environ
     sys.stdout.write(json.dumps({"rank": rank, **told}) + "\n")
 

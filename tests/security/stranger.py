@@ -6,6 +6,7 @@ import encodings.idna  # noqa: F401  the stranger may not be able to read Python
 import json
 import os
 import pickle
+import selectors
 import socket
 import struct
 import time
@@ -73,20 +74,43 @@ def attack_connections(port: int, folder: Path) -> dict:
                 guesses += [value, value.partition(b" ")[0], bytes.fromhex(value.decode())]
     message = pickle.dumps(Harm(folder / "harm"))
     silent = [socket.create_connection(("127.0.0.1", int(listens))) for _ in range(150)]
+    talking = {}
     for guess in {*guesses}:
         key = JobSecret(guess).proof(b"connections", name.rpartition("/")[0].encode(), listens.encode())
-        made = socket.create_connection(("127.0.0.1", int(listens)))
-        silent.append(made)
-        made.sendall(_ANSWER.pack(1, bytes(32), _proof(key, b"connects", 1, bytes(32), bytes(32))))
-        with suppress(OSError):  # the proof of a guess is sent blindly: nobody answers before rank 1 is there
-            made.sendall(struct.pack("<q", len(message)) + message)
+        talking[socket.create_connection(("127.0.0.1", int(listens)))] = key
+    if not os.fork():  # rank zero sends its nonces once rank 1 is there
+        _answer_all(talking, silent, struct.pack("<q", len(message)) + message)
+        os._exit(0)
     for text in (json.dumps("ended by a stranger"), f"{mark} {json.dumps('ended by a stranger')}"):
         store.set(f"{base}verdict", text)
     store.set(f"{base}at/1", json.dumps([1, "host", "has left", "", "by a stranger", None, {}]))
     (addresses,) = [
         line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if _listens(line, listens)
     ] or ["elsewhere"]
-    return {"guesses": len(guesses), "address": addresses, "secret": any(["secret" in k for k in store.list_keys()])}
+    leaked = any(["secret" in key for key in store.list_keys()])
+    return {"guesses": len(guesses), "address": addresses, "secret": leaked}
+
+
+def _answer_all(talking: dict[socket.socket, bytes], silent: list[socket.socket], message: bytes) -> None:
+    """Answer each challenge by a guessed key, as rank 1, and send a message, until all are closed."""
+    kept = {one.fileno() for one in (*talking, *silent)}
+    for descriptor in {*range(3, 1024)} - kept:
+        with suppress(OSError):
+            os.close(descriptor)
+    selector = selectors.DefaultSelector()
+    for one in talking:
+        selector.register(one, selectors.EVENT_READ)
+    while selector.get_map() and (ready := selector.select(120)):
+        for one, *_ in ready:
+            made = one.fileobj
+            try:
+                nonce = made.recv(32)
+                if len(nonce) < 32:
+                    raise ConnectionResetError
+                answer = _ANSWER.pack(1, bytes(32), _proof(talking[made], b"connects", 1, nonce, bytes(32)))
+                made.sendall(answer + message)
+            except OSError:
+                selector.unregister(made)
 
 
 def _listens(line: str, port: str) -> bool:
@@ -105,5 +129,5 @@ def attack_save(directory: Path, folder: Path) -> list[str]:
         os.mkfifo(directory / "pipe")
         done.append("pipe")
     with suppress(PermissionError):
-        done += os.listdir(directory)
+        done += [file.name for file in directory.iterdir()]
     return done

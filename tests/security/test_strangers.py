@@ -1,4 +1,4 @@
-"""A stranger's program against jobs under each launcher: nothing of what it sends is run, and the job goes on."""
+"""A stranger's program against jobs of each launcher: nothing that it sends is run, and the job goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stranger import IS_ROOT, Harm, as_stranger, attack_connections, attack_save
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 
 sys.path.append(str(Path(__file__).parents[1] / "end_to_end"))
-from jobs import Job, facts, until  # noqa: E402
+from jobs import Job, facts, until
 
 JOB = str(Path(__file__).parent / "job.py")
 RUN = [sys.executable, "-m", "fabric", "run", "--devices", "2"]
@@ -76,6 +76,7 @@ def test_a_stranger_does_no_harm(folder, tmp_path, launcher):
     assert [one["rank"] for one in found] == [0, 1]
     for one in found:
         assert (one["total"], one["ranks"], one["environ"]) == (3.0, [0, 1], False)
+        assert one["sockets"] == [], "children of a rank inherit none"
         holds, describes, reads = one["refused"]
         assert "holds code: os.system" in holds
         assert "holds code: os.system" in describes

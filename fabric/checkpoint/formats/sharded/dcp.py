@@ -8,10 +8,8 @@ in `.metadata`.
 from __future__ import annotations
 
 import os
-import pathlib
 import pickle
 import tempfile
-from collections import Counter, OrderedDict
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -24,12 +22,8 @@ from zipfile import ZipFile
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, WriteItemType
@@ -37,9 +31,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from fabric.checkpoint.atomic_write import MANIFEST, METADATA, is_safetensors, sharded_at
-from fabric.checkpoint.content import check_shape, check_tags, listed_file, refused_global, untrusted
+from fabric.checkpoint.content import check_shape, check_tags, listed_file, untrusted
 from fabric.checkpoint.digest import LARGE, DigestWriter, damaged
-from fabric.checkpoint.formats.sharded._torch import layout_of, memory_format_of, place_in_file
+from fabric.checkpoint.formats.sharded._torch import place_in_file
+from fabric.checkpoint.formats.sharded.description import read_description
 from fabric.checkpoint.formats.sharded.directory import check, write_manifest
 from fabric.checkpoint.portable import LazyTensor, is_elsewhere
 from fabric.checkpoint.snapshot import Snapshot, storage_key, values
@@ -50,7 +45,7 @@ from fabric.precision.dtypes import as_bytes
 from fabric.utilities.state_keys import PLAIN_DICTS, same_dict_type
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -129,7 +124,7 @@ class ShardWriter:
             values[name] = _copied(values[name])
 
     def write(self, directory: Path) -> list[Any]:
-        """Write this rank's file; gives, as JSON can have it, what lies where in it, and its size and digest."""
+        """Write this rank's file; gives, for JSON, what lies where in it, and its size and digest."""
         places: list[Any] = []
         digests: dict[str, Any] = {}
         items = self._plans[self._rank].items
@@ -298,8 +293,8 @@ class Checkpoint:
     def _read_metadata(self) -> Any:
         file = listed_file(self.directory, METADATA)
         try:
-            with file.open("rb") as stream, _unchanged(_CLASSES):
-                metadata = (partial(_MetadataUnpickler, file) if self.safe else pickle.Unpickler)(stream).load()
+            with file.open("rb") as stream:
+                metadata = read_description(file, stream) if self.safe else pickle.load(stream)
             names = {place.relative_path for place in metadata.storage_data.values()}
         except UsageError:
             raise
@@ -326,92 +321,6 @@ class _Read:
 
     def commit_tensor(self, item: Any, tensor: Any) -> None:
         pass
-
-
-_CLASSES = (
-    *(ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata, BytesStorageMetadata, Metadata),
-    *(StorageMeta, TensorProperties, type(place_in_file("", 0, 0))),
-)
-"""What a description consists of, beside containers, dtypes and paths."""
-_CALLED = {
-    "collections.OrderedDict": OrderedDict,
-    "collections.Counter": Counter,
-    "torch.Size": torch.Size,
-    "torch.serialization._get_layout": layout_of,
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": memory_format_of,
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads torch's description of a checkpoint, which is a pickle, without running any code.
-
-    A pickle can set attributes of whatever it names (BUILD). So functions, and classes that it only calls, are
-    made for it (`_call_of`); `_unchanged` looks after the others.
-
-    Args:
-        file: For errors.
-        stream: Its bytes.
-    """
-
-    def __init__(self, file: Path, stream: Any) -> None:
-        super().__init__(stream)
-        self._file = file
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the object that a name in the pickle refers to.
-
-        Raises:
-            UsageError: It is nothing that such a description has.
-        """
-        module = module.removesuffix("._local")  # where Python 3.13, and no other, has its paths
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if module == "pathlib" and name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
-            return _call_of(Path if name in ("PosixPath", "WindowsPath") else getattr(pathlib, name))
-        if called := _CALLED.get(f"{module}.{name}"):
-            return _call_of(called)
-        for known in _CLASSES:
-            if (module, name) == (known.__module__, known.__qualname__):
-                return known
-        raise refused_global(self._file, f"{module}.{name}")
-
-
-def _call_of(called: Any) -> Callable[..., Any]:
-    """Return a function that calls it; of what a pickle changes in it nothing is left."""
-    return lambda *arguments: called(*arguments)
-
-
-def _attributes(kind: type) -> dict[str, Any]:
-    return {**vars(kind), "__name__": kind.__name__, "__qualname__": kind.__qualname__}
-
-
-@contextmanager
-def _unchanged(classes: Sequence[Any]) -> Iterator[None]:
-    """Restore attributes of classes at the end.
-
-    Raises:
-        UsageError: Some were changed.
-    """
-    before = [_attributes(one) for one in classes]
-    try:
-        yield
-    finally:
-        changed = []
-        for one, had in zip(classes, before, strict=True):
-            now = _attributes(one)
-            for name in now.keys() | had.keys():
-                if name not in had:
-                    delattr(one, name)
-                elif now.get(name) is not had[name]:
-                    setattr(one, name, had[name])
-                else:
-                    continue
-                changed.append(f"{one.__name__}.{name}")
-        if changed:
-            raise UsageError(
-                f"A checkpoint's {METADATA} holds code: it replaces {changed[0]}. Do not load this checkpoint, "
-                "and ask where it came from."
-            )
 
 
 def consolidate(path: Path, output: Path) -> list[str]:
