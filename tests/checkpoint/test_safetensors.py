@@ -504,7 +504,7 @@ def test_damaged_directories_of_hugging_face(fabric, tmp_path):
     (tmp_path / "hub" / first).write_bytes(data[:-4])
     assert f"{first} is damaged: " in told()
     (tmp_path / "hub" / first).unlink()
-    assert "index.json is damaged: its files are not what it says (FileNotFoundError" in told()
+    assert f"index.json is damaged: {first} is missing" in told()
     assert first in told()
 
 
@@ -568,3 +568,25 @@ def test_consolidate_what_has_no_model_or_several(fabric, tmp_path, capsys):
         fabric.save(tmp_path / "c", state, format="sharded")
         assert main(["consolidate", str(tmp_path / "c"), "--output", output]) == code
         assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../outside", "pipe", "link"])
+def test_an_index_names_files_of_its_directory_only(fabric, tmp_path, name):
+    hugging(tmp_path / "hub", net())
+    (tmp_path / "outside").write_bytes(b"x")
+    os.mkfifo(tmp_path / "hub" / "pipe")
+    (tmp_path / "hub" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "hub" / safetensors.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(DamagedCheckpointError, match=rf"index\.json is damaged: .*{name}"):
+        fabric.load_raw(tmp_path / "hub", net())
+
+
+def test_the_cache_of_hugging_face_links_to_its_blobs(fabric, tmp_path):
+    blobs, snapshot = tmp_path / "models--a" / "blobs", tmp_path / "models--a" / "snapshots" / "1"
+    snapshot.parent.mkdir(parents=True)
+    hugging(snapshot, net())
+    blobs.mkdir()
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(Path("..", "..", "blobs", str(number)))
+    fabric.load_raw(snapshot, net())

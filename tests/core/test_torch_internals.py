@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import pickle
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -705,3 +706,14 @@ def test_hooks_of_modules_are_seen() -> None:
         assert not pipeline.has_module_backward_hooks(module)
     module.register_full_backward_hook(lambda *_: None)
     assert pipeline.has_module_backward_hooks(module)
+
+
+def test_layouts_and_memory_formats_are_named_as_descriptions_have_them() -> None:
+    """Sharded checkpoints could not be read: their descriptions refer to these names."""
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    described = pickle.dumps(TensorProperties.create_from_tensor(torch.ones(1)), 2)
+    assert b"_get_layout" in described
+    assert b"_MEM_FORMAT_ENCODING" in described
+    assert sharded.layout_of("torch.strided") is torch.strided
+    assert sharded.memory_format_of(0).name == "TORCH_CONTIGUOUS_FORMAT"

@@ -126,7 +126,7 @@ def _write(
     try:
         with meet, named(path):
             try:
-                note.write_text(json.dumps(own.write(mark.parent)))
+                note.write_bytes(json.dumps(own.write(mark.parent)).encode())
             except BaseException:
                 with suppress(OSError):
                     note.unlink(missing_ok=True)
@@ -163,7 +163,7 @@ def _told(marks: list[Path], path: Path) -> list[Any]:
     ]
     if failed:
         raise RankError("; ".join(failed))
-    told = [json.loads(note.read_text()) for note in notes]
+    told = [json.loads(note.read_bytes()) for note in notes]
     for note in notes:
         note.unlink()
     return told
