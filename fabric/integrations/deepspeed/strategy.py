@@ -351,7 +351,7 @@ class DeepSpeedStrategy(DDPStrategy):
                 yield tree
             return
         if weights_only:
-            self.refuse(
+            self.abort_call(
                 "load",
                 ConfigurationError(
                     f"weights_only=True was given for {path}, a directory of DeepSpeed's, which DeepSpeed "
