@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fabric.core.messages import say
-from fabric.launch.failure import exit_reason
 from fabric.launch.parent_death import report_exceptions
-from fabric.launch.rank_exit import RankExit
+from fabric.launch.rank_exit import RankExit, exit_reason
 from fabric.launch.signals import die_by, flush_output
 from fabric.launch.stores import keep_listening
 
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).parents[2]
 _BESIDE = (
-    "import sys; sys.path.append(sys.argv[1]); from fabric.launch.beside import main; "
-    "main(*map(int, sys.argv[2:]))"
+    "import sys; sys.path.append(sys.argv[1]); from fabric.launch.commands import watch_beside; "
+    "watch_beside(*map(int, sys.argv[2:]))"
 )
 _END_S = 2.5
 """Seconds for `finally` once another rank has failed; then the supervisor would send SIGKILL."""

@@ -8,8 +8,7 @@ import time
 from typing import Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.launch.handlers import Handlers
-from fabric.launch.signals import TOGETHER_S
+from fabric.launch.signals import TOGETHER_S, Handlers
 
 DEADLINE = "FABRIC_DEADLINE"
 MARGIN = "FABRIC_DEADLINE_MARGIN"

@@ -22,11 +22,17 @@ from fabric import cli
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.launch import system
 from fabric.launch.commands import Command
-from fabric.launch.failure import from_returncode, root_cause, summary
 from fabric.launch.functions.multiprocess import MultiprocessLauncher
 from fabric.launch.functions.openmp import rest_openmp
 from fabric.launch.rank_env import RankEnv
-from fabric.launch.rank_exit import RankExit, describe, is_secondary_failure
+from fabric.launch.rank_exit import (
+    RankExit,
+    describe,
+    from_returncode,
+    is_secondary_failure,
+    root_cause,
+    summary,
+)
 from fabric.launch.rank_logs import RankLogs
 from fabric.launch.script import ScriptLauncher, original_command
 from fabric.launch.supervisor import Supervisor

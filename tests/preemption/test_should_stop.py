@@ -180,7 +180,7 @@ def test_a_child_that_was_forked_dies_at_once():
 
 def test_what_a_fork_has_copied_is_passed_over():
     script = (
-        "import os, signal\nfrom fabric.launch.handlers import Handlers\n"
+        "import os, signal\nfrom fabric.launch.signals import Handlers\n"
         "from fabric.preemption.stopping import Stopper\n"
         "seen = []\nhandlers = Handlers([signal.SIGTERM], lambda *_: seen.append('of the parent'))\n"
         "if os.fork() == 0:\n    stopper = Stopper()\n    os.kill(os.getpid(), signal.SIGTERM)\n"
