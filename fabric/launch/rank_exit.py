@@ -29,6 +29,7 @@ _CONSEQUENCE = re.compile(
     r"|, raised by rank \d+$|^RankError: .* failed on rank \d+: rank [\d, ]+ ended",
     re.IGNORECASE,
 )
+_CALL = re.compile(r"RankError: (\w+)\S*(?: at .*)? failed on rank \d.*\(([^()]+:\d+)\)$")
 _OF_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
 _QUOTED = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
@@ -130,7 +131,9 @@ def root_cause(failures: Collection[RankExit], finished: Collection[int] = ()) -
     )
     if not cause.is_secondary_failure or not finished:
         return cause
-    reason = f"ended well while rank {cause.rank} still needed it ({cause.reason})"
+    told = _CALL.match(cause.reason or "")
+    waits = f"waits in fabric.{told[1]} ({told[2]})" if told else f"still needed it ({cause.reason})"
+    reason = f"finished (exit 0) while rank {cause.rank} {waits}"
     return cause._replace(rank=min(finished), reason=reason)
 
 

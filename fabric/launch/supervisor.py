@@ -75,11 +75,14 @@ class Supervisor:
         self._functions = functions
         self._links: dict[int, Connection] = {}
         self._told: set[int] = set()
+        self._joined: set[int] = set()
+        """Command lines that are in `fabric.launch()`, or were."""
         self._failures: dict[int, RankExit] = {}
         self._cause: RankExit | None = None
         self._creator = creator
         if creator is not None:
             self.processes[creator.rank], self._links[creator.rank] = creator, creator.link
+            self._joined.add(creator.rank)
 
     def start(self) -> None:
         """Start all ranks.
@@ -250,24 +253,31 @@ class Supervisor:
         # First who has ended: what they said before then is in the pipes.
         now, codes = time.monotonic(), {rank: _code(process) for rank, process in self.processes.items()}
         for rank, link in list(self._links.items()):
-            if link.poll():
+            while rank in self._links and link.poll():
                 self._hear(rank, link)
         for rank, code in codes.items():
             silent = self._functions and code == 0 and rank not in self.endings
             if (code or silent) and rank not in self._failures:
                 self._failures[rank] = from_returncode(rank, code or 0, now)
+            elif code == 0 and self._joined and rank not in self._joined:
+                waits = f"finished (exit 0) before fabric.launch(), in which rank {min(self._joined)} waits"
+                self._failures.setdefault(rank, RankExit(now, waits, rank=rank))
 
     def _hear(self, rank: int, link: Connection) -> None:
-        """Take what a rank says at its end, or the end of its link."""
-        del self._links[rank]
-        with link, contextlib.suppress(EOFError, OSError):
+        """Take that a rank has joined the job, what it says at its end, or the end of its link."""
+        with contextlib.suppress(EOFError, OSError):
             said = pickle.loads(link.recv_bytes())
+            if said is None:
+                self._joined.add(rank)
+                return
             self.endings[rank] = ending = RankExit(*said)._replace(rank=rank)
             trace = "" if self._functions else ending.trace
             if self.logs is not None:
                 self.logs.note(rank, trace)
             if ending.reason is not None:
                 self._failures[rank] = ending._replace(trace=trace)
+        del self._links[rank]
+        link.close()
 
     def _until(self, over: Callable[[], object], timeout: float | None) -> None:
         """Block until `over()`, all ranks have ended, or so many seconds have passed."""
