@@ -38,7 +38,7 @@ def flush_output() -> None:
 
 
 def unless_ignored(*numbers: int) -> list[int]:
-    """Those of the signals that this process does not ignore, as it does SIGHUP under nohup."""
+    """Return those of the signals that this process does not ignore, as it does SIGHUP under nohup."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 

@@ -1,7 +1,7 @@
 """Which environment this process is in: one order of precedence, one variable that overrules it.
 
-Reads variables, removes those of a rank that started this process, and marks a rank for what it starts. The
-module of an environment is imported if some variable looks like it.
+Reads variables only, and removes those of a rank that started this process. The module of an environment is
+imported if some variable looks like it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import ConfigurationError
 from fabric.core.registry import Registry, unknown_name_message
-from fabric.launch.parent_death import JOINED, PARENT_PID, REPORT_FD, mark_rank
+from fabric.launch.parent_death import JOINED, PARENT_PID, REPORT_FD
 
 if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
@@ -68,7 +68,6 @@ def find_environment() -> Found:
         ConfigurationError: The name is not registered.
     """
     parent = _forget_parent()
-    mark_rank()
     if name := os.environ.get("FABRIC_ENVIRONMENT"):
         if name not in ENVIRONMENT_REGISTRY:
             raise ConfigurationError(
