@@ -63,10 +63,11 @@ class CollectiveVerbs(RankFacts):
         """Whether to save and end now: True on all ranks at the same step. All ranks must call this, once per
         step.
 
-        It is once any rank has got SIGTERM, SIGUSR1 or the signal of `SLURMEnvironment(requeue_signal=)`, or
-        once the deadline is near: FABRIC_DEADLINE (seconds since 1970), else SLURM's end
-        of the job, less FABRIC_DEADLINE_MARGIN (120 seconds). The first call takes these signals over;
-        handlers of yours are called, too, and a second signal ends the process at once. One small message.
+        It is once any rank has got SIGTERM, SIGUSR1, SIGHUP (the end of an ssh session, unless it is ignored)
+        or the signal of `SLURMEnvironment(requeue_signal=)`, or once the deadline is near: FABRIC_DEADLINE
+        (seconds since 1970), else SLURM's end of the job, less FABRIC_DEADLINE_MARGIN (120 seconds). The
+        first call takes these signals over; handlers of yours are called, too, and a second signal ends the
+        process at once. One small message.
 
         Raises:
             ConfigurationError: The deadline cannot be read.

@@ -31,7 +31,6 @@ ORDER = [
     ["fabric.launch.rank_exit"],
     [
         "fabric.launch.garbage",
-        "fabric.launch.handlers",
         "fabric.launch.parent_death",
         "fabric.launch.signals",
         "fabric.launch.stores",

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabric.core.source import is_users
+from fabric.core.source import is_users, line_name
 from fabric.guard._torch import BACKWARD_FUNCTION, DISPATCH_FILES
 
 if TYPE_CHECKING:
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent) + os.sep
 _DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_LOADER = f"{_PACKAGE}data{os.sep}loader.py"
+_BATCH_S = 1.0
+"""A shorter wait for a batch is none."""
+_WAITS_OF_LOADER = ("_received", "__iter__")
 _AROUND = ("wrapper", "call")  # what torch and we put around each verb
 _IDLE = 0.02
 """A thread that waits uses less than this share of a core."""
@@ -73,6 +77,24 @@ class StillWatch:
         self._looked, self._used = now, used
         what = _waiting_in(frame)
         return None if what is None or self._since == now else (what, self._since)
+
+
+def batch_wait(thread: int) -> tuple[str, float] | None:
+    """The loader that a thread waits in, with the line of its loop, and since when; None: in no loader.
+
+    Reads the frames of `FabricDataLoader`, which notes the begin of each wait: costs a batch nothing.
+    """
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_filename == _LOADER and frame.f_code.co_name in _WAITS_OF_LOADER:
+            begin, line = frame.f_locals.get("begin"), frame.f_back
+            while line is not None and not is_users(line.f_code.co_filename):
+                line = line.f_back
+            at = "" if line is None else f" at {line_name(line.f_code.co_filename, line.f_lineno)}"
+            waited = 0.0 if begin is None else time.perf_counter() - begin
+            return (f"the loader{at}", time.monotonic() - waited) if waited > _BATCH_S else None
+        frame = frame.f_back
+    return None
 
 
 def _waiting_in(frame: FrameType) -> str | None:

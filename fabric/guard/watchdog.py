@@ -28,7 +28,7 @@ from fabric.guard.call_checker import reason_of, waits_of_world
 from fabric.guard.deadlocks import LEFT, SILENT, RankStatus, as_table
 from fabric.guard.job_store import StoreTimeout
 from fabric.guard.messages import RankReport
-from fabric.guard.stacks import StillWatch, user_line
+from fabric.guard.stacks import StillWatch, batch_wait, user_line
 
 if TYPE_CHECKING:
     from fabric.guard.deadlocks import DeadlockDetector
@@ -152,6 +152,7 @@ class Watchdog:
             from fabric.guard.devices import DeviceWatch
 
             self._device = DeviceWatch(device, after / 2)
+        self._slow: dict[str, float] = {}  # by loader: shorter waits for a batch are not reported again
         self._tables = 0  # that ranks have printed
         self._heard: float | None = None  # when a verdict came that the thread will never go on
         self._over = threading.Event()
@@ -245,8 +246,10 @@ class Watchdog:
             seconds = time.monotonic() - wait.since
             if said > self._tables:  # another rank has said it
                 self._next = max(self._next, seconds * _AGAIN)
-            elif seconds >= self._next:
+            elif seconds >= max(self._next, self._slow.get(wait.verb, 0.0)):
                 self._next = seconds * _AGAIN
+                if wait.verb.startswith("the loader"):
+                    self._slow[wait.verb] = self._next
                 self._report(wait, seconds, silent)
         self._tables = max(said, self._tables)
 
@@ -256,7 +259,7 @@ class Watchdog:
         stuck = None if self._device is None else self._device.look(self._still.stays)
         if self._waits.here is not None:
             return self._waits.here
-        what, since = still or stuck or ("", None)
+        what, since = still or stuck or batch_wait(self._thread) or ("", None)
         wait = self._waits.stand(RankReport(self._waits.rank, what, "", user_line(self._thread)), since)
         if still is None or time.monotonic() - still[1] < _STILL_S:
             return wait

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from fabric.launch.parent_death import PARENT_PID, REPORT_FD, die_with_parent
-from fabric.launch.supervisor import ENDS, Supervisor
+from fabric.launch.supervisor import PASSED_ON, Creator, Supervisor
 from fabric.plugins.environments.local import STORE_FD
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Mapping
-    from multiprocessing.connection import Connection
-    from types import FrameType
 
-    from fabric.launch.creator import Creator
     from fabric.launch.rank_env import RankEnv
     from fabric.launch.rank_logs import RankLogs
 
@@ -41,29 +39,24 @@ class Command:
     listens: int | None = None
     cwd: str | None = None
 
-    def start(self, link: Connection, logs: RankLogs | None) -> subprocess.Popen[bytes]:
+    def start(self, link: Connection, streams: tuple[int, int] | None) -> subprocess.Popen[bytes]:
         """Start it; only rank zero reads our standard input."""
         parent, report = os.getpid(), link.fileno()
         env = {**self.env, PARENT_PID: str(parent), REPORT_FD: str(report)}
         # Tied before its first instruction; beside threads, which torch has, when it joins the job.
         early = sys.platform == "linux" and "torch" not in sys.modules
-        streams = (None, None) if logs is None else logs.streams(self.rank)
-        try:
-            return subprocess.Popen(
-                self.argv,
-                env=env,
-                cwd=self.cwd,
-                stdin=None if self.rank == 0 else subprocess.DEVNULL,
-                stdout=streams[0],
-                stderr=streams[1],
-                pass_fds=[report] if self.listens is None else [report, self.listens],
-                start_new_session=True,
-                preexec_fn=(lambda: die_with_parent(parent)) if early else None,  # noqa: PLW1509  one thread
-            )
-        finally:
-            for descriptor in streams:
-                if descriptor is not None:
-                    os.close(descriptor)
+        out, err = streams or (None, None)
+        return subprocess.Popen(
+            self.argv,
+            env=env,
+            cwd=self.cwd,
+            stdin=None if self.rank == 0 else subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            pass_fds=[report] if self.listens is None else [report, self.listens],
+            start_new_session=True,
+            preexec_fn=(lambda: die_with_parent(parent)) if early else None,  # noqa: PLW1509  one thread
+        )
 
 
 def run_commands(
@@ -98,42 +91,24 @@ def run_commands(
         if listens is not None:
             env[STORE_FD] = str(listens)
         commands[place.rank] = Command(place.rank, argv, env, listens, cwd).start
-    supervisor = Supervisor(
-        commands,
-        logs,
-        elsewhere=first.world_size > first.local_world_size,
-        creator=None if creator is None else (first.rank, creator),
-    )
+    elsewhere = first.world_size > first.local_world_size
+    supervisor = Supervisor(commands, logs, elsewhere, creator=creator)
 
-    def pass_on(number: int, _: FrameType | None) -> None:
-        supervisor.pass_on(number)
-
-    def halt(
-        *_: object,
-    ) -> None:  # Ctrl-Z: ranks are in sessions of their own, where the terminal does not reach
+    def act(number: int) -> None:
+        if number != signal.SIGTSTP:
+            supervisor.pass_on(number)
+            return
+        # Ctrl-Z: ranks are in sessions of their own, where the terminal does not reach.
         supervisor.send(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)  # until the shell lets it go on
         supervisor.send(signal.SIGCONT)
 
-    # By the last two schedulers announce an end; the ranks know what they mean.
-    numbers = (*ENDS, signal.SIGUSR1, signal.SIGUSR2)
-    takes = threading.current_thread() is threading.main_thread() and creator is None
-    heard = [n for n in numbers if takes and signal.getsignal(n) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, pass_on) for number in heard}
-    if takes and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
-        previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, halt)
-    try:
-        supervisor.start()
+    with supervisor.run(*((*PASSED_ON, signal.SIGTSTP) if creator is None else ()), act=act):
         if creator is not None:
             creator.pass_signals(supervisor)
         if listener is not None:
             listener.close()  # rank zero has it now: nobody else may take connections
         return _wait(supervisor)
-    finally:
-        supervisor.stop()
-        supervisor.close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _wait(supervisor: Supervisor) -> int:
@@ -145,3 +120,17 @@ def _wait(supervisor: Supervisor) -> int:
         supervisor.stop()
         return 0 if failure is None else 128 + supervisor.signalled
     return 0 if failure is None else supervisor.conclude(failure)
+
+
+def watch_beside(link: int, control: int, signals: int) -> None:
+    """The process that rank zero of a script starts (`rank_zero.py`): start and watch the ranks that it asks
+    for, and send it the exit code of the job.
+    """
+    for number in PASSED_ON:  # a scheduler may send them to all processes; ranks decide
+        signal.signal(number, lambda *_: None)
+    connection = Connection(control)
+    argv, cwd, first = connection.recv()
+    creator = Creator(first.rank, Connection(link, writable=False), connection, signals)
+    code = run_commands(argv, first, None, {}, "script", cwd, creator=creator)
+    with contextlib.suppress(OSError):
+        connection.send(("over", code))

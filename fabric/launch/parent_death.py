@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import multiprocessing
 import os
 import pickle
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +27,7 @@ PARENT_PID = "FABRIC_PARENT_PID"
 REPORT_FD = "FABRIC_REPORT_FD"
 """Set in ranks that a supervisor started: a pipe for the `RankExit` of a rank that an exception ends."""
 JOINED = "FABRIC_JOINED"
-"""Set by a rank that has joined its job, in its own environment: its process, and MASTER_PORT."""
+"""Set by a rank in its own environment, from `Fabric(...)` on: its process, and MASTER_PORT."""
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_S = 0.3
@@ -50,7 +51,10 @@ def tie_to_parent() -> None:
         with contextlib.suppress(OSError, ValueError):
             descriptor = int(os.environ.get(REPORT_FD, ""))
             os.set_inheritable(descriptor, False)  # subprocesses of this rank must not keep the pipe open
-            report_exceptions(connection.Connection(descriptor, readable=False))
+            link: connection.Connection[Any, Any] = connection.Connection(descriptor, readable=False)
+            link.send_bytes(pickle.dumps(None))  # it has joined the job
+            report_exceptions(link)
+            report_exits(lambda status: send_exit(link, status))
         return
     try:
         os.kill(int(parent), 0)
@@ -112,6 +116,52 @@ def report_exceptions(link: connection.Connection[Any, Any]) -> None:
             previous(kind, error, tb)
 
     sys.excepthook = report
+
+
+class NotedExit(SystemExit):
+    """The exception of `sys.exit` in a rank: `note` receives the status that ends the process.
+
+    Python has no other way to know it before the process has ended.
+    """
+
+    def __init__(self, status: Any, note: Callable[[Any], object]) -> None:
+        super().__init__(*() if status is None else (status,))
+        self._note = note
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "code" and sys._getframe().f_back is None:  # Python itself reads it, at the end
+            self._note(value)
+        return value
+
+
+def report_exits(note: Callable[[Any], object]) -> None:
+    """Call `note` with the status by which `sys.exit` ends this process from its main thread."""
+    owner = os.getpid()
+
+    def leave(status: Any = None) -> NoReturn:
+        in_main = threading.current_thread() is threading.main_thread()
+        raise (NotedExit(status, note) if in_main and os.getpid() == owner else SystemExit(status))
+
+    if type(sys.exit) is type(sys.getrefcount):  # Python's own
+        sys.exit = functools.wraps(sys.exit)(leave)
+
+
+def send_exit(link: connection.Connection[Any, Any], status: Any) -> int:
+    """Send the status of `sys.exit` to the supervisor, unless it is 0; returns the exit code."""
+    from fabric.launch.rank_exit import RankExit, exit_reason
+
+    code, reason = exit_reason(status)
+    if code:
+        with contextlib.suppress(OSError):
+            link.send_bytes(pickle.dumps(tuple(RankExit(time.monotonic(), reason[:1000], code=code))))
+    return code
+
+
+def mark_rank() -> None:
+    """Mark this process as a rank of ours or of torchrun, for processes that it starts: they are none."""
+    if not os.environ.keys().isdisjoint(("FABRIC_LAUNCHED", "TORCHELASTIC_RUN_ID")):
+        os.environ[JOINED] = f"{os.getpid()}:{os.environ.get('MASTER_PORT')}"
 
 
 def _until_orphaned(parent: int) -> None:

@@ -1,19 +1,22 @@
-"""Reports of the exit of a rank: the text of an exception, and whether it is a secondary failure.
+"""Reports of the exit of a rank: the text of an exception, which rank failed first, the last line of the job.
 
-A secondary failure reads as if another rank had ended before. Loaded at an exit. Imports no torch.
+A secondary failure reads as if another rank had ended before. Imports no torch.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
+import socket
 import traceback
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabric.core.errors import CollectiveMismatch, RankError
 from fabric.core.source import is_users, line_name
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from types import TracebackType
 
 _LONGEST_TRACE = 16_000  # of a pipe's 64 KiB: nobody must read it for the rank to end
@@ -26,6 +29,7 @@ _CONSEQUENCE = re.compile(
     r"|, raised by rank \d+$|^RankError: .* failed on rank \d+: rank [\d, ]+ ended",
     re.IGNORECASE,
 )
+_CALL = re.compile(r"RankError: (\w+)\S*(?: at .*)? failed on rank \d.*\(([^()]+:\d+)\)$")
 _OF_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
 _QUOTED = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
@@ -84,3 +88,74 @@ def deferred_traceback(error: BaseException, reason: str, tb: TracebackType | No
         return ""
     text = "".join(traceback.format_exception(type(error), error, tb))[-_LONGEST_TRACE:]
     return "".join([f"[rank{rank}]: {line}\n" for line in text.splitlines()])
+
+
+def summary(
+    cause: RankExit,
+    stopped: Collection[int] = (),
+    failures: Collection[RankExit] = (),
+    elsewhere: bool = False,
+) -> str:
+    """The last line of a failed job.
+
+    Args:
+        cause: Of all of it.
+        stopped: The ranks of this machine that were stopped because of it.
+        failures: All that failed; those that read like consequences are as good as stopped.
+        elsewhere: Whether there are ranks on other machines.
+    """
+    how = "lost a rank of another machine" if cause.is_secondary_failure and elsewhere else "failed first"
+    line = f"rank {cause.rank} on {socket.gethostname()} {how}: {cause.reason}"
+    echoes = {failure.rank for failure in failures if failure.is_secondary_failure}
+    followers = {*stopped, *echoes} - {cause.rank}
+    others = {failure.rank for failure in failures} - followers - {cause.rank}
+    if others:
+        line += f"; {_ranks(others)} failed, too"
+    return f"{line}; {_ranks(followers)} stopped because of it" if followers else line
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    names = ", ".join(map(str, sorted(ranks)[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+
+
+def root_cause(failures: Collection[RankExit], finished: Collection[int] = ()) -> RankExit:
+    """The failure that made the others: the earliest that does not read like a consequence.
+
+    Args:
+        failures: At least one.
+        finished: Ranks that have ended well. If there are only consequences, one of these left too early.
+    """
+    cause = min(
+        failures, key=lambda failure: (failure.is_secondary_failure, bool(failure.trace), failure.when)
+    )
+    if not cause.is_secondary_failure or not finished:
+        return cause
+    told = _CALL.match(cause.reason or "")
+    waits = f"waits in fabric.{told[1]} ({told[2]})" if told else f"still needed it ({cause.reason})"
+    reason = f"finished (exit 0) while rank {cause.rank} {waits}"
+    return cause._replace(rank=min(finished), reason=reason)
+
+
+LOST = -255
+"""Instead of a return code: a process ended without an exit hook, and only its parent knows the code."""
+
+
+def from_returncode(rank: int, returncode: int, when: float) -> RankExit:
+    """The failure behind a process's return code (negative: minus the signal, as subprocess has it)."""
+    if returncode == LOST:
+        return RankExit(when, "killed by a signal, or ended by os._exit", rank=rank)
+    if returncode >= 0:
+        return RankExit(when, f"exit code {returncode}", code=returncode, rank=rank)
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:
+        name = f"signal {-returncode}"
+    return RankExit(when, f"killed by {name}", code=128 - returncode, rank=rank)
+
+
+def exit_reason(status: Any) -> tuple[int, str]:
+    """The code and the words for what `sys.exit` was given: a number is the code, anything else means 1."""
+    if status is None or isinstance(status, int):
+        return int(status or 0), f"exit code {int(status or 0)}"
+    return 1, f"exit code 1 ({str(status).strip().partition(chr(10))[0]})"

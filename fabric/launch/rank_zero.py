@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -17,12 +15,10 @@ import threading
 import time
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from fabric.core.messages import say
-from fabric.launch.failure import exit_reason
-from fabric.launch.parent_death import report_exceptions
-from fabric.launch.rank_exit import RankExit
+from fabric.launch.parent_death import NotedExit, report_exceptions, report_exits, send_exit
 from fabric.launch.signals import die_by, flush_output
 from fabric.launch.stores import keep_listening
 
@@ -33,8 +29,8 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).parents[2]
 _BESIDE = (
-    "import sys; sys.path.append(sys.argv[1]); from fabric.launch.beside import main; "
-    "main(*map(int, sys.argv[2:]))"
+    "import sys; sys.path.append(sys.argv[1]); from fabric.launch.commands import watch_beside; "
+    "watch_beside(*map(int, sys.argv[2:]))"
 )
 _END_S = 2.5
 """Seconds for `finally` once another rank has failed; then the supervisor would send SIGKILL."""
@@ -69,35 +65,7 @@ def start_others(argv: list[str], cwd: str | None, first: RankEnv, listener: soc
         keep_listening(listener, first.main_address, first.main_port)
     tie = Tie(beside.pid, control, writer)
     report_exceptions(ours)
-
-    def leave(status: Any = None) -> NoReturn:
-        in_main = threading.current_thread() is threading.main_thread()
-        raise (_Exit(tie, ours, status) if in_main and os.getpid() == tie.owner else SystemExit(status))
-
-    if type(sys.exit) is type(sys.getrefcount):  # Python's own
-        sys.exit = functools.wraps(sys.exit)(leave)
-
-
-class _Exit(SystemExit):
-    """The exception of `sys.exit` in the main thread of rank zero: the supervisor receives the exit code.
-
-    Python has no other way to know it before the process has ended.
-    """
-
-    def __init__(self, tie: Tie, link: Connection | None, status: Any) -> None:
-        super().__init__(*() if status is None else (status,))
-        self._tie, self._link = tie, link
-
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        # Python itself reads it, at the end of the process.
-        if name == "code" and sys._getframe().f_back is None and self._tie.own is None:
-            code, reason = exit_reason(value)
-            self._tie.own = code
-            if code and self._link is not None:
-                with contextlib.suppress(OSError):
-                    self._link.send_bytes(pickle.dumps(tuple(RankExit(time.monotonic(), reason, code=code))))
-        return value
+    report_exits(lambda status: tie.note(send_exit(ours, status)))
 
 
 class Tie:
@@ -134,7 +102,11 @@ class Tie:
         # Python ignores it once it has begun to end; the exit code is changed by force then.
         is_running = not (self._ending or getattr(threading, "_SHUTTING_DOWN", False))
         if number == signal.SIGCONT and self._code is not None and is_running:
-            raise _Exit(self, None, self._code)
+            raise NotedExit(self._code, self.note)
+
+    def note(self, code: int) -> None:
+        """Take the code with which Python ends this process."""
+        self.own = code
 
     def _listen(self) -> None:
         with contextlib.suppress(EOFError, OSError):

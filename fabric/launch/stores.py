@@ -47,14 +47,15 @@ def part_of_store(
     if key not in _stores:
         if key in _listening:  # the store takes it over: the port is ours before anyone hears of it
             host, listen_fd = True, _listening.pop(key).detach()
-        _stores[key] = _open(address, port, host, timeout, listen_fd), itertools.count()
+        _stores[key] = open_store(address, port, host, timeout, listen_fd), itertools.count()
     store, openings = _stores[key]
     store.set_timeout(timeout)
     # Ranks open stores in the same order: equal numbers meet, stale keys of earlier groups do not.
     return PrefixStore(f"fabric{next(openings)}", store)
 
 
-def _open(address: str, port: int, host: bool, timeout: timedelta, listen_fd: int | None) -> Store:
+def open_store(address: str, port: int, host: bool, timeout: timedelta, listen_fd: int | None) -> Store:
+    """The whole TCPStore at this address, which a host keeps as long as the object lives (see above)."""
     from torch.distributed import DistError, TCPStore
 
     try:

@@ -8,28 +8,28 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing.connection import Pipe, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
-from fabric.launch.failure import from_returncode, root_cause, summary
-from fabric.launch.rank_exit import RankExit
-from fabric.launch.signals import TOGETHER_S
+from fabric.launch.rank_exit import LOST, RankExit, from_returncode, root_cause, summary
+from fabric.launch.signals import TOGETHER_S, Handlers, unless_ignored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-    from fabric.launch.creator import Creator
     from fabric.launch.rank_logs import RankLogs
 
     Process = subprocess.Popen[bytes] | BaseProcess
-    Start = Callable[[Connection, RankLogs | None], Process]
+    Start = Callable[[Connection, tuple[int, int] | None], Process]
 
-ENDS = (signal.SIGTERM, signal.SIGINT)
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL for ranks that are stopped because another one failed."""
 EXIT_NOTE_S = 10.0
@@ -47,12 +47,12 @@ class Supervisor:
     """The ranks of one machine, as child processes.
 
     Args:
-        starts: By rank, what starts its process: it is given a link, by which the rank may say an `RankExit`,
-            and the logs, to which it is to print, if there are any.
+        starts: By rank, what starts its process: it is given a link, by which the rank may say a `RankExit`,
+            and the descriptors to which it is to print, if there are logs.
         logs: Takes what the ranks print; None: it goes where this process prints.
         elsewhere: Whether the job has ranks on other machines.
         functions: Whether each rank says its ending, also a good one, and leaves its traceback to the caller.
-        creator: The rank that started this process, and its number; None: all are started here.
+        creator: The rank that started this process; None: all are started here.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Supervisor:
         logs: RankLogs | None = None,
         elsewhere: bool = False,
         functions: bool = False,
-        creator: tuple[int, Creator] | None = None,
+        creator: Creator | None = None,
     ) -> None:
         self.starts = starts
         self.elsewhere = elsewhere
@@ -75,12 +75,14 @@ class Supervisor:
         self._functions = functions
         self._links: dict[int, Connection] = {}
         self._told: set[int] = set()
+        self._joined: set[int] = set()
+        """Command lines that are in `fabric.launch()`, or were."""
         self._failures: dict[int, RankExit] = {}
+        self._cause: RankExit | None = None
         self._creator = creator
-        self._code = 1
-        """Of the failure that is the cause."""
         if creator is not None:
-            self.processes[creator[0]], self._links[creator[0]] = creator[1], creator[1].link
+            self.processes[creator.rank], self._links[creator.rank] = creator, creator.link
+            self._joined.add(creator.rank)
 
     def start(self) -> None:
         """Start all ranks.
@@ -91,13 +93,43 @@ class Supervisor:
         try:
             for rank, start in self.starts.items():
                 self._links[rank], writer = Pipe(duplex=False)
-                with writer:  # ours; the rank's own end closes with the rank
-                    self.processes[rank] = start(writer, self.logs)
+                streams = None if self.logs is None else self.logs.streams(rank)
+                try:
+                    self.processes[rank] = start(writer, streams)
+                finally:  # ours; the rank's own end as it ends
+                    writer.close()
+                    for descriptor in streams or ():
+                        os.close(descriptor)
         except OSError as error:
             self.stop()
             raise LaunchError(f"Rank {rank} could not be started: {error}.") from error
         if self.logs is not None:
             self.logs.start()
+
+    @contextlib.contextmanager
+    def run(self, *numbers: int, act: Callable[[int], object] | None = None) -> Iterator[Handlers]:
+        """Within, the ranks run. In place of what they did, these signals of this process are passed on.
+
+        Args:
+            numbers: The signals; those that this process ignores are left alone.
+            act: Called with each signal's number in place of `pass_on`.
+
+        Raises:
+            LaunchError: As by `start`.
+        """
+
+        def handle(number: int, before: Any) -> bool:
+            (act or self.pass_on)(number)
+            return not self._functions  # whose launching process is the user's
+
+        handlers = Handlers(unless_ignored(*numbers), handle)
+        try:
+            self.start()
+            yield handlers
+        finally:
+            self.stop()
+            self.close()
+            handlers.restore()
 
     def running(self) -> list[int]:
         """Ranks whose process has not ended."""
@@ -145,14 +177,14 @@ class Supervisor:
 
     def summary(self, cause: RankExit) -> str:
         """Tell all others than the one that failed to end; the last line of the job."""
-        self._code = cause.code
-        self.tell(spare=cause.rank)
+        self._cause = cause
+        self.tell()
         return summary(cause, self._told, self._failures.values(), self.elsewhere)
 
     def conclude(self, cause: RankExit) -> int:
         """Stop all ranks and print the cause, last; gives the exit code of the job."""
         line = self.summary(cause)
-        self.stop(spare=cause.rank)
+        self.stop()
         if self.logs is not None:
             self.logs.close()  # what the ranks have printed comes before
         sys.stderr.write(cause.trace)  # what the rank has not printed itself
@@ -161,36 +193,38 @@ class Supervisor:
         code = None if process is None else _code(process)
         return code if code is not None and code > 0 else cause.code
 
-    def stop(self, spare: int | None = None) -> None:
+    def stop(self) -> None:
         """End every rank: SIGTERM, a grace, SIGKILL; the last at once if Ctrl-C comes meanwhile.
 
-        Args:
-            spare: A rank that is failing by itself and gets the grace to finish its traceback.
+        The cause of a failure gets the grace to finish its traceback.
         """
-        self.tell(spare)
+        self.tell()
         try:
             self._until(lambda: False, STOP_GRACE_S)
         finally:
-            own = None if self._creator is None else self._creator[0]  # ends itself, with the cause's code
-            self.send(signal.SIGKILL, [rank for rank in self.running() if rank != own])
+            # The creator ends itself, with the cause's code.
+            started = [rank for rank in self.running() if self.processes[rank] is not self._creator]
+            self.send(signal.SIGKILL, started)
             self._until(lambda: False, KILL_GRACE_S)  # else in the kernel's hands (a dead disk)
             self.send(signal.SIGKILL)
 
-    def tell(self, spare: int | None = None) -> None:
-        """The first half of `stop`: SIGTERM to every rank that runs, but `spare`, without waiting."""
+    def tell(self) -> None:
+        """The first half of `stop`: SIGTERM to every rank that runs, but the cause, without waiting."""
         self.stopping = True
-        fresh = [rank for rank in self.running() if rank != spare and rank not in self._told]
+        spared = {*self._told} if self._cause is None else {*self._told, self._cause.rank}
+        fresh = [rank for rank in self.running() if rank not in spared]
         self._told.update(fresh)
         self.send(signal.SIGTERM, fresh)
 
     def send(self, number: int, ranks: Iterable[int] | None = None) -> None:
         """Send a signal to the ranks that still run (all, or those named)."""
         for rank in self.running() if ranks is None else ranks:
-            if self._creator is not None and rank == self._creator[0]:
-                self._creator[1].send(number, self._code if self.stopping else None)
-            elif (pid := self.processes[rank].pid) is not None:
+            process, code = self.processes[rank], 1 if self._cause is None else self._cause.code
+            if process is self._creator:
+                process.send(number, code if self.stopping else None)
+            elif process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+                    os.kill(process.pid, number)
 
     def pass_on(self, number: int) -> None:
         """Send a signal that came to this process; what ends processes once, and the next time SIGKILL."""
@@ -219,24 +253,31 @@ class Supervisor:
         # First who has ended: what they said before then is in the pipes.
         now, codes = time.monotonic(), {rank: _code(process) for rank, process in self.processes.items()}
         for rank, link in list(self._links.items()):
-            if link.poll():
+            while rank in self._links and link.poll():
                 self._hear(rank, link)
         for rank, code in codes.items():
             silent = self._functions and code == 0 and rank not in self.endings
             if (code or silent) and rank not in self._failures:
                 self._failures[rank] = from_returncode(rank, code or 0, now)
+            elif code == 0 and self._joined and rank not in self._joined:
+                waits = f"finished (exit 0) before fabric.launch(), in which rank {min(self._joined)} waits"
+                self._failures.setdefault(rank, RankExit(now, waits, rank=rank))
 
     def _hear(self, rank: int, link: Connection) -> None:
-        """Take what a rank says at its end, or the end of its link."""
-        del self._links[rank]
-        with link, contextlib.suppress(EOFError, OSError):
+        """Take that a rank has joined the job, what it says at its end, or the end of its link."""
+        with contextlib.suppress(EOFError, OSError):
             said = pickle.loads(link.recv_bytes())
+            if said is None:
+                self._joined.add(rank)
+                return
             self.endings[rank] = ending = RankExit(*said)._replace(rank=rank)
             trace = "" if self._functions else ending.trace
             if self.logs is not None:
                 self.logs.note(rank, trace)
             if ending.reason is not None:
                 self._failures[rank] = ending._replace(trace=trace)
+        del self._links[rank]
+        link.close()
 
     def _until(self, over: Callable[[], object], timeout: float | None) -> None:
         """Block until `over()`, all ranks have ended, or so many seconds have passed."""
@@ -250,11 +291,68 @@ class Supervisor:
         """Block until a rank says something that will be noted, or so long; may return early."""
         known = {} if self.stopping else self._links
         links = [known[rank] for rank in running if rank in known]
-        if links and self._creator is not None and self._creator[0] in running:
-            links.append(self._creator[1].control)
+        if links and self._creator is not None and self._creator.rank in running:
+            links.append(self._creator.control)
             running = [*running, -1]
         # The end of a process closes its link; who has said its end, or is not heard, may end at any moment.
         wait(links, seconds if len(links) == len(running) else min(seconds, _POLL_S))
+
+
+class Creator:
+    """Rank zero, as a process of the supervisor.
+
+    Args:
+        rank: Its number.
+        link: Where it writes a `RankExit`.
+        control: See `rank_zero.Tie`.
+        signals: Where it writes numbers of signals.
+    """
+
+    def __init__(self, rank: int, link: Connection, control: Connection, signals: int) -> None:
+        self.rank, self.pid, self.link = rank, os.getppid(), link
+        self.control, self._signals = control, signals
+        self._code: int | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def exitcode(self) -> int | None:
+        """0 at its end; None while it runs."""
+        with self._lock:
+            if self._code is None:
+                try:
+                    self._code = 0 if self.control.poll() and self.control.recv() is None else None
+                except (EOFError, OSError):
+                    self._code = LOST
+            if self._code is None and os.getppid() != self.pid:
+                self._code = LOST
+            return self._code
+
+    def send(self, number: int, code: int | None) -> None:
+        """Send a signal.
+
+        Args:
+            number: SIGKILL or SIGSTOP; others were passed on by this process itself.
+            code: With SIGTERM: the exit code with which it is to end; None: it decides.
+        """
+        with contextlib.suppress(OSError):
+            if number == signal.SIGTERM and code is not None:
+                self.control.send(("end", code))
+            elif number in (signal.SIGKILL, signal.SIGSTOP):
+                os.kill(self.pid, number)
+
+    def pass_signals(self, supervisor: Any) -> None:
+        """Pass on, in a thread, the signals that rank zero receives."""
+        threading.Thread(target=self._pass, args=(supervisor,), daemon=True).start()
+
+    def _pass(self, supervisor: Any) -> None:
+        while numbers := os.read(self._signals, 64):
+            for number in numbers:
+                if number == signal.SIGTSTP:
+                    supervisor.send(signal.SIGSTOP)
+                elif number == signal.SIGCONT:
+                    supervisor.send(signal.SIGCONT)
+                elif number in PASSED_ON:
+                    supervisor.pass_on(number)
 
 
 def _code(process: Process | Creator) -> int | None:

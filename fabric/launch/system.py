@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,10 @@ SYSTEM = os.name
 
 
 def require_posix() -> None:
-    """Whether this system has the signals, pipes and forks that ranks are started and watched with.
+    """Check that this system can start and watch ranks: signals, pipes, forks, three standard descriptors.
+
+    Those of the last that are closed (`python train.py >&-`) are opened on /dev/null: a socket would take
+    their number, and what is printed.
 
     Raises:
         LaunchError: It has not: Windows.
@@ -26,6 +30,13 @@ def require_posix() -> None:
             "Several processes need Linux or macOS (signals, pipes and forks as POSIX has them), and this is "
             "Windows. Run it in WSL2, or write devices=1 for one process."
         )
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def allow_open_files(count: int) -> bool:

@@ -8,8 +8,7 @@ import time
 from typing import Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.launch.handlers import Handlers
-from fabric.launch.signals import TOGETHER_S
+from fabric.launch.signals import TOGETHER_S, Handlers, unless_ignored
 
 DEADLINE = "FABRIC_DEADLINE"
 MARGIN = "FABRIC_DEADLINE_MARGIN"
@@ -19,10 +18,10 @@ _SLURM_END = "SLURM_JOB_END_TIME"
 
 
 class Stopper:
-    """Notes SIGTERM, SIGUSR1 and `signals`, in place of ending; the next signal does what it did before.
+    """Notes SIGTERM, SIGUSR1, SIGHUP and `signals`, in place of ending; the next one does what it did before.
 
-    Handlers that were there are called, too. Signals can only be taken in the main thread; made in another
-    one, it looks at the deadline alone.
+    SIGHUP is left alone where it is ignored. Handlers that were there are called, too. Signals can only be
+    taken in the main thread; made in another one, it looks at the deadline alone.
 
     Args:
         signals: Further signals.
@@ -36,7 +35,9 @@ class Stopper:
         """Why the job is to stop; None: go on."""
         self._deadline = deadline()
         self._first = (0, float("-inf"))
-        self._handlers = Handlers({signal.SIGTERM, signal.SIGUSR1, *signals}, self._on_signal)
+        hangup = unless_ignored(signal.SIGHUP)  # as nohup has it ignored
+        numbers = {signal.SIGTERM, signal.SIGUSR1, *hangup, *signals}
+        self._handlers = Handlers(numbers, self._on_signal)
 
     def asked(self) -> bool:
         """Whether this process was asked to stop. Reads a clock; sends nothing."""

@@ -24,6 +24,7 @@ from fabric.core.parts import Part
 from fabric.core.slices import PARTS, find_slice, use_slice
 from fabric.core.topology import Topology
 from fabric.core.torch_versions import collectives_recorded
+from fabric.launch.parent_death import mark_rank
 from fabric.launch.system import allow_open_files, private_sockets
 from fabric.plugins.environments.local import LocalEnvironment
 from fabric.plugins.environments.rendezvous import rendezvous
@@ -176,6 +177,7 @@ class ParallelStrategy(Strategy):
         self.num_nodes = plan.num_nodes
         self._launcher = self._make_launcher(plan.environment)
         self._init_topology()
+        mark_rank()  # before `launch`, too, the loop may start processes
 
     def setup_environment(self) -> None:
         """Find this rank's place, set its device and threads, and join the process group. All ranks must call

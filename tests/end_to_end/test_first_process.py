@@ -130,10 +130,26 @@ def test_another_fabric_in_the_same_script(tmp_path):
             1,
             r"rank 1 .* boom \(train.py:",
         ),
-        ("if not fabric.global_rank: sys.exit()\nfabric.barrier()", 1, "rank 0 .* ended well while rank 1 "),
+        (
+            "if not fabric.global_rank: sys.exit()\nfabric.barrier()",
+            1,
+            r"rank 0 .* finished \(exit 0\) while rank 1 waits in fabric.barrier \(train.py:",
+        ),
+        (
+            "if fabric.global_rank: sys.exit('no data')\ntime.sleep(100)",
+            1,
+            r"rank 1 .* exit code 1 \(no data\); rank 0 stopped",
+        ),
         ("if fabric.global_rank: os._exit(7)\ntime.sleep(100)", 7, "rank 1 .* exit code 7; rank 0 stopped"),
     ],
-    ids=["exit of rank zero", "after rank zero has ended", "exception", "rank zero leaves", "os._exit"],
+    ids=[
+        "exit of rank zero",
+        "after rank zero has ended",
+        "exception",
+        "rank zero leaves",
+        "text",
+        "os._exit",
+    ],
 )
 def test_the_exit_code_and_the_last_line_are_those_of_the_cause(tmp_path, body, code, last):
     path = tmp_path / "train.py"
@@ -147,6 +163,56 @@ def test_the_exit_code_and_the_last_line_are_those_of_the_cause(tmp_path, body, 
     done = run(path, code=code)
     assert re.search(f"^fabric: {last}", done.stderr.splitlines()[-1]), done.stderr
     assert done.stdout.count("finally") == 1  # of rank zero, whoever fails
+
+
+@pytest.mark.parametrize("way", [[], ["-m", "fabric", "run", "--devices", "2"]], ids=["script", "cli"])
+def test_a_rank_that_ends_well_before_launch_ends_the_others(tmp_path, way):
+    path = tmp_path / "train.py"
+    path.write_text("import os, sys\nif os.environ.get('RANK') == '1': sys.exit(0)\n" + HEAD)
+    last = run(*way, path, code=1).stderr.splitlines()[-1]
+    line = r"rank 1 on \S+ failed first: finished \(exit 0\) before fabric.launch\(\), in which rank 0 waits"
+    assert re.fullmatch(f"fabric: {line}; rank 0 stopped because of it", last)
+
+
+@pytest.mark.parametrize("way", ["", "-m fabric run --devices 2"], ids=["script", "cli"])
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_standard_descriptor_that_is_closed(tmp_path, way, closed):
+    body = """
+    for number in (1, 2):
+        os.write(number, b"by number")
+    sys.stdout.write("by name")
+    sys.stderr.write("by name")
+    value = fabric.all_reduce(fabric.global_rank + 0.0).item()
+    open(f"rank{fabric.global_rank}", "w").write(str(value))
+    """
+    command = f"exec {sys.executable} {way} {script(tmp_path, body)} {closed}"
+    done = subprocess.run(
+        ["sh", "-c", command], env=environ(), cwd=tmp_path, capture_output=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 1)] == ["0.5", "0.5"]
+
+
+@pytest.mark.parametrize("way", [[], ["-m", "fabric", "run", "--devices", "2"]], ids=["script", "cli"])
+def test_the_end_of_a_terminal_is_a_request_to_stop(tmp_path, way):
+    body = """
+    fabric.should_stop()
+    print("ready", flush=True)
+    try:
+        while not fabric.should_stop():
+            time.sleep(0.01)
+    finally:
+        print("saved", flush=True)
+    """
+    command = [sys.executable, *way, str(script(tmp_path, body))]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environ(), **streams) as job:
+        ready = 0
+        while ready < 2:
+            ready += "ready" in job.stdout.readline()
+        job.send_signal(signal.SIGHUP)
+        out, err = job.communicate(timeout=120)
+    assert (job.returncode, out.count("saved"), err) == (0, 2, "")
 
 
 def test_a_status_that_the_script_catches_is_none(tmp_path):

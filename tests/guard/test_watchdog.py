@@ -161,6 +161,40 @@ def test_a_wait_that_fabric_has_no_part_in_is_seen_by_its_stillness(ranks, make,
     assert re.search(rf"  1 +\S+ +no call of all ranks +\S*{HERE}:\d+ in wait", first)
 
 
+class Hangs(torch.utils.data.Dataset):
+    def __init__(self, listener):
+        self.listener = listener
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if index >= 6:
+            self.listener.wait()
+        return torch.ones(1)
+
+
+def all_wait_in_their_loaders():
+    with watched("1.5") as (fabric, listener):
+        loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(Hangs(listener)))
+        for _ in loader:
+            fabric.barrier()
+        return listener.text
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_all_wait_for_a_batch_are_shown_with_the_line_of_the_loop(ranks, world_size):
+    texts = ranks.run(all_wait_in_their_loaders, world_size=world_size)
+    (text,) = [text for text in texts if text]
+    loop = all_wait_in_their_loaders.__code__.co_firstlineno + 3
+    assert re.match(
+        rf"fabric: rank \d has waited \d+ s in the loader at {HERE}:{loop} \(FABRIC_HANG", text
+    ), text
+    for rank in range(world_size):
+        row = rf"  {rank} +\S+ +the loader at {HERE}:{loop} +\d+ s +\S*{HERE}:\d+ in wait"
+        assert re.search(row, text), text
+
+
 def many_quick_steps():
     with watched("1") as (fabric, listener):  # a busy machine may hold up one of them for a while
         model = fabric.setup(torch.nn.Linear(2, 2))

@@ -22,11 +22,17 @@ from fabric import cli
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.launch import system
 from fabric.launch.commands import Command
-from fabric.launch.failure import from_returncode, root_cause, summary
 from fabric.launch.functions.multiprocess import MultiprocessLauncher
 from fabric.launch.functions.openmp import rest_openmp
 from fabric.launch.rank_env import RankEnv
-from fabric.launch.rank_exit import RankExit, describe, is_secondary_failure
+from fabric.launch.rank_exit import (
+    RankExit,
+    describe,
+    from_returncode,
+    is_secondary_failure,
+    root_cause,
+    summary,
+)
 from fabric.launch.rank_logs import RankLogs
 from fabric.launch.script import ScriptLauncher, original_command
 from fabric.launch.supervisor import Supervisor
@@ -97,9 +103,23 @@ def test_a_cause_on_another_machine_is_not_looked_for_here():
 def test_where_all_failures_are_consequences_the_rank_that_ended_well_left_too_early():
     cause = root_cause([failed(0, 1.0, CLOSED, trace="of rank 0")], finished=[1])
     assert cause.rank == 1
-    assert cause.reason == f"ended well while rank 0 still needed it ({CLOSED})"
+    assert cause.reason == f"finished (exit 0) while rank 0 still needed it ({CLOSED})"
     assert (cause.code, cause.trace) == (1, "of rank 0")
     assert root_cause([failed(0, 1.0, "ValueError: a")], finished=[1]).rank == 0
+
+
+@pytest.mark.parametrize(
+    ("doing", "name"),
+    [
+        ("save at /a/train.py:18", "save"),
+        ("all_reduce(mean) at /a b/train.py:18", "all_reduce"),
+        ("backward", "backward"),
+    ],
+)
+def test_a_rank_that_left_too_early_is_told_with_the_call_that_another_waits_in(doing, name):
+    reason = f"RankError: {doing} failed on rank 0: rank 1 ended, or does not answer (closed). (train.py:18)"
+    cause = root_cause([failed(0, 1.0, reason)], finished=[1])
+    assert cause.reason == f"finished (exit 0) while rank 0 waits in fabric.{name} (train.py:18)"
 
 
 def test_of_two_equal_failures_the_one_that_was_printed_is_named():

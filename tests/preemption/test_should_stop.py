@@ -43,7 +43,7 @@ def steps(number, asked):
     return None
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 @pytest.mark.parametrize("asked", [0, 2])
 def test_all_ranks_stop_at_the_same_step(ranks, number, asked):
     assert ranks.run(steps, number, asked, world_size=3) == [(4, True)] * 3
@@ -121,6 +121,17 @@ def test_handlers_of_the_user_are_called_and_put_back():
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_the_end_of_a_terminal_under_nohup_is_none():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stopper = Stopper()
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stopper.asked()
+    finally:
+        stopper.restore()
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_the_signal_that_slurm_was_asked_for():
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.strategy.cluster_environment = SLURMEnvironment(requeue_signal=signal.SIGUSR2)
@@ -180,7 +191,7 @@ def test_a_child_that_was_forked_dies_at_once():
 
 def test_what_a_fork_has_copied_is_passed_over():
     script = (
-        "import os, signal\nfrom fabric.launch.handlers import Handlers\n"
+        "import os, signal\nfrom fabric.launch.signals import Handlers\n"
         "from fabric.preemption.stopping import Stopper\n"
         "seen = []\nhandlers = Handlers([signal.SIGTERM], lambda *_: seen.append('of the parent'))\n"
         "if os.fork() == 0:\n    stopper = Stopper()\n    os.kill(os.getpid(), signal.SIGTERM)\n"

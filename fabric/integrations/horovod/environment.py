@@ -29,6 +29,7 @@ class HorovodEnvironment(ExternalEnvironment):
         "nodes": ("HOROVOD_CROSS_SIZE",),
     }
     marks = ("HOROVOD_RANK",)
+    remedy = "start it with `horovodrun -np {tasks} python train.py`"
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """Return the key-value store of the job, hosted by rank zero. All ranks must call this."""
@@ -39,6 +40,3 @@ class HorovodEnvironment(ExternalEnvironment):
             told = address, take_port(address, 0, everywhere=several)
         address, port = load_horovod().broadcast_object(told, 0, name="fabric.store")
         return part_of_store(address, port, rank == 0, timeout)
-
-    def _remedy(self, num_devices: int, num_nodes: int) -> str:
-        return f"start it with `horovodrun -np {num_devices * num_nodes} python train.py`"

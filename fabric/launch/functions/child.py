@@ -19,26 +19,22 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
 from fabric.core.pickles import pickling_error
-from fabric.launch.failure import exit_reason
 from fabric.launch.garbage import forked
 from fabric.launch.parent_death import die_with_creator, die_with_parent
-from fabric.launch.rank_exit import RankExit, describe
+from fabric.launch.rank_exit import RankExit, describe, exit_reason
 from fabric.launch.signals import flush_output
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-
-    from fabric.launch.rank_env import RankEnv
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """The function call that a rank runs. `call` is pickled bytes, or the objects themselves under fork."""
 
-    place: RankEnv
+    variables: dict[str, str]
+    """The rank's environment. A fork server would not pass it on."""
     call: bytes | tuple[Any, ...]
-    variables: dict[str, str] | None
-    """The parent's environment, where the process does not inherit it (forkserver)."""
     parent: int | None
     """The launching process, where it makes this one itself (forkserver does not)."""
     start_method: str | None
@@ -61,19 +57,13 @@ def run_rank(task: Task, link: Connection) -> None:
         setattr(sys, ("stdout", "stderr")[number - 1], stream)
     usual = multiprocessing.get_all_start_methods()[0]
     multiprocessing.set_start_method(task.start_method or usual, force=True)  # not that of this launch
-    _set_variables(task)
+    os.environ.clear()
+    os.environ.update(task.variables)
     owner, fork = os.getpid(), task.parent is None or not isinstance(task.call, bytes)
     if fork:
         atexit._clear()  # what the parent is to do at its end
     try:
         ending = RankExit(time.monotonic(), result=_call(task))
-    except SystemExit as stop:
-        code, reason = exit_reason(stop.code)
-        ending = RankExit(time.monotonic(), reason if code else None, code=code)
-        if not isinstance(stop.code, int | None):
-            print(stop.code, file=sys.stderr)
-    except KeyboardInterrupt:
-        ending = RankExit(time.monotonic(), "KeyboardInterrupt", code=128 + signal.SIGINT)
     except BaseException as error:
         ending = _ending_of(error)
     if os.getpid() != owner:  # a process that the rank has forked by hand has come back to here
@@ -93,7 +83,7 @@ def run_rank(task: Task, link: Connection) -> None:
 def _call(task: Task) -> bytes | None:
     function, args, kwargs = pickle.loads(task.call) if isinstance(task.call, bytes) else task.call
     result = function(*args, **kwargs)
-    if task.place.local_rank != 0:
+    if task.variables["LOCAL_RANK"] != "0":
         return None
     try:
         return pickle.dumps(result)
@@ -105,16 +95,15 @@ def _call(task: Task) -> bytes | None:
         ) from error
 
 
-def _set_variables(task: Task) -> None:
-    """This process is the rank's own, so its variables are: libraries read LOCAL_RANK and OMP_NUM_THREADS."""
-    if task.variables is not None:
-        os.environ.clear()
-        os.environ.update(task.variables)
-    os.environ.update(task.place.variables(os.environ, "function"))
-
-
 def _ending_of(error: BaseException) -> RankExit:
     when = time.monotonic()
+    if isinstance(error, KeyboardInterrupt):
+        return RankExit(when, "KeyboardInterrupt", code=128 + signal.SIGINT)
+    if isinstance(error, SystemExit):
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)
+        code, reason = exit_reason(error.code)
+        return RankExit(when, reason if code else None, code=code)
     # The frames of this module say nothing to the user: the traceback starts at the user's function.
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:

@@ -20,17 +20,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import default_pg_timeout
 
 from fabric.core.errors import LaunchError
 from fabric.core.pickles import pickling_error
 from fabric.launch.functions.child import Task, run_rank
 from fabric.launch.functions.openmp import rest_openmp
 from fabric.launch.garbage import forking
-from fabric.launch.handlers import Handlers
 from fabric.launch.launcher import Launcher
 from fabric.launch.rank_env import RankEnv, place_here
 from fabric.launch.rank_logs import RankLogs
 from fabric.launch.signals import die_by
+from fabric.launch.stores import open_store
 from fabric.launch.supervisor import Supervisor
 from fabric.launch.system import require_posix
 
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
     from multiprocessing.process import BaseProcess
     from types import TracebackType
-
-    from torch.distributed import Store
 
     from fabric.plugins.environments.local import LocalEnvironment
 
@@ -104,33 +103,27 @@ class MultiprocessLauncher(Launcher):
         # A kernel's streams send each write of a forked process by a connection of its own: lines would mix.
         logs = None if ours or self.start_method != "fork" else RankLogs()
         supervisor = Supervisor(ranks, logs=logs, elsewhere=elsewhere, functions=True)
-        numbers = (signal.SIGTERM, signal.SIGUSR1)
-        heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-        handlers = Handlers(heard, lambda number, _: supervisor.pass_on(number))
         failure = store = None
         try:
-            supervisor.start()
-            if listener is not None:
-                # Now: a rank forked while the store's thread takes a lock would find it taken for ever.
-                store = _host(first, listener)
-            failure = supervisor.wait(wake=lambda: len(supervisor.endings) == len(ranks))
-            failure = failure or supervisor.wait_noting(
-                "rank {} has returned; waiting for the end of its process"
-            )
-            if failure is not None:
-                ending = supervisor.endings.get(failure.rank)
-                trace = "" if ending is None else ending.trace
-                raise _launch_error(supervisor.summary(failure), trace, failure.code)
-            result = supervisor.endings[first.rank].result
-            return None if result is None else pickle.loads(result)
+            with supervisor.run(signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) as handlers:
+                if listener is not None:
+                    # Now: a rank forked while the store's thread takes a lock would find it taken for ever.
+                    where = first.main_address, first.main_port
+                    store = open_store(*where, True, default_pg_timeout, listener.detach())
+                failure = supervisor.wait(wake=lambda: len(supervisor.endings) == len(ranks))
+                failure = failure or supervisor.wait_noting(
+                    "rank {} has returned; waiting for the end of its process"
+                )
+                if failure is not None:
+                    trace = supervisor.endings.get(failure.rank, failure).trace
+                    raise _launch_error(supervisor.summary(failure), trace, failure.code)
+                result = supervisor.endings[first.rank].result
+                return None if result is None else pickle.loads(result)
         finally:
-            supervisor.stop(spare=None if failure is None else failure.rank)
-            supervisor.close()
             del store  # an exception would keep its thread beside the forks of the next launch
-            deadly = failure is not None and not callable(handlers.before(signal.SIGTERM))
-            handlers.restore()
-            if supervisor.signalled is not None and deadly:
-                die_by(signal.SIGTERM)
+            signalled = None if failure is None else supervisor.signalled
+            if signalled is not None and not callable(handlers.before(signalled)):
+                die_by(signalled)
 
     def _pack(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -157,31 +150,19 @@ def _start_rank(
     place: RankEnv,
     call: bytes | tuple[Any, ...],
     link: Connection,
-    logs: RankLogs | None,
+    streams: tuple[int, int] | None,
 ) -> BaseProcess:
     direct = context.get_start_method() != "forkserver"
     usual = multiprocessing.get_start_method(allow_none=True)
-    variables = None if direct else dict(os.environ)
-    streams = None if logs is None else logs.streams(place.rank)
-    parent = os.getpid() if direct else None
-    task = Task(place, call, variables, parent, usual, streams)
+    variables = {**os.environ, **place.variables(os.environ, "function")}
+    task = Task(variables, call, os.getpid() if direct else None, usual, streams)
     process = context.Process(target=run_rank, args=(task, link))  # type: ignore[attr-defined]
     with warnings.catch_warnings(), forking():
         # Python 3.12 warns of any fork beside threads; what those threads hold here is taken care of.
         message = ".*multi-threaded, use of fork"
         warnings.filterwarnings("ignore", message=message, category=DeprecationWarning)
         process.start()
-    for descriptor in streams or ():
-        os.close(descriptor)
     return process  # type: ignore[no-any-return]
-
-
-def _host(place: RankEnv, listener: socket.socket) -> Store:
-    """The store of all ranks, which lives as long as what is returned."""
-    from torch.distributed import TCPStore
-
-    where = place.main_address, place.main_port
-    return TCPStore(*where, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _prepare_fork(threads: int) -> None:

@@ -17,29 +17,36 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 ENVIRONMENT_REGISTRY = Registry("environment", "fabric.environments")
-for _name, _home, _what in (
-    ("horovod", "integrations.horovod.environment:HorovodEnvironment", "horovodrun"),
-    ("kubeflow", "plugins.environments.kubeflow:KubeflowEnvironment", "a pod of Kubeflow's operator"),
-    ("local", "plugins.environments.local:LocalEnvironment", "this machine; `fabric run` for several"),
-    ("lsf", "plugins.environments.lsf:LSFEnvironment", "LSF's jsrun"),
-    ("mpi", "plugins.environments.mpi:MPIEnvironment", "mpirun, mpiexec"),
-    ("process_group", "plugins.environments.process_group:ProcessGroupEnvironment", "torch.distributed"),
+_MARKS: dict[str, tuple[str, ...]] = {}
+"""Names, and variables without which nothing speaks for them: their classes are not loaded to be asked."""
+_HERE = "plugins.environments"
+for _name, _home, _what, *_marks in (  # the innermost launcher comes first
+    ("process_group", f"{_HERE}.process_group:ProcessGroupEnvironment", "torch.distributed"),
+    ("local", f"{_HERE}.local:LocalEnvironment", "this machine; `fabric run` for several"),
+    ("torchelastic", f"{_HERE}.torchelastic:TorchElasticEnvironment", "torchrun", "TORCHELASTIC_RUN_ID"),
+    ("torchrun", f"{_HERE}.torchelastic:TorchElasticEnvironment", "torchrun"),
+    ("horovod", "integrations.horovod.environment:HorovodEnvironment", "horovodrun", "HOROVOD_RANK"),
+    ("lsf", f"{_HERE}.lsf:LSFEnvironment", "LSF's jsrun", "JSM_NAMESPACE_RANK"),
+    (
+        *("mpi", f"{_HERE}.mpi:MPIEnvironment", "mpirun, mpiexec"),
+        *("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
+    ),
+    ("slurm", f"{_HERE}.slurm:SLURMEnvironment", "SLURM's srun", "SLURM_JOB_ID", "SLURM_JOBID"),
+    ("kubeflow", f"{_HERE}.kubeflow:KubeflowEnvironment", "a pod of Kubeflow's operator", "KUBERNETES_PORT"),
     ("ray", "integrations.ray.environment:RayEnvironment", "actors of a Ray cluster"),
-    ("slurm", "plugins.environments.slurm:SLURMEnvironment", "SLURM's srun"),
-    ("torchelastic", "plugins.environments.torchelastic:TorchElasticEnvironment", "torchrun"),
-    ("torchrun", "plugins.environments.torchelastic:TorchElasticEnvironment", "torchrun"),
 ):
     ENVIRONMENT_REGISTRY.register(_name, f"fabric.{_home}", _what)
-
+    if _marks:
+        _MARKS[_name] = tuple(_marks)
+PRECEDENCE = ("process_group", "local", *_MARKS, "local")
+"""Registered names in the order in which they are asked."""
 
 _PLACE = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
 )
 
-_FLAGS = tuple(
-    [f"FABRIC_{name}" for name in ("ACCELERATOR", "STRATEGY", "DEVICES", "NUM_NODES", "PRECISION")]
-)
+_FLAGS = ("ACCELERATOR", "STRATEGY", "DEVICES", "NUM_NODES", "PRECISION")
 """What `fabric run` tells the ranks of its command line."""
 
 
@@ -50,19 +57,6 @@ class Found(NamedTuple):
     why: str
     forced: str | None = None
     """The value of FABRIC_ENVIRONMENT, if that decided."""
-
-
-_MARKS = {
-    "torchelastic": ("TORCHELASTIC_RUN_ID",),
-    "horovod": ("HOROVOD_RANK",),
-    "lsf": ("JSM_NAMESPACE_RANK",),
-    "mpi": ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"),
-    "slurm": ("SLURM_JOB_ID", "SLURM_JOBID"),
-    "kubeflow": ("KUBERNETES_PORT",),
-}
-"""Names, and variables without which nothing speaks for them: their classes are not loaded to be asked."""
-PRECEDENCE = ("process_group", "local", *_MARKS, "local")
-"""Registered names in the order in which they are asked. The innermost launcher comes first."""
 
 
 def find_environment() -> Found:
@@ -99,7 +93,7 @@ def _forget_parent() -> list[str]:
         return []
     # Another port: a launcher between that rank and this process has set the variables anew.
     place = _PLACE if os.environ.get("MASTER_PORT") == port else ()
-    flags = _FLAGS if os.environ.get("FABRIC_LAUNCHED") == "cli" else ()
+    flags = [f"FABRIC_{name}" for name in _FLAGS] if os.environ.get("FABRIC_LAUNCHED") == "cli" else []
     own = (JOINED, "FABRIC_LAUNCHED", "FABRIC_STORE_FD", PARENT_PID, REPORT_FD)
     for name in (*own, *place, *flags):
         os.environ.pop(name, None)

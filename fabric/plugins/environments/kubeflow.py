@@ -11,21 +11,19 @@ class KubeflowEnvironment(ExternalEnvironment):
     """One process in each pod of a PyTorchJob; with several in a pod, torchrun starts them."""
 
     launcher = "the PyTorchJob"
-    variables = {"rank": ("RANK",), "size": ("WORLD_SIZE",), "node_rank": ("RANK",)}
+    variables = {
+        "rank": ("RANK",),
+        "size": ("WORLD_SIZE",),
+        "local_rank": (0,),  # a pod has one process
+        "local_size": (1,),
+        "node_rank": ("RANK",),
+    }
     marks = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KUBERNETES_PORT")
 
     @classmethod
     def sign(cls) -> tuple[bool, str]:
         """Whether Kubeflow's operator started this pod; a launcher inside it would set LOCAL_RANK."""
         return (False, "") if "LOCAL_RANK" in os.environ else super().sign()
-
-    def local_rank(self) -> int:
-        """0: a pod has one process."""
-        return 0
-
-    def local_world_size(self) -> int | None:
-        """1: a pod has one process."""
-        return 1
 
     def _remedy(self, num_devices: int, num_nodes: int) -> str:
         if num_devices > 1:

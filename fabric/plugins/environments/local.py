@@ -102,10 +102,8 @@ class LocalEnvironment(ClusterEnvironment):
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """The store of rank zero, or of the process that launched functions (raises as the base does)."""
-        from fabric.launch.parent_death import tie_to_parent
         from fabric.launch.stores import part_of_store
 
-        tie_to_parent()
         if world_size == 1:  # nobody else comes
             from torch.distributed import HashStore
 

@@ -24,6 +24,7 @@ class LSFEnvironment(ExternalEnvironment):
         "local_size": ("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # or what its MPI says
     }
     marks = ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "LSB_JOBID")
+    remedy = "start it with `jsrun --nrs {nodes} --tasks_per_rs {devices}`"
 
     def node_rank(self) -> int:
         """Index of this machine among those of the job; where it is not listed, from the ranks."""
@@ -44,7 +45,4 @@ class LSFEnvironment(ExternalEnvironment):
         return machines[0]
 
     def _derived_port(self) -> int:
-        return port_of(self._whole("LSB_JOBID"), self._whole("LSB_JOBINDEX", default=0))
-
-    def _remedy(self, num_devices: int, num_nodes: int) -> str:
-        return f"start it with `jsrun --nrs {num_nodes} --tasks_per_rs {num_devices}`"
+        return port_of(self._whole("LSB_JOBID"), self._whole("LSB_JOBINDEX", 0))

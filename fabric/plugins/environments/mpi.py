@@ -46,6 +46,7 @@ class MPIEnvironment(ExternalEnvironment):
     """
 
     launcher = "mpirun"
+    remedy = "start it with `mpirun -np {tasks}`, {devices} on each machine"
 
     @classmethod
     def sign(cls) -> tuple[bool, str]:
@@ -55,22 +56,20 @@ class MPIEnvironment(ExternalEnvironment):
 
     def world_size(self) -> int:
         """The launcher's size variable."""
-        return (
-            self._told("size") if self._names("size") else len(_hosts(self._missing("the number of ranks")))
-        )
+        return self._told("size") if self._row("size") else len(self._counted("the number of ranks"))
 
     def local_rank(self) -> int:
         """The launcher's local rank variable, else counted by mpi4py."""
-        if self._names("local_rank"):
+        if self._row("local_rank"):
             return self._told("local_rank")
-        rank, hosts = self.global_rank(), _hosts(self._missing("the rank on this machine"))
+        rank, hosts = self.global_rank(), self._counted("the rank on this machine")
         return hosts[:rank].count(hosts[rank])
 
     def local_world_size(self) -> int | None:
         """The launcher's local size variable, else counted by mpi4py."""
-        if self._names("local_size"):
+        if self._row("local_size"):
             return self._told("local_size")
-        hosts = _hosts(self._missing("the number of ranks on this machine"))
+        hosts = self._counted("the number of ranks on this machine")
         return hosts.count(hosts[self.global_rank()])
 
     def node_rank(self) -> int:
@@ -79,35 +78,33 @@ class MPIEnvironment(ExternalEnvironment):
         if nodes == 1:
             return 0
         rank, local = self.global_rank(), self.local_rank()
-        if not os.environ.get("MASTER_ADDR") or not self._names("local_rank"):
+        if not os.environ.get("MASTER_ADDR") or not self._row("local_rank"):
             hosts = _hosts(self._no_address("neither MASTER_ADDR nor mpi4py is there"))
             return list(dict.fromkeys(hosts)).index(hosts[rank])
         goes_round = rank % here != local and rank // nodes == local
         return rank % nodes if goes_round else rank // here
 
-    def _names(self, what: str) -> tuple[str, ...]:
+    def _row(self, what: str) -> tuple[str | int, ...]:
         flavour = _flavour() or dict(zip(_TOLD, _FLAVOURS[0], strict=True))
         return (flavour[what],) if what in flavour else ()
 
-    def _missing(self, what: str) -> ConfigurationError:
+    def _counted(self, what: str) -> list[str]:
+        """The machine of every rank, of which `what` is counted."""
         only = ", ".join(sorted(_flavour().values()))
-        return ConfigurationError(
+        error = ConfigurationError(
             f"The MPI launcher does not tell {what}: of the known variables only {only} are set. Install "
             "mpi4py, or set OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_LOCAL_RANK and "
             "OMPI_COMM_WORLD_LOCAL_SIZE for each rank, or start the script with torchrun."
         )
+        return _hosts(error)
 
     def _main_host(self) -> str:
-        return _hosts(
-            self._no_address("neither MASTER_ADDR (mpirun -x MASTER_ADDR=...) nor mpi4py is there")
-        )[0]
+        looked = "neither MASTER_ADDR (mpirun -x MASTER_ADDR=...) nor mpi4py is there"
+        return _hosts(self._no_address(looked))[0]
 
     def _derived_port(self) -> int:
         name = first_set(*_JOB_VARIABLES)
         return port_of(zlib.crc32(os.environ[name].encode() if name else b""))
-
-    def _remedy(self, num_devices: int, num_nodes: int) -> str:
-        return f"start it with `mpirun -np {num_devices * num_nodes}`, {num_devices} on each machine"
 
 
 def _hosts(absent: ConfigurationError) -> list[str]:

@@ -19,8 +19,9 @@ class ProcessGroupEnvironment(ExternalEnvironment):
     variables = {
         "local_rank": ("LOCAL_RANK",),
         "local_size": ("LOCAL_WORLD_SIZE",),
-        "node_rank": ("NODE_RANK", "GROUP_RANK"),
+        "node_rank": ("NODE_RANK", "GROUP_RANK", 0),
     }
+    remedy = "do not call init_process_group before Fabric"
 
     @classmethod
     def detect(cls) -> bool:
@@ -37,18 +38,11 @@ class ProcessGroupEnvironment(ExternalEnvironment):
 
     def local_rank(self) -> int:
         """LOCAL_RANK, else the rank."""
-        return self._told("local_rank", default=None if "LOCAL_RANK" in os.environ else self.global_rank())
-
-    def node_rank(self) -> int:
-        """NODE_RANK or GROUP_RANK, else 0."""
-        return self._told("node_rank", default=0)
+        return super().local_rank() if "LOCAL_RANK" in os.environ else self.global_rank()
 
     def local_world_size(self) -> int | None:
         """LOCAL_WORLD_SIZE, else all."""
-        return self._told("local_size", default=0) or self.world_size()
+        return super().local_world_size() or self.world_size()
 
     def _derived_port(self) -> int:
         return 0  # the ranks have met
-
-    def _remedy(self, num_devices: int, num_nodes: int) -> str:
-        return "do not call init_process_group before Fabric"

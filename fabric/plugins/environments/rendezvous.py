@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 from fabric.core.errors import LaunchError
 from fabric.core.job_secret import take_inherited
 from fabric.core.messages import say
-from fabric.launch.parent_death import JOINED
+from fabric.launch.parent_death import mark_rank, tie_to_parent
 from fabric.launch.system import require_posix
 
 if TYPE_CHECKING:
@@ -37,11 +36,11 @@ def rendezvous(environment: ClusterEnvironment, rank: int, world_size: int, time
             names them.
     """
     require_posix()
+    tie_to_parent()
     take_inherited()
     store = environment.make_store(rank, world_size, timeout)
     await_ranks(store, rank, world_size, timeout)
-    if not os.environ.keys().isdisjoint(("FABRIC_LAUNCHED", "TORCHELASTIC_RUN_ID")):
-        os.environ[JOINED] = f"{os.getpid()}:{os.environ.get('MASTER_PORT')}"  # not so in its children
+    mark_rank()
     return store
 
 

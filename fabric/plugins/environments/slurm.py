@@ -46,7 +46,7 @@ class SLURMEnvironment(ExternalEnvironment):
         "node_rank": ("SLURM_NODEID",),
         # Those of the step come first: the job's tell what sbatch was asked for, srun may have started less.
         "size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
-        "nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+        "nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", 1),
         "local_size": ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     }
 
@@ -97,17 +97,9 @@ class SLURMEnvironment(ExternalEnvironment):
     def local_world_size(self) -> int | None:
         """Tasks of the step on this machine."""
         text = os.environ.get(first_set(*self.variables["local_size"]) or "", "")
-        counts = [
-            int(count)
-            for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-            for _ in range(int(times or 1))
-        ]
-        node = self.node_rank()
+        pairs, node = re.findall(r"(\d+)(?:\(x(\d+)\))?", text), self.node_rank()
+        counts = [int(count) for count, times in pairs for _ in range(int(times or 1))]
         return counts[node] if node < len(counts) else self.world_size() // (self.num_nodes() or 1)
-
-    def num_nodes(self) -> int | None:
-        """Machines of the step."""
-        return self._told("nodes", default=1)
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """The store of the job, hosted by rank zero (raises as the base does).
@@ -162,8 +154,8 @@ class SLURMEnvironment(ExternalEnvironment):
         return first_set(*_NODE_LIST) or ""
 
     def _derived_port(self) -> int:
-        job = self._whole("SLURM_JOB_ID", "SLURM_JOBID", default=0)  # 0: outside of a job
-        return port_of(job, self._whole("SLURM_STEP_ID", default=0))
+        job = self._whole("SLURM_JOB_ID", "SLURM_JOBID", 0)  # 0: outside of a job
+        return port_of(job, self._whole("SLURM_STEP_ID", 0))
 
     def _remedy(self, num_devices: int, num_nodes: int) -> str:
         # Forced for each of several tasks, it would make as many jobs that know nothing of each other.

@@ -22,10 +22,12 @@ class ExternalEnvironment(ClusterEnvironment):
 
     launcher: ClassVar[str]
     """What starts them, as messages call it."""
-    variables: ClassVar[Mapping[str, tuple[str, ...]]]
-    """The variables that tell "rank", "size", "local_rank", "local_size", "node_rank" and "nodes"; of
-    each the first that is set counts.
+    variables: ClassVar[Mapping[str, tuple[str | int, ...]]]
+    """The row of "rank", "size", "local_rank", "local_size", "node_rank" and "nodes": names of variables, of
+    which the first that is set counts, and a number for where none is.
     """
+    remedy: ClassVar[str]
+    """The command or setting that starts {nodes} times {devices}, {tasks} in all; see `_remedy`."""
     marks: ClassVar[tuple[str, ...]] = ()
     """Variables that are all set where it started this process."""
 
@@ -88,10 +90,12 @@ class ExternalEnvironment(ClusterEnvironment):
 
     def local_world_size(self) -> int | None:
         """Number of processes on this machine; None where the launcher does not say."""
-        return self._told("local_size", default=0) or None
+        return self._told("local_size", 0) or None
 
     def num_nodes(self) -> int | None:
-        """Number of machines."""
+        """Number of machines; counted from the ranks where the launcher does not say."""
+        if told := self._told("nodes", 0):
+            return told
         here = self.local_world_size()
         return -(-self.world_size() // here) if here else None
 
@@ -101,10 +105,8 @@ class ExternalEnvironment(ClusterEnvironment):
         Raises:
             ConfigurationError: The numbers of processes or machines differ, or machines have unequal numbers.
         """
-        tasks, each = (
-            self.world_size(),
-            (self.local_world_size() or num_devices, self.num_nodes() or num_nodes),
-        )
+        tasks = self.world_size()
+        each = self.local_world_size() or num_devices, self.num_nodes() or num_nodes
         if tasks != num_devices * num_nodes or (num_devices, num_nodes) != each:
             raise ConfigurationError(
                 f"devices={num_devices} x num_nodes={num_nodes} asks for {num_devices * num_nodes} "
@@ -113,22 +115,23 @@ class ExternalEnvironment(ClusterEnvironment):
                 f"{self._remedy(num_devices, num_nodes)}."
             )
 
-    def _told(self, what: str, default: int | None = None) -> int:
-        return self._whole(*self._names(what), default=default)
+    def _told(self, what: str, *default: int) -> int:
+        return self._whole(*self._row(what), *default)
 
-    def _names(self, what: str) -> tuple[str, ...]:
+    def _row(self, what: str) -> tuple[str | int, ...]:
         """The variables that tell it."""
         return self.variables.get(what, ())
 
-    def _whole(self, *names: str, default: int | None = None) -> int:
-        """The first of these variables that is set, as a number."""
-        name = first_set(*names)
-        number = default if name is None else whole_number(name)
+    def _whole(self, *row: str | int) -> int:
+        """The first of these variables that is set, as a number; else the first number among them."""
+        name, numbers = first_set(*row), [number for number in row if isinstance(number, int)]
+        number = next(iter(numbers), None) if name is None else whole_number(name)
         if number is None:
+            needed = " or ".join(map(str, row))
             raise ConfigurationError(
-                f"{type(self).__name__} needs {' or '.join(names)}, which {self.launcher} sets, but it is "
-                f"not set. Start the script with {self.launcher}, or leave FABRIC_ENVIRONMENT and plugins= "
-                "out and what started this process is found."
+                f"{type(self).__name__} needs {needed}, which {self.launcher} sets, but it is not set. Start "
+                f"the script with {self.launcher}, or leave FABRIC_ENVIRONMENT and plugins= out and what "
+                "started this process is found."
             )
         return number
 
@@ -148,18 +151,18 @@ class ExternalEnvironment(ClusterEnvironment):
 
     def _counts(self) -> str:
         """The variables that say what was started, with their values."""
-        known = [names for what in ("size", "nodes", "local_size") if (names := self._names(what))]
-        told = [f"{name}={os.environ[name]}" for names in known if (name := first_set(*names))]
+        rows = map(self._row, ("size", "nodes", "local_size"))
+        told = [f"{name}={os.environ[name]}" for row in rows if (name := first_set(*row))]
         return ", ".join(told) or f"{self.world_size()} ranks"
 
     def _remedy(self, num_devices: int, num_nodes: int) -> str:
-        """Return the command or setting that starts the number of ranks asked for."""
-        raise NotImplementedError
+        """The command or setting that starts the number of ranks asked for."""
+        return self.remedy.format(devices=num_devices, nodes=num_nodes, tasks=num_devices * num_nodes)
 
 
-def first_set(*names: str) -> str | None:
-    """The first of these variables that is set."""
-    return next((name for name in names if os.environ.get(name)), None)
+def first_set(*row: str | int) -> str | None:
+    """The first variable of a row that is set."""
+    return next((name for name in row if isinstance(name, str) and os.environ.get(name)), None)
 
 
 def port_of(*numbers: int) -> int:

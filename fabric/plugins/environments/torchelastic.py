@@ -30,18 +30,11 @@ class TorchElasticEnvironment(ExternalEnvironment):
         "size": ("WORLD_SIZE",),
         "local_rank": ("LOCAL_RANK",),
         "local_size": ("LOCAL_WORLD_SIZE",),
-        "node_rank": ("GROUP_RANK",),
+        "node_rank": ("GROUP_RANK", 0),
         "nodes": ("GROUP_WORLD_SIZE",),
     }
     marks = ("TORCHELASTIC_RUN_ID", "RANK")
-
-    def node_rank(self) -> int:
-        """GROUP_RANK."""
-        return self._told("node_rank", default=0)
-
-    def num_nodes(self) -> int | None:
-        """GROUP_WORLD_SIZE."""
-        return self._told("nodes", default=0) or None
+    remedy = "start torchrun with --nnodes {nodes} --nproc-per-node {devices}"
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
         """The agent's own store, in a part that is new for this attempt: no second port, restarts stay apart.
@@ -54,9 +47,6 @@ class TorchElasticEnvironment(ExternalEnvironment):
         hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = part_of_store(self.main_address, self.main_port, hosts, timeout)
         return fresh_part(store, rank, world_size, timeout)
-
-    def _remedy(self, num_devices: int, num_nodes: int) -> str:
-        return f"start torchrun with --nnodes {num_nodes} --nproc-per-node {num_devices}"
 
 
 def fresh_part(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:

@@ -33,7 +33,9 @@ if __name__ == "__main__":
         value = fabric.all_reduce(100.0 + fabric.global_rank).item()
         fabric.print(json.dumps({"world_size": fabric.world_size, "value": value}))
     else:
-        fabric = launch(2)
+        fabric = Fabric(accelerator="cpu", devices=2)
+        before = json.loads(child("1"))
+        fabric.launch()
         said = [json.loads(child(devices)) for devices in (["1", "2"] if fabric.global_rank else ["2", "1"])]
         queue = multiprocessing.get_context("spawn").Queue()
         worker = multiprocessing.get_context("spawn").Process(target=in_a_worker, args=(queue,))
@@ -41,5 +43,5 @@ if __name__ == "__main__":
         refused = queue.get(timeout=100)
         worker.join()
         value = fabric.all_reduce(float(fabric.global_rank)).item()
-        own = {"rank": fabric.global_rank, "value": value, "said": said, "refused": refused}
+        own = {"rank": fabric.global_rank, "value": value, "said": said, "refused": refused, "before": before}
         sys.stdout.write(json.dumps({**own, "joined": os.environ["FABRIC_JOINED"]}) + "\n")
