@@ -137,23 +137,17 @@ def sort_plugins(plugins: Any) -> dict[type, Any]:
     """Precision, environment and checkpoint IO from `plugins=`, each at most once, by their base; and other
     parts, in a list.
     """
-    found: dict[type, Any] = dict.fromkeys((Precision, ClusterEnvironment, CheckpointIO))
-    found[Part] = []
+    found: dict[Any, list[Any]] = {Precision: [], ClusterEnvironment: [], CheckpointIO: [], Part: []}
     listed = [] if plugins is None else plugins if isinstance(plugins, list | tuple) else [plugins]
     for plugin in listed:
         kind = next((kind for kind in found if isinstance(plugin, kind)), None)
         if kind is None:
-            raise ArgumentTypeError(
-                "plugins= takes Precision, ClusterEnvironment, CheckpointIO and Part objects, but got "
-                f"{plugin!r}."
-            )
-        if kind is Part:
-            found[Part].append(plugin)
-            continue
-        if found[kind] is not None:
+            text = "plugins= takes Precision, ClusterEnvironment, CheckpointIO and Part objects, but got"
+            raise ArgumentTypeError(f"{text} {plugin!r}.")
+        if found[kind] and kind is not Part:
             raise ConfigurationError(f"plugins= has two of {kind.__name__}: keep one of them.")
-        found[kind] = plugin
-    return found
+        found[kind].append(plugin)
+    return {kind: given if kind is Part else next(iter(given), None) for kind, given in found.items()}
 
 
 class Undecided(Strategy):
