@@ -197,6 +197,20 @@ def script(text: str) -> Any:
         return child([str(path)], PYTHONPATH=str(ROOT))
 
 
+def by_slice(files: dict[Path, int]) -> Counter[str]:
+    """Code lines of each slice, as `NEEDS` of tests/test_architecture.py lists them, and of the kernel."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from test_architecture import NEEDS
+
+    found: Counter[str] = Counter()
+    for path, lines in files.items():
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        names = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        apart = "integrations" if parts[1] == "integrations" else "kernel"
+        found[next((name for name in names if name in NEEDS), apart)] += lines
+    return found
+
+
 def main() -> None:
     files = {path: code_lines(path) for path in FABRIC.rglob("*.py")}
     by_folder: Counter[str] = Counter()
@@ -211,7 +225,9 @@ def main() -> None:
         name for name, found in private.items() if {Path(where).name for where in found} == {"_torch.py"}
     }
     elsewhere = {where for name in private.keys() - torchs for where in private[name]}
+    slices = by_slice(files)
     rows = [
+        ["kernel, outside of slices", f"{slices['kernel']:,}", "7,500"],
         [
             "code lines of fabric/ without integrations/ and testing/",
             f"{whole:,}",
@@ -235,6 +251,11 @@ def main() -> None:
                 "By folder",
                 ["folder", "code lines"],
                 [[name, f"{lines:,}"] for name, lines in by_folder.most_common()],
+            ),
+            table(
+                "By slice",
+                ["slice", "code lines"],
+                [[name, f"{lines:,}"] for name, lines in slices.most_common()],
             ),
             table(
                 "Longest files",
