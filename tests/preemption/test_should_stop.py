@@ -32,9 +32,18 @@ def launched(**variables):
             del os.environ[name]
 
 
+@contextmanager
+def restored(number, handler):
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)
+
+
 def steps(number, asked):
     """The step at which this rank stops; rank `asked` gets the signal in step 3."""
-    with launched() as fabric:
+    before = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, and stays so
+    with launched() as fabric, restored(number, before):
         for step in range(10):
             if fabric.should_stop():
                 return step, fabric.should_stop()

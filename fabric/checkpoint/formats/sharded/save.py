@@ -101,7 +101,8 @@ def save_sharded(
     except BaseException:
         for left in (mark, part):
             if left is not None:
-                remove(left)
+                with suppress(OSError):  # which would hide the error of the save
+                    remove(left)
         raise
     marks = [_mark(directory, other) for other in range(here.world_size)] if zero else []
     meet: Any = _together(strategy, path) if wait else nullcontext()
