@@ -74,9 +74,8 @@ def main():
     if more and os.path.isdir(more[0]):  # noqa: PTH112
         os.chdir(more[0])
     environment = LocalEnvironment()
-    before = {
-        name: value for name, value in os.environ.items() if name != "FABRIC_JOB_SECRET"
-    }  # ranks drop it
+    dropped = ("FABRIC_JOB_SECRET", "FABRIC_STORE_FD")  # by a rank that joins
+    before = {name: value for name, value in os.environ.items() if name not in dropped}
     function = WORK[what]
     if how in SCRIPTS:
         ScriptLauncher(environment, 2).launch(function, environment)
@@ -100,7 +99,9 @@ def main():
     # By JOINED a child process of a rank knows that it is no rank. The first process of a script is a rank.
     own = {name: os.environ[name] for name in os.environ.keys() - before.keys()} if how in SCRIPTS else {}
     assert own.keys() <= {"FABRIC_JOINED", "FABRIC_LAUNCHED", *PLACE}, own
-    assert dict(os.environ) | {"FABRIC_JOINED": ""} == before | own | {"FABRIC_JOINED": ""}
+    now = dict(os.environ) | {"FABRIC_JOINED": ""}
+    wanted = before | own | {"FABRIC_JOINED": ""}
+    assert now == wanted, {name for name, _ in now.items() ^ wanted.items()}
 
 
 if __name__ == "__main__":
