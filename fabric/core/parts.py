@@ -31,7 +31,7 @@ class Part:
     """By which `strategy.find_part(name)` finds it."""
 
     def resolve(self, plan: Any) -> None:
-        """Check the resolved arguments of `Fabric`, a `Plan`, before ranks start; `plan` is complete.
+        """Check the resolved arguments of `Fabric` (`plan`, a `Plan`) before ranks start.
 
         Raises:
             ConfigurationError: They do not fit this part.
@@ -170,15 +170,22 @@ class JoinedFacts:
 
     def __init__(self, parts: list[Any]) -> None:
         self._parts = parts
+        self._explaining = False
 
     def facts(self) -> bytes:
-        """Return a digest of the facts of all parts."""
+        """Return a digest of the facts of all parts; while they explain a difference, zeros."""
+        if self._explaining:  # parts exchange messages for this, whose facts must not differ again
+            return bytes(16)
         return blake2b(b"".join([part.facts() for part in self._parts]), digest_size=16).digest()
 
     def differ(self, channel: Any) -> None:
         """Let each part explain. All ranks of the channel must call this."""
-        for part in self._parts:
-            part.differ(channel)
+        self._explaining = True
+        try:
+            for part in self._parts:
+                part.differ(channel)
+        finally:
+            self._explaining = False
 
 
 def facts_of(parts: Iterable[Any]) -> Any | None:

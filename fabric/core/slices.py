@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -40,11 +41,16 @@ def find_slice(name: str) -> Any | None:
     path = SLICES[name]
     if (module := sys.modules.get(path)) is not None:
         return module
+    return import_module(path) if _exists(path) else None
+
+
+@cache
+def _exists(path: str) -> bool:
+    """Whether there is such a module; verbs ask for the call check each time."""
     try:
-        found = find_spec(path)
+        return find_spec(path) is not None
     except ModuleNotFoundError:  # of the folder
-        return None
-    return None if found is None else import_module(path)
+        return False
 
 
 def use_slice(name: str) -> Any:

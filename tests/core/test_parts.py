@@ -90,6 +90,26 @@ def test_facts_of_several_parts_are_compared_in_each_call(ranks, differ):
     ranks.run(with_facts, differ, world_size=3)
 
 
+class Unimportant(Facts):
+    """Its facts differ, and the difference means nothing."""
+
+    def differ(self, channel):
+        channel.check_barrier("explaining")
+
+
+def with_a_difference_that_means_nothing() -> list[float]:
+    part = Unimportant(dist.get_rank())
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", plugins=part)
+    fabric.launch()
+    return [fabric.all_reduce(torch.ones(()), reduce_op="sum").item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parts_may_exchange_messages_to_explain_a_difference(ranks, world_size):
+    found = ranks.run(with_a_difference_that_means_nothing, world_size=world_size)
+    assert found == [[world_size, world_size]] * world_size
+
+
 class Failing(Part):
     def failed(self, error, doing):
         raise ConfigurationError(f"in {doing}: {error}") from error
