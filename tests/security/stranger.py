@@ -79,10 +79,11 @@ def attack_connections(port: int, folder: Path) -> dict:
         key = JobSecret(guess).proof(b"connections", name.rpartition("/")[0].encode(), listens.encode())
         talking[socket.create_connection(("127.0.0.1", int(listens)))] = key
     if not os.fork():  # rank zero sends its nonces once rank 1 is there
-        _answer_all(talking, silent, struct.pack("<q", len(message)) + message)
+        _answer_all(talking, silent, struct.pack("<q", len(message)) + message, folder / "answered")
         os._exit(0)
     for text in (json.dumps("ended by a stranger"), f"{mark} {json.dumps('ended by a stranger')}"):
         store.set(f"{base}verdict", text)
+    _await_looks(store, f"{base}at/0")
     store.set(f"{base}at/1", json.dumps([1, "host", "has left", "", "by a stranger", None, {}]))
     (addresses,) = [
         line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if _listens(line, listens)
@@ -91,8 +92,26 @@ def attack_connections(port: int, folder: Path) -> dict:
     return {"guesses": len(guesses), "address": addresses, "secret": leaked}
 
 
-def _answer_all(talking: dict[socket.socket, bytes], silent: list[socket.socket], message: bytes) -> None:
-    """Answer each challenge by a guessed key, as rank 1, and send a message, until all are closed."""
+def _await_looks(store: dist.Store, key: str) -> None:
+    """Wait until rank zero has published its status twice: it reads verdicts then."""
+    seen = set()
+    end = time.monotonic() + 60
+    while len(seen) < 3 and time.monotonic() < end:
+        if store.check([key]):
+            seen.add(store.get(key))
+        time.sleep(0.05)
+    if len(seen) < 3:
+        raise TimeoutError("rank zero does not look")
+
+
+def _answer_all(
+    talking: dict[socket.socket, bytes], silent: list[socket.socket], message: bytes, done: Path
+) -> None:
+    """Answer each challenge by a guessed key, as rank 1, and send a message, until all are closed.
+
+    Makes the file `done` once all challenges are answered: rank 1 connects after it.
+    """
+    unanswered = {*talking}
     kept = {one.fileno() for one in (*talking, *silent)}
     for descriptor in {*range(3, 1024)} - kept:
         with suppress(OSError):
@@ -109,8 +128,12 @@ def _answer_all(talking: dict[socket.socket, bytes], silent: list[socket.socket]
                     raise ConnectionResetError
                 answer = _ANSWER.pack(1, bytes(32), _proof(talking[made], b"connects", 1, nonce, bytes(32)))
                 made.sendall(answer + message)
+                unanswered.discard(made)
             except OSError:
                 selector.unregister(made)
+                unanswered.discard(made)
+            if not unanswered:
+                done.touch()
 
 
 def _listens(line: str, port: str) -> bool:
