@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections.abc import Mapping
+from functools import cache, wraps
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from types import BuiltinFunctionType, FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.nn import DataParallel, Module, SyncBatchNorm
@@ -29,7 +32,9 @@ from fabric.utilities.warnings import PossibleUserWarning, RanksDifferWarning
 from fabric.wrappers import _FabricModule, is_wrapped, unwrap
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable
+
+C = TypeVar("C", bound="Callable[..., Any]")
 
 _WORDS = {"true": True, "on": True, "false": False, "off": False, "0": False}
 """What FABRIC_REPLICA_CHECK may be beside a number."""
@@ -44,6 +49,28 @@ _SAMPLERS = (RandomSampler, SequentialSampler, WeightedRandomSampler, SubsetRand
 """Those of torch that know of no ranks."""
 
 
+def explains_arguments(verb: str) -> Callable[[C], C]:
+    """Decorate a method: arguments that it does not have are an error that says what to write."""
+
+    def decorate(method: C) -> C:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # raised inside
+                    raise
+                from fabric.core.advice import argument_text
+
+                if (text := argument_text(verb, method, args[1:], kwargs)) is None:
+                    raise
+                raise ArgumentTypeError(text) from None
+
+        return cast("C", call)
+
+    return decorate
+
+
 def check_given(objects: tuple[Any, ...], kind: type, verb: str) -> None:
     """Raise unless there is at least one, and all are of torch's class `kind` and not set up yet."""
     if not objects:
@@ -52,9 +79,11 @@ def check_given(objects: tuple[Any, ...], kind: type, verb: str) -> None:
         if is_wrapped(given):
             raise _set_up(given, verb)
         if not isinstance(given, kind):
-            scheduler = " Schedulers need no setup: keep using yours." * hasattr(given, "get_last_lr")
+            from fabric.core.advice import kind_advice
+
             raise ArgumentTypeError(
-                f"{verb} needs torch's {kind.__name__}, but got {type(given).__name__}.{scheduler}"
+                f"{verb} needs torch's {kind.__name__}, but got {type(given).__name__}."
+                + kind_advice(verb, kind.__name__, given)
             )
 
 
@@ -236,6 +265,90 @@ def check_schedule(value: Any) -> bool | int:
         f"{text} is not a schedule. Write True (after backwards number 1, 2, 4, ...), False (never), or a "
         "number of backwards between two checks, such as 100."
     )
+
+
+def check_loggers(given: Any) -> list[Any]:
+    """Return the loggers in a list; raises ArgumentTypeError for an object that cannot log."""
+    for one in (loggers := _as_list(given)):
+        if isinstance(one, type) or not callable(getattr(one, "log_metrics", None)):
+            raise ArgumentTypeError(
+                f"loggers={one!r:.60} has no log_metrics(metrics, step). Write for example "
+                'loggers=CSVLogger("logs"), of fabric.loggers.'
+            )
+    return loggers
+
+
+def check_callbacks(given: Any) -> list[Any]:
+    """Return the callbacks in a list; raises ArgumentTypeError for one without methods of its own."""
+    for one in (callbacks := _as_list(given)):
+        if isinstance(one, type | str | Real | FunctionType | BuiltinFunctionType):
+            raise ArgumentTypeError(
+                f"callbacks={one!r:.60} has no methods that fabric.call(name) could call. Write a class with "
+                "a method such as on_train_epoch_end, and pass an object of it."
+            )
+    return callbacks
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+
+
+@cache  # once
+def warn_of_no_logger() -> None:
+    """Warn that values are logged and nothing writes them."""
+    rank_zero_warn(
+        "fabric.log: this Fabric has no logger, so that nothing is written. Write for example "
+        'Fabric(loggers=CSVLogger("logs")), of fabric.loggers.'
+    )
+
+
+def check_state(path: Any, state: Any, strict: Any, verb: str) -> None:
+    """Raise unless a path, a state and `strict` are of the right kinds.
+
+    Raises:
+        ArgumentTypeError: One of them is not.
+        ConfigurationError: The path is empty.
+    """
+    if not str(path):
+        raise ConfigurationError(
+            f'{verb}: the path is empty. Write for example {verb}("checkpoint.pt", state).'
+        )
+    if state is not None and not isinstance(state, Mapping):
+        raise ArgumentTypeError(
+            f"{verb} needs a dictionary, but got {type(unwrap(state)).__name__}. Write "
+            f'{verb}(path, {{"model": model}})'
+            + (", or fabric.load_raw(path, model) for a bare state dict." if verb == "fabric.load" else ".")
+        )
+    if not isinstance(strict, bool):
+        raise ArgumentTypeError(f"{verb}: strict={strict!r} must be True or False.")
+
+
+def check_clipped(module: Any, optimizer: Any, others: Iterable[Module]) -> None:
+    """Raise unless `module` is a model, and `optimizer` holds none of `others` alone.
+
+    Raises:
+        ArgumentTypeError: Not a model, or not an optimizer.
+        ConfigurationError: The optimizer is that of another model.
+    """
+    if not isinstance(module, Module):
+        raise ArgumentTypeError(
+            f"fabric.clip_gradients needs the model, but got {type(module).__name__}. Write "
+            "fabric.clip_gradients(model, optimizer, max_norm=1.0)."
+        )
+    if not hasattr(optimizer, "param_groups"):
+        raise ArgumentTypeError(
+            f"fabric.clip_gradients needs the model's optimizer, but got {type(optimizer).__name__}. Write "
+            "fabric.clip_gradients(model, optimizer, max_norm=1.0)."
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not held.isdisjoint(map(id, module.parameters())):
+        return
+    for other in others:
+        if other is not module and not held.isdisjoint(map(id, other.parameters())):
+            raise ConfigurationError(
+                f"fabric.clip_gradients got {type(module).__name__} and an optimizer of another model, "
+                f"{type(other).__name__}. Pass the model and the optimizer of its parameters."
+            )
 
 
 def check_forward_module(module: Any, verb: str) -> Module:

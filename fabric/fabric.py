@@ -15,9 +15,13 @@ import torch
 
 from fabric.checks import (
     begun,
+    check_callbacks,
+    check_clipped,
     check_forward_module,
     check_given,
+    check_loggers,
     check_schedule,
+    explains_arguments,
     item_count,
     warn_of_raw,
     watch_loaders,
@@ -71,6 +75,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         ArgumentTypeError: An argument of the wrong kind.
     """
 
+    @explains_arguments("Fabric")
     def __init__(
         self,
         *,
@@ -88,10 +93,11 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         self._strategy: Strategy = plan.strategy
         self._strategy.replica_check = check_schedule(replica_check)
         self._strategy.bind(plan)
-        self._callbacks = _as_list(callbacks)
-        self._loggers = _as_list(loggers)
+        self._callbacks = check_callbacks(callbacks)
+        self._loggers = check_loggers(loggers)
         self._stopper = None
         self._launched = False
+        self._clipped: set[tuple[int, int]] = set()
         # `fabric run` started this process as a rank: loops written for it need no launch().
         if not self._strategy.traits.needs_launch or os.environ.get(LAUNCHED) == "cli":
             self._enter_rank()
@@ -103,6 +109,15 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stopper": None}
+
+    if not TYPE_CHECKING:  # to type checkers an attribute that is missing stays an error
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # raises what a property raised
+            from fabric.core.advice import attribute_error
+
+            raise attribute_error(self, name)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """For subclasses: a loop in this method runs on every rank, launched by calling it.
@@ -168,10 +183,10 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             ArgumentTypeError: `tensor` is no tensor.
         """
         if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(
-                f"fabric.backward needs the loss as a tensor, but got {type(tensor).__name__}. "
-                f"Write fabric.backward(loss) without .item()."
-            )
+            found = f"fabric.backward needs the loss as a tensor, but got {type(tensor).__name__}"
+            if isinstance(tensor, dict) and "loss" in tensor:
+                raise ArgumentTypeError(f'{found}. Write fabric.backward(out["loss"]).')
+            raise ArgumentTypeError(f"{found}. Write fabric.backward(loss) without .item().")
         strategy = self._strategy
         if begun or not self._looked:
             self._require_launch("backward()")
@@ -188,7 +203,11 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             strategy.backward(tensor, None if model is None else model._forward_module, *args, **kwargs)
         except RuntimeError as error:
             strategy.explain(error)
-            raise
+            from fabric.core.advice import loss_text
+
+            if (text := loss_text(tensor, error, bool(args or kwargs.get("gradient") is not None))) is None:
+                raise
+            raise UsageError(text) from error
         finally:
             gate.open = False
 
@@ -216,7 +235,8 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
             The total norm before clipping, a tensor of shape (), where `max_norm` was given.
 
         Raises:
-            ConfigurationError: Both limits, or neither.
+            ConfigurationError: Both limits, or neither; the optimizer is that of another model.
+            ArgumentTypeError: `module` is not a model, or `optimizer` not an optimizer.
             RuntimeError: The norm is not finite, with `error_if_nonfinite`, without a loss scaler. That of a
                 device is looked at in the next call: the host does not wait for it.
             UsageError: Gradients wait for a backward outside of `no_backward_sync`.
@@ -227,6 +247,9 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
                 f"Write clip_val=0.5 to clamp each element, or max_norm=1.0 to scale the total norm."
             )
         plain, stepped = unwrap(module), unwrap(optimizer)
+        if (id(plain), id(stepped)) not in self._clipped:
+            check_clipped(plain, stepped, self._strategy.modules)
+            self._clipped.add((id(plain), id(stepped)))
         for clipping in self._strategy.hooks["clipping"]:
             clipping(stepped, {"clip_val": clip_val, "max_norm": max_norm, "norm_type": norm_type})
         if clip_val is not None:
@@ -340,10 +363,6 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
         if per_rank:
             seed_rank(used, self._data_rank)
         return used
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _launching(run: Callable[..., Any]) -> Callable[..., Any]:

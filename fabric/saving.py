@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fabric.checks import check_state
 from fabric.core.errors import ArgumentTypeError
 from fabric.core.slices import use_slice
 from fabric.facts import RankFacts
@@ -62,6 +63,7 @@ class CheckpointVerbs(RankFacts):
             OSError: It cannot be written (a RankError that says so on ranks that could).
         """
         self._require_launch("save()")
+        check_state(path, state, True, "fabric.save")
         given: dict[str, Any] = {} if format is None else {"format": format}
         if not wait:
             given["wait"] = False
@@ -100,6 +102,7 @@ class CheckpointVerbs(RankFacts):
             UsageError: It does not fit `state`, or holds objects that `weights_only` refuses.
         """
         self._require_launch("load()")
+        check_state(path, state, strict, "fabric.load")
         return self._strategy.load_checkpoint(path, state, strict, weights_only)
 
     def load_raw(

@@ -18,11 +18,12 @@ from fabric.checks import (
     check_module,
     check_optimizers,
     check_owned,
+    explains_arguments,
     warn_of_batch_norm,
     warn_of_workers,
 )
 from fabric.core.backward_listeners import parameters_of
-from fabric.core.compile import is_compiled, recompile
+from fabric.core.compile import recompile
 from fabric.core.errors import UsageError
 from fabric.core.tree import map_tree
 from fabric.data.loader import _FabricDataLoader
@@ -104,7 +105,8 @@ class SetupVerbs(RankFacts):
         rank_local: Collection[str] = (),
     ) -> tuple[M, Unpack[Rest], S]: ...
 
-    def setup(  # type: ignore[misc]  # mypy does not see that *Any takes any tuple
+    @explains_arguments("fabric.setup")  # type: ignore[misc]  # mypy does not see that *Any takes any tuple
+    def setup(
         self,
         module: Module,
         *optimizers: Any,
@@ -394,7 +396,7 @@ class SetupVerbs(RankFacts):
             )
         else:
             joined = self._strategy.setup_module(inner)
-        if is_compiled(module) and reapply_compile:
+        if module is not original and reapply_compile:  # it is compiled
             joined = recompile(joined, like=module)
         self._strategy.modules[inner] = None
         kind = _FabricContainer if hasattr(type(inner), "__getitem__") else _FabricModule

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fabric.checks import metrics_among
+from fabric.checks import metrics_among, warn_of_no_logger
 from fabric.core.errors import ArgumentTypeError, ConfigurationError
 from fabric.core.slices import use_slice
 from fabric.core.tree import map_tree
@@ -360,6 +360,8 @@ class CollectiveVerbs(RankFacts):
         from fabric.utilities.apply_func import convert_tensors_to_scalars
 
         values: dict[str, Any] = convert_tensors_to_scalars(metrics)
+        if not self._loggers:
+            warn_of_no_logger()
         for logger in self._loggers:
             logger.log_metrics(metrics=values, step=step)
         return values

@@ -137,6 +137,9 @@ _INSTEAD = {
     "strategy": {
         "ModelParallelStrategy(parallelize_fn)": "tensor_parallel tp",
         "FSDPStrategy(context_parallel=ContextParallel())": "context_parallel cp",
+        "'fsdp'": "fsdp1 fsdp2 fsdp_native fully_shard",
+        "'pipeline'": "pipeline_parallel pp",
+        "'zero1', 'zero2' or 'zero3'": "zero",
         "LocalSGDStrategy(outer_optimizer=lambda p: SGD(p, 0.7, 0.9, nesterov=True))": "diloco",
     },
 }

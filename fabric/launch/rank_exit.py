@@ -30,6 +30,8 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 _CALL = re.compile(r"RankError: (\w+)\S*(?: at .*)? failed on rank \d.*\(([^()]+:\d+)\)$")
+_OF_RANK_ZERO = ("save", "load", "save_latest", "load_latest", "barrier")
+"""Calls that loops make on one rank by mistake."""
 _OF_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
 _QUOTED = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
@@ -74,6 +76,10 @@ def describe(error: BaseException, tb: TracebackType | None = None) -> str:
     if worker := _OF_WORKER.match(lines[0]):  # torch quotes the traceback of a loader's worker
         text, where = lines[-1], f", in {worker[1]}"
         frames += [(file, int(number)) for file, number in _QUOTED.findall(str(error))]
+    if isinstance(error, ValueError | RuntimeError):
+        from fabric.core.advice import torch_advice
+
+        text += torch_advice(text)
     own = [frame for frame in frames if is_users(frame[0])]
     text = f"{text} ({line_name(*own[-1])}{where})" if own else f"{text}{where}"
     rank = getattr(error, "fabric_raised_by", None)
@@ -134,6 +140,8 @@ def root_cause(failures: Collection[RankExit], finished: Collection[int] = ()) -
     told = _CALL.match(cause.reason or "")
     waits = f"waits in fabric.{told[1]} ({told[2]})" if told else f"still needed it ({cause.reason})"
     reason = f"finished (exit 0) while rank {cause.rank} {waits}"
+    if told and told[1] in _OF_RANK_ZERO:
+        reason += ": is the call inside `if fabric.is_global_zero`?"
     return cause._replace(rank=min(finished), reason=reason)
 
 

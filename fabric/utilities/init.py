@@ -12,9 +12,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fabric.core._torch import INIT_FILLS
+from fabric.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -63,6 +65,11 @@ def _called_from_fill() -> bool:
 
 def describe_module(module: nn.Module) -> str:
     """A module in a few words, the same for modules of the same parameters: `Net: 4 tensors, ...`."""
+    if lazy := [name for name, tensor in module.named_parameters() if is_lazy(tensor)]:
+        raise UsageError(
+            f"{type(module).__name__} has parameters without a shape ({lazy[0]}), of a lazy module. Run one "
+            "batch through the model before fabric.setup."
+        )
     tensors = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
     digest = blake2b(repr(tensors).encode(), digest_size=3).hexdigest()
     count = sum([math.prod(shape) for _, shape, _ in tensors])

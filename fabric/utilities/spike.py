@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,14 +18,20 @@ if TYPE_CHECKING:
 
 
 class TrainingSpikeException(RuntimeError):
-    """The loss of a batch jumped. `batch_idx` names the batch."""
+    """The loss of a batch jumped.
 
-    def __init__(self, batch_idx: int, *args: Any, **kwargs: Any) -> None:
-        super().__init__(f"Training spike detected in batch {batch_idx}!", *args, **kwargs)
-        self.batch_idx = batch_idx
+    Args:
+        batch_idx: The number of the batch.
+        args: Further arguments of the exception.
+        why: The losses and bounds of this rank.
+    """
+
+    def __init__(self, batch_idx: int, *args: Any, why: str = "") -> None:
+        super().__init__(f"Training spike detected in batch {batch_idx}!{why}", *args)
+        self.batch_idx, self.why = batch_idx, why
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.batch_idx, *self.args[1:])
+        return partial(type(self), why=self.why), (self.batch_idx, *self.args[1:])
 
 
 class SpikeDetection:
@@ -90,7 +97,12 @@ class SpikeDetection:
             self.bad_batches.append(batch_idx)
             if fabric.is_global_zero:
                 self._write_bad_batches()
-            raise TrainingSpikeException(batch_idx)
+            count = len(self._losses)
+            raise TrainingSpikeException(
+                batch_idx,
+                why=f" On rank {fabric.global_rank} the loss is {value:g}, the mean of the last {count} was "
+                f"{sum(self._losses) / max(1, count):g} (atol={self.atol}, rtol={self.rtol}).",
+            )
         if math.isfinite(value):
             self._losses.append(value)
 

@@ -84,6 +84,11 @@ class MultiprocessLauncher(Launcher):
                 f'start_method="{self.start_method}" runs a function in each rank, but launch() got none. '
                 "Move the loop into a function, `def main(fabric): ...`, and call `fabric.launch(main)`."
             )
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # torch calls it so, too
+            raise LaunchError(
+                "launch() was called while a new rank imported this script. Put what starts the job under "
+                '`if __name__ == "__main__":`.'
+            )
         require_posix()
         if self.start_method == "fork":
             _refuse_fork_after_cuda()
@@ -118,7 +123,7 @@ class MultiprocessLauncher(Launcher):
                     trace = supervisor.endings.get(failure.rank, failure).trace
                     raise _launch_error(supervisor.summary(failure), trace, failure.code)
                 result = supervisor.endings[first.rank].result
-                return None if result is None else pickle.loads(result)
+                return None if result is None else _unpacked(result)
         finally:
             del store  # an exception would keep its thread beside the forks of the next launch
             signalled = None if failure is None else supervisor.signalled
@@ -178,6 +183,23 @@ def _prepare_fork(threads: int) -> None:
 
 
 _hook_before: Any = None
+
+
+def _unpacked(result: bytes) -> Any:
+    """Return what the function returned on rank zero.
+
+    Raises:
+        LaunchError: It exists in a process of the job only.
+    """
+    try:
+        return pickle.loads(result)
+    except ValueError as error:
+        if "process group" not in str(error):
+            raise
+        raise LaunchError(
+            "The launched function returned a model of its job, whose process group ended with it. Return "
+            "model.module or its state_dict(), or write fabric.save(path, {'model': model}) in the function."
+        ) from error
 
 
 def _launch_error(line: str, trace: str, code: int) -> LaunchError:

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from fabric.plugins.environments.local import LAUNCHED
 from fabric.plugins.environments.started import ExternalEnvironment
 
 
@@ -22,6 +23,12 @@ class ProcessGroupEnvironment(ExternalEnvironment):
         "node_rank": ("NODE_RANK", "GROUP_RANK", 0),
     }
     remedy = "do not call init_process_group before Fabric"
+
+    def __init__(self) -> None:
+        super().__init__()
+        if LAUNCHED in os.environ:
+            self.launcher = "fabric.launch()"
+            self.remedy = f"use the first Fabric: this process is rank {self.global_rank()} of its job"
 
     @classmethod
     def detect(cls) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from fabric.core.job_secret import take_inherited
 from fabric.core.messages import say
 from fabric.launch.parent_death import mark_rank, tie_to_parent
 from fabric.launch.system import require_posix
+from fabric.plugins.environments.local import LAUNCHED
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -74,8 +76,11 @@ def absent(store: Store, rank: int, world_size: int, timeout: timedelta, here: b
     if not missing:
         return f"Rank {rank} lost rank zero's store while it waited for the others; its output says why."
     names = ", ".join(str(other) for other in missing[:16]) + (", ..." if len(missing) > 16 else "")
+    stale = ""
+    if rank == 0 and os.environ.keys().isdisjoint((LAUNCHED, "TORCHELASTIC_RUN_ID")) and "RANK" in os.environ:
+        stale = f" RANK=0 and WORLD_SIZE={world_size} are set here. Unset them if no launcher has set them."
     return (
         f"{world_size - len(missing)} of {world_size} ranks arrived within {seconds}; missing: "
         f"rank{'s' if len(missing) > 1 else ''} {names}. Look at the output of the missing ones; if they "
-        "only start slowly, give them time: DDPStrategy(startup_timeout=timedelta(minutes=...))."
+        "only start slowly, give them time: DDPStrategy(startup_timeout=timedelta(minutes=...))." + stale
     )

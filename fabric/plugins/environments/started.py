@@ -20,13 +20,13 @@ FIRST_PORT, PORTS = 12000, 20000  # below the range from which kernels give port
 class ExternalEnvironment(ClusterEnvironment):
     """Ranks that something else started, all of them, before the script ran."""
 
-    launcher: ClassVar[str]
+    launcher: str
     """What starts them, as messages call it."""
     variables: ClassVar[Mapping[str, tuple[str | int, ...]]]
     """The row of "rank", "size", "local_rank", "local_size", "node_rank" and "nodes": names of variables, of
     which the first that is set counts, and a number for where none is.
     """
-    remedy: ClassVar[str]
+    remedy: str
     """The command or setting that starts {nodes} times {devices}, {tasks} in all; see `_remedy`."""
     marks: ClassVar[tuple[str, ...]] = ()
     """Variables that are all set where it started this process."""
