@@ -241,6 +241,6 @@ def test_a_spike_names_its_loss():
     watch.on_train_batch_end(fabric, torch.tensor(1.0), None, 0)
     with pytest.raises(TrainingSpikeException) as raised:
         watch.on_train_batch_end(fabric, torch.tensor(9.0), None, 1)
-    text = "Training spike detected in batch 1! On rank 0 the loss is 9, the mean of the last 1 was 1 "
+    text = "Training spike detected in batch 1! This rank's loss is 9, the mean of the last 1 was 1 "
     assert str(raised.value).startswith(text)
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)

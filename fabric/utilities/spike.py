@@ -26,8 +26,8 @@ class TrainingSpikeException(RuntimeError):
         why: The losses and bounds of this rank.
     """
 
-    def __init__(self, batch_idx: int, *args: Any, why: str = "") -> None:
-        super().__init__(f"Training spike detected in batch {batch_idx}!{why}", *args)
+    def __init__(self, batch_idx: int, *args: Any, why: str = "", **kwargs: Any) -> None:
+        super().__init__(f"Training spike detected in batch {batch_idx}!{why}", *args, **kwargs)
         self.batch_idx, self.why = batch_idx, why
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,7 +100,7 @@ class SpikeDetection:
             count = len(self._losses)
             raise TrainingSpikeException(
                 batch_idx,
-                why=f" On rank {fabric.global_rank} the loss is {value:g}, the mean of the last {count} was "
+                why=f" This rank's loss is {value:g}, the mean of the last {count} was "
                 f"{sum(self._losses) / max(1, count):g} (atol={self.atol}, rtol={self.rtol}).",
             )
         if math.isfinite(value):
