@@ -20,7 +20,7 @@ from fabric.core.messages import say
 from fabric.core.registry import did_you_mean
 from fabric.core.slices import use_slice
 from fabric.launch.commands import run_commands
-from fabric.launch.rank_env import first_place
+from fabric.launch.rank_env import first_rank_env
 from fabric.launch.rank_logs import RankLogs
 from fabric.launch.system import require_posix
 
@@ -299,7 +299,7 @@ def _place(settings: Mapping[str, Setting], count: int, nodes: int) -> tuple[Ran
             f"--num-nodes {nodes} needs --main-address: the name or address of the machine with --node-rank "
             "0, as the others reach it. Write it on every machine."
         )
-    return first_place(count, nodes, node_rank, address, port or (DEFAULT_PORT if nodes > 1 else 0))
+    return first_rank_env(count, nodes, node_rank, address, port or (DEFAULT_PORT if nodes > 1 else 0))
 
 
 def _whole(setting: Setting, option: str, least: int) -> int:

@@ -64,7 +64,7 @@ class Machine:
             environment=found.environment,
             flags={name: value for name, value in given.items() if value},
             interactive=hasattr(sys, "ps1"),
-            reason=found.why,
+            reason=found.reason,
             forced=found.forced,
         )
 
@@ -80,7 +80,7 @@ def resolve(request: Request, machine: Machine) -> Plan:
     plugins = sort_plugins(request.plugins)
     named = name_strategy(request.strategy)
     environment = choose_environment(plugins[ClusterEnvironment], named, machine)
-    accelerator = choose_accelerator(request.accelerator, named, environment.elsewhere)
+    accelerator = choose_accelerator(request.accelerator, named, environment.remote_ranks)
     nodes = choose_nodes(request, environment, named.traits)
     devices = choose_devices(request, accelerator, environment, named)
     check_started(environment, named, devices, nodes)
@@ -218,7 +218,7 @@ def choose_devices(
     request: Request, accelerator: Accelerator, environment: ClusterEnvironment, strategy: Strategy
 ) -> list[torch.device]:
     """The devices of this machine's processes: the strategy's own, or what `devices=` means here."""
-    if environment.elsewhere:
+    if environment.remote_ranks:
         return [first_device(accelerator)] * count_elsewhere(request.devices, environment)
     wanted, own = request.devices, strategy.parallel_devices
     if not own:
@@ -271,9 +271,9 @@ def decided(named: Strategy, world_size: int, environment: ClusterEnvironment, m
     if not isinstance(named, Undecided):
         return named
     started = environment.creates_processes_externally
-    forked = machine.interactive and not started and not environment.elsewhere
+    forked = machine.interactive and not started and not environment.remote_ranks
     several = "ddp_notebook" if forked else "ddp"
-    alone = world_size == 1 and not environment.elsewhere
+    alone = world_size == 1 and not environment.remote_ranks
     strategy: Strategy = STRATEGY_REGISTRY.get("single_device" if alone else several)
     return strategy
 
@@ -336,7 +336,7 @@ def check_interactive(
     request: Request,
 ) -> None:
     """Raise if processes would have to be started by running a notebook again."""
-    started = environment.creates_processes_externally or environment.elsewhere
+    started = environment.creates_processes_externally or environment.remote_ranks
     started = started or strategy.traits.processes(len(devices)) == 1
     if machine.interactive and getattr(strategy, "start_method", None) == "popen" and not started:
         raise ConfigurationError(

@@ -113,7 +113,7 @@ def supervised(tmp_path, script, count=2):
     # The grace for ranks that go on after a failed one is no limit for those that save.
     code = (
         "import sys; from fabric import cli; from fabric.launch import commands; "
-        "commands.PASS_ON_GRACE_S = 0.1; sys.exit(cli.main(sys.argv[1:]))"
+        "commands.FORWARD_GRACE_S = 0.1; sys.exit(cli.main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, "run", f"--devices={count}", str(tmp_path / "x.py")]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)

@@ -1,1 +1,1 @@
-"""Start the ranks of a job and supervise them to their end: signals, exit codes, parent death, stores."""
+"""Start the ranks of a job and supervise them until they exit: signals, exit codes, parent death, stores."""

@@ -1,4 +1,4 @@
-"""Ranks that are command lines: of `fabric run`, and of scripts that run themselves. Imports no torch."""
+"""Ranks started as command lines, by `fabric run` and by scripts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from fabric.launch.parent_death import PARENT_PID, REPORT_FD, die_with_parent
-from fabric.launch.supervisor import PASSED_ON, Creator, Supervisor
+from fabric.launch.supervisor import FORWARDED_SIGNALS, ParentRank, Supervisor
 from fabric.plugins.environments.local import STORE_FD
 
 if TYPE_CHECKING:
@@ -22,28 +22,29 @@ if TYPE_CHECKING:
     from fabric.launch.rank_env import RankEnv
     from fabric.launch.rank_logs import RankLogs
 
-PASS_ON_GRACE_S = 30.0
-"""Seconds that ranks get to end after one has, badly, and all were sent a signal before."""
+FORWARD_GRACE_S = 30.0
+"""Seconds for ranks to exit after all were sent a signal and one has failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One rank to start: its command line, its whole environment, the descriptor it inherits.
+    """A rank to start: command line, whole environment, and the listening descriptor that it inherits.
 
-    It gets its own session, so that the terminal's Ctrl-C reaches only the supervisor.
+    It runs in a new session, so that the terminal's Ctrl-C reaches only the supervisor.
     """
 
     rank: int
     argv: list[str]
     env: dict[str, str]
-    listens: int | None = None
+    listen_fd: int | None = None
     cwd: str | None = None
 
-    def start(self, link: Connection, streams: tuple[int, int] | None) -> subprocess.Popen[bytes]:
-        """Start it; only rank zero reads our standard input."""
-        parent, report = os.getpid(), link.fileno()
+    def start(self, pipe: Connection, streams: tuple[int, int] | None) -> subprocess.Popen[bytes]:
+        """Start the process; only rank zero inherits standard input."""
+        parent, report = os.getpid(), pipe.fileno()
         env = {**self.env, PARENT_PID: str(parent), REPORT_FD: str(report)}
-        # Tied before its first instruction; beside threads, which torch has, when it joins the job.
+        # Attached to this process before its first instruction. If this process has threads (torch starts
+        # some), preexec_fn is unsafe: the rank attaches itself when it joins the job.
         early = sys.platform == "linux" and "torch" not in sys.modules
         out, err = streams or (None, None)
         return subprocess.Popen(
@@ -53,7 +54,7 @@ class Command:
             stdin=None if self.rank == 0 else subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            pass_fds=[report] if self.listens is None else [report, self.listens],
+            pass_fds=[report] if self.listen_fd is None else [report, self.listen_fd],
             start_new_session=True,
             preexec_fn=(lambda: die_with_parent(parent)) if early else None,  # noqa: PLW1509  one thread
         )
@@ -67,70 +68,73 @@ def run_commands(
     launched: str,
     cwd: str | None = None,
     logs: RankLogs | None = None,
-    creator: Creator | None = None,
+    parent_rank: ParentRank | None = None,
 ) -> int:
-    """Run a command as each rank of this machine, to the end; gives the exit code of the job.
+    """Run a command as each rank of this machine until all exit; return the exit code of the job.
 
     Args:
         argv: The command line.
-        first: The place of the first rank.
-        listener: For rank zero's store; closed here.
-        variables: To set for the ranks, beside their places.
-        launched: What FABRIC_LAUNCHED is to be.
-        cwd: Where they start; None: here.
-        logs: Takes what they print; None: it goes where this process prints.
-        creator: Runs as the first rank already, and passes its signals on; None: this process is no rank.
+        first: The environment of the first rank.
+        listener: The socket of rank zero's store; closed by this function.
+        variables: Further variables to set for the ranks.
+        launched: The value of FABRIC_LAUNCHED.
+        cwd: The ranks' working directory; None: that of this process.
+        logs: Receives the ranks' output; None: they write to this process's stdout and stderr.
+        parent_rank: The first rank, if it started this process; forwards its signals. None: no rank did.
     """
     commands = {}
-    for local_rank in range(creator is not None, first.local_world_size):
-        place = first.at(local_rank)
-        # When rank zero dies with the store, torch's C++ warns of it on every other rank, by the page.
+    for local_rank in range(parent_rank is not None, first.local_world_size):
+        rank_env = first.with_local_rank(local_rank)
+        # When rank zero dies with the store, torch's C++ code logs pages of warnings on every other rank.
         quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        env = {**quiet, **os.environ, **variables, **place.variables(os.environ, launched)}
-        listens = listener.fileno() if listener is not None and place.rank == 0 else None
-        if listens is not None:
-            env[STORE_FD] = str(listens)
-        commands[place.rank] = Command(place.rank, argv, env, listens, cwd).start
-    elsewhere = first.world_size > first.local_world_size
-    supervisor = Supervisor(commands, logs, elsewhere, creator=creator)
+        env = {**quiet, **os.environ, **variables, **rank_env.variables(os.environ, launched)}
+        listen_fd = listener.fileno() if listener is not None and rank_env.rank == 0 else None
+        if listen_fd is not None:
+            env[STORE_FD] = str(listen_fd)
+        commands[rank_env.rank] = Command(rank_env.rank, argv, env, listen_fd, cwd).start
+    multi_node = first.world_size > first.local_world_size
+    supervisor = Supervisor(commands, logs, multi_node, parent_rank=parent_rank)
 
-    def act(number: int) -> None:
+    def on_signal(number: int) -> None:
         if number != signal.SIGTSTP:
-            supervisor.pass_on(number)
+            supervisor.forward(number)
             return
-        # Ctrl-Z: ranks are in sessions of their own, where the terminal does not reach.
+        # Ctrl-Z: ranks are in other sessions, which the terminal does not signal.
         supervisor.send(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)  # until the shell lets it go on
+        os.kill(os.getpid(), signal.SIGSTOP)  # until the shell sends SIGCONT
         supervisor.send(signal.SIGCONT)
 
-    with supervisor.run(*((*PASSED_ON, signal.SIGTSTP) if creator is None else ()), act=act):
-        if creator is not None:
-            creator.pass_signals(supervisor)
+    with supervisor.run(
+        *((*FORWARDED_SIGNALS, signal.SIGTSTP) if parent_rank is None else ()), on_signal=on_signal
+    ):
+        if parent_rank is not None:
+            parent_rank.forward_signals(supervisor)
         if listener is not None:
-            listener.close()  # rank zero has it now: nobody else may take connections
+            listener.close()  # rank zero has inherited it: no other process may accept connections
         return _wait(supervisor)
 
 
 def _wait(supervisor: Supervisor) -> int:
     failure = supervisor.wait(wake=lambda: supervisor.signalled is not None)
-    if supervisor.signalled:  # ranks that save take the time they need; who sent the signal can send another
+    if supervisor.signalled:  # no time limit for ranks that save; a second signal kills them
         if supervisor.wait() is not None:
-            supervisor.wait_all(PASS_ON_GRACE_S)
+            supervisor.wait_all(FORWARD_GRACE_S)
         failure = supervisor.first_failure()
         supervisor.stop()
         return 0 if failure is None else 128 + supervisor.signalled
-    return 0 if failure is None else supervisor.conclude(failure)
+    return 0 if failure is None else supervisor.stop_and_report(failure)
 
 
-def watch_beside(link: int, control: int, signals: int) -> None:
-    """The process that rank zero of a script starts (`rank_zero.py`): start and watch the ranks that it asks
-    for, and send it the exit code of the job.
+def supervise_other_ranks(pipe: int, control: int, signals: int) -> None:
+    """Start and supervise the ranks of a script other than its rank zero, which started this process.
+
+    The exit code of the job is sent to rank zero (see `rank_zero.py`).
     """
-    for number in PASSED_ON:  # a scheduler may send them to all processes; ranks decide
+    for number in FORWARDED_SIGNALS:  # a scheduler may signal all processes; the ranks react
         signal.signal(number, lambda *_: None)
     connection = Connection(control)
     argv, cwd, first = connection.recv()
-    creator = Creator(first.rank, Connection(link, writable=False), connection, signals)
-    code = run_commands(argv, first, None, {}, "script", cwd, creator=creator)
+    parent_rank = ParentRank(first.rank, Connection(pipe, writable=False), connection, signals)
+    code = run_commands(argv, first, None, {}, "script", cwd, parent_rank=parent_rank)
     with contextlib.suppress(OSError):
         connection.send(("over", code))

@@ -1,7 +1,7 @@
 """Control of the garbage collector, in this process and in forked ones.
 
-A forked process must not clean up inherited objects: the destructor of a process group that is garbage there
-would wait for threads that only the parent has, for ever (measured).
+A forked process must not collect inherited objects. The destructor of an inherited process group would wait
+for ever for threads that only the parent has (measured).
 """
 
 from __future__ import annotations
@@ -13,33 +13,34 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_collects = True
+_was_enabled = True
 
 
 @contextmanager
-def nothing_collected() -> Iterator[bool]:
-    """Within, cycles are not looked for, which takes a tenth of a second where many objects are made and
-    kept for a short time; gives whether they were before.
+def gc_disabled() -> Iterator[bool]:
+    """Context without cyclic garbage collection; yields whether it was enabled before.
+
+    Collections take a tenth of a second where many short-lived objects are created.
     """
-    before = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
-        yield before
+        yield was_enabled
     finally:
-        if before:
+        if was_enabled:
             gc.enable()
 
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Within, processes may be forked: nothing is collected in them before they have called `forked`."""
-    global _collects
-    with nothing_collected() as _collects:  # the child begins so, too
+    """Context for forks: the collector is disabled in the child until it calls `after_fork`."""
+    global _was_enabled
+    with gc_disabled() as _was_enabled:  # inherited by the child
         yield
 
 
-def forked() -> None:
-    """In the new process: from here on it collects what becomes garbage here."""
+def after_fork() -> None:
+    """Enable the collector in the new process, for objects created in it only."""
     gc.freeze()
-    if _collects:
+    if _was_enabled:
         gc.enable()

@@ -1,4 +1,4 @@
-"""The base of launchers: start the ranks, run a function in them, supervise them to the end."""
+"""The base class of launchers: start the ranks, run a function in them, supervise them until they exit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """Start the ranks and return what `function(*args, **kwargs)` returns on rank zero.
+        """Start the ranks and return rank zero's result of `function(*args, **kwargs)`.
 
         Raises:
             LaunchError: The ranks cannot be started, or one of them failed.

@@ -1,4 +1,4 @@
-"""The tie between a rank and the process that started it: it dies with its parent and tells why it fails.
+"""Attach a rank to the process that started it: it is killed when its parent dies, and reports its failure.
 
 Used by environments and launchers. Imports no torch, does nothing on import.
 """
@@ -23,36 +23,36 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 PARENT_PID = "FABRIC_PARENT_PID"
-"""Set in ranks that a supervisor started: the process to die with."""
+"""Set in ranks that a supervisor started: the process id of that supervisor."""
 REPORT_FD = "FABRIC_REPORT_FD"
-"""Set in ranks that a supervisor started: a pipe for the `RankExit` of a rank that an exception ends."""
+"""Set in ranks that a supervisor started: the descriptor of a pipe for the rank's `RankExit`."""
 JOINED = "FABRIC_JOINED"
-"""Set by a rank in its own environment, from `Fabric(...)` on: its process, and MASTER_PORT."""
+"""Set by a rank in its own environment by `Fabric(...)`: its process id, and MASTER_PORT."""
 
 _PR_SET_PDEATHSIG = 1
 _ORPHAN_S = 0.3
-_LOOK_S = 0.5
-_tied = False
+_POLL_INTERVAL_S = 0.5
+_attached = False
 
 
-def tie_to_parent() -> None:
-    """Keep what a rank owes its supervisor: die with it, report the exception that ends this process.
+def attach_to_supervisor() -> None:
+    """Have this rank killed when its supervisor dies, and report a fatal exception to the supervisor.
 
-    Does nothing in a process that no supervisor of ours started, nor in a subprocess of a rank. Call it from
-    the main thread; a second call does nothing.
+    Does nothing in a process that no supervisor of Fabric started, nor in a subprocess of a rank. Call it
+    from the main thread; a second call does nothing.
     """
-    global _tied
+    global _attached
     parent = os.environ.get(PARENT_PID, "")
-    if _tied or not parent.isdigit():
+    if _attached or not parent.isdigit():
         return
     if os.getppid() == int(parent):
-        _tied = True
+        _attached = True
         die_with_parent(int(parent))
         with contextlib.suppress(OSError, ValueError):
             descriptor = int(os.environ.get(REPORT_FD, ""))
             os.set_inheritable(descriptor, False)  # subprocesses of this rank must not keep the pipe open
             link: connection.Connection[Any, Any] = connection.Connection(descriptor, readable=False)
-            link.send_bytes(pickle.dumps(None))  # it has joined the job
+            link.send_bytes(pickle.dumps(None))  # message: this rank has joined the job
             report_exceptions(link)
             report_exits(lambda status: send_exit(link, status))
         return
@@ -65,7 +65,7 @@ def tie_to_parent() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed as soon as process `parent` ends, or its thread that started this one."""
+    """Have this process killed as soon as process `parent`, or the thread that started this one, ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
@@ -75,34 +75,32 @@ def die_with_parent(parent: int) -> None:
 
 
 def die_with_creator() -> None:
-    """Have this process, which `multiprocessing` has made in whatever way, killed as soon as its maker ends.
+    """Have this process killed as soon as the process that created it by `multiprocessing` ends.
 
-    What its threads fail at for want of the maker is not printed.
+    Any start method. Errors that the end of the creator causes in threads are not printed.
     """
     creator = multiprocessing.parent_process()
     if creator is None:
         return
     sentinel, previous = creator.sentinel, sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+    def excepthook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         if not connection.wait([sentinel], _ORPHAN_S):
             previous(kind, error, tb)
 
-    sys.excepthook = hook
-    _die_after(
-        lambda: connection.wait([sentinel])
-    )  # a pipe, which closes when the maker dies, however it dies
+    sys.excepthook = excepthook
+    _die_after(lambda: connection.wait([sentinel]))  # a pipe, closed at any kind of end of the creator
 
 
 def report_exceptions(link: connection.Connection[Any, Any]) -> None:
-    """Send an exception that ends this process to its supervisor, as an `RankExit`."""
+    """Send an exception that ends this process to its supervisor, as a `RankExit`."""
     previous, owner = sys.excepthook, os.getpid()
 
     def report(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        if os.getpid() != owner:  # a fork of this rank, whose end is not the rank's
+        if os.getpid() != owner:  # a process that this rank forked
             previous(kind, error, tb)
             return
-        # Before anything else: the peers notice this rank's end only afterwards, so theirs have later times.
+        # Taken first: other ranks fail only after this one's exit, so their times are later.
         when = time.monotonic()
         from fabric.launch.rank_exit import RankExit, deferred_traceback, describe
 
@@ -112,43 +110,47 @@ def report_exceptions(link: connection.Connection[Any, Any]) -> None:
             link.send_bytes(pickle.dumps(tuple(RankExit(when, reason[:1000], trace))))
         except OSError:
             trace = ""
-        if not trace:  # else the supervisor prints it, once it knows that nothing else came before
+        if not trace:  # else the supervisor prints it, if no other rank failed before
             previous(kind, error, tb)
 
     sys.excepthook = report
 
 
-class NotedExit(SystemExit):
-    """The exception of `sys.exit` in a rank: `note` receives the status that ends the process.
+class ReportedExit(SystemExit):
+    """The exception of `sys.exit` in a rank: `report_status` receives the status that ends the process.
 
-    Python has no other way to know it before the process has ended.
+    Python has no other way to get it before the process has ended.
     """
 
-    def __init__(self, status: Any, note: Callable[[Any], object]) -> None:
+    def __init__(self, status: Any, report_status: Callable[[Any], object]) -> None:
         super().__init__(*() if status is None else (status,))
-        self._note = note
+        self._report_status = report_status
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name == "code" and sys._getframe().f_back is None:  # Python itself reads it, at the end
-            self._note(value)
+        if name == "code" and sys._getframe().f_back is None:  # the interpreter reads it, at exit
+            self._report_status(value)
         return value
 
 
-def report_exits(note: Callable[[Any], object]) -> None:
-    """Call `note` with the status by which `sys.exit` ends this process from its main thread."""
+def report_exits(report_status: Callable[[Any], object]) -> None:
+    """Call `report_status` with the status by which `sys.exit` ends this process from its main thread."""
     owner = os.getpid()
 
-    def leave(status: Any = None) -> NoReturn:
-        in_main = threading.current_thread() is threading.main_thread()
-        raise (NotedExit(status, note) if in_main and os.getpid() == owner else SystemExit(status))
+    def exit_and_report(status: Any = None) -> NoReturn:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        raise (
+            ReportedExit(status, report_status)
+            if in_main_thread and os.getpid() == owner
+            else SystemExit(status)
+        )
 
-    if type(sys.exit) is type(sys.getrefcount):  # Python's own
-        sys.exit = functools.wraps(sys.exit)(leave)
+    if type(sys.exit) is type(sys.getrefcount):  # the built-in, not patched
+        sys.exit = functools.wraps(sys.exit)(exit_and_report)
 
 
 def send_exit(link: connection.Connection[Any, Any], status: Any) -> int:
-    """Send the status of `sys.exit` to the supervisor, unless it is 0; returns the exit code."""
+    """Send the status of `sys.exit` to the supervisor, unless it is 0; return the exit code."""
     from fabric.launch.rank_exit import RankExit, exit_reason
 
     code, reason = exit_reason(status)
@@ -159,14 +161,14 @@ def send_exit(link: connection.Connection[Any, Any], status: Any) -> int:
 
 
 def mark_rank() -> None:
-    """Mark this process as a rank of ours or of torchrun, for processes that it starts: they are none."""
+    """Mark this process as a rank (of Fabric or torchrun), so that its subprocesses are not ranks."""
     if not os.environ.keys().isdisjoint(("FABRIC_LAUNCHED", "TORCHELASTIC_RUN_ID")):
         os.environ[JOINED] = f"{os.getpid()}:{os.environ.get('MASTER_PORT')}"
 
 
 def _until_orphaned(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_INTERVAL_S)
 
 
 def _die_after(wait: Callable[[], object]) -> None:

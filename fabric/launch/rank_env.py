@@ -1,4 +1,4 @@
-"""The variables that tell a rank its place, for processes that launchers start. Imports no torch."""
+"""`RankEnv`: the environment variables of ranks that launchers start. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """The place of one rank, and where the store of the job is."""
+    """The ranks, world sizes and store address of one rank."""
 
     local_rank: int
     world_size: int
@@ -32,21 +32,21 @@ class RankEnv:
     main_port: int
     node_rank: int = 0
     secret: str = field(default="", repr=False)
-    """Of the job; "": ranks agree on one through the store (see `core/job_secret.py`)."""
+    """The secret of the job; "": ranks agree on one through the store (see `core/job_secret.py`)."""
 
     @property
     def rank(self) -> int:
-        """Global rank: machines one after the other."""
+        """Global rank, numbered by machine, then by local rank."""
         return self.node_rank * self.local_world_size + self.local_rank
 
-    def at(self, local_rank: int) -> RankEnv:
-        """The same machine's place of another rank."""
+    def with_local_rank(self, local_rank: int) -> RankEnv:
+        """Return the environment of another rank of this machine."""
         return replace(self, local_rank=local_rank)
 
     def variables(self, inherited: Mapping[str, str], launched: str) -> dict[str, str]:
         """Return the variables to set in the rank's environment, on top of the inherited ones.
 
-        The number of OpenMP threads is a fair share of the cores, unless the user has chosen one.
+        The number of OpenMP threads is the number of cores per rank, unless the user has set one.
         """
         share = {} if inherited.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(self.threads())}
         return {
@@ -64,37 +64,37 @@ class RankEnv:
         }
 
     def threads(self) -> int:
-        """Cores per rank of this machine, at least 1."""
+        """Return the number of cores per rank of this machine, at least 1."""
         return max(1, usable_cores() // self.local_world_size)
 
 
-def first_place(
+def first_rank_env(
     processes: int, num_nodes: int, node_rank: int, address: str, port: int
 ) -> tuple[RankEnv, socket.socket | None]:
-    """The place of this machine's first rank; on the first machine also a socket that listens for the store.
+    """Return the environment of this machine's first rank; on node 0 also a listening socket for the store.
 
-    On one machine that is where the store is, whatever cluster variables name.
+    With one machine the store is on localhost, whatever address cluster variables have.
 
     Raises:
         LaunchError: The port is taken.
-        ConfigurationError: It is no port number.
+        ConfigurationError: `port` is no port number.
     """
     address = address if num_nodes > 1 else "127.0.0.1"
-    listener = None if node_rank else listen(address, port, everywhere=num_nodes > 1)
+    listener = None if node_rank else listen(address, port, all_interfaces=num_nodes > 1)
     if listener is not None:
         port = int(listener.getsockname()[1])
-    # Launchers of several machines do not talk to each other.
+    # Launchers of several machines do not communicate, so each reads the secret from the environment.
     secret = new_secret(os.environ) if num_nodes == 1 else os.environ.get(SECRET, "")
     return RankEnv(0, processes * num_nodes, processes, address, port, node_rank, secret), listener
 
 
-def place_here(
+def first_rank_env_of(
     environment: LocalEnvironment, processes: int, num_nodes: int
 ) -> tuple[RankEnv, socket.socket | None]:
-    """The same, by the variables of this process.
+    """Return `first_rank_env` with node rank, address and port of `environment`.
 
     Raises:
-        LaunchError: MASTER_ADDR or MASTER_PORT is missing where several machines meet, or it is taken.
+        LaunchError: MASTER_ADDR or MASTER_PORT is missing with several machines, or the port is taken.
     """
     if num_nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
         raise LaunchError(
@@ -102,6 +102,6 @@ def place_here(
             "NODE_RANK in the environment of each machine. Set them, or use `fabric run --num-nodes "
             f"{num_nodes} --node-rank N --main-address HOST`, or torchrun."
         )
-    return first_place(
+    return first_rank_env(
         processes, num_nodes, environment.node_rank(), environment.main_address, environment.main_port
     )

@@ -1,6 +1,6 @@
 """Rank zero of `python train.py`: the process that the user started.
 
-A supervisor starts and watches the other ranks (`beside.py`). Imports no torch.
+It starts a supervisor process, which starts and watches the other ranks (`commands.py`). Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.messages import say
-from fabric.launch.parent_death import NotedExit, report_exceptions, report_exits, send_exit
+from fabric.launch.parent_death import ReportedExit, report_exceptions, report_exits, send_exit
 from fabric.launch.signals import die_by, flush_output
-from fabric.launch.stores import keep_listening
+from fabric.launch.stores import register_listener
 
 if TYPE_CHECKING:
     import socket
@@ -28,136 +28,142 @@ if TYPE_CHECKING:
     from fabric.launch.rank_env import RankEnv
 
 _ROOT = Path(__file__).parents[2]
-_BESIDE = (
-    "import sys; sys.path.append(sys.argv[1]); from fabric.launch.commands import watch_beside; "
-    "watch_beside(*map(int, sys.argv[2:]))"
+_SUPERVISOR_SCRIPT = (
+    "import sys; sys.path.append(sys.argv[1]); from fabric.launch.commands import supervise_other_ranks; "
+    "supervise_other_ranks(*map(int, sys.argv[2:]))"
 )
-_END_S = 2.5
-"""Seconds for `finally` once another rank has failed; then the supervisor would send SIGKILL."""
-_NOTE_S = 10.0
-"""Seconds at the end of this rank until it prints that it waits for the others."""
+_EXIT_GRACE_S = 2.5
+"""Seconds for `finally` blocks once another rank has failed; less than the supervisor's SIGKILL timeout."""
+_EXIT_NOTICE_S = 10.0
+"""Seconds after which this rank, at its exit, prints that it waits for the others."""
 
 
-def start_others(argv: list[str], cwd: str | None, first: RankEnv, listener: socket.socket | None) -> None:
-    """Start the other ranks of this machine, and make this process the first of them.
+def start_other_ranks(
+    argv: list[str], cwd: str | None, first: RankEnv, listener: socket.socket | None
+) -> None:
+    """Start the other ranks of this machine, and make this process the first rank.
 
     Args:
-        argv: The command line of the others.
-        cwd: Where they start; None: here.
-        first: The place of this process.
-        listener: For the store, on the first machine.
+        argv: The command line of the other ranks.
+        cwd: Their working directory; None: that of this process.
+        first: The environment of this process.
+        listener: The listening socket of the store, on the first machine.
     """
-    report, ours = Pipe(duplex=False)
-    control, theirs = Pipe()
+    report, rank_end = Pipe(duplex=False)
+    control, supervisor_end = Pipe()
     signals, writer = os.pipe()
-    os.set_blocking(writer, False)  # its reader stays open: a signal may arrive after the supervisor
-    handed = [report.fileno(), theirs.fileno(), signals]
-    command = [sys.executable, "-I", "-S", "-c", _BESIDE, str(_ROOT), *map(str, handed)]
-    with report, theirs:
-        # A session of its own: the terminal's Ctrl-C reaches this process, which passes it on.
-        beside = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=handed, start_new_session=True, close_fds=True
+    os.set_blocking(writer, False)  # a signal may arrive after the supervisor's exit
+    descriptors = [report.fileno(), supervisor_end.fileno(), signals]
+    command = [sys.executable, "-I", "-S", "-c", _SUPERVISOR_SCRIPT, str(_ROOT), *map(str, descriptors)]
+    with report, supervisor_end:
+        # In a new session, so that the terminal's Ctrl-C reaches only this process, which forwards it.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=descriptors, start_new_session=True, close_fds=True
         )
-    beside.returncode = 0  # it ends after this process, or just before
+    process.returncode = 0  # never waited for: it ends after this process, or just before
     control.send((argv, cwd, first))
     os.environ.update(first.variables(os.environ, "script"))
     if listener is not None:
-        keep_listening(listener, first.main_address, first.main_port)
-    tie = Tie(beside.pid, control, writer)
-    report_exceptions(ours)
-    report_exits(lambda status: tie.note(send_exit(ours, status)))
+        register_listener(listener, first.main_address, first.main_port)
+    link = SupervisorLink(process.pid, control, writer)
+    report_exceptions(rank_end)
+    report_exits(lambda status: link.set_exit_code(send_exit(rank_end, status)))
 
 
-class Tie:
-    """Passes this process's signals to the supervisor, ends this process when another rank fails, and waits
-    at its end for the other ranks.
+class SupervisorLink:
+    """Forwards this process's signals to the supervisor, and ends this process when another rank fails.
+
+    At its exit, this process waits for the other ranks.
 
     Args:
-        beside: The process id of the supervisor.
-        control: To it: None at the end of this rank. From it: ("end", code) when a rank has failed, and
-            ("over", code) when all others have ended, with the exit code of the job.
-        signals: The number of each signal is written to this descriptor, also while native code runs.
+        supervisor_pid: The process id of the supervisor.
+        control: Sends None at the exit of this rank. Receives ("end", code) when a rank has failed, and
+            ("over", code) when all others have exited, with the exit code of the job.
+        signals: Descriptor to which the number of each signal is written, even while native code runs.
     """
 
-    def __init__(self, beside: int, control: Connection, signals: int) -> None:
-        self._beside, self._control, self.owner = beside, control, os.getpid()
-        self.own: int | None = None
-        """The code with which Python ends this process, as far as it is known."""
-        self._code: int | None = None
-        """What to end with, since another rank has failed."""
-        self._verdict: int | None = None
-        self._decided, self._ending = threading.Event(), False
+    def __init__(self, supervisor_pid: int, control: Connection, signals: int) -> None:
+        self._supervisor_pid, self._control, self.owner = supervisor_pid, control, os.getpid()
+        self.exit_code: int | None = None
+        """The exit code of this process according to `sys.exit`; None: not called."""
+        self._failure_code: int | None = None
+        """The exit code after the failure of another rank; None: none has failed."""
+        self._job_code: int | None = None
+        self._job_ended, self._is_ending = threading.Event(), False
         if threading.current_thread() is threading.main_thread():
-            known = signal.set_wakeup_fd(signals, warn_on_full_buffer=False)
-            if known != -1:  # of a running event loop, which needs it
-                signal.set_wakeup_fd(known)
+            previous_fd = signal.set_wakeup_fd(signals, warn_on_full_buffer=False)
+            if previous_fd != -1:  # that of a running event loop, which needs it
+                signal.set_wakeup_fd(previous_fd)
             os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-            for number in (signal.SIGTSTP, signal.SIGCONT):  # without a handler, nothing is written
+            for number in (signal.SIGTSTP, signal.SIGCONT):  # numbers are written only if there is a handler
                 if signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN):
-                    signal.signal(number, self._handle)
-        threading.Thread(target=self._listen, daemon=True, name="fabric-supervisor").start()
+                    signal.signal(number, self._on_sigcont)
+        threading.Thread(target=self._receive, daemon=True, name="fabric-supervisor").start()
         atexit.register(self._at_exit)
 
-    def _handle(self, number: int, _: Any) -> None:
-        # Python ignores it once it has begun to end; the exit code is changed by force then.
-        is_running = not (self._ending or getattr(threading, "_SHUTTING_DOWN", False))
-        if number == signal.SIGCONT and self._code is not None and is_running:
-            raise NotedExit(self._code, self.note)
+    def _on_sigcont(self, number: int, _: Any) -> None:
+        # During shutdown Python ignores exceptions of handlers; `_at_exit` sets the exit code then.
+        is_running = not (self._is_ending or getattr(threading, "_SHUTTING_DOWN", False))
+        if number == signal.SIGCONT and self._failure_code is not None and is_running:
+            raise ReportedExit(self._failure_code, self.set_exit_code)
 
-    def note(self, code: int) -> None:
-        """Take the code with which Python ends this process."""
-        self.own = code
+    def set_exit_code(self, code: int) -> None:
+        """Record the exit code of this process."""
+        self.exit_code = code
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         with contextlib.suppress(EOFError, OSError):
-            what, code = self._control.recv()
-            if what == "end":
-                self._end(code)
+            kind, code = self._control.recv()
+            if kind == "end":
+                self._exit_main_thread(code)
                 code = self._control.recv()[1]
-            self._verdict = code
-        if self._verdict is None:
-            say(f"the supervisor of this job (process {self._beside}) was killed, the other ranks with it")
-            self._verdict = 1
-            self._end(1)
-        self._decided.set()
+            self._job_code = code
+        if self._job_code is None:
+            say(
+                f"the supervisor of this job (process {self._supervisor_pid}) was killed, and so were the "
+                "other ranks"
+            )
+            self._job_code = 1
+            self._exit_main_thread(1)
+        self._job_ended.set()
 
-    def _end(self, code: int) -> None:
-        """End this process by SystemExit in its main thread; by force where that takes too long."""
-        if self._ending:
+    def _exit_main_thread(self, code: int) -> None:
+        """End this process by SystemExit in its main thread, or by `os._exit` if that takes too long."""
+        if self._is_ending:
             return
-        self._code = code
-        threading.Thread(target=self._end_by_force, daemon=True, name="fabric-end").start()
+        self._failure_code = code
+        threading.Thread(target=self._force_exit, daemon=True, name="fabric-end").start()
         with contextlib.suppress(OSError, RuntimeError):
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCONT)  # calls `_handle`
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCONT)  # calls `_on_sigcont`
 
-    def _end_by_force(self) -> None:
-        time.sleep(_END_S)
-        if not self._ending:
-            self._leave()
-            self._decided.wait(_NOTE_S)
+    def _force_exit(self) -> None:
+        time.sleep(_EXIT_GRACE_S)
+        if not self._is_ending:
+            self._announce_exit()
+            self._job_ended.wait(_EXIT_NOTICE_S)
             flush_output()
-            os._exit(self._verdict or self._code or 1)
+            os._exit(self._job_code or self._failure_code or 1)
 
-    def _leave(self) -> None:
-        self._ending = True
+    def _announce_exit(self) -> None:
+        self._is_ending = True
         flush_output()
         with contextlib.suppress(OSError):
             self._control.send(None)
 
     def _at_exit(self) -> None:
-        """Wait for the other ranks. The exit code is that of the rank that failed first."""
+        """Wait for the other ranks, then exit with the code of the rank that failed first."""
         if os.getpid() != self.owner:
             return
-        self._leave()
-        timeout: float | None = _NOTE_S
-        while not self._decided.is_set():
-            with contextlib.suppress(KeyboardInterrupt):  # the others have it, too
-                if not self._decided.wait(timeout) and timeout is not None:
-                    say("this rank has reached its end, and waits for the other ranks of this machine")
+        self._announce_exit()
+        timeout: float | None = _EXIT_NOTICE_S
+        while not self._job_ended.is_set():
+            with contextlib.suppress(KeyboardInterrupt):  # forwarded to the other ranks, too
+                if not self._job_ended.wait(timeout) and timeout is not None:
+                    say("this rank has finished, and waits for the other ranks of this machine")
                     timeout = None
         flush_output()
-        if self._verdict == 128 + signal.SIGINT:
+        if self._job_code == 128 + signal.SIGINT:
             die_by(signal.SIGINT)
         raised = 1 if getattr(sys, "last_value", None) is not None else None
-        if self._verdict not in (0, raised, self.own):
-            os._exit(self._verdict or 1)
+        if self._job_code not in (0, raised, self.exit_code):
+            os._exit(self._job_code or 1)

@@ -1,4 +1,4 @@
-"""Handlers of signals that give way to others, and ends by a signal. Imports no torch."""
+"""Signal handlers that chain to previous ones and are removed in forked children. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,104 +16,107 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import FrameType
 
-TOGETHER_S = 0.5
-"""Signals of a kind within so many seconds are one: a scheduler tells all processes, and a launcher passes it
-on."""
+DUPLICATE_SIGNAL_S = 0.5
+"""Equal signals within so many seconds count as one: a scheduler signals all processes, and launchers forward
+signals."""
 
 
 def die_by(number: int) -> None:
-    """End this process at once as the signal does by default, from any thread."""
+    """End this process at once by the default action of the signal, from any thread."""
     flush_output()
-    ctypes.CDLL(None).signal(number, 0)  # Python's way works in the main thread only
+    ctypes.CDLL(None).signal(number, 0)  # signal.signal works in the main thread only
     os.kill(os.getpid(), number)
     time.sleep(1.0)
     os._exit(128 + number)  # only if the signal is blocked
 
 
 def flush_output() -> None:
-    """Pass on what stdout and stderr of this process still hold."""
+    """Flush stdout and stderr; errors are ignored."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # none, gone, or closed
+        with contextlib.suppress(Exception):  # None, closed, or without a reader
             stream.flush()
 
 
 def unless_ignored(*numbers: int) -> list[int]:
-    """Return those of the signals that this process does not ignore, as it does SIGHUP under nohup."""
+    """Return the signals that this process does not ignore (under nohup, it ignores SIGHUP)."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 class Handlers:
-    """Handlers for some signals of this process; in a forked child what stood there before is back.
+    """Handlers for signals of this process; in a forked child the previous handlers are restored.
 
-    A child with a handler of Python's would not end by a signal while it is deep in native code.
+    A child with a Python handler would not be ended by a signal while it runs native code.
 
-    Signals can only be taken in the main thread; made in another one, this does nothing.
+    Handlers can be set in the main thread only; in another one, this does nothing.
 
     Args:
         numbers: The signals.
-        act: Called with the signal's number and what stood here before (a callable, SIG_DFL or SIG_IGN). A
-            callable is called afterwards, unless this returns True.
+        on_signal: Called with the signal's number and the previous handler (a callable, SIG_DFL or SIG_IGN).
+            A callable previous handler is called afterwards, unless this returns True.
     """
 
-    def __init__(self, numbers: Iterable[int], act: Callable[[int, Any], object]) -> None:
-        self._act, self._owner = act, os.getpid()
-        self._before: dict[int, Any] = {}
+    def __init__(self, numbers: Iterable[int], on_signal: Callable[[int, Any], object]) -> None:
+        self._on_signal, self._owner = on_signal, os.getpid()
+        self._previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in set(numbers):
-                before = signal.signal(number, self._handle)
-                self._before[number] = signal.SIG_DFL if before is None else before  # None: not Python's
-            _guard(self)
+                previous = signal.signal(number, self._handle)
+                # None: a handler that was not set by Python.
+                self._previous[number] = signal.SIG_DFL if previous is None else previous
+            _restore_on_fork(self)
 
-    def before(self, number: int) -> Any:
+    def previous(self, number: int) -> Any:
         """Return the previous handler of a signal."""
-        return self._before.get(number, signal.SIG_DFL)
+        return self._previous.get(number, signal.SIG_DFL)
 
     def numbers(self) -> Iterable[int]:
-        """The signals it has taken."""
-        return self._before.keys()
+        """Return the signals that are handled."""
+        return self._previous.keys()
 
     def restore(self) -> None:
-        """Put back what stood here before, except where somebody has put another handler in our place."""
-        for number, handler in self._before.items():
+        """Restore the previous handlers, except where another handler was set since."""
+        for number, handler in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        before = self.before(number)
-        if os.getpid() != self._owner:  # a fork has copied it, and another handler that calls this one
-            signal.signal(number, before)
+        previous = self.previous(number)
+        if os.getpid() != self._owner:  # in a forked child, called by another handler that chains to this one
+            signal.signal(number, previous)
             os.kill(os.getpid(), number)
             return
-        if self._act(number, before) is not True and callable(before):
-            before(number, frame)
+        if self._on_signal(number, previous) is not True and callable(previous):
+            previous(number, frame)
 
 
-_known: list[weakref.ref[Handlers]] = []
+_instances: list[weakref.ref[Handlers]] = []
 _masks = threading.local()
 
 
-def _guard(handlers: Handlers) -> None:
-    """Take them away in children that this process forks; a signal in that moment is not lost."""
-    if not _known:
-        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_give_way)
-    _known.append(weakref.ref(handlers))
+def _restore_on_fork(handlers: Handlers) -> None:
+    """Remove the handlers in children that this process forks; a signal during the fork is not lost."""
+    if not _instances:
+        os.register_at_fork(
+            before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_in_child
+        )
+    _instances.append(weakref.ref(handlers))
 
 
-def _alive() -> list[Handlers]:
-    return [handlers for known in _known if (handlers := known()) is not None]
+def _live_instances() -> list[Handlers]:
+    return [handlers for reference in _instances if (handlers := reference()) is not None]
 
 
-def _hold() -> None:
-    # Python forgets in the child what has arrived since the fork.
-    numbers = {number for handlers in _alive() for number in handlers.numbers()}
-    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+def _block_signals() -> None:
+    # Python discards in the child the signals that arrived since the fork.
+    numbers = {number for handlers in _live_instances() for number in handlers.numbers()}
+    _masks.previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
-def _release() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.previous_mask)
 
 
-def _give_way() -> None:
-    for handlers in reversed(_alive()):
+def _restore_in_child() -> None:
+    for handlers in reversed(_live_instances()):
         handlers.restore()
-    _release()
+    _unblock_signals()

@@ -1,4 +1,4 @@
-"""Starts ranks, watches them, ends them all when one fails. Imports no torch."""
+"""`Supervisor`: starts ranks, watches them, and stops them all when one fails. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import LaunchError
 from fabric.core.messages import say
-from fabric.launch.rank_exit import LOST, RankExit, from_returncode, root_cause, summary
-from fabric.launch.signals import TOGETHER_S, Handlers, unless_ignored
+from fabric.launch.rank_exit import UNKNOWN_EXIT, RankExit, from_returncode, root_cause, summary
+from fabric.launch.signals import DUPLICATE_SIGNAL_S, Handlers, unless_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,75 +28,76 @@ if TYPE_CHECKING:
     Process = subprocess.Popen[bytes] | BaseProcess
     Start = Callable[[Connection, tuple[int, int] | None], Process]
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOP_GRACE_S = 3.0
 """Seconds between SIGTERM and SIGKILL for ranks that are stopped because another one failed."""
 EXIT_NOTE_S = 10.0
-"""Seconds after the normal end of one rank until it is said which others are still waited for."""
+"""Seconds after the first successful exit until the ranks that are still running are printed."""
 KILL_GRACE_S = 10.0
-"""Seconds after SIGKILL in which a process has ended, unless the kernel holds it."""
-SETTLE_S, SETTLE_ELSEWHERE_S = 10.0, 2.0
-"""Seconds in which a cause is looked for behind what reads like its consequence: less if it may be on another
-machine, where nothing will ever be seen of it."""
-_POLL_S = 0.05
-"""Seconds between two looks for the end of processes that will say no more."""
+"""Seconds after SIGKILL to wait for a process, which the kernel may block."""
+ROOT_CAUSE_WAIT_S, ROOT_CAUSE_WAIT_MULTI_NODE_S = 10.0, 2.0
+"""Seconds to wait for the root cause after a secondary failure. Less if it may be on another machine, whose
+failures this supervisor never receives."""
+_POLL_INTERVAL_S = 0.05
+"""Seconds between polls of processes that have closed their pipe."""
 
 
 class Supervisor:
     """The ranks of one machine, as child processes.
 
     Args:
-        starts: By rank, what starts its process: it is given a link, by which the rank may say a `RankExit`,
-            and the descriptors to which it is to print, if there are logs.
-        logs: Takes what the ranks print; None: it goes where this process prints.
-        elsewhere: Whether the job has ranks on other machines.
-        functions: Whether each rank says its ending, also a good one, and leaves its traceback to the caller.
-        creator: The rank that started this process; None: all are started here.
+        start_functions: By rank, the function that starts its process. Arguments: the pipe for the rank's
+            `RankExit`, and the descriptors for its output (None: inherited).
+        logs: Receives the ranks' output; None: they write to this process's stdout and stderr.
+        multi_node: Whether the job has ranks on other machines.
+        functions: Whether ranks run a function. They then report successful exits, too, and the caller prints
+            tracebacks.
+        parent_rank: The rank that started this process; None: all are started by this process.
     """
 
     def __init__(
         self,
-        starts: Mapping[int, Start],
+        start_functions: Mapping[int, Start],
         logs: RankLogs | None = None,
-        elsewhere: bool = False,
+        multi_node: bool = False,
         functions: bool = False,
-        creator: Creator | None = None,
+        parent_rank: ParentRank | None = None,
     ) -> None:
-        self.starts = starts
-        self.elsewhere = elsewhere
+        self.start_functions = start_functions
+        self.multi_node = multi_node
         self.logs = logs
-        self.processes: dict[int, Process | Creator] = {}
-        self.endings: dict[int, RankExit] = {}
+        self.processes: dict[int, Process | ParentRank] = {}
+        self.exit_reports: dict[int, RankExit] = {}
         self.stopping = False
         self.signalled: int | None = None
-        """The first signal passed on that ends a process."""
+        """The first forwarded signal that terminates processes."""
         self._signalled_at = float("-inf")
         self._functions = functions
-        self._links: dict[int, Connection] = {}
-        self._told: set[int] = set()
+        self._pipes: dict[int, Connection] = {}
+        self._terminated: set[int] = set()
         self._joined: set[int] = set()
-        """Command lines that are in `fabric.launch()`, or were."""
+        """Ranks that have called `fabric.launch()`."""
         self._failures: dict[int, RankExit] = {}
         self._cause: RankExit | None = None
-        self._creator = creator
-        if creator is not None:
-            self.processes[creator.rank], self._links[creator.rank] = creator, creator.link
-            self._joined.add(creator.rank)
+        self._parent_rank = parent_rank
+        if parent_rank is not None:
+            self.processes[parent_rank.rank], self._pipes[parent_rank.rank] = parent_rank, parent_rank.pipe
+            self._joined.add(parent_rank.rank)
 
     def start(self) -> None:
         """Start all ranks.
 
         Raises:
-            LaunchError: One cannot be started; those started before are stopped again.
+            LaunchError: One cannot be started; those started before are stopped.
         """
         try:
-            for rank, start in self.starts.items():
-                self._links[rank], writer = Pipe(duplex=False)
+            for rank, start in self.start_functions.items():
+                self._pipes[rank], writer = Pipe(duplex=False)
                 streams = None if self.logs is None else self.logs.streams(rank)
                 try:
                     self.processes[rank] = start(writer, streams)
-                finally:  # ours; the rank's own end as it ends
+                finally:  # this process's copies; the rank's close at its exit
                     writer.close()
                     for descriptor in streams or ():
                         os.close(descriptor)
@@ -107,20 +108,20 @@ class Supervisor:
             self.logs.start()
 
     @contextlib.contextmanager
-    def run(self, *numbers: int, act: Callable[[int], object] | None = None) -> Iterator[Handlers]:
-        """Within, the ranks run. In place of what they did, these signals of this process are passed on.
+    def run(self, *numbers: int, on_signal: Callable[[int], object] | None = None) -> Iterator[Handlers]:
+        """Context in which the ranks run and signals to this process are forwarded to them.
 
         Args:
-            numbers: The signals; those that this process ignores are left alone.
-            act: Called with each signal's number in place of `pass_on`.
+            numbers: The signals; those that this process ignores are not handled.
+            on_signal: Called with each signal's number in place of `forward`.
 
         Raises:
-            LaunchError: As by `start`.
+            LaunchError: See `start`.
         """
 
-        def handle(number: int, before: Any) -> bool:
-            (act or self.pass_on)(number)
-            return not self._functions  # whose launching process is the user's
+        def handle(number: int, previous: Any) -> bool:
+            (on_signal or self.forward)(number)
+            return not self._functions  # with functions, the process may have handlers of the user
 
         handlers = Handlers(unless_ignored(*numbers), handle)
         try:
@@ -132,7 +133,7 @@ class Supervisor:
             handlers.restore()
 
     def running(self) -> list[int]:
-        """Ranks whose process has not ended."""
+        """Return the ranks whose process has not ended."""
         return [rank for rank, process in self.processes.items() if _code(process) is None]
 
     def wait(self, timeout: float | None = None, wake: Callable[[], bool] = lambda: False) -> RankExit | None:
@@ -140,199 +141,204 @@ class Supervisor:
 
         Args:
             timeout: Seconds; None: no limit.
-            wake: Asked after every signal and at least once per second; True ends the waiting.
+            wake: Called after every signal and at least once per second; True ends the wait.
 
         Returns:
-            The failure that came first; None while nothing failed.
+            The first failure; None: no rank has failed.
         """
-        self._until(lambda: self._failures or self.stopping or wake(), timeout)
+        self._wait_until(lambda: self._failures or self.stopping or wake(), timeout)
         return None if wake() else self.first_failure()
 
     def wait_all(self, timeout: float) -> RankExit | None:
-        """Block until all have ended or `timeout` seconds are over; failures do not end the waiting."""
-        self._until(lambda: False, timeout)
+        """Block until all have ended or `timeout` seconds are over; failures do not end the wait."""
+        self._wait_until(lambda: False, timeout)
         return self.first_failure()
 
-    def wait_noting(self, what: str) -> RankExit | None:
+    def wait_with_notice(self, notice: str) -> RankExit | None:
         """Call `wait`, and print the ranks that are still running after some time."""
         failure = self.wait(EXIT_NOTE_S)
         if failure is None and not self.stopping and (late := self.running()):
-            say(what.format(", ".join(map(str, late))))
+            say(notice.format(", ".join(map(str, late))))
             failure = self.wait()
         return failure
 
     def first_failure(self) -> RankExit | None:
-        """The cause among the failures so far; looks a moment longer where only consequences are in sight."""
-        self._look()
+        """Return the root cause of the failures so far; waits for it if all are secondary."""
+        self._poll()
         if not self._failures:
             return None
-        seconds, failures = SETTLE_ELSEWHERE_S if self.elsewhere else SETTLE_S, self._failures
-        self._until(lambda: self.stopping or not root_cause(failures.values()).is_secondary_failure, seconds)
+        seconds, failures = (
+            ROOT_CAUSE_WAIT_MULTI_NODE_S if self.multi_node else ROOT_CAUSE_WAIT_S,
+            self._failures,
+        )
+        self._wait_until(
+            lambda: self.stopping or not root_cause(failures.values()).is_secondary_failure, seconds
+        )
         return root_cause(failures.values(), self.finished())
 
     def finished(self) -> list[int]:
-        """The ranks that have ended well, or have said so."""
+        """Return the ranks that have exited successfully, or have reported that."""
         ended = [rank for rank, process in self.processes.items() if _code(process) == 0]
-        return sorted({*ended, *self.endings} - self._failures.keys())
+        return sorted({*ended, *self.exit_reports} - self._failures.keys())
 
     def summary(self, cause: RankExit) -> str:
-        """Tell all others than the one that failed to end; the last line of the job."""
+        """Terminate all ranks but the one that failed; return the last line of the job."""
         self._cause = cause
-        self.tell()
-        return summary(cause, self._told, self._failures.values(), self.elsewhere)
+        self.terminate()
+        return summary(cause, self._terminated, self._failures.values(), self.multi_node)
 
-    def conclude(self, cause: RankExit) -> int:
-        """Stop all ranks and print the cause, last; gives the exit code of the job."""
+    def stop_and_report(self, cause: RankExit) -> int:
+        """Stop all ranks, print the cause as the last line, and return the exit code of the job."""
         line = self.summary(cause)
         self.stop()
         if self.logs is not None:
-            self.logs.close()  # what the ranks have printed comes before
-        sys.stderr.write(cause.trace)  # what the rank has not printed itself
+            self.logs.close()  # first the output of the ranks
+        sys.stderr.write(cause.trace)  # not printed by the rank
         say(line)
         process = self.processes.get(cause.rank)
         code = None if process is None else _code(process)
         return code if code is not None and code > 0 else cause.code
 
     def stop(self) -> None:
-        """End every rank: SIGTERM, a grace, SIGKILL; the last at once if Ctrl-C comes meanwhile.
+        """Stop every rank: SIGTERM, a grace period, SIGKILL; Ctrl-C in that period sends SIGKILL at once.
 
-        The cause of a failure gets the grace to finish its traceback.
+        The rank that failed first gets no SIGTERM, so that it can finish printing its traceback.
         """
-        self.tell()
+        self.terminate()
         try:
-            self._until(lambda: False, STOP_GRACE_S)
+            self._wait_until(lambda: False, STOP_GRACE_S)
         finally:
-            # The creator ends itself, with the cause's code.
-            started = [rank for rank in self.running() if self.processes[rank] is not self._creator]
+            # The parent rank exits by itself, with the exit code of the job.
+            started = [rank for rank in self.running() if self.processes[rank] is not self._parent_rank]
             self.send(signal.SIGKILL, started)
-            self._until(lambda: False, KILL_GRACE_S)  # else in the kernel's hands (a dead disk)
+            self._wait_until(lambda: False, KILL_GRACE_S)  # longer only if the kernel blocks it (a dead disk)
             self.send(signal.SIGKILL)
 
-    def tell(self) -> None:
-        """The first half of `stop`: SIGTERM to every rank that runs, but the cause, without waiting."""
+    def terminate(self) -> None:
+        """Send SIGTERM to every running rank but the one that failed first, without waiting."""
         self.stopping = True
-        spared = {*self._told} if self._cause is None else {*self._told, self._cause.rank}
-        fresh = [rank for rank in self.running() if rank not in spared]
-        self._told.update(fresh)
-        self.send(signal.SIGTERM, fresh)
+        excluded = {*self._terminated} if self._cause is None else {*self._terminated, self._cause.rank}
+        newly_terminated = [rank for rank in self.running() if rank not in excluded]
+        self._terminated.update(newly_terminated)
+        self.send(signal.SIGTERM, newly_terminated)
 
     def send(self, number: int, ranks: Iterable[int] | None = None) -> None:
-        """Send a signal to the ranks that still run (all, or those named)."""
+        """Send a signal to `ranks`, which default to all that are running."""
         for rank in self.running() if ranks is None else ranks:
             process, code = self.processes[rank], 1 if self._cause is None else self._cause.code
-            if process is self._creator:
+            if process is self._parent_rank:
                 process.send(number, code if self.stopping else None)
             elif process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    def pass_on(self, number: int) -> None:
-        """Send a signal that came to this process; what ends processes once, and the next time SIGKILL."""
-        if number not in ENDS:
+    def forward(self, number: int) -> None:
+        """Forward a signal of this process to the ranks. A second signal that terminates sends SIGKILL."""
+        if number not in TERMINATION_SIGNALS:
             self.send(number)
             return
-        before, self._signalled_at = self._signalled_at, time.monotonic()
+        previous, self._signalled_at = self._signalled_at, time.monotonic()
         if self.signalled is None:
             self.signalled = number
             self.send(number)
-        elif self._signalled_at - before > TOGETHER_S:  # else one request, which came twice
+        elif self._signalled_at - previous > DUPLICATE_SIGNAL_S:  # else a duplicate of the first
             self.send(signal.SIGKILL)
 
     def close(self) -> None:
-        """Give the pipes back, after what came through them has been taken."""
+        """Copy the remaining output of the ranks, and close the pipes."""
         if self.logs is not None:
             self.logs.close()
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._pipes.clear()
 
-    def _look(self) -> None:
-        """Take note of what has ended since."""
+    def _poll(self) -> None:
+        """Receive messages of ranks and record exits since the last call."""
         if self.stopping:
             return
-        # First who has ended: what they said before then is in the pipes.
+        # Exit codes first: then all messages of ranks that have exited are in the pipes.
         now, codes = time.monotonic(), {rank: _code(process) for rank, process in self.processes.items()}
-        for rank, link in list(self._links.items()):
-            while rank in self._links and link.poll():
-                self._hear(rank, link)
+        for rank, pipe in list(self._pipes.items()):
+            while rank in self._pipes and pipe.poll():
+                self._receive(rank, pipe)
         for rank, code in codes.items():
-            silent = self._functions and code == 0 and rank not in self.endings
-            if (code or silent) and rank not in self._failures:
+            unreported = self._functions and code == 0 and rank not in self.exit_reports
+            if (code or unreported) and rank not in self._failures:
                 self._failures[rank] = from_returncode(rank, code or 0, now)
             elif code == 0 and self._joined and rank not in self._joined:
                 waits = f"finished (exit 0) before fabric.launch(), in which rank {min(self._joined)} waits"
                 self._failures.setdefault(rank, RankExit(now, waits, rank=rank))
 
-    def _hear(self, rank: int, link: Connection) -> None:
-        """Take that a rank has joined the job, what it says at its end, or the end of its link."""
+    def _receive(self, rank: int, pipe: Connection) -> None:
+        """Receive a message of a rank: it has joined the job, its `RankExit`, or the end of its pipe."""
         with contextlib.suppress(EOFError, OSError):
-            said = pickle.loads(link.recv_bytes())
-            if said is None:
+            message = pickle.loads(pipe.recv_bytes())
+            if message is None:
                 self._joined.add(rank)
                 return
-            self.endings[rank] = ending = RankExit(*said)._replace(rank=rank)
-            trace = "" if self._functions else ending.trace
+            self.exit_reports[rank] = report = RankExit(*message)._replace(rank=rank)
+            trace = "" if self._functions else report.trace
             if self.logs is not None:
-                self.logs.note(rank, trace)
-            if ending.reason is not None:
-                self._failures[rank] = ending._replace(trace=trace)
-        del self._links[rank]
-        link.close()
+                self.logs.write_error(rank, trace)
+            if report.reason is not None:
+                self._failures[rank] = report._replace(trace=trace)
+        del self._pipes[rank]
+        pipe.close()
 
-    def _until(self, over: Callable[[], object], timeout: float | None) -> None:
-        """Block until `over()`, all ranks have ended, or so many seconds have passed."""
+    def _wait_until(self, over: Callable[[], object], timeout: float | None) -> None:
+        """Block until `over()` is true, all ranks have ended, or `timeout` seconds have passed."""
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        self._look()
+        self._poll()
         while not over() and (running := self.running()) and time.monotonic() < deadline:
-            self._sleep(min(1.0, max(0.0, deadline - time.monotonic())), running)
-            self._look()
+            self._wait_for_report(min(1.0, max(0.0, deadline - time.monotonic())), running)
+            self._poll()
 
-    def _sleep(self, seconds: float, running: list[int]) -> None:
-        """Block until a rank says something that will be noted, or so long; may return early."""
-        known = {} if self.stopping else self._links
-        links = [known[rank] for rank in running if rank in known]
-        if links and self._creator is not None and self._creator.rank in running:
-            links.append(self._creator.control)
+    def _wait_for_report(self, seconds: float, running: list[int]) -> None:
+        """Block until a rank sends a message, or for `seconds`; may return early."""
+        watched = {} if self.stopping else self._pipes
+        pipes = [watched[rank] for rank in running if rank in watched]
+        if pipes and self._parent_rank is not None and self._parent_rank.rank in running:
+            pipes.append(self._parent_rank.control)
             running = [*running, -1]
-        # The end of a process closes its link; who has said its end, or is not heard, may end at any moment.
-        wait(links, seconds if len(links) == len(running) else min(seconds, _POLL_S))
+        # The exit of a process closes its pipe. Processes whose pipe is closed already are polled.
+        wait(pipes, seconds if len(pipes) == len(running) else min(seconds, _POLL_INTERVAL_S))
 
 
-class Creator:
-    """Rank zero, as a process of the supervisor.
+class ParentRank:
+    """Rank zero, which started the supervisor; has the interface of a process that a supervisor started.
 
     Args:
         rank: Its number.
-        link: Where it writes a `RankExit`.
-        control: See `rank_zero.Tie`.
-        signals: Where it writes numbers of signals.
+        pipe: Receives its `RankExit`.
+        control: See `rank_zero.SupervisorLink`.
+        signals: Descriptor from which the numbers of its signals are read.
     """
 
-    def __init__(self, rank: int, link: Connection, control: Connection, signals: int) -> None:
-        self.rank, self.pid, self.link = rank, os.getppid(), link
+    def __init__(self, rank: int, pipe: Connection, control: Connection, signals: int) -> None:
+        self.rank, self.pid, self.pipe = rank, os.getppid(), pipe
         self.control, self._signals = control, signals
         self._code: int | None = None
         self._lock = threading.Lock()
 
     @property
     def exitcode(self) -> int | None:
-        """0 at its end; None while it runs."""
+        """0 after its exit, `UNKNOWN_EXIT` if it was killed; None while it runs."""
         with self._lock:
             if self._code is None:
                 try:
                     self._code = 0 if self.control.poll() and self.control.recv() is None else None
                 except (EOFError, OSError):
-                    self._code = LOST
+                    self._code = UNKNOWN_EXIT
             if self._code is None and os.getppid() != self.pid:
-                self._code = LOST
+                self._code = UNKNOWN_EXIT
             return self._code
 
     def send(self, number: int, code: int | None) -> None:
         """Send a signal.
 
         Args:
-            number: SIGKILL or SIGSTOP; others were passed on by this process itself.
-            code: With SIGTERM: the exit code with which it is to end; None: it decides.
+            number: SIGKILL or SIGSTOP; the rank has received others itself.
+            code: With SIGTERM: the exit code that it must use; None: it chooses.
         """
         with contextlib.suppress(OSError):
             if number == signal.SIGTERM and code is not None:
@@ -340,21 +346,21 @@ class Creator:
             elif number in (signal.SIGKILL, signal.SIGSTOP):
                 os.kill(self.pid, number)
 
-    def pass_signals(self, supervisor: Any) -> None:
-        """Pass on, in a thread, the signals that rank zero receives."""
-        threading.Thread(target=self._pass, args=(supervisor,), daemon=True).start()
+    def forward_signals(self, supervisor: Any) -> None:
+        """Forward, in a thread, the signals that rank zero receives."""
+        threading.Thread(target=self._forward_signals, args=(supervisor,), daemon=True).start()
 
-    def _pass(self, supervisor: Any) -> None:
+    def _forward_signals(self, supervisor: Any) -> None:
         while numbers := os.read(self._signals, 64):
             for number in numbers:
                 if number == signal.SIGTSTP:
                     supervisor.send(signal.SIGSTOP)
                 elif number == signal.SIGCONT:
                     supervisor.send(signal.SIGCONT)
-                elif number in PASSED_ON:
-                    supervisor.pass_on(number)
+                elif number in FORWARDED_SIGNALS:
+                    supervisor.forward(number)
 
 
-def _code(process: Process | Creator) -> int | None:
-    """The exit code; None while it runs."""
+def _code(process: Process | ParentRank) -> int | None:
+    """Return the exit code; None while the process runs."""
     return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode

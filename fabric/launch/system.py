@@ -17,13 +17,13 @@ SYSTEM = os.name
 
 
 def require_posix() -> None:
-    """Check that this system can start and watch ranks: signals, pipes, forks, three standard descriptors.
+    """Check that this system can start and watch ranks, which needs signals, pipes and forks.
 
-    Those of the last that are closed (`python train.py >&-`) are opened on /dev/null: a socket would take
-    their number, and what is printed.
+    Closed standard descriptors (`python train.py >&-`) are opened on /dev/null. Otherwise a socket would get
+    their number, and the output.
 
     Raises:
-        LaunchError: It has not: Windows.
+        LaunchError: The system is Windows.
     """
     if SYSTEM != "posix":
         raise LaunchError(
@@ -34,16 +34,16 @@ def require_posix() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def allow_open_files(count: int) -> bool:
-    """Raise this process's limit on open files towards `count` (never above what the system allows it).
+    """Raise this process's limit on open files to `count`, or to the system's limit if that is lower.
 
     Returns:
-        Whether so many may be open now.
+        Whether the limit is at least `count` now.
     """
     import resource
 
@@ -56,22 +56,22 @@ def allow_open_files(count: int) -> bool:
 
 @contextmanager
 def private_sockets() -> Iterator[None]:
-    """Keep sockets that are opened inside from children of this process, which would hold gloo's ports."""
-    before = _sockets()
+    """Context whose new sockets are not inherited by children, which would keep gloo's ports open."""
+    existing = _sockets()
     try:
         yield
     finally:
-        for descriptor in _sockets() - before:
+        for descriptor in _sockets() - existing:
             with suppress(OSError):
                 os.set_inheritable(descriptor, False)
 
 
 def _sockets() -> set[int]:
     """Return the descriptors of this process's sockets."""
-    found = set()
+    sockets = set()
     with suppress(OSError):
         for name in os.listdir("/dev/fd"):  # noqa: PTH208  numbers
             with suppress(OSError):
                 if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                    found.add(int(name))
-    return found
+                    sockets.add(int(name))
+    return sockets

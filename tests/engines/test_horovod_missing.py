@@ -32,7 +32,7 @@ def test_the_place_that_horovodrun_tells(monkeypatch):
         monkeypatch.setenv(f"HOROVOD_{name}", str(value))
     found = find_environment()
     assert type(found.environment) is HorovodEnvironment
-    assert found.why == "horovodrun started this process (HOROVOD_RANK=3)"
+    assert found.reason == "horovodrun started this process (HOROVOD_RANK=3)"
     here = found.environment
     assert (here.global_rank(), here.world_size(), here.local_rank(), here.node_rank()) == (3, 4, 1, 1)
     assert (here.local_world_size(), here.num_nodes()) == (2, 2)

@@ -29,7 +29,7 @@ def refusal():
 
 def test_without_the_package():
     assert refusal() == (
-        'accelerator="tpu" was asked for, but the package torch_tpu is not installed on this machine '
+        'accelerator="tpu" cannot be used: the package torch_tpu is not installed on this machine '
         f'(torch {torch.__version__}). Write accelerator="cpu" or "auto", or run `pip install '
         '"torch-fabric[tpu]"` on a machine with TPUs.'
     )

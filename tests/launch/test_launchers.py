@@ -23,7 +23,7 @@ from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.launch import system
 from fabric.launch.commands import Command
 from fabric.launch.functions.multiprocess import MultiprocessLauncher
-from fabric.launch.functions.openmp import rest_openmp
+from fabric.launch.functions.openmp import pause_openmp
 from fabric.launch.rank_env import RankEnv
 from fabric.launch.rank_exit import (
     RankExit,
@@ -89,7 +89,7 @@ def test_the_last_line():
     assert summary(failure, [0]) == f"{line}; rank 0 stopped because of it"
     assert summary(failure, [2, 1, 0]) == f"{line}; ranks 0, 2 stopped because of it"
     assert summary(failure, range(20)).endswith(" 14, 15, 16, ... stopped because of it")
-    assert summary(failure, elsewhere=True) == line
+    assert summary(failure, multi_node=True) == line
     echo, equal = failed(2, 1.0, CLOSED), failed(3, 1.0, "ValueError: boom (train.py:31)")
     whole = f"{line}; rank 3 failed, too; ranks 0, 2 stopped because of it"
     assert summary(failure, [0], [failure, echo, equal]) == whole
@@ -97,7 +97,7 @@ def test_the_last_line():
 
 def test_a_cause_on_another_machine_is_not_looked_for_here():
     line = f"rank 0 on {socket.gethostname()} lost a rank of another machine: {CLOSED}"
-    assert summary(failed(0, 1.0, CLOSED), elsewhere=True) == line
+    assert summary(failed(0, 1.0, CLOSED), multi_node=True) == line
 
 
 def test_where_all_failures_are_consequences_the_rank_that_ended_well_left_too_early():
@@ -242,7 +242,7 @@ def test_fork_after_cuda(monkeypatch):
 def test_openmp_rests_without_losing_its_settings():
     before = torch.get_num_threads()
     torch.randn(100_000).exp()
-    assert rest_openmp() in (True, False)  # False where torch has another runtime
+    assert pause_openmp() in (True, False)  # False where torch has another runtime
     torch.randn(100_000).exp()
     assert torch.get_num_threads() == before
 
@@ -355,7 +355,7 @@ def test_variables_of_a_rank(monkeypatch):
 
 
 def held_back(rank, reason, seconds):
-    """A rank that leaves its traceback to the supervisor, as `tie_to_parent` does, and then ends."""
+    """A rank that leaves its traceback to the supervisor, as `attach_to_supervisor` does, and then ends."""
     said = pickle.dumps((time.monotonic(), reason, "[rank0]: held back\n"))
     code = (
         "import os, sys, time; from multiprocessing.connection import Connection; "
@@ -373,7 +373,7 @@ def test_what_a_rank_has_not_printed_goes_to_its_log_and_to_the_terminal_only_as
         supervisor.start()
         supervisor.wait_all(60)
         cause = supervisor.first_failure()
-        assert supervisor.conclude(cause) == code
+        assert supervisor.stop_and_report(cause) == code
         supervisor.close()
         assert (directory / "rank0.err").read_text() == "[rank0]: held back\n"
         err = capfd.readouterr().err
@@ -398,14 +398,14 @@ def test_lines_of_ranks_stay_lines_with_their_rank_in_front(tmp_path, capfd):
 def test_a_log_directory_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ConfigurationError, match=r"--log-dir .*file/logs cannot be written to: .*Write a directory"
+        ConfigurationError, match=r"--log-dir .*file/logs cannot be written to: .*Write a writable directory"
     ):
         RankLogs(tmp_path / "file" / "logs")
 
 
 def test_a_forked_child_of_a_rank_does_not_report_as_the_rank():
     code = (
-        "import os, sys; from fabric.launch.parent_death import tie_to_parent; tie_to_parent()\n"
+        "import os; from fabric.launch.parent_death import attach_to_supervisor; attach_to_supervisor()\n"
         "if os.fork() == 0: raise ValueError('of the child')\n"
         "os.wait()"
     )
@@ -434,4 +434,4 @@ def test_a_rank_prints_on_though_its_log_is_full_and_the_terminal_cannot_show_it
     assert shown[-1] == "[rank 0] end"
     assert "".join(line.removeprefix("[rank 0] ") for line in shown[1:-1]) == "x" * 300_000
     assert len(shown) > 3, "a line without an end is shown in pieces"
-    assert re.fullmatch(r"fabric: \S+rank0.out ends here: .*No space left.*\n", error.getvalue())
+    assert re.fullmatch(r"fabric: \S+rank0.out is no longer written: .*No space left.*\n", error.getvalue())

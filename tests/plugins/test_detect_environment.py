@@ -162,4 +162,4 @@ def test_a_process_that_a_rank_started_is_no_rank(monkeypatch, joined, kept):
     found = find_environment()
     assert {name for name in RANK if name in os.environ} == kept
     assert found.environment.creates_processes_externally == bool(kept)
-    assert ("a rank (process 1) started this process" in found.why) == (joined[:2] == "1:")
+    assert ("a rank (process 1) started this process" in found.reason) == (joined[:2] == "1:")

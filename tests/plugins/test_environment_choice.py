@@ -58,7 +58,7 @@ def test_a_shell_gets_no_warning(monkeypatch):
         ({}, "LocalEnvironment: nothing else started this process."),
         (
             SALLOC,
-            "nothing else started this process; SLURM job 42 is here, but srun did not start this process.",
+            "nothing else started this process; this is SLURM job 42, but srun did not start this process.",
         ),
         (
             {**PTY, "SLURM_TASK_PID": "x"},

@@ -238,10 +238,10 @@ ERRORS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     ),
     "sbatch without srun: several machines": (
         *(BATCH, {"devices": 2, "num_nodes": 2}),
-        "num_nodes=2 asks for processes on other machines, but this one was started once, in SLURM job 42 "
-        "without srun, and nothing starts the others. Write `srun python train.py`",
+        "num_nodes=2 needs processes on other machines, but SLURM job 42 started only this one, without "
+        "srun, and nothing starts the others. Write `srun python train.py`",
     ),
-    "salloc: several machines": (SALLOC, {"num_nodes": 2}, "in SLURM job 42 without srun"),
+    "salloc: several machines": (SALLOC, {"num_nodes": 2}, "SLURM job 42 started only this one"),
     "mpirun: devices": (
         *(OPENMPI, {"devices": 4}),
         "devices=4 x num_nodes=1 asks for 4 processes, 4 on each machine, but mpirun started 2 "
@@ -250,11 +250,11 @@ ERRORS: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     ),
     "mpirun: several machines, no address": (
         *(TWO_HOSTS | {"MASTER_ADDR": ""}, {}),
-        "MPIEnvironment does not know where rank zero is: there are 2 machines, and neither MASTER_ADDR",
+        "MPIEnvironment has no address of rank zero: there are 2 machines, and neither MASTER_ADDR",
     ),
     "PMIx only": (
         *({"PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}, {}),
-        "does not tell the number of ranks on this machine: of the known variables only PMIX_RANK are set. "
+        "sets no variable for the number of ranks on this machine: of the known ones only PMIX_RANK are set. "
         "Install mpi4py, or set OMPI_COMM_WORLD_RANK",
     ),
     "jsrun: devices": (

@@ -8,7 +8,7 @@ from torch.distributed import TCPStore
 
 from fabric.core.errors import LaunchError
 from fabric.plugins.environments.rendezvous import await_ranks
-from fabric.plugins.environments.torchelastic import fresh_part
+from fabric.plugins.environments.torchelastic import attempt_store
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=2)
 
@@ -21,7 +21,7 @@ def connect():
 
 
 def arrive(store, rank, world_size):
-    part = fresh_part(store, rank, world_size, LONG)
+    part = attempt_store(store, rank, world_size, LONG)
     await_ranks(part, rank, world_size, LONG)
     return part
 
@@ -49,7 +49,7 @@ def test_each_attempt_has_a_part_of_its_own(connect, ranks):
 def test_ranks_that_died_while_they_met_do_not_count(connect):
     for rank in (1, 2):  # without a rank zero they get nowhere
         with pytest.raises(LaunchError, match=rf"Rank {rank} found no rank zero within 2 s\. Look at"):
-            fresh_part(connect(), rank, 3, SHORT)
+            attempt_store(connect(), rank, 3, SHORT)
     parts = meet(connect)
     parts[0].set("key", "value")
     assert [part.get("key") for part in parts] == [b"value"] * 3
@@ -58,9 +58,9 @@ def test_ranks_that_died_while_they_met_do_not_count(connect):
 def test_rank_zero_names_those_that_do_not_come(connect):
     store = connect()
     with ThreadPoolExecutor(1) as pool:
-        there = pool.submit(fresh_part, connect(), 2, 3, LONG)
+        there = pool.submit(attempt_store, connect(), 2, 3, LONG)
         with pytest.raises(LaunchError, match=r"1 of 3 ranks arrived within 2 s; missing: ranks 1, 2\."):
-            fresh_part(store, 0, 3, SHORT)  # rank 2 has got its part, and does not go on
+            attempt_store(store, 0, 3, SHORT)  # rank 2 has got its part, and does not go on
         there.result(60)
 
 

@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.launch import stores
-from fabric.launch.rank_env import first_place, place_here
+from fabric.launch.rank_env import first_rank_env, first_rank_env_of
 from fabric.plugins.environments import LightningEnvironment, LocalEnvironment
 from fabric.plugins.environments import rendezvous as meeting
 from fabric.plugins.environments.rendezvous import await_ranks
@@ -77,7 +77,7 @@ def test_set_world_size_and_rank():
 
 
 def test_one_machine_listens_on_a_port_of_the_kernel_on_the_loopback_only():
-    first, other = place_here(LocalEnvironment(), 2, 1), place_here(LocalEnvironment(), 2, 1)
+    first, other = first_rank_env_of(LocalEnvironment(), 2, 1), first_rank_env_of(LocalEnvironment(), 2, 1)
     with first[1], other[1]:
         port = first[0].main_port
         assert port != other[0].main_port
@@ -106,35 +106,35 @@ def test_a_name_that_is_no_single_address_of_this_machine_is_listened_for_everyw
 ):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in resolved]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: found)
-    with stores.listen("node7", 0, everywhere=True) as listener:
+    with stores.listen("node7", 0, all_interfaces=True) as listener:
         assert listener.getsockname()[0] == expected
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "own"])
 def test_several_machines_listen_on_the_main_address(address):
     given = own_address() if address == "own" else address
-    with stores.listen(given, 0, everywhere=True) as listener:
+    with stores.listen(given, 0, all_interfaces=True) as listener:
         assert listener.getsockname()[0] == (given if address == "own" else "127.0.0.1")
 
 
 def test_a_job_of_one_machine_has_a_secret_of_its_own(monkeypatch):
     monkeypatch.delenv("FABRIC_JOB_SECRET", raising=False)
-    found = [place_here(LocalEnvironment(), 2, 1) for _ in range(2)]
+    found = [first_rank_env_of(LocalEnvironment(), 2, 1) for _ in range(2)]
     for _, listener in found:
         listener.close()
     first, other = [place for place, _ in found]
     assert first.secret != other.secret
-    assert first.variables({}, "cli")["FABRIC_JOB_SECRET"] == first.at(1).secret == first.secret
+    assert first.variables({}, "cli")["FABRIC_JOB_SECRET"] == first.with_local_rank(1).secret == first.secret
     assert first.secret not in repr(first)
     monkeypatch.setenv("FABRIC_JOB_SECRET", "of a scheduler")
-    place, listener = place_here(LocalEnvironment(), 2, 1)
+    place, listener = first_rank_env_of(LocalEnvironment(), 2, 1)
     listener.close()
     assert place.secret == "of a scheduler"
 
 
 def test_launchers_of_several_machines_make_no_secret_of_their_own(monkeypatch):
     monkeypatch.delenv("FABRIC_JOB_SECRET", raising=False)
-    place, _ = first_place(2, 2, 1, "node1", 29400)
+    place, _ = first_rank_env(2, 2, 1, "node1", 29400)
     assert "FABRIC_JOB_SECRET" not in place.variables({}, "cli")
 
 
@@ -142,9 +142,9 @@ def test_an_explicit_port_is_honoured_and_named_when_taken(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}: another process .* holds the port"):
-            place_here(LocalEnvironment(), 2, 1)
-    place, listener = place_here(LocalEnvironment(), 2, 1)
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}: another process .* uses the port"):
+            first_rank_env_of(LocalEnvironment(), 2, 1)
+    place, listener = first_rank_env_of(LocalEnvironment(), 2, 1)
     listener.close()
     assert place.main_port == port
 
@@ -153,13 +153,13 @@ def test_an_explicit_port_is_honoured_and_named_when_taken(monkeypatch):
 def test_a_variable_that_is_no_number(monkeypatch, value):
     monkeypatch.setenv("MASTER_PORT", value)
     with pytest.raises(ConfigurationError, match=r"MASTER_PORT=.* must be a whole number"):
-        place_here(LocalEnvironment(), 2, 1)
+        first_rank_env_of(LocalEnvironment(), 2, 1)
 
 
 def test_a_port_out_of_range(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "70000")
     with pytest.raises(ConfigurationError, match=r"port 70000 is not in 0\.\.65535"):
-        place_here(LocalEnvironment(), 2, 1)
+        first_rank_env_of(LocalEnvironment(), 2, 1)
 
 
 def test_one_process_meets_nobody_and_takes_no_port():
@@ -202,7 +202,7 @@ def test_missing_ranks_are_named():
 
 
 def test_rank_zero_says_early_who_is_missing(monkeypatch, capsys):
-    monkeypatch.setattr(meeting, "_NOTE_AFTER", SECOND / 10)
+    monkeypatch.setattr(meeting, "_NOTICE_AFTER", SECOND / 10)
     store = LocalEnvironment().make_store(0, 2, SECOND)
     with pytest.raises(LaunchError, match=r"within 1 s; missing: rank 1\."):
         await_ranks(store, 0, 2, SECOND)

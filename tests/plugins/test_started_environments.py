@@ -14,7 +14,7 @@ from environment_rows import HYDRA, OPENMPI, SRUN, clear, env
 
 from fabric.core.errors import ConfigurationError, LaunchError
 from fabric.plugins.environments import LSFEnvironment, MPIEnvironment, SLURMEnvironment
-from fabric.plugins.environments.started import port_of
+from fabric.plugins.environments.started import derive_port
 from fabric.utilities.rank_zero import rank_zero_only
 
 SECOND = timedelta(seconds=1)
@@ -52,13 +52,13 @@ def test_the_first_machine_of_a_list(nodes, first):
 
 def test_outside_of_a_job_there_is_an_address_and_a_port():
     outside = SLURMEnvironment()
-    assert (outside.main_address, outside.main_port) == ("127.0.0.1", port_of(0, 0))
+    assert (outside.main_address, outside.main_port) == ("127.0.0.1", derive_port(0, 0))
     with pytest.raises(ConfigurationError, match="SLURMEnvironment needs SLURM_PROCID"):
         outside.global_rank()
 
 
 def test_a_list_without_machines():
-    with pytest.raises(ConfigurationError, match=r"list of machines ' ' names none\. Write it as SLURM does"):
+    with pytest.raises(ConfigurationError, match=r"list of machines ' ' is empty\. Write it as SLURM does"):
         SLURMEnvironment.resolve_root_node_address(" ")
 
 
@@ -80,7 +80,7 @@ def test_the_signal_is_one():
 
 
 def test_ports_of_jobs_and_steps_at_the_same_time():
-    ports = [port_of(job, step) for job in range(100_000, 100_100) for step in range(100)]
+    ports = [derive_port(job, step) for job in range(100_000, 100_100) for step in range(100)]
     assert len(set(ports)) == len(ports)
     assert all(12000 <= port < 32000 for port in ports)
 
@@ -119,9 +119,9 @@ def test_a_port_that_is_taken(one_task):
         with pytest.raises(LaunchError) as caught:
             SLURMEnvironment().make_store(0, 2, SECOND)
         assert str(caught.value) == (
-            f"Rank zero cannot listen on 127.0.0.1:{one_task}: another process on this machine holds the "
-            "port. Set MASTER_PORT (--main-port) to another number, the same for all ranks; on one machine "
-            "`fabric run` and `python train.py` take a free one where it is left out."
+            f"Rank zero cannot listen on 127.0.0.1:{one_task}: another process on this machine uses the "
+            "port. Set MASTER_PORT (--main-port) to another number, the same for all ranks; on one machine, "
+            "leave it out, so that `fabric run` and `python train.py` choose a free one."
         )
 
 

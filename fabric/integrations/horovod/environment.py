@@ -7,7 +7,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from fabric.integrations.horovod.package import load_horovod
-from fabric.launch.stores import part_of_store, take_port
+from fabric.launch.stores import prefix_store, reserve_port
 from fabric.plugins.environments.started import ExternalEnvironment
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class HorovodEnvironment(ExternalEnvironment):
         "node_rank": ("HOROVOD_CROSS_RANK",),
         "nodes": ("HOROVOD_CROSS_SIZE",),
     }
-    marks = ("HOROVOD_RANK",)
+    marker_variables = ("HOROVOD_RANK",)
     remedy = "start it with `horovodrun -np {tasks} python train.py`"
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -37,6 +37,6 @@ class HorovodEnvironment(ExternalEnvironment):
         if rank == 0:
             several = (self.num_nodes() or 1) > 1
             address = os.environ.get("MASTER_ADDR") or (socket.gethostname() if several else "127.0.0.1")
-            told = address, take_port(address, 0, everywhere=several)
+            told = address, reserve_port(address, 0, all_interfaces=several)
         address, port = load_horovod().broadcast_object(told, 0, name="fabric.store")
-        return part_of_store(address, port, rank == 0, timeout)
+        return prefix_store(address, port, rank == 0, timeout)

@@ -36,7 +36,7 @@ class RayEnvironment(ClusterEnvironment):
         MissingExtraError: Ray is not installed.
     """
 
-    elsewhere = True
+    remote_ranks = True
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fabric.core.errors import LaunchError, RankError
 from fabric.integrations.ray.seat import Seat
 from fabric.launch.launcher import Launcher
-from fabric.launch.stores import take_port
+from fabric.launch.stores import reserve_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ class RankActor:
 
     def listen(self, address: str) -> int:
         """The port on which the store of all ranks is to be: it is taken now."""
-        return take_port(address, 0, everywhere=True)
+        return reserve_port(address, 0, all_interfaces=True)
 
     def run(self, seat: Seat, call: tuple[Any, Callable[..., Any], Any, Any]) -> Any:
         """Take the place, and call the function, whose Fabric has this strategy."""

@@ -1,1 +1,1 @@
-"""Ranks that run a function: spawn, fork, forkserver, notebooks."""
+"""Ranks started as processes that run a function: spawn, fork, forkserver, notebooks."""

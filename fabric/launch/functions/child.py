@@ -1,4 +1,4 @@
-"""Entry point of a process made by spawn, fork or forkserver: set the rank, run the function, report the end.
+"""Entry point of a process of spawn, fork or forkserver: set the rank, run the function, report the exit.
 
 Imports no torch, so that the number of threads is set before torch is loaded.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError
 from fabric.core.pickles import pickling_error
-from fabric.launch.garbage import forked
+from fabric.launch.garbage import after_fork
 from fabric.launch.parent_death import die_with_creator, die_with_parent
 from fabric.launch.rank_exit import RankExit, describe, exit_reason
 from fabric.launch.signals import flush_output
@@ -30,54 +30,55 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The function call that a rank runs. `call` is pickled bytes, or the objects themselves under fork."""
+    """The function call that a rank runs. `call` is pickled bytes, or the unpickled objects under fork."""
 
     variables: dict[str, str]
-    """The rank's environment. A fork server would not pass it on."""
+    """The rank's environment, which a fork server does not inherit from the launching process."""
     call: bytes | tuple[Any, ...]
     parent: int | None
-    """The launching process, where it makes this one itself (forkserver does not)."""
+    """The process id of the launching process if it is the parent; None under forkserver."""
     start_method: str | None
-    """The parent's own choice for its children; None: the system's. Loaders here make their workers so."""
+    """The launching process's multiprocessing start method, used for loader workers; None: the default."""
     streams: tuple[int, int] | None = None
-    """Where to print, under fork; None: where the parent does."""
+    """Descriptors for stdout and stderr, under fork; None: those of the parent."""
 
 
-def run_rank(task: Task, link: Connection) -> None:
-    """Run one rank to its end and send exactly one `RankExit`."""
-    forked()
-    if task.parent is None:  # a fork server lives as long as its children
+def run_rank(task: Task, pipe: Connection) -> None:
+    """Run one rank until it exits, and send exactly one `RankExit`."""
+    after_fork()
+    if task.parent is None:  # the parent is a fork server, which lives as long as its children
         die_with_creator()
     else:
         die_with_parent(task.parent)
-    for number, writer in enumerate(task.streams or (), 1):  # also what is not Python's
+    for number, writer in enumerate(task.streams or (), 1):  # for native code, too
         os.dup2(writer, number)
         os.close(writer)
         stream = open(number, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
         setattr(sys, ("stdout", "stderr")[number - 1], stream)
-    usual = multiprocessing.get_all_start_methods()[0]
-    multiprocessing.set_start_method(task.start_method or usual, force=True)  # not that of this launch
+    default_method = multiprocessing.get_all_start_methods()[0]
+    # Not the method of this launch.
+    multiprocessing.set_start_method(task.start_method or default_method, force=True)
     os.environ.clear()
     os.environ.update(task.variables)
-    owner, fork = os.getpid(), task.parent is None or not isinstance(task.call, bytes)
-    if fork:
-        atexit._clear()  # what the parent is to do at its end
+    pid, is_fork = os.getpid(), task.parent is None or not isinstance(task.call, bytes)
+    if is_fork:
+        atexit._clear()  # inherited handlers of the parent
     try:
-        ending = RankExit(time.monotonic(), result=_call(task))
+        report = RankExit(time.monotonic(), result=_call(task))
     except BaseException as error:
-        ending = _ending_of(error)
-    if os.getpid() != owner:  # a process that the rank has forked by hand has come back to here
-        sys.stderr.write(ending.trace)
+        report = _exit_report(error)
+    if os.getpid() != pid:  # a process that the user's function forked returned from it
+        sys.stderr.write(report.trace)
         flush_output()
-        os._exit(0 if ending.reason is None else ending.code)
-    if fork and ending.reason is None:
-        atexit._run_exitfuncs()  # multiprocessing would not; the other ranks hear that this one left
-    flush_output()  # the parent may end this process as soon as it knows
+        os._exit(0 if report.reason is None else report.code)
+    if is_fork and report.reason is None:
+        atexit._run_exitfuncs()  # multiprocessing does not; one informs the other ranks of this exit
+    flush_output()  # the parent may kill this process once it has the report
     with contextlib.suppress(BrokenPipeError):
-        link.send_bytes(pickle.dumps(tuple(ending)))
-        link.close()
-    if ending.reason is not None:
-        sys.exit(ending.code)
+        pipe.send_bytes(pickle.dumps(tuple(report)))
+        pipe.close()
+    if report.reason is not None:
+        sys.exit(report.code)
 
 
 def _call(task: Task) -> bytes | None:
@@ -95,7 +96,7 @@ def _call(task: Task) -> bytes | None:
         ) from error
 
 
-def _ending_of(error: BaseException) -> RankExit:
+def _exit_report(error: BaseException) -> RankExit:
     when = time.monotonic()
     if isinstance(error, KeyboardInterrupt):
         return RankExit(when, "KeyboardInterrupt", code=128 + signal.SIGINT)
@@ -104,7 +105,7 @@ def _ending_of(error: BaseException) -> RankExit:
             print(error.code, file=sys.stderr)
         code, reason = exit_reason(error.code)
         return RankExit(when, reason if code else None, code=code)
-    # The frames of this module say nothing to the user: the traceback starts at the user's function.
+    # The traceback shown starts at the user's function, without the frames of this module.
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next

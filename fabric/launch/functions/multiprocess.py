@@ -1,5 +1,4 @@
-"""Runs a function in N new processes of this machine: spawn, fork or forkserver. Where notebooks and
-functions go.
+"""`MultiprocessLauncher`: runs a function in N new processes of this machine by spawn, fork or forkserver.
 
 This process starts the ranks, hosts their store, waits for them and returns rank zero's result; it is no
 rank itself.
@@ -25,10 +24,10 @@ from torch.distributed import default_pg_timeout
 from fabric.core.errors import LaunchError
 from fabric.core.pickles import pickling_error
 from fabric.launch.functions.child import Task, run_rank
-from fabric.launch.functions.openmp import rest_openmp
+from fabric.launch.functions.openmp import pause_openmp
 from fabric.launch.garbage import forking
 from fabric.launch.launcher import Launcher
-from fabric.launch.rank_env import RankEnv, place_here
+from fabric.launch.rank_env import RankEnv, first_rank_env_of
 from fabric.launch.rank_logs import RankLogs
 from fabric.launch.signals import die_by
 from fabric.launch.stores import open_store
@@ -46,14 +45,14 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.local import LocalEnvironment
 
 _PRELOAD = ["torch", "fabric.fabric"]
-"""What the fork server imports once; a second launch forks from it in about 0.1 s."""
+"""Modules that the fork server imports once; a second launch forks from it in about 0.1 s."""
 
 
 class MultiprocessLauncher(Launcher):
     """Starts all ranks of this machine as child processes that run a function.
 
     Args:
-        environment: Hosts the store here; a copy takes its place in each rank.
+        environment: The environment of this process, which hosts the store; each rank has another one.
         num_processes: Ranks on this machine.
         start_method: "spawn", "fork" or "forkserver".
         num_nodes: Machines; each runs the same program with MASTER_ADDR, MASTER_PORT and NODE_RANK set.
@@ -72,12 +71,12 @@ class MultiprocessLauncher(Launcher):
         self.start_method = start_method
 
     def launch(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
-        """Run `function(*args, **kwargs)` in every rank; returns rank zero's result, copied by pickle.
+        """Run `function(*args, **kwargs)` in every rank; return rank zero's result, copied by pickle.
 
         Raises:
-            LaunchError: There is no function, it or an argument cannot be pickled, fork is not possible any
-                more, or a rank failed: the message names that rank and its exception, the cause is its
-                traceback.
+            LaunchError: There is no function; it or an argument cannot be pickled; CUDA is initialised, so
+                fork is impossible; or a rank failed. Then the message names that rank and its exception,
+                and `__cause__` is its traceback.
         """
         if function is None:
             raise LaunchError(
@@ -91,79 +90,81 @@ class MultiprocessLauncher(Launcher):
             )
         require_posix()
         if self.start_method == "fork":
-            _refuse_fork_after_cuda()
-        call = self._pack(function, args, kwargs)
-        first, listener = place_here(self.environment, self.num_processes, self.num_nodes)
+            _check_cuda_unused()
+        call = self._pickle_call(function, args, kwargs)
+        first, listener = first_rank_env_of(self.environment, self.num_processes, self.num_nodes)
         return self._run(first, listener, call)
 
     def _run(self, first: RankEnv, listener: socket.socket | None, call: bytes | tuple[Any, ...]) -> Any:
         if self.start_method == "fork":
             _prepare_fork(first.threads())
-        context, elsewhere = multiprocessing.get_context(self.start_method), self.num_nodes > 1
+        context, multi_node = multiprocessing.get_context(self.start_method), self.num_nodes > 1
         if self.start_method == "forkserver":
             context.set_forkserver_preload(_PRELOAD)
-        places = [first.at(local) for local in range(self.num_processes)]
-        ranks = {place.rank: partial(_start_rank, context, place, call) for place in places}
-        ours = all([isinstance(stream, io.TextIOWrapper | None) for stream in (sys.stdout, sys.stderr)])
-        # A kernel's streams send each write of a forked process by a connection of its own: lines would mix.
-        logs = None if ours or self.start_method != "fork" else RankLogs()
-        supervisor = Supervisor(ranks, logs=logs, elsewhere=elsewhere, functions=True)
+        rank_envs = [first.with_local_rank(local) for local in range(self.num_processes)]
+        ranks = {rank_env.rank: partial(_start_rank, context, rank_env, call) for rank_env in rank_envs}
+        plain_streams = all(
+            [isinstance(stream, io.TextIOWrapper | None) for stream in (sys.stdout, sys.stderr)]
+        )
+        # A notebook kernel's streams use one connection per forked process, so that lines would mix.
+        logs = None if plain_streams or self.start_method != "fork" else RankLogs()
+        supervisor = Supervisor(ranks, logs=logs, multi_node=multi_node, functions=True)
         failure = store = None
         try:
             with supervisor.run(signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) as handlers:
                 if listener is not None:
-                    # Now: a rank forked while the store's thread takes a lock would find it taken for ever.
-                    where = first.main_address, first.main_port
-                    store = open_store(*where, True, default_pg_timeout, listener.detach())
-                failure = supervisor.wait(wake=lambda: len(supervisor.endings) == len(ranks))
-                failure = failure or supervisor.wait_noting(
+                    # After the forks: a rank forked while the store's thread has a lock would deadlock on it.
+                    address = first.main_address, first.main_port
+                    store = open_store(*address, True, default_pg_timeout, listener.detach())
+                failure = supervisor.wait(wake=lambda: len(supervisor.exit_reports) == len(ranks))
+                failure = failure or supervisor.wait_with_notice(
                     "rank {} has returned; waiting for the end of its process"
                 )
                 if failure is not None:
-                    trace = supervisor.endings.get(failure.rank, failure).trace
+                    trace = supervisor.exit_reports.get(failure.rank, failure).trace
                     raise _launch_error(supervisor.summary(failure), trace, failure.code)
-                result = supervisor.endings[first.rank].result
-                return None if result is None else _unpacked(result)
+                result = supervisor.exit_reports[first.rank].result
+                return None if result is None else _unpickle_result(result)
         finally:
-            del store  # an exception would keep its thread beside the forks of the next launch
+            del store  # else an exception's traceback keeps its thread alive during forks of the next launch
             signalled = None if failure is None else supervisor.signalled
-            if signalled is not None and not callable(handlers.before(signalled)):
+            if signalled is not None and not callable(handlers.previous(signalled)):
                 die_by(signalled)
 
-    def _pack(
+    def _pickle_call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bytes | tuple[Any, ...]:
         call = (function, args, kwargs)
         if self.start_method == "fork":
             return call
         for part in (function, *args, *kwargs.values()):
-            _refuse_interactive(part, self.start_method)
+            _check_importable(part, self.start_method)
         try:
-            # By value and once: torch's own reducers would share CPU parameters between the ranks.
+            # Plain pickle: torch's ForkingPickler would share CPU parameters between the ranks.
             return pickle.dumps(call)
         except Exception as error:
             raise LaunchError(
                 f'start_method="{self.start_method}" sends the function and its arguments to the ranks by '
-                f"pickle, and this cannot be pickled: {_culprit(function, args, kwargs)}. Define it at the "
-                'top level of a module, make it inside the launched function, or use start_method="fork" '
-                '(strategy="ddp_fork").'
+                f"pickle, and this cannot be pickled: {_unpicklable_part(function, args, kwargs)}. Define it "
+                "at the top level of a module, create it inside the launched function, or use "
+                'start_method="fork" (strategy="ddp_fork").'
             ) from error
 
 
 def _start_rank(
     context: BaseContext,
-    place: RankEnv,
+    rank_env: RankEnv,
     call: bytes | tuple[Any, ...],
-    link: Connection,
+    pipe: Connection,
     streams: tuple[int, int] | None,
 ) -> BaseProcess:
-    direct = context.get_start_method() != "forkserver"
-    usual = multiprocessing.get_start_method(allow_none=True)
-    variables = {**os.environ, **place.variables(os.environ, "function")}
-    task = Task(variables, call, os.getpid() if direct else None, usual, streams)
-    process = context.Process(target=run_rank, args=(task, link))  # type: ignore[attr-defined]
+    is_direct_child = context.get_start_method() != "forkserver"
+    default_method = multiprocessing.get_start_method(allow_none=True)
+    variables = {**os.environ, **rank_env.variables(os.environ, "function")}
+    task = Task(variables, call, os.getpid() if is_direct_child else None, default_method, streams)
+    process = context.Process(target=run_rank, args=(task, pipe))  # type: ignore[attr-defined]
     with warnings.catch_warnings(), forking():
-        # Python 3.12 warns of any fork beside threads; what those threads hold here is taken care of.
+        # Python 3.12 warns of any fork in a process with threads; `forking` and `pause_openmp` handle these.
         message = ".*multi-threaded, use of fork"
         warnings.filterwarnings("ignore", message=message, category=DeprecationWarning)
         process.start()
@@ -172,8 +173,8 @@ def _start_rank(
 
 def _prepare_fork(threads: int) -> None:
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # what is buffered would be printed once more by every rank
-    if not rest_openmp() and threads > 1:
+        stream.flush()  # else every rank would print the buffered text again
+    if not pause_openmp() and threads > 1:
         warnings.warn(
             f"The OpenMP runtime of this torch cannot be paused, so forked ranks with {threads} threads may "
             "hang once this process has computed anything. If they do, set OMP_NUM_THREADS=1 or use "
@@ -182,14 +183,14 @@ def _prepare_fork(threads: int) -> None:
         )
 
 
-_hook_before: Any = None
+_previous_hook: Any = None
 
 
-def _unpacked(result: bytes) -> Any:
-    """Return what the function returned on rank zero.
+def _unpickle_result(result: bytes) -> Any:
+    """Return rank zero's result of the function.
 
     Raises:
-        LaunchError: It exists in a process of the job only.
+        LaunchError: It is usable in a process of the job only.
     """
     try:
         return pickle.loads(result)
@@ -203,26 +204,26 @@ def _unpacked(result: bytes) -> Any:
 
 
 def _launch_error(line: str, trace: str, code: int) -> LaunchError:
-    """The error of a function launch: the last line of a failed job, caused by the rank's traceback.
+    """Return the error of a function launch: the last line of a failed job, caused by the rank's traceback.
 
-    Where nobody catches it, the process ends with the code.
+    If it is not caught, the process exits with `code`.
     """
-    global _hook_before
+    global _previous_hook
     error = LaunchError(line)
     error.exit_code = code
     error.__cause__ = RemoteTraceback(f"\n{trace}") if trace else None
-    if _hook_before is None:
-        _hook_before, sys.excepthook = sys.excepthook, _end_by_code
+    if _previous_hook is None:
+        _previous_hook, sys.excepthook = sys.excepthook, _exit_with_code
     return error
 
 
-def _end_by_code(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-    _hook_before(kind, error, tb)
+def _exit_with_code(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+    _previous_hook(kind, error, tb)
     if isinstance(error, LaunchError) and error.exit_code != 1:
         raise SystemExit(error.exit_code)
 
 
-def _refuse_fork_after_cuda() -> None:
+def _check_cuda_unused() -> None:
     if torch.cuda.is_initialized():
         raise LaunchError(
             "CUDA is initialised in this process, and a forked rank cannot use it again. Move the first "
@@ -231,7 +232,7 @@ def _refuse_fork_after_cuda() -> None:
         )
 
 
-def _refuse_interactive(part: Any, method: str) -> None:
+def _check_importable(part: Any, method: str) -> None:
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     importable = getattr(main, "__spec__", None) is not None or (file is not None and Path(file).exists())
@@ -243,13 +244,13 @@ def _refuse_interactive(part: Any, method: str) -> None:
         )
 
 
-def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The first argument that pickle refuses, with its reason."""
-    owner = getattr(function, "__self__", function)  # `Fabric`, of which this is a method
+def _unpicklable_part(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the first argument that cannot be pickled, with the reason."""
+    owner = getattr(function, "__self__", function)  # the `Fabric` whose method this is
     for name, value in [*[(_name(value), value) for value in (owner, *args)], *kwargs.items()]:
         try:
             pickle.dumps(value)
-        except Exception as error:  # pickle's own, and what a user's __getstate__ or __reduce__ raises
+        except Exception as error:  # of pickle, or of a user's __getstate__ or __reduce__
             return f"{name} ({pickling_error(error, value, name)})"
     return "the call"
 

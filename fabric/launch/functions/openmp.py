@@ -1,7 +1,7 @@
-"""Makes fork safe for OpenMP: the idle threads of this process's pool end before the fork.
+"""`pause_openmp`: makes fork safe for OpenMP by ending the idle threads of this process's pool before it.
 
-A forked child has only the forking thread; without this, its first parallel region waits for ever for the
-pool's others.
+A forked child has only the forking thread. Otherwise its first parallel region would wait for ever for the
+other threads of the pool.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import re
 from pathlib import Path
 
 _RUNTIME = re.compile(r"/.*/lib(?:gomp|omp|iomp)[^/\n]*$", re.MULTILINE)
-_SOFT_PAUSE = 1  # omp_pause_soft: keeps settings; the pool comes back at the next parallel region
+_SOFT_PAUSE = 1  # omp_pause_soft: keeps settings; the next parallel region restarts the pool
 
 
-def rest_openmp() -> bool:
-    """End the idle OpenMP threads of the calling thread; whether a child forked now may use several threads.
+def pause_openmp() -> bool:
+    """End the calling thread's idle OpenMP threads; return whether forked children may use several threads.
 
     Source: OpenMP 5.0, 3.2.44 omp_pause_resource_all; GNU and LLVM runtimes have it.
     """
@@ -23,8 +23,8 @@ def rest_openmp() -> bool:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return False
-    rested = [_pause(path) for path in set(_RUNTIME.findall(maps))]
-    return bool(rested) and all(rested)
+    paused = [_pause(path) for path in set(_RUNTIME.findall(maps))]
+    return bool(paused) and all(paused)
 
 
 def _pause(path: str) -> bool:

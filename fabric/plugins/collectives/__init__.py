@@ -1,4 +1,4 @@
-"""Tensors across ranks: one abstraction, on torch.distributed or on one device."""
+"""Classes for collectives, on torch.distributed or on one device."""
 
 from typing import TYPE_CHECKING
 

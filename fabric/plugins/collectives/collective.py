@@ -1,3 +1,3 @@
-"""A path of Lightning Fabric; the code is in `fabric/collectives/collective.py`."""
+"""A module path of Lightning Fabric; the code is in `fabric/collectives/collective.py`."""
 
 from fabric.collectives.collective import Collective as Collective

@@ -1,4 +1,4 @@
-"""Rank and rendezvous of this process: one class per way to start processes. Lazy: loads no torch."""
+"""Rank and rendezvous of this process: one class per launcher. Lazy: loads no torch."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""The base of every environment: the place of this process and the store through which ranks meet.
+"""`ClusterEnvironment`: the base class of environments, with this process's ranks and the rendezvous store.
 
-Method names are Lightning's, so users' subclasses carry over. It reads os.environ and never sets it.
+Method names are Lightning's, so users' subclasses work. It reads os.environ and never sets it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class ClusterEnvironment(ABC):
     """Ranks of this process in the job, and the address of rank zero."""
 
-    elsewhere = False
-    """Whether ranks run where this process does not: what devices there are is not looked up here."""
+    remote_ranks = False
+    """Whether ranks run on other machines than this process, whose devices are then not used."""
 
     @property
     @abstractmethod
     def creates_processes_externally(self) -> bool:
-        """Whether something else (torchrun, SLURM, `fabric run`) has started all ranks already."""
+        """Whether a launcher (torchrun, SLURM, `fabric run`) has started all ranks already."""
 
     @property
     @abstractmethod
@@ -49,7 +49,7 @@ class ClusterEnvironment(ABC):
 
     @abstractmethod
     def set_world_size(self, size: int) -> None:
-        """Take `size` as the number of processes; ignored where the environment dictates it."""
+        """Set the number of processes; ignored if the environment determines it."""
 
     @abstractmethod
     def global_rank(self) -> int:
@@ -57,7 +57,7 @@ class ClusterEnvironment(ABC):
 
     @abstractmethod
     def set_global_rank(self, rank: int) -> None:
-        """Take `rank` as the index of this process in the job; ignored where the environment dictates it."""
+        """Set the index of this process in the job; ignored if the environment determines it."""
 
     @abstractmethod
     def local_rank(self) -> int:
@@ -68,52 +68,52 @@ class ClusterEnvironment(ABC):
         """Index of this machine in the job, from 0."""
 
     def local_world_size(self) -> int | None:
-        """Number of processes on this machine; None where the environment does not know."""
+        """Number of processes on this machine; None: unknown."""
         return None
 
     def num_nodes(self) -> int | None:
-        """Number of machines; None where the environment does not know."""
+        """Number of machines; None: unknown."""
         return None
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:  # noqa: B027  optional
-        """Compare the processes that exist with what the user asked for.
+        """Compare the launched processes with the arguments of `Fabric`.
 
         Args:
-            num_devices: Processes per machine that `devices=` asks for.
-            num_nodes: Machines that `num_nodes=` asks for.
+            num_devices: Processes per machine according to `devices=`.
+            num_nodes: Machines according to `num_nodes=`.
 
         Raises:
-            ConfigurationError: They differ (only environments that know the number of processes).
+            ConfigurationError: They differ (only in environments with a known number of processes).
         """
 
     def make_launcher(self, strategy: Any) -> Any | None:
-        """A `Launcher` of the ranks of a parallel strategy, if the environment has a way of its own."""
+        """Return this environment's `Launcher` for the ranks of a strategy; None: the default one."""
         return None
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
-        """The key-value store of the job: rank zero hosts it, the others connect; nobody waits.
+        """Return the key-value store of the job, hosted by rank zero; does not wait for other ranks.
 
         Args:
             rank: Global rank of this process.
             world_size: Number of processes of the job.
-            timeout: How long to try to reach rank zero; also the default of each later wait on the store.
+            timeout: Limit for connecting to rank zero; also the default of each later wait on the store.
 
         Raises:
             LaunchError: Rank zero's port is taken, or rank zero cannot be reached in time.
         """
-        from fabric.launch.stores import part_of_store
+        from fabric.launch.stores import prefix_store
 
-        return part_of_store(self.main_address, self.main_port, rank == 0, timeout)
+        return prefix_store(self.main_address, self.main_port, rank == 0, timeout)
 
     def teardown(self) -> None:  # noqa: B027  optional
-        """Release what the environment holds."""
+        """Release the environment's resources."""
 
 
-def whole_number(name: str) -> int | None:
-    """The number in an environment variable; None: it is not set, or empty.
+def int_variable(name: str) -> int | None:
+    """Return the number in an environment variable; None: it is not set, or empty.
 
     Raises:
-        ConfigurationError: It is no number.
+        ConfigurationError: The value is no whole number.
     """
     text = os.environ.get(name, "").strip()
     try:

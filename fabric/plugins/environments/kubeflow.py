@@ -1,4 +1,4 @@
-"""Ranks that Kubeflow's training operator started, one in each pod. Reads the variables of the pod."""
+"""`KubeflowEnvironment`: ranks of Kubeflow's training operator, one per pod. Reads the pod's variables."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class KubeflowEnvironment(ExternalEnvironment):
         "local_size": (1,),
         "node_rank": ("RANK",),
     }
-    marks = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KUBERNETES_PORT")
+    marker_variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "KUBERNETES_PORT")
 
     @classmethod
-    def sign(cls) -> tuple[bool, str]:
-        """Whether Kubeflow's operator started this pod; a launcher inside it would set LOCAL_RANK."""
-        return (False, "") if "LOCAL_RANK" in os.environ else super().sign()
+    def detect_with_reason(cls) -> tuple[bool, str]:
+        """Return whether Kubeflow's operator started this process; a launcher in the pod sets LOCAL_RANK."""
+        return (False, "") if "LOCAL_RANK" in os.environ else super().detect_with_reason()
 
     def _remedy(self, num_devices: int, num_nodes: int) -> str:
         if num_devices > 1:

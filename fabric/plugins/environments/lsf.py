@@ -1,4 +1,4 @@
-"""Ranks that LSF's jsrun started. Reads its variables and the file of machines that LSF writes."""
+"""`LSFEnvironment`: ranks that LSF's jsrun started. Reads its variables and LSF's file of machines."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import os
 import socket
 from pathlib import Path
 
-from fabric.plugins.environments.started import ExternalEnvironment, port_of
+from fabric.plugins.environments.started import ExternalEnvironment, derive_port
 
 
 class LSFEnvironment(ExternalEnvironment):
     """Processes started by `jsrun` in a job of LSF.
 
-    The machines are those of LSB_DJOB_RANKFILE (or LSB_HOSTS) in their order. Where it names more than run
-    ranks, the first is taken to be the one that runs the batch script; MASTER_ADDR overrules.
+    The machines are those of LSB_DJOB_RANKFILE (or LSB_HOSTS) in their order. If the list has more machines
+    than there are nodes with ranks, the first one is assumed to run the batch script only. MASTER_ADDR
+    overrides rank zero's address.
     """
 
     launcher = "jsrun"
@@ -21,16 +22,16 @@ class LSFEnvironment(ExternalEnvironment):
         "rank": ("JSM_NAMESPACE_RANK",),
         "size": ("JSM_NAMESPACE_SIZE",),
         "local_rank": ("JSM_NAMESPACE_LOCAL_RANK",),
-        "local_size": ("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # or what its MPI says
+        "local_size": ("JSM_NAMESPACE_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),  # or that of its MPI
     }
-    marks = ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "LSB_JOBID")
+    marker_variables = ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "LSB_JOBID")
     remedy = "start it with `jsrun --nrs {nodes} --tasks_per_rs {devices}`"
 
     def node_rank(self) -> int:
-        """Index of this machine among those of the job; where it is not listed, from the ranks."""
+        """Index of this machine in the list; if it is not listed, computed from the ranks."""
         names = [host.partition(".")[0] for host in self._machines()]
-        own = socket.gethostname().partition(".")[0]
-        return names.index(own) if own in names else self.global_rank() // (self.local_world_size() or 1)
+        host = socket.gethostname().partition(".")[0]
+        return names.index(host) if host in names else self.global_rank() // (self.local_world_size() or 1)
 
     def _machines(self) -> list[str]:
         file = os.environ.get("LSB_DJOB_RANKFILE", "")
@@ -41,8 +42,8 @@ class LSFEnvironment(ExternalEnvironment):
     def _main_host(self) -> str:
         machines = self._machines()
         if not machines:
-            raise self._no_address("neither LSB_DJOB_RANKFILE nor LSB_HOSTS lists them")
+            raise self._missing_address("neither LSB_DJOB_RANKFILE nor LSB_HOSTS lists them")
         return machines[0]
 
     def _derived_port(self) -> int:
-        return port_of(self._whole("LSB_JOBID"), self._whole("LSB_JOBINDEX", 0))
+        return derive_port(self._first_int("LSB_JOBID"), self._first_int("LSB_JOBINDEX", 0))

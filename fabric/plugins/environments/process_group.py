@@ -1,4 +1,4 @@
-"""A process group that the user (or a test) has initialised already: ranks and sizes are read from it."""
+"""`ProcessGroupEnvironment`: ranks and sizes of a process group that is initialised already."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fabric.plugins.environments.started import ExternalEnvironment
 
 
 class ProcessGroupEnvironment(ExternalEnvironment):
-    """The place of this process in torch.distributed's default group, whoever made it.
+    """The ranks of this process in torch.distributed's default group, which was initialised before Fabric.
 
-    Variables say where its machine ends; without them all ranks are taken to be on one.
+    Local and node ranks are read from variables; without them all ranks are assumed to be on one machine.
     """
 
     launcher = "init_process_group"
@@ -48,8 +48,8 @@ class ProcessGroupEnvironment(ExternalEnvironment):
         return super().local_rank() if "LOCAL_RANK" in os.environ else self.global_rank()
 
     def local_world_size(self) -> int | None:
-        """LOCAL_WORLD_SIZE, else all."""
+        """LOCAL_WORLD_SIZE, else the world size."""
         return super().local_world_size() or self.world_size()
 
     def _derived_port(self) -> int:
-        return 0  # the ranks have met
+        return 0  # no rendezvous is needed

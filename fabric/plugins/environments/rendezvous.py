@@ -1,4 +1,4 @@
-"""All ranks meet: the store of the job, once every rank has reached it. Strategies call it at start."""
+"""`rendezvous`: returns the store of the job once every rank has reached it. Strategies call it at start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fabric.core.errors import LaunchError
 from fabric.core.job_secret import take_inherited
 from fabric.core.messages import say
-from fabric.launch.parent_death import mark_rank, tie_to_parent
+from fabric.launch.parent_death import attach_to_supervisor, mark_rank
 from fabric.launch.system import require_posix
 from fabric.plugins.environments.local import LAUNCHED
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 ARRIVED = "fabric/arrived"
-_NOTE_AFTER = timedelta(seconds=30)
-"""Then rank zero says who is missing, and waits on."""
+_NOTICE_AFTER = timedelta(seconds=30)
+"""Time after which rank zero prints the missing ranks; it continues to wait."""
 
 
 def rendezvous(environment: ClusterEnvironment, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The store of the job, after all ranks have reached it. All ranks must call this.
+    """Return the store of the job after all ranks have reached it. All ranks must call this.
 
     Args:
-        environment: Where this process stands.
+        environment: The environment of this process.
         rank: Global rank of this process.
         world_size: Number of processes of the job.
-        timeout: How long to wait for the last rank. It does not limit later collectives.
+        timeout: Limit for the wait for the last rank. It does not limit later collectives.
 
     Raises:
         LaunchError: This is Windows, the store cannot be opened, or some ranks did not arrive; the message
             names them.
     """
     require_posix()
-    tie_to_parent()
+    attach_to_supervisor()
     take_inherited()
     store = environment.make_store(rank, world_size, timeout)
     await_ranks(store, rank, world_size, timeout)
@@ -47,7 +47,7 @@ def rendezvous(environment: ClusterEnvironment, rank: int, world_size: int, time
 
 
 def await_ranks(store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Return once all ranks have called this on a fresh `store` (raises like `rendezvous`)."""
+    """Return once all ranks have called this with an unused `store` (raises like `rendezvous`)."""
     from torch.distributed import DistError
 
     try:
@@ -55,26 +55,34 @@ def await_ranks(store: Store, rank: int, world_size: int, timeout: timedelta) ->
         # A counter, not a wait on every key: the host answers each rank once, whatever the world size.
         if store.add(ARRIVED, 1) == world_size:
             store.set(f"{ARRIVED}/all", "1")
-        if rank == 0 and timeout > _NOTE_AFTER:
+        if rank == 0 and timeout > _NOTICE_AFTER:
             with suppress(DistError):
-                store.wait([f"{ARRIVED}/all"], _NOTE_AFTER)
+                store.wait([f"{ARRIVED}/all"], _NOTICE_AFTER)
             if not store.check([f"{ARRIVED}/all"]):
-                say(absent(store, rank, world_size, _NOTE_AFTER))
+                say(missing_ranks_text(store, rank, world_size, _NOTICE_AFTER))
         store.wait([f"{ARRIVED}/all"], timeout)
     except (DistError, RuntimeError) as error:
-        raise LaunchError(absent(store, rank, world_size, timeout)) from error
+        raise LaunchError(missing_ranks_text(store, rank, world_size, timeout)) from error
 
 
-def absent(store: Store, rank: int, world_size: int, timeout: timedelta, here: bool = False) -> str:
-    """The error for ranks that did not arrive; `here`: this one did, and has not said so in the store."""
+def missing_ranks_text(
+    store: Store, rank: int, world_size: int, timeout: timedelta, self_arrived: bool = False
+) -> str:
+    """Return the error text for ranks that did not arrive.
+
+    `self_arrived`: this rank did arrive, but has not written that to the store.
+    """
     seconds = f"{timeout.total_seconds():g} s"
     try:
-        others = [other for other in range(world_size) if not (here and other == rank)]
+        others = [other for other in range(world_size) if not (self_arrived and other == rank)]
         missing = [other for other in others if not store.check([f"{ARRIVED}/{other}"])]
     except RuntimeError:
         missing = []
     if not missing:
-        return f"Rank {rank} lost rank zero's store while it waited for the others; its output says why."
+        return (
+            f"Rank {rank} lost rank zero's store while it waited for the other ranks. Look at the output of "
+            "rank zero for the cause."
+        )
     names = ", ".join(str(other) for other in missing[:16]) + (", ..." if len(missing) > 16 else "")
     stale = ""
     if rank == 0 and os.environ.keys().isdisjoint((LAUNCHED, "TORCHELASTIC_RUN_ID")) and "RANK" in os.environ:
@@ -82,5 +90,5 @@ def absent(store: Store, rank: int, world_size: int, timeout: timedelta, here: b
     return (
         f"{world_size - len(missing)} of {world_size} ranks arrived within {seconds}; missing: "
         f"rank{'s' if len(missing) > 1 else ''} {names}. Look at the output of the missing ones; if they "
-        "only start slowly, give them time: DDPStrategy(startup_timeout=timedelta(minutes=...))." + stale
+        "only start slowly, write DDPStrategy(startup_timeout=timedelta(minutes=...))." + stale
     )

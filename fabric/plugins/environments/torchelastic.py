@@ -1,4 +1,4 @@
-"""Ranks that torchrun (torch.distributed.elastic) started. Reads its variables; reuses its store."""
+"""`TorchElasticEnvironment`: ranks that torchrun started. Reads its variables; reuses its store."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import uuid
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
-from fabric.launch.stores import part_of_store
-from fabric.plugins.environments.rendezvous import ARRIVED, absent
+from fabric.launch.stores import prefix_store
+from fabric.plugins.environments.rendezvous import ARRIVED, missing_ranks_text
 from fabric.plugins.environments.started import ExternalEnvironment
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store
 
-_HELLO, _WELCOME = "fabric/hello", "fabric/welcome"
-_LOOK_S = 0.02
+_REQUESTS, _ANSWERS = "fabric/hello", "fabric/welcome"
+_POLL_INTERVAL_S = 0.02
 
 
 class TorchElasticEnvironment(ExternalEnvironment):
@@ -33,66 +33,65 @@ class TorchElasticEnvironment(ExternalEnvironment):
         "node_rank": ("GROUP_RANK", 0),
         "nodes": ("GROUP_WORLD_SIZE",),
     }
-    marks = ("TORCHELASTIC_RUN_ID", "RANK")
+    marker_variables = ("TORCHELASTIC_RUN_ID", "RANK")
     remedy = "start torchrun with --nnodes {nodes} --nproc-per-node {devices}"
 
     def make_store(self, rank: int, world_size: int, timeout: timedelta) -> Store:
-        """The agent's own store, in a part that is new for this attempt: no second port, restarts stay apart.
+        """Return the agent's store with a prefix that is new for this attempt; needs no second port.
 
-        All ranks call this, and rank zero waits for the others.
+        All ranks must call this; rank zero waits for the others.
 
         Raises:
-            LaunchError: The agent cannot be reached in time, or some ranks did not come.
+            LaunchError: The agent cannot be reached in time, or some ranks did not arrive.
         """
-        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = part_of_store(self.main_address, self.main_port, hosts, timeout)
-        return fresh_part(store, rank, world_size, timeout)
+        is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = prefix_store(self.main_address, self.main_port, is_host, timeout)
+        return attempt_store(store, rank, world_size, timeout)
 
 
-def fresh_part(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """A part of a store that outlives its ranks, in which no earlier ranks have written. All ranks.
+def attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return a store with an unused prefix, within a store that outlives its ranks. All ranks must call this.
 
-    Nothing that ranks are given tells their attempt from the one before: torchrun's agents need not agree on
-    the number of restarts. So each rank says a word that nobody has said before, and rank zero, which lives
-    now, answers it with the name of the part. It goes on answering until all have used the part, because
-    words of earlier ranks look just like those of ranks that live.
+    No variable distinguishes this attempt from earlier ones: torchrun's agents may have different numbers of
+    restarts. So each rank writes a new random token, and the current rank zero answers it with the prefix. It
+    answers until all ranks have used the prefix, because tokens of earlier attempts look the same.
 
     Raises:
-        LaunchError: Some ranks did not come; on rank zero the message names them.
+        LaunchError: Some ranks did not arrive; on rank zero the message names them.
     """
     from torch.distributed import DistError, PrefixStore
 
-    word = uuid.uuid4().hex
+    token = uuid.uuid4().hex
     try:
         if rank == 0:
-            part = PrefixStore(f"fabric/{word}", store)
-            if not _welcome(store, part, word, world_size, timeout):
-                raise LaunchError(absent(part, rank, world_size, timeout, here=True))
+            part = PrefixStore(f"fabric/{token}", store)
+            if not _answer_tokens(store, part, token, world_size, timeout):
+                raise LaunchError(missing_ranks_text(part, rank, world_size, timeout, self_arrived=True))
             return part
-        store.append(_HELLO, f"{word} ")  # type: ignore[attr-defined]
-        store.wait([f"{_WELCOME}/{word}"], timeout)
-        return PrefixStore(f"fabric/{store.get(f'{_WELCOME}/{word}').decode()}", store)
+        store.append(_REQUESTS, f"{token} ")  # type: ignore[attr-defined]
+        store.wait([f"{_ANSWERS}/{token}"], timeout)
+        return PrefixStore(f"fabric/{store.get(f'{_ANSWERS}/{token}').decode()}", store)
     except DistError as error:
         raise LaunchError(
             f"Rank {rank} found no rank zero within {timeout.total_seconds():g} s. Look at rank 0's output; "
-            "if it only starts slowly, give it time: DDPStrategy(startup_timeout=timedelta(minutes=...))."
+            "if it only starts slowly, write DDPStrategy(startup_timeout=timedelta(minutes=...))."
         ) from error
 
 
-def _welcome(store: Store, part: Store, name: str, world_size: int, timeout: timedelta) -> bool:
-    """Answer all words until every other rank has arrived in the part; False: not all did in time."""
+def _answer_tokens(store: Store, part: Store, name: str, world_size: int, timeout: timedelta) -> bool:
+    """Answer all tokens until every other rank has used the prefix; return False after the timeout."""
     deadline, answered = time.monotonic() + timeout.total_seconds(), set[str]()
     while part.add(ARRIVED, 0) < world_size - 1:
         if time.monotonic() > deadline:
             return False
-        words = store.get(_HELLO).decode().split() if store.check([_HELLO]) else []
-        for word in words:
-            if word not in answered:
-                store.set(f"{_WELCOME}/{word}", name)
-        fresh = len(words) > len(answered)
-        answered.update(words)
-        if not fresh:
-            time.sleep(_LOOK_S)
-    for key in (_HELLO, *[f"{_WELCOME}/{word}" for word in answered]):
+        tokens = store.get(_REQUESTS).decode().split() if store.check([_REQUESTS]) else []
+        for token in tokens:
+            if token not in answered:
+                store.set(f"{_ANSWERS}/{token}", name)
+        has_new = len(tokens) > len(answered)
+        answered.update(tokens)
+        if not has_new:
+            time.sleep(_POLL_INTERVAL_S)
+    for key in (_REQUESTS, *[f"{_ANSWERS}/{token}" for token in answered]):
         store.delete_key(key)
     return True

@@ -1,3 +1,3 @@
-"""A path of Lightning Fabric; the code is in `fabric/checkpoint/checkpoint_io.py`."""
+"""A module path of Lightning Fabric; the code is in `fabric/checkpoint/checkpoint_io.py`."""
 
 from fabric.checkpoint.checkpoint_io import CheckpointIO as CheckpointIO

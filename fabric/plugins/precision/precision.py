@@ -1,4 +1,4 @@
-"""A path of Lightning Fabric; the code is in `fabric/precision/precision.py`."""
+"""A module path of Lightning Fabric; the code is in `fabric/precision/precision.py`."""
 
 from fabric.core.lazy import lazy_names
 from fabric.precision.precision import PRECISION_REGISTRY as PRECISION_REGISTRY

@@ -15,7 +15,7 @@ from fabric.checkpoint.formats.sharded.directory import begin
 from fabric.checkpoint.torch_io import TorchCheckpointIO
 from fabric.core.errors import ConfigurationError, RankError, UsageError
 from fabric.core.registry import did_you_mean
-from fabric.launch.garbage import nothing_collected
+from fabric.launch.garbage import gc_disabled
 from fabric.utilities.cloud_io import target_path
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def choose_format(
     return format or ("full" if why else strategy.state_dict_type), where
 
 
-@nothing_collected()  # plans are many objects
+@gc_disabled()  # plans are many objects
 def save_sharded(
     strategy: Any,
     path: Any,
