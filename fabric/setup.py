@@ -272,11 +272,11 @@ class SetupVerbs(RankFacts):
         self._require_launch("setup_dataloaders()")
         check_given(dataloaders, DataLoader, "fabric.setup_dataloaders")
         if self._strategy.topology.world_size > 1:
-            from fabric.data.fingerprints import check_alike, fingerprint
+            from fabric.data.fingerprints import check_same_data, fingerprint
 
             own = [fingerprint(loader) if use_distributed_sampler else None for loader in dataloaders]
             label = f"setup_dataloaders of {len(dataloaders)} loaders"
-            check_alike(self._strategy.all_gather_object(own, label=label))
+            check_same_data(self._strategy.all_gather_object(own, label=label))
             warn_of_workers(dataloaders, self._strategy.topology.local_world_size)
         ready = [
             self._ready_loader(loader, use_distributed_sampler, move_to_device, uneven, shard_iterable)
@@ -418,22 +418,24 @@ class SetupVerbs(RankFacts):
         part = self._strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         share = Shard(part["rank"], part["num_replicas"]) if shard else Shard(self._data_rank, 1)
         here = self._strategy.topology
-        source = shard_loader(given, share, seed, uneven, iterable, here.world_size, shard=shard)
-        loader = self._strategy.process_dataloader(source.loader)
-        peers = together = None
+        adapter = shard_loader(
+            given, share, seed, uneven, iterable, here.world_size, use_distributed_sampler=shard
+        )
+        loader = self._strategy.process_dataloader(adapter.loader)
+        rank_group = lockstep = None
         if here.world_size > 1:
             from fabric.data.rank_consistency import RankGroup
 
             exchange = partial(self._strategy.all_gather_object, label="loader")
-            peers = RankGroup(here.rank, here.world_size, exchange)
-            together = uneven or ("train" if shard else None)
+            rank_group = RankGroup(here.rank, here.world_size, exchange)
+            lockstep = uneven or ("train" if shard else None)
         return _FabricDataLoader(
             loader,
             self.device if move_to_device else None,
             move=self._strategy.batch_to_device,
-            given=given,
-            source=source,
-            together=together,
-            peers=peers,
+            user_loader=given,
+            adapter=adapter,
+            lockstep=lockstep,
+            rank_group=rank_group,
             parts=self._strategy.parts_with("epoch_ended") if shard else (),
         )

@@ -1,1 +1,1 @@
-"""Index streams: how a loader's samples are dealt out to ranks. Nobody's constructor runs again."""
+"""Data loaders: sharding over ranks and positions. No constructor of a user's class is called again."""

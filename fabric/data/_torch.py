@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ITERATOR = "_iterator"
-"""Attribute in which a DataLoader with persistent workers keeps its iterator."""
+"""Attribute of a DataLoader for the iterator with persistent workers."""
 
 
 def loader_iterator() -> type:
@@ -20,12 +20,12 @@ def loader_iterator() -> type:
 
 
 def drop_workers(loader: Any) -> None:
-    """Let the next iteration of a DataLoader begin with new workers, also if they are persistent."""
+    """Discard a DataLoader's persistent workers, so that the next iteration starts new ones."""
     loader.__dict__[ITERATOR] = None
 
 
 def pin_memory(batch: Any) -> Any:
-    """Return the batch in pinned memory, as a DataLoader with `pin_memory=True` does it."""
+    """Return the batch in pinned memory, like a DataLoader with `pin_memory=True`."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(batch)
@@ -33,7 +33,7 @@ def pin_memory(batch: Any) -> Any:
 
 @contextmanager
 def without_worker_info() -> Iterator[None]:
-    """Within, `get_worker_info()` is None, also in a DataLoader's worker."""
+    """Context in which `get_worker_info()` is None, even in a DataLoader's worker."""
     from torch.utils.data._utils import worker
 
     info, worker._worker_info = worker._worker_info, None

@@ -1,8 +1,8 @@
-"""`LoaderAdapter`: where a loader's batches come from, and how to come back to a position in them.
+"""`LoaderAdapter`: batches of a loader with their positions, and resuming at a position.
 
-A source begins epochs, pairs every batch with a note, and turns the note of the last batch that the loop
-received into plain data for a checkpoint. Here: indices that Fabric deals out or that are in the user's own
-order; iterable datasets have `StreamSource`.
+An adapter starts epochs and pairs each batch with a position. It converts the position of the last received
+batch into a state (plain data) for a checkpoint. `IndexSource` is for map-style datasets; `StreamSource`
+(iterable/) for iterable ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WORKERS = 1  # salt: the workers' streams are not the order's
 
 
 class LoaderAdapter:
-    """Base: the batches of a loader that keeps its position itself, or cannot say it.
+    """Base class; used directly for a loader whose position is in its own `state_dict()`, or unknown.
 
     Args:
         loader: The loader that is iterated.
@@ -37,265 +37,276 @@ class LoaderAdapter:
 
     kind = "loader"
     is_resolved = True
-    """Whether it is known who shares the samples out."""
+    """Whether it is decided if Fabric shards the samples or the dataset shards itself."""
     per_rank = True
-    """Whether ranks have positions of their own, so that a checkpoint needs those of all."""
-    ahead = False
-    """Whether batches may be fetched before the loop asks for them: a note says which it has received."""
+    """Whether positions differ between ranks, so that a checkpoint needs those of all."""
+    can_prefetch = False
+    """Whether batches may be fetched before the loop requests them; positions then count received ones."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        # One that was told an epoch before is to be asked; one that begins with -1, say, is not.
-        self._told = [epoch and min(epoch, 0) for epoch in self._epochs()]
+        # An epoch above 0 was set by the user: it must differ from the recorded one. An initial -1 must not.
+        self._last_epochs = [epoch and min(epoch, 0) for epoch in self._epochs()]
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
-        """An iteration is about to start, perhaps at a saved position."""
+        """Start an iteration, at a saved position if there is one."""
         if saved is not None:
             self.loader.load_state_dict(saved["loader"])
 
     def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """Every batch of an iteration that has begun, with its note."""
+        """Yield (batch, position) for every batch of an iteration that has begun."""
         return ((batch, True) for batch in batches)
 
-    def state(self, note: Any) -> dict[str, Any]:
-        """The position after the batch with this note; None: at the beginning of this iteration."""
+    def state(self, position: Any) -> dict[str, Any]:
+        """Return the state after the batch at `position`; None: at the beginning of this iteration.
+
+        Raises:
+            UsageError: The loader has no `state_dict()`.
+        """
         if not has_state(self.loader):
             raise UsageError(
-                f"{type(self.loader).__name__} cannot say how far it has come. Give fabric.setup_dataloaders "
-                "a DataLoader without an __iter__ of its own, or one with state_dict() and load_state_dict()."
+                f"The position of {type(self.loader).__name__} is unknown: it overrides __iter__ and has no "
+                "state_dict() and load_state_dict(). Add both to it, or pass fabric.setup_dataloaders a "
+                "DataLoader that does not override __iter__."
             )
         return {"loader": self.loader.state_dict()}
 
     def initial_state(self) -> dict[str, Any]:
-        """The position at the beginning of the epoch to come."""
+        """Return the state at the beginning of the next epoch."""
         return self.state(None)
 
     def length(self) -> int:
         """Return the number of batches of this rank in an epoch."""
         return len(self.loader)
 
-    def left(self) -> int | None:
-        """Return the number of batches from the position on; None: unknown, as a length may be inexact."""
+    def remaining(self) -> int | None:
+        """Return the number of batches from the position on; None: unknown, since a length may be inexact."""
         return None
 
     def switch_kind(self, kind: str) -> bool:
-        """Whether the loader can be one of this kind, and is from now on."""
+        """Switch the adapter to this kind of state if it can; return success."""
         return False
 
-    def epoch(self, counted: int) -> int:
-        """The epoch of an iteration that is about to start, of which sampler and dataset are told.
+    def epoch(self, loader_epoch: int) -> int:
+        """Return the epoch of the next iteration, and call `set_epoch` of sampler and dataset with it.
 
         Args:
-            counted: The loader's own number. The user's comes first, if they have told their sampler or
-                dataset another one than it had.
+            loader_epoch: The loader's counter. An epoch that the user has set on the sampler or dataset
+                since the last iteration takes precedence.
         """
-        pairs = zip(self._epochs(), self._told, strict=True)
-        epoch = next((now for now, old in pairs if now is not None and now != old), counted)
-        for part in self._listeners():
+        pairs = zip(self._epochs(), self._last_epochs, strict=True)
+        epoch = next((now for now, old in pairs if now is not None and now != old), loader_epoch)
+        for part in self._epoch_parts():
             set_epoch_of(part, epoch)
-        self._told = self._epochs()
+        self._last_epochs = self._epochs()
         return epoch
 
-    def resolve_sharding(self, batches: Iterator[Any], peers: RankGroup) -> bool:
-        """Find out what all ranks must know before the first batch; whether to begin again."""
+    def resolve_sharding(self, batches: Iterator[Any], rank_group: RankGroup) -> bool:
+        """Decide before the first batch who shards the samples; return whether to restart the iteration."""
         return False
 
-    def _listeners(self) -> list[Any]:
+    def _epoch_parts(self) -> list[Any]:
         batches = getattr(self.loader, "batch_sampler", None)
         order = getattr(self.loader, "sampler", None) if batches is None else batches
         return [order, getattr(self.loader, "dataset", None)]
 
     def _epochs(self) -> list[int | None]:
-        return [epoch_of(part) for part in self._listeners()]
+        return [epoch_of(part) for part in self._epoch_parts()]
 
     def consistency_key(self) -> dict[str, Any] | None:
-        """Return the values that ranks compare at the second batch of an iteration; None: no check."""
+        """Return the values that ranks compare before the second batch of an iteration; None: no check."""
         return None
 
-    def at(self, note: Any) -> dict[str, Any]:
-        """Return `state` for a source that counts batches by it, else an empty dictionary; never raises."""
+    def at(self, position: Any) -> dict[str, Any]:
+        """Return `state(position)` if it counts batches, else an empty dictionary; never raises."""
         return {}
 
     def done(self, state: dict[str, Any]) -> int | None:
-        """Return the number of batches received by this rank at this position of the epoch; None: unknown."""
+        """Return the number of batches that this rank has received in `state`'s epoch; None: unknown."""
         return None
 
 
 class SeededLoaderAdapter(LoaderAdapter):
-    """A source whose order may come from random generators of the user's own.
+    """An adapter whose state has the states of the user's random generators.
 
     Args:
         loader: The copy that is iterated.
-        seed: The base of the order, and of what workers draw.
-        own: The generator for workers' seeds that Fabric gave the copy; None: it is the user's.
+        seed: The base of the order and of the workers' seeds.
+        seed_generator: Fabric's generator of workers' seeds, set on the copy; None: the user's is in use.
     """
 
-    ahead = True
+    can_prefetch = True
 
-    def __init__(self, loader: Any, seed: int, own: torch.Generator | None) -> None:
+    def __init__(self, loader: Any, seed: int, seed_generator: torch.Generator | None) -> None:
         super().__init__(loader)
         self.seed = seed
-        self.own = own
-        self.generators = generators_of([loader, *samplers_of(loader)], own)
+        self.seed_generator = seed_generator
+        self.generators = generators_of([loader, *samplers_of(loader)], seed_generator)
         self.start: dict[str, Any] = {}
-        """The position at which this iteration began."""
+        """The state at which this iteration began."""
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
-        """Start an iteration with the generator states and the seed of the saved position, if there is one.
+        """Start an iteration with the generator states and the seed of the saved state, if there is one.
 
         Raises:
-            UsageError: There are other generators now.
+            UsageError: The number of generators has changed.
         """
         if saved is not None:
-            check_same("random generators of its own", len(saved["generators"]), len(self.generators))
+            check_same("random generators", len(saved["generators"]), len(self.generators))
             for generator, state in zip(self.generators, saved["generators"], strict=True):
                 generator_state_accessors(generator)[1](state)
             self.seed = saved["seed"]
-        if self.own is not None:
-            self.own.manual_seed(derive_seed(self.seed, epoch, _WORKERS))
+        if self.seed_generator is not None:
+            self.seed_generator.manual_seed(derive_seed(self.seed, epoch, _WORKERS))
         self.start = saved or self.initial_state()
 
     def initial_state(self) -> dict[str, Any]:
-        """Return the initial position of an epoch: the seed and the states of the generators."""
+        """Return the initial state of an epoch: the seed and the states of the generators."""
         return {
             "seed": self.seed,
             "generators": [generator_state_accessors(generator)[0]() for generator in self.generators],
         }
 
-    def position_update(self, note: Any) -> dict[str, Any]:
-        """Return the entries of the position that have changed after the batch with this note."""
+    def position_update(self, position: Any) -> dict[str, Any]:
+        """Return the entries of the state that have changed after the batch at `position`."""
         raise NotImplementedError
 
-    def at(self, note: Any) -> dict[str, Any]:
-        """Return the position after the batch with this note; None: at the beginning of this iteration."""
-        return self.start if note is None else {**self.start, **self.position_update(note)}
+    def at(self, position: Any) -> dict[str, Any]:
+        """Return the state after the batch at `position`; None: at the beginning of this iteration."""
+        return self.start if position is None else {**self.start, **self.position_update(position)}
 
-    def state(self, note: Any) -> dict[str, Any]:
-        """Return the position after the batch with this note; None: at the beginning of this iteration.
+    def state(self, position: Any) -> dict[str, Any]:
+        """Return the state after the batch at `position`; None: at the beginning of this iteration.
 
         Raises:
-            UsageError: Batches may come in another order than they were asked for.
+            UsageError: The loader has `in_order=False`.
         """
         if self.loader.num_workers and not getattr(self.loader, "in_order", True):
             raise UsageError(
-                "A loader with in_order=False cannot say how far it has come: batches arrive in any order. "
-                "Leave in_order=False out, or ask for the position between epochs only."
+                "The position of a loader with in_order=False is unknown: its batches arrive in any order. "
+                "Leave in_order=False out, or call state_dict() between epochs only."
             )
-        return self.at(note)
+        return self.at(position)
 
 
 class IndexSource(SeededLoaderAdapter):
-    """Indices that a stream gives: dealt out by Fabric, or in the user's own order and part.
+    """The adapter for map-style datasets: indices sharded by Fabric, or by the user's sampler.
 
     Args:
-        loader: The copy that is iterated; the stream is its sampler or batch sampler.
-        stream: The indices.
+        loader: The copy that is iterated; `sampler` is its sampler or batch sampler.
+        sampler: This rank's indices.
         seed: The base of the order.
-        rank: This rank's, for workers' random streams.
-        own: The generator for workers' seeds that Fabric gave the copy.
+        rank: This rank's number, for workers' random streams.
+        seed_generator: Fabric's generator of workers' seeds, set on the copy; None: the user's is in use.
     """
 
     def __init__(
         self,
         loader: Any,
-        stream: RankBatchSampler,
+        sampler: RankBatchSampler,
         seed: int,
         rank: int,
-        own: torch.Generator | None,
+        seed_generator: torch.Generator | None,
     ) -> None:
-        self.stream = stream
-        self._given = loader.generator
+        self.sampler = sampler
+        self._user_generator = loader.generator
         self._keeps_workers = False
-        """Whether this iteration has the workers of the last one."""
-        super().__init__(loader, seed, own)
+        """Whether this iteration uses the workers of the last one."""
+        super().__init__(loader, seed, seed_generator)
         self.rank = rank
-        self.dealt = stream.order.seed is not None
-        self.per_rank = not self.dealt
-        self.kind = "batches" if not self.dealt else "samples" if stream.rule.batch else "whole batches"
+        self.is_sharded = sampler.order.seed is not None
+        self.per_rank = not self.is_sharded
+        self.kind = "batches" if not self.is_sharded else "samples" if sampler.rule.batch else "whole batches"
 
-    def _listeners(self) -> list[Any]:
-        return [self.stream.order.sampler, self.loader.dataset]
+    def _epoch_parts(self) -> list[Any]:
+        return [self.sampler.order.sampler, self.loader.dataset]
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
         """Start an iteration, at a saved position if there is one.
 
         Raises:
-            UsageError: The position is one in data of another length.
+            UsageError: The position was saved with data of another length.
         """
-        order, stream = self.stream.order, self.stream
-        if saved and saved["samples"] and (now := self._items()) != saved["length"]:
+        order, sampler = self.sampler.order, self.sampler
+        if saved and saved["samples"] and (now := self._num_items()) != saved["length"]:
             raise UsageError(
-                f"The position {saved['samples']} was saved in data of length {saved['length']}, but they "
-                f"have {now} now, in another order. Use the same data, or begin an epoch: "
-                f"loader.set_epoch({epoch + 1})."
+                f"The position {saved['samples']} was saved in data of length {saved['length']}, but the "
+                f"length is {now} now, so the order is another one. Use the same data, or start an epoch "
+                f"with loader.set_epoch({epoch + 1})."
             )
         super().begin(epoch, saved)
-        self._draw_seed(saved)
-        self.start = {**self.start, "length": self._items()}
-        stream.start = self.start["samples"]
-        stream.expected = self.start["check"] if stream.start else None
+        self._align_user_generator(saved)
+        self.start = {**self.start, "length": self._num_items()}
+        sampler.start = self.start["samples"]
+        sampler.expected_digest = self.start["check"] if sampler.start else None
         order.epoch = epoch
-        if self.dealt:
+        if self.is_sharded:
             order.seed = self.seed
         else:
             order.states = saved["random"] if saved else None
         if self.loader.num_workers:
-            given = [g.initial_seed() % 2**63 for g in self.generators if isinstance(g, torch.Generator)]
-            stream.salts = (self.seed, epoch, self.rank, *given)
+            user_seeds = [g.initial_seed() % 2**63 for g in self.generators if isinstance(g, torch.Generator)]
+            sampler.seed_parts = (self.seed, epoch, self.rank, *user_seeds)
 
     def pairs(self, batches: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-        """Batches with the positions after them; no Python frame of ours per batch."""
-        return zip(batches, iter(self.stream.ends.popleft, _NOTHING), strict=False)
+        """Return pairs (batch, position after it); a zip, so that no Python frame runs per batch."""
+        return zip(batches, iter(self.sampler.end_positions.popleft, _NOTHING), strict=False)
 
     def consistency_key(self) -> dict[str, Any] | None:
         """Return position, length and order for comparison by ranks; None: no check.
 
-        Without a check: ranks with different numbers of batches, since some may have no second batch."""
-        items, rule = self._items(), self.stream.rule
-        if not self.dealt or (rule.batch is None and rule.uneven == "exact"):
+        No check if numbers of batches may differ by rank, since a rank may have no second batch."""
+        items, rule = self._num_items(), self.sampler.rule
+        if not self.is_sharded or (rule.batch is None and rule.uneven == "exact"):
             return None
-        last = rule._replace(share=Shard(rule.share.world - 1, rule.share.world))
-        if items is not None and last.count(items) < 2 + rule.count(self.stream.start):
+        last = rule._replace(shard=Shard(rule.shard.world - 1, rule.shard.world))
+        if items is not None and last.count(items) < 2 + rule.count(self.sampler.start):
             return None
-        shown = _stored(self.loader.dataset)
-        return {"position": self.stream.start, "length": items, "order": self.stream.check, "data": shown}
+        rows_shown = _stored_rows(self.loader.dataset)
+        return {
+            "position": self.sampler.start,
+            "length": items,
+            "order": self.sampler.order_digest,
+            "data": rows_shown,
+        }
 
-    def position_update(self, note: Any) -> dict[str, Any]:
-        """Return the number of samples after this batch and the check of the order."""
-        return {"samples": note, "check": self.stream.check}
+    def position_update(self, position: Any) -> dict[str, Any]:
+        """Return the number of samples after this batch and the digest of the order."""
+        return {"samples": position, "check": self.sampler.order_digest}
 
     def initial_state(self) -> dict[str, Any]:
-        """Return the initial position of an epoch."""
-        state = {"samples": 0, "length": self._items(), "check": None, **super().initial_state()}
+        """Return the initial state of an epoch."""
+        state = {"samples": 0, "length": self._num_items(), "check": None, **super().initial_state()}
         state["kept"] = self._keeps_workers
-        return state if self.dealt else {**state, "random": host_states()}
+        return state if self.is_sharded else {**state, "random": host_states()}
 
     def length(self) -> int:
         """Return the number of batches of this rank in an epoch."""
-        return len(self.stream)
+        return len(self.sampler)
 
-    def left(self) -> int | None:
+    def remaining(self) -> int | None:
         """Return the number of batches from the position on; None: the number of samples is unknown."""
-        return None if self._items() is None else self.length() - self.done(self.start)
+        return None if self._num_items() is None else self.length() - self.done(self.start)
 
     def done(self, state: dict[str, Any]) -> int:
-        """Return the number of batches of the epoch that this rank has received at this position."""
-        return self.stream.rule.count(state["samples"])
+        """Return the number of batches that this rank has received in `state`'s epoch."""
+        return self.sampler.rule.count(state["samples"])
 
-    def _items(self) -> int | None:
-        return sized_len(self.stream.order)
+    def _num_items(self) -> int | None:
+        return sized_len(self.sampler.order)
 
-    def _draw_seed(self, saved: dict[str, Any] | None) -> None:
-        """Let the user's generator draw as often as where the position was saved: torch draws the seed of
-        workers from it, but not again of workers that it keeps.
+    def _align_user_generator(self, saved: dict[str, Any] | None) -> None:
+        """Make the user's generator draw as often as in the run that saved the position.
+
+        torch draws the workers' base seed from it, but not again for persistent workers.
         """
-        given, keeps = self._given, self._keeps_workers
-        kept = keeps if saved is None else saved.get("kept", keeps)
-        if self.own is None and given is not None and kept != keeps:
-            if kept:
-                self.loader.generator = torch.Generator(given.device)
+        generator, keeps = self._user_generator, self._keeps_workers
+        saved_keeps = keeps if saved is None else saved.get("kept", keeps)
+        if self.seed_generator is None and generator is not None and saved_keeps != keeps:
+            if saved_keeps:
+                self.loader.generator = torch.Generator(generator.device)
             else:
-                torch.empty((), dtype=torch.int64, device=given.device).random_(generator=given)
+                torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
         self._keeps_workers = bool(self.loader.num_workers) and self.loader.persistent_workers
 
 
@@ -305,24 +316,27 @@ def samplers_of(loader: Any) -> list[Any]:
     return [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
 
 
-def _stored(dataset: Any) -> str | None:
-    """First and last row of a Hugging Face dataset, before transforms; they show `split_dataset_by_node`."""
+def _stored_rows(dataset: Any) -> str | None:
+    """Return a text of a Hugging Face dataset's first and last row, before transforms.
+
+    The rows differ by rank after `split_dataset_by_node`.
+    """
     as_stored = getattr(dataset, "with_format", None)
     if not callable(as_stored):
         return None
     rows = as_stored(None)
     head = use_slice("iterable").StreamFingerprint.of([rows[0], rows[len(rows) - 1]])
-    return f"{head.shown} ({head.samples[0]} to {head.samples[-1]})"
+    return f"{head.preview} ({head.samples[0]} to {head.samples[-1]})"
 
 
 def check_same(what: str, saved: Any, now: Any) -> None:
-    """Raise if a position was saved in a loader that was made otherwise.
+    """Raise if a position was saved with another number of `what` than the loader has.
 
     Raises:
-        UsageError: It was.
+        UsageError: The numbers differ.
     """
     if saved != now:
         raise UsageError(
-            f"The loader's position was saved with {saved} {what}, but the loader has {now}. Make the loader "
-            "as it was, or leave its position out of the state that is loaded."
+            f"The loader's position was saved with {saved} {what}, but the loader has {now}. Create the "
+            "loader with the same arguments, or remove it from the state passed to fabric.load()."
         )

@@ -1,4 +1,4 @@
-"""`FabricDataLoader`: a user's loader whose batches arrive on a device, and whose position can be saved."""
+"""`_FabricDataLoader`: a user's loader that moves batches to a device, and whose position can be saved."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ if TYPE_CHECKING:
     from fabric.data.adapters import LoaderAdapter
     from fabric.data.rank_consistency import RankGroup
 
-    Loader = DataLoader[Any]  # to type checkers a loader that was set up can stand wherever the user's can
+    Loader = DataLoader[Any]  # type checkers accept a set-up loader wherever a DataLoader is accepted
 else:
     Loader = object
 
-dealing: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Iterations in training of loaders whose data Fabric deals out."""
-_running: list[_Pass] = []
+sharded_iterations: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Iterations with gradients enabled over data that Fabric shards."""
+_active: list[_Iteration] = []
 """Iterations that have begun and not ended."""
 VERSION = 2
-"""Of the state's form."""
-_OF_THE_USER = ("dataset", "collate_fn", "worker_init_fn", "generator")
-"""Attributes in place of which the copy that is iterated has others."""
+"""Version of the format of `state_dict()`."""
+_USER_ATTRIBUTES = ("dataset", "collate_fn", "worker_init_fn", "generator")
+"""Attributes that are read from the user's loader, since Fabric replaces them on the iterated copy."""
 
 
-class _Pass:
+class _Iteration:
     """One iteration: its epoch, and the note of the last batch that the loop received."""
 
     def __init__(self, epoch: int, parts: Sequence[Any]) -> None:
         self.epoch = epoch
-        self.begun = [part.epoch_begun() for part in parts]
-        """What these parts noted at its begin."""
-        self.note: Any = None
+        self.states_at_begin = [part.epoch_begun() for part in parts]
+        """The values that `epoch_begun` of these parts returned."""
+        self.position: Any = None
 
 
 class _FabricDataLoader(Loader):
-    """A loader whose batches arrive on a device. Everything else is the user's loader.
+    """A loader that moves batches to a device. Other attributes are those of the user's loader.
 
     Args:
         dataloader: The (sharded copy of the) user's loader.
-        device: Where batches go; None leaves them where the loader puts them.
+        device: The device for batches; None leaves them where the loader puts them.
         move: Function (batch, device) that moves a batch.
-        given: The user's own loader, if `dataloader` is a copy.
-        source: Where the batches come from. None: a loader that keeps its position itself.
-        together: Where data are the ranks' own, "drop" or "error" lets all stop or raise when the first has
-            no more; "train" is "drop" while gradients are enabled. Else each goes its own way.
-        peers: The ranks, for positions that each has of its own. None: there is one.
-        parts: Of the strategy: they are called at the begin and at the end of each epoch.
+        user_loader: The user's loader, if `dataloader` is a copy.
+        adapter: Yields batches with positions. None: `dataloader` keeps its position itself.
+        lockstep: For data that Fabric does not shard. "drop" stops all ranks when the first has no more,
+            "error" raises on all ranks; "train" is "drop" while gradients are enabled. Else no rank waits.
+        rank_group: The ranks that compare and exchange positions. None: one rank.
+        parts: Parts of the strategy; called at the begin and at the end of each epoch.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class _FabricDataLoader(Loader):
         device: torch.device | None = None,
         *,
         move: Callable[[Any, torch.device], Any] | None = None,
-        given: Any = None,
-        source: LoaderAdapter | None = None,
-        together: str | None = None,
-        peers: RankGroup | None = None,
+        user_loader: Any = None,
+        adapter: LoaderAdapter | None = None,
+        lockstep: str | None = None,
+        rank_group: RankGroup | None = None,
         parts: Sequence[Any] = (),
     ) -> None:
         self._dataloader = dataloader
@@ -76,24 +76,24 @@ class _FabricDataLoader(Loader):
 
             move = move_data_to_device
         self._move = move
-        self._given = dataloader if given is None else given
-        if source is None:
+        self._user_loader = dataloader if user_loader is None else user_loader
+        if adapter is None:
             from fabric.data.adapters import LoaderAdapter
 
-            source = LoaderAdapter(dataloader)
-        self._source = source
-        # What this process draws for a sample must come after what the loop draws before it; and a `move` of
-        # the user's own may reuse its memory.
+            adapter = LoaderAdapter(dataloader)
+        self._adapter = adapter
+        # Prefetch only with workers, since in this process the loop's random draws must precede the sample's.
+        # And not with a user's `move`, which may reuse its memory.
         workers = getattr(dataloader, "num_workers", 0)
-        self._looks_ahead = source.ahead and workers > 0 and _is_plain(self._move)
-        self._together = together
-        self._peers = peers
+        self._prefetches = adapter.can_prefetch and workers > 0 and _is_fabric_move(self._move)
+        self._lockstep = lockstep
+        self._rank_group = rank_group
         self._parts = parts
         self._epoch = 0
-        self._pass: _Pass | None = None
+        self._iteration: _Iteration | None = None
         self._saved: dict[str, Any] | None = None
         self.wait_seconds = 0.0
-        """Seconds that the loop has waited for batches, since the loader was made."""
+        """Seconds that the loop has waited for batches, since the loader was set up."""
 
     @property
     def device(self) -> torch.device | None:
@@ -101,101 +101,105 @@ class _FabricDataLoader(Loader):
         return self._device
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that the next iteration is; counted by itself otherwise.
+        """Set the epoch of the next iteration. Without a call, the loader counts its iterations.
 
-        A position that was loaded in this epoch is kept; one in another is given up.
+        A loaded position is kept if it is in this epoch, else discarded.
         """
         if self._saved is not None and epoch != self._epoch:
             self._saved = None
-        self._epoch, self._pass = epoch, None
+        self._epoch, self._iteration = epoch, None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the loop: what it has received, not what workers have read ahead.
+        """Return the position of the loop: samples that it has received, without those prefetched by workers.
 
-        Plain data, the same on all ranks and good for any number of them. Where the user's own order or
-        stream gives each rank a position of its own, all ranks must call this, and the state is for as many
-        ranks.
+        Plain data, equal on all ranks and valid for any number of ranks. If the user's sampler or stream
+        shards the data, positions differ by rank: all ranks must call this, and the state is valid for the
+        same number of ranks only.
 
         Raises:
-            UsageError: The loader cannot say where it is.
+            UsageError: The position is unknown.
         """
-        if self._saved is not None:  # loaded, and not gone on from yet
+        if self._saved is not None:  # loaded, not iterated since
             epoch, state = self._epoch, self._saved
-        elif self._pass is None:
-            epoch, state = self._epoch, self._source.initial_state()
+        elif self._iteration is None:
+            epoch, state = self._epoch, self._adapter.initial_state()
         else:
-            epoch, state = self._pass.epoch, self._source.state(self._pass.note)
-        head = {"version": VERSION, "kind": self._source.kind, "epoch": epoch}
-        if not self._source.per_rank:
+            epoch, state = self._iteration.epoch, self._adapter.state(self._iteration.position)
+        head = {"version": VERSION, "kind": self._adapter.kind, "epoch": epoch}
+        if not self._adapter.per_rank:
             return {**head, **state}
-        return {**head, "ranks": [state] if self._peers is None else self._peers.exchange(state)}
+        return {**head, "ranks": [state] if self._rank_group is None else self._rank_group.exchange(state)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Let the next iteration go on where `state_dict()` was called; further ones are whole epochs.
+        """Resume at the position of `state_dict()` in the next iteration; later ones are whole epochs.
 
         Raises:
             ArgumentTypeError: Not a loader's state.
-            UsageError: The state is of another kind of loader, or of another number of ranks.
+            UsageError: The state is that of another kind of loader, or of another number of ranks.
         """
         state = dict(state_dict) if isinstance(state_dict, dict) else {}
         version, kind, epoch = [state.pop(key, None) for key in ("version", "kind", "epoch")]
         if version != VERSION or not isinstance(epoch, int):
             raise ArgumentTypeError(
-                f"load_state_dict of a loader needs what state_dict() gave, but got {state_dict!r:.200}."
+                f"load_state_dict of a loader got {state_dict!r:.200}, which is not a loader's state. Pass "
+                "the value of loader.state_dict()."
             )
-        if kind != self._source.kind and not self._source.switch_kind(kind):
+        if kind != self._adapter.kind and not self._adapter.switch_kind(kind):
             raise UsageError(
-                f"The position was saved in a loader of kind {kind!r}, and this one is of kind "
-                f"{self._source.kind!r}: other dataset type, sampler, or arguments of setup_dataloaders. "
-                "Make the loader as it was, or leave its position out of the state that is loaded."
+                f"The position was saved in a loader of kind {kind!r}, but this one is of kind "
+                f"{self._adapter.kind!r}: other dataset type, sampler, or arguments of setup_dataloaders. "
+                "Create the loader with the same arguments, or remove it from the state passed to "
+                "fabric.load()."
             )
-        if self._source.per_rank:
+        if self._adapter.per_rank:
             ranks = state.get("ranks", [])
-            rank, world = (0, 1) if self._peers is None else self._peers[:2]
+            rank, world = (0, 1) if self._rank_group is None else self._rank_group[:2]
             if len(ranks) != world:
                 raise UsageError(
                     f"The position was saved on {len(ranks)} ranks, and there are {world}: this loader's "
-                    "order is its own on each rank, so that it can only go on on as many. Let Fabric share "
-                    f"the data out (the defaults of setup_dataloaders), or use {len(ranks)} ranks."
+                    "order differs by rank, so it can only be resumed on the same number of ranks. Use "
+                    f"{len(ranks)} ranks, or let Fabric shard the data (defaults of setup_dataloaders)."
                 )
             state = ranks[rank]
-        self._epoch, self._saved, self._pass = epoch, state, None
+        self._epoch, self._saved, self._iteration = epoch, state, None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The batches of one epoch. The first iteration is epoch 0, the next one 1, also after a break."""
-        source = self._source
-        epoch = source.epoch(self._epoch)
+        """Yield the batches of one epoch. Every iteration, even one left early, is the next epoch, from 0."""
+        adapter = self._adapter
+        epoch = adapter.epoch(self._epoch)
         if epoch != self._epoch:
             self.set_epoch(epoch)
-        run, saved = _Pass(epoch, self._parts), self._saved
-        if torch.is_grad_enabled() and not source.per_rank:
-            dealing.add(run)
-        source.begin(epoch, saved)
-        self._saved, self._pass = None, run
+        iteration, saved = _Iteration(epoch, self._parts), self._saved
+        if torch.is_grad_enabled() and not adapter.per_rank:
+            sharded_iterations.add(iteration)
+        adapter.begin(epoch, saved)
+        self._saved, self._iteration = None, iteration
         self._epoch += 1
         begin = time.perf_counter()
-        batches = self._started()
+        batches = self._start_iterator()
         if (
-            self._peers is not None
-            and not source.is_resolved
-            and source.resolve_sharding(batches, self._peers)
+            self._rank_group is not None
+            and not adapter.is_resolved
+            and adapter.resolve_sharding(batches, self._rank_group)
         ):
-            batches = self._started()
-        pairs: Iterator[Any] = source.pairs(batches)
-        together = self._together if self._together != "train" or torch.is_grad_enabled() else None
-        if self._peers is not None and source.per_rank and together in ("drop", "error", "train"):
-            pairs = self._peers.lockstep(pairs, source.left(), together == "error")
-        # On the host nothing walks the batch.
+            batches = self._start_iterator()
+        pairs: Iterator[Any] = adapter.pairs(batches)
+        lockstep = self._lockstep if self._lockstep != "train" or torch.is_grad_enabled() else None
+        if self._rank_group is not None and adapter.per_rank and lockstep in ("drop", "error", "train"):
+            pairs = self._rank_group.lockstep(pairs, adapter.remaining(), lockstep == "error")
+        # On the host there is no copy, so batches are not traversed.
         if self._device is not None and self._device.type != "cpu":
             from fabric.data.prefetch import Prefetch
 
-            pairs = Prefetch(pairs, self._device, self._move, self._looks_ahead)
-        if self._peers is not None and not source.per_rank and torch.is_grad_enabled():
-            pairs = self._peers.compared(pairs, source.consistency_key, epoch)  # after what looks ahead
+            pairs = Prefetch(pairs, self._device, self._move, self._prefetches)
+        if self._rank_group is not None and not adapter.per_rank and torch.is_grad_enabled():
+            pairs = self._rank_group.compared(
+                pairs, adapter.consistency_key, epoch
+            )  # outside of Prefetch, which requests one ahead
         self.wait_seconds += time.perf_counter() - begin
-        return self._received(pairs, run)
+        return self._received(pairs, iteration)
 
-    def _started(self) -> Iterator[Any]:
+    def _start_iterator(self) -> Iterator[Any]:
         if not getattr(self._dataloader, "num_workers", 0):
             return iter(self._dataloader)
         from fabric.launch.garbage import forking
@@ -203,26 +207,26 @@ class _FabricDataLoader(Loader):
         with forking():
             return iter(self._dataloader)
 
-    def _received(self, pairs: Iterator[Any], run: _Pass) -> Iterator[Any]:
+    def _received(self, pairs: Iterator[Any], iteration: _Iteration) -> Iterator[Any]:
         clock = time.perf_counter
-        _running.append(run)
+        _active.append(iteration)
         try:
             while True:
                 begin = clock()
-                found = next(pairs, None)
+                attribute = next(pairs, None)
                 self.wait_seconds += clock() - begin
-                if found is None:
+                if attribute is None:
                     break
-                batch, run.note = found
+                batch, iteration.position = attribute
                 yield batch
-            if self._pass is run:
-                self._pass = None
-            # An iteration inside of another may be one of this rank alone.
-            if _running == [run]:
-                for part, begun in zip(self._parts, run.begun, strict=True):
-                    part.epoch_ended(begun)
+            if self._iteration is iteration:
+                self._iteration = None
+            # A nested iteration may run on this rank alone.
+            if _active == [iteration]:
+                for part, states_at_begin in zip(self._parts, iteration.states_at_begin, strict=True):
+                    part.epoch_ended(states_at_begin)
         finally:  # an error's traceback must not keep workers alive
-            _running.remove(run)
+            _active.remove(iteration)
             close = getattr(pairs, "close", None)
             if close is not None:
                 close()
@@ -234,29 +238,32 @@ class _FabricDataLoader(Loader):
         Equals `len(loader)` with the last one.
 
         Raises:
-            UsageError: The loader cannot say where it is.
+            UsageError: The number is unknown.
         """
-        state = self._saved if self._pass is None else self._source.at(self._pass.note)
-        done = 0 if state is None else self._source.done(state)
+        state = self._saved if self._iteration is None else self._adapter.at(self._iteration.position)
+        done = 0 if state is None else self._adapter.done(state)
         if done is None:
-            raise UsageError(f"{type(self._dataloader).__name__} does not say how many batches it has given.")
+            raise UsageError(
+                f"loader.batches_done of {type(self._dataloader).__name__} is unknown, since it overrides "
+                "__iter__. Count batches with `for index, batch in enumerate(loader):`."
+            )
         return done
 
     def __len__(self) -> int:
-        return self._source.length()
+        return self._adapter.length()
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_dataloader", "_given"):  # while copying or unpickling
+        if name in ("_dataloader", "_user_loader"):  # while copying or unpickling
             raise AttributeError(name)
-        found = getattr(self._given if name in _OF_THE_USER else self._dataloader, name)
-        if name not in ("sampler", "batch_sampler") or found is None:
-            return found
+        attribute = getattr(self._user_loader if name in _USER_ATTRIBUTES else self._dataloader, name)
+        if name not in ("sampler", "batch_sampler") or attribute is None:
+            return attribute
         from fabric.data.proxies import SamplerProxy
 
-        return SamplerProxy(getattr(self._given, name), found, self.set_epoch)
+        return SamplerProxy(getattr(self._user_loader, name), attribute, self.set_epoch)
 
 
-def _is_plain(move: Any) -> bool:
-    """Whether batches are moved by the function of this package, by itself or as a method of a strategy."""
+def _is_fabric_move(move: Any) -> bool:
+    """Whether `move` is a function of this package or a method of its strategies."""
     function = getattr(move, "__func__", move)
     return str(getattr(function, "__module__", "")).startswith("fabric.")

@@ -1,6 +1,6 @@
-"""Batches on their way to a device: the next one is copied on a side stream while the last one is used.
+"""`Prefetch`: copies the next batch to the device on a side stream while the current one is used.
 
-Used by the data loader. Never copies ahead what could be written over while the user still reads it.
+Used by the data loader. Never prefetches into memory that the user may still read.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ if TYPE_CHECKING:
 
 
 class Prefetch:
-    """Batches of `batches` on `device`, the next one on its way while the last one is used.
+    """Iterator of (batch on `device`, position) that prefetches one batch.
 
-    When batch k is given, the copy of batch k + 1 has been issued on a side stream; batch k + 2 has not been
-    fetched. So each batch waits until its successor is fetched, and what fetching or copying the successor
-    raises is raised when the successor is asked for. The first batch, which nothing could overlap, is copied
-    on the current stream; on devices without side streams all are, when asked for.
+    When batch k is returned, the copy of batch k + 1 has been issued on a side stream; batch k + 2 has not
+    been fetched. So batch k is returned only after batch k + 1 is fetched. An error in fetching or copying
+    batch k + 1 is raised when that batch is requested. The first batch is copied on the current stream, since
+    nothing could overlap with it. On devices without side streams each batch is copied when requested.
 
     Args:
-        batches: Gives pairs (batch, note). The note comes back, untouched, with its batch.
-        device: Where batches go.
-        move: Function (batch, device) that moves a batch. It must not write to memory that the last batch
-            is in.
-        looks_ahead: Whether batches may be fetched before they are asked for.
-        side: Takes the place of the device's own side stream.
+        batches: Yields pairs (batch, position). Positions are returned unchanged.
+        device: The device for batches.
+        move: Function (batch, device) that moves a batch. It must not write to memory of the last batch.
+        prefetches: Whether batches may be fetched before they are requested.
+        side: Replaces the device's side stream.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class Prefetch:
         batches: Iterator[tuple[Any, Any]],
         device: torch.device,
         move: Callable[[Any, torch.device], Any],
-        looks_ahead: bool = True,
+        prefetches: bool = True,
         *,
         side: SideStream | None = None,
     ) -> None:
@@ -47,56 +46,56 @@ class Prefetch:
         self._device = device
         self._move = move
         self._side = side
-        self._looks_ahead = looks_ahead and (side is not None or _has_streams(device))
-        self._given: Any = None
-        self._next: tuple[Any, Any] | Exception | None = None  # a batch that was copied ahead, or its error
+        self._prefetches = prefetches and (side is not None or _has_streams(device))
+        self._last_batch: Any = None
+        self._next: tuple[Any, Any] | Exception | None = None  # the prefetched batch, or its error
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> tuple[Any, Any]:
-        """The next batch, on the device and ready for the current stream, and its note."""
-        taken, self._next = self._next, None
-        if isinstance(taken, Exception):
+        """Return the next batch, on the device and ready for the current stream, and its position."""
+        prefetched, self._next = self._next, None
+        if isinstance(prefetched, Exception):
             try:
-                raise taken
+                raise prefetched
             finally:
-                del taken  # it refers to this frame
-        if taken is None or self._side is None:
-            batch, note = next(self._batches)
+                del prefetched  # it refers to this frame
+        if prefetched is None or self._side is None:
+            batch, position = next(self._batches)
             batch = self._move(batch, self._device)
         else:
-            batch, note = taken
+            batch, position = prefetched
             self._side.hand_over()
-        if self._looks_ahead:
-            self._look_ahead()
-            # Held until the side stream has waited for its reads: other code may share that stream of torch's
-            # pool, and its memory with it.
-            self._given = batch
-        return batch, note
+        if self._prefetches:
+            self._fetch_next()
+            # Referenced until the side stream has waited for its reads: other code may use the same stream
+            # of torch's pool, and reuse the memory.
+            self._last_batch = batch
+        return batch, position
 
     def close(self) -> None:
-        """Drop the batch that is on its way, and close `batches` if it can be closed. Nothing comes after."""
+        """Drop the prefetched batch, close `batches` if it has `close()`, and end the iteration."""
         source, self._batches, self._next = self._batches, iter(()), None
         close = getattr(source, "close", None)
         if callable(close):
             close()
 
-    def _look_ahead(self) -> None:
+    def _fetch_next(self) -> None:
         try:
             pair = next(self._batches, None)
             if pair is None:
                 self._batches = iter(())
                 return
             self._side = self._side or SideStream(self._device)
-            with self._side.ahead(), _normal_tensors():
+            with self._side.ahead(), _outside_inference_mode():
                 self._next = self._move(pair[0], self._device), pair[1]
         except Exception as error:
             self._next = error
 
 
 class SideStream:
-    """A stream beside the current one. All of one device share it, and with it its cached memory."""
+    """A side stream for copies. All loaders of a device share it, and so its cached memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
@@ -104,15 +103,15 @@ class SideStream:
         self._stream = _stream_of(torch.device(device.type, index))
         self._current = partial(self._module.current_stream, self._stream.device)
         self._reader = self._current()
-        """The stream that was given the last batch."""
+        """The stream that was current when the last batch was returned."""
         self._copied: Any = None
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """A context whose work goes to the side stream, beside what the current stream is given after it.
+        """Context whose work is issued on the side stream, concurrent with later work of the current one.
 
-        It waits for what was given before: a copy may get the memory of a batch that the host has let go of
-        and the device still reads.
+        The side stream first waits for earlier work. A copy may get the memory of a batch that the host has
+        released and the device still reads.
         """
         self._stream.wait_stream(self._reader)
         self._reader = self._current()
@@ -122,21 +121,21 @@ class SideStream:
             self._copied = self._stream.record_event()
 
     def hand_over(self) -> None:
-        """Let the current stream go on after the last work of `ahead`; the host does not wait."""
+        """Make the current stream wait for the last work of `ahead`; the host does not wait."""
         self._current().wait_event(self._copied)
 
 
 def _has_streams(device: torch.device) -> bool:
-    """Whether the device has streams as CUDA has: those of a CPU do nothing, mps has none."""
+    """Whether the device has streams like CUDA's: those of a CPU do nothing, mps has none."""
     return device.type not in ("cpu", "meta", "mps") and hasattr(getattr(torch, device.type, None), "Stream")
 
 
 @cache
 def _stream_of(device: torch.device) -> Any:
-    # Not one per epoch: the memory that the allocator caches for a stream serves no other.
+    # One per device, not per epoch: memory cached by the allocator for a stream is not reused by others.
     return torch.get_device_module(device).Stream(device)
 
 
-def _normal_tensors() -> Any:
-    # A batch asked for in inference mode must not make its successor one that cannot be trained on.
+def _outside_inference_mode() -> Any:
+    # The batch after one requested in inference mode must not consist of inference tensors.
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

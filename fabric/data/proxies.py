@@ -20,77 +20,77 @@ if TYPE_CHECKING:
 
 
 class DatasetProxy:
-    """Stands in for `given`, an object of the user's: what it does not have itself is that object's."""
+    """Proxy of a user's object: attributes that are not its own are those of `wrapped`."""
 
-    _OWN = frozenset({"given"})
-    """Its own attributes, by name."""
-    whole = False
-    """Of a dataset, whether each worker must read all of it."""
+    _PROXY_ATTRIBUTES = frozenset({"wrapped"})
+    """Names of the proxy's own attributes."""
+    reads_all = False
+    """Whether each worker must read the whole dataset."""
 
-    def __init__(self, given: Any) -> None:
-        self.given = given
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
 
     def __getattr__(self, name: str) -> Any:
-        # Dunder names belong to protocols (pickle, copy) that must not reach the user's object through this.
-        if name in self._OWN or name.startswith("__"):
+        # Dunder names belong to protocols (pickle, copy) that must apply to the proxy.
+        if name in self._PROXY_ATTRIBUTES or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.given, name)
+        return getattr(self.wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN:
+        if name in self._PROXY_ATTRIBUTES:
             object.__setattr__(self, name, value)
         else:
-            setattr(self.given, name, value)
+            setattr(self.wrapped, name, value)
 
 
 class SamplerProxy(DatasetProxy):
-    """A user's (batch) sampler as a loader shows it: `set_epoch` chooses the loader's next epoch.
+    """The `loader.sampler` or `loader.batch_sampler` of a set-up loader: its `set_epoch` is the loader's.
 
     Args:
-        given: The user's.
-        stream: What the loader draws from in its place.
-        set_epoch: The loader's.
+        wrapped: The user's sampler.
+        replacement: The sampler that the loader iterates in its place.
+        set_epoch: The loader's method.
     """
 
-    _OWN = frozenset({"given", "_stream", "set_epoch"})
+    _PROXY_ATTRIBUTES = frozenset({"wrapped", "_replacement", "set_epoch"})
 
-    def __init__(self, given: Any, stream: Any, set_epoch: Callable[[int], None]) -> None:
-        super().__init__(given)
-        self._stream = stream
+    def __init__(self, wrapped: Any, replacement: Any, set_epoch: Callable[[int], None]) -> None:
+        super().__init__(wrapped)
+        self._replacement = replacement
         self.set_epoch = set_epoch
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:  # isinstance() is for the user's
-        return type(self.given)
+    def __class__(self) -> Any:  # isinstance() checks the user's sampler
+        return type(self.wrapped)
 
     @property
     def sampler(self) -> Any:
-        """The one inside a batch sampler, likewise."""
-        return SamplerProxy(self.given.sampler, self.given.sampler, self.set_epoch)
+        """Return the proxy of the sampler inside a batch sampler."""
+        return SamplerProxy(self.wrapped.sampler, self.wrapped.sampler, self.set_epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._stream)
+        return iter(self._replacement)
 
     def __len__(self) -> int:
-        return len(self._stream)
+        return len(self._replacement)
 
 
 class SeededDataset(DatasetProxy):
-    """A map-style dataset for workers: takes jobs, and seeds the worker for each."""
+    """A map-style dataset in workers: seeds the worker for each `SamplerJob`, which it gets as index."""
 
     def __len__(self) -> int:
-        return len(self.given)
+        return len(self.wrapped)
 
     def __getitem__(self, job: Any) -> Any:
-        return self.given[_begun(job)]
+        return self.wrapped[_start_job(job)]
 
     def __getitems__(self, job: Any) -> Any:
-        indices = _begun(job)
-        fetch = getattr(self.given, "__getitems__", None)
-        return fetch(indices) if fetch else [self.given[index] for index in indices]
+        indices = _start_job(job)
+        fetch = getattr(self.wrapped, "__getitems__", None)
+        return fetch(indices) if fetch else [self.wrapped[index] for index in indices]
 
 
-def _begun(job: Any) -> Any:
+def _start_job(job: Any) -> Any:
     if type(job) is not SamplerJob:
         return job
     seed_draws(job.seed)
@@ -98,44 +98,48 @@ def _begun(job: Any) -> Any:
 
 
 class SeedWorker:
-    """A worker_init_fn: streams of its own for each (rank, worker), then the user's function."""
+    """A worker_init_fn: seeds each (rank, worker) differently, then calls the user's function."""
 
-    def __init__(self, rank: int, then: Callable[[int], Any] | None) -> None:
+    def __init__(self, rank: int, user_function: Callable[[int], Any] | None) -> None:
         self.rank = rank
-        self.then = then
+        self.user_function = user_function
 
     def __call__(self, worker_id: int) -> None:
         """Run in the worker process, before its first sample."""
-        from fabric.launch.garbage import forked  # neither is loaded where there are no workers
+        from fabric.launch.garbage import after_fork  # imported only if there are workers
         from fabric.launch.parent_death import die_with_creator
 
-        die_with_creator()  # torch looks for the rank every 5 s only, and under forkserver never
-        forked()
+        die_with_creator()  # torch checks for the rank every 5 s only, and under forkserver never
+        after_fork()
         pl_worker_init_function(worker_id, self.rank)
         info = get_worker_info()
-        inner, before = None, {}
+        inner, old_attributes = None, {}
         if info is not None and isinstance(info.dataset, DatasetProxy):
-            inner, whole = info.dataset.given, info.dataset.whole
-            # The user's own, which their function may change; WorkerInfo refuses the plain way.
+            inner, reads_all = info.dataset.wrapped, info.dataset.reads_all
+            # The user's function may change the user's dataset; WorkerInfo.__setattr__ raises.
             object.__setattr__(info, "dataset", inner)
-            before = dict(getattr(inner, "__dict__", {})) if whole else {}
-        if self.then is not None:
-            self.then(worker_id)
-        _check_whole(inner, before)
+            old_attributes = dict(getattr(inner, "__dict__", {})) if reads_all else {}
+        if self.user_function is not None:
+            self.user_function(worker_id)
+        _check_not_split(inner, old_attributes)
 
 
-def _check_whole(dataset: Any, before: dict[str, Any]) -> None:
-    """Raise if a worker_init_fn has given the worker a part of a stream that Fabric deals out.
+def _check_not_split(dataset: Any, old_attributes: dict[str, Any]) -> None:
+    """Raise if a worker_init_fn has given the worker a part of a dataset that Fabric shards.
 
     Raises:
-        ConfigurationError: It has changed numbers or lists of the dataset.
+        ConfigurationError: Numbers or lists in attributes of the dataset were changed.
     """
-    for name, old in before.items():
-        new = getattr(dataset, name, old)
-        if new is not old and isinstance(new, int | float | str | list | tuple | range) and new != old:
+    for name, old_value in old_attributes.items():
+        new_value = getattr(dataset, name, old_value)
+        if (
+            new_value is not old_value
+            and isinstance(new_value, int | float | str | list | tuple | range)
+            and new_value != old_value
+        ):
             raise ConfigurationError(
-                f"worker_init_fn has set {type(dataset).__name__}.{name} to {new!r:.60} in one worker. "
-                "Fabric deals the samples out by itself, for which every worker must read the same stream. "
-                "Leave that out of worker_init_fn, or pass shard_iterable=False and let the dataset take "
-                "the part of its rank and worker."
+                f"worker_init_fn has set {type(dataset).__name__}.{name} to {new_value!r:.60} in one worker. "
+                "Fabric shards the samples, for which every worker must read the same stream. Remove that "
+                "from worker_init_fn, or write setup_dataloaders(loader, shard_iterable=False) and let the "
+                "dataset shard itself by rank and worker."
             )

@@ -1,13 +1,13 @@
-"""`RankBatchSampler`: one rank's indices, or batches of them, in the place of a loader's sampler.
+"""`RankBatchSampler`: replaces a loader's sampler; yields one rank's indices, or batches of them.
 
-It knows samplers, not loaders: which part of the order is this rank's, where it begins, how far it went.
+Used by the loader adapters. Depends on samplers only, never on loaders.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import deque
-from hashlib import sha256  # the quickest one here: processors have it
+from hashlib import sha256  # fastest: processors have instructions for it
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _CHECKED = 32
-"""Items at an epoch's beginning by which an order is known again."""
+"""Number of items at an epoch's beginning whose digest identifies the order."""
 
 
 class SamplerJob(NamedTuple):
@@ -38,76 +38,77 @@ class SamplerJob(NamedTuple):
 
 
 class RankBatchSampler:
-    """This rank's batches of indices, or its items where they are whole batches (`rule.batch` None).
+    """This rank's batches of indices, or its items if they are whole batches (`rule.batch` None).
 
     Args:
         order: The items of one epoch.
-        rule: How they are dealt out.
-        batches: The user's BatchSampler, which has the size of batches, also when that is changed.
+        rule: The sharding rule.
+        batches: The user's BatchSampler. Its current batch size and drop_last replace those of `rule`.
     """
 
     def __init__(self, order: EpochOrder, rule: ShardingRule, batches: Any = None) -> None:
         self.order = order
         self._rule = rule
         self._batches = batches
-        self.salts: tuple[int, ...] | None = None
-        """Of the seeds of jobs, which workers get in place of batches; None: there are none."""
+        self.seed_parts: tuple[int, ...] | None = None
+        """Inputs of the seeds of jobs, which workers get in place of indices; None: no workers."""
         self.start = 0
         """The position at which the next iteration begins."""
-        self.expected: list[Any] | None = None
-        """The check that the next iteration must have, since it goes on in one that had it."""
-        self.check: list[Any] | None = None
-        """(count, digest) of the epoch's first items; None where they are not drawn."""
-        self.ends: deque[int] = deque()
-        """Positions after each batch that the last iteration has given out; whoever receives them takes them.
-        """
+        self.expected_digest: list[Any] | None = None
+        """The `order_digest` of the saved epoch, which the next iteration must match; None: no check."""
+        self.order_digest: list[Any] | None = None
+        """(count, digest) of the epoch's first items; None until they are drawn."""
+        self.end_positions: deque[int] = deque()
+        """Position after each batch that was yielded and not yet received; the receiver pops it."""
 
     @property
     def rule(self) -> ShardingRule:
-        """The sharding rule of the items, with the current size of the batches."""
+        """Return the sharding rule, with the current size of the batches."""
         if self._batches is None:
             return self._rule
         return self._rule._replace(batch=self._batches.batch_size, drop_last=self._batches.drop_last)
 
     def check_even(self) -> None:
-        """Under uneven="error", raise before the first item, where the length is known.
+        """Under uneven="error", raise before the first item if the length is known.
 
         Raises:
-            ConfigurationError: The items cannot be dealt out evenly.
+            ConfigurationError: The number of items does not divide by ranks.
         """
         self.rule.check_even(sized_len(self.order) or 0)
 
     def __iter__(self) -> Iterator[Any]:
-        # No generator function: epoch and start are those of this moment, and errors come now.
+        # Not a generator function: epoch and start are read now, and errors are raised now.
         self.check_even()
-        self.ends, self.check = deque(), None
-        keep = max(self.rule.share.world, self.expected[0] if self.expected else 0)
+        self.end_positions, self.order_digest = deque(), None
+        keep = max(self.rule.shard.world, self.expected_digest[0] if self.expected_digest else 0)
         stream = self.order.stream(self.start, keep)
-        return self._noted(stream, self.start, min(self.start, keep), self.ends)
+        return self._generate(stream, self.start, min(self.start, keep), self.end_positions)
 
-    def _noted(self, stream: Iterator[Any], start: int, kept: int, ends: deque[int]) -> Iterator[Any]:
-        # Drawn from only when asked: torch draws from a generator of the user's own before its sampler does.
-        whole, salts = self.rule.batch is None, self.salts
-        first = list(islice(stream, kept))
-        if self.expected is not None:
-            self._compare(first[: self.expected[0]], self.expected)
-            self.check = self.expected
+    def _generate(
+        self, stream: Iterator[Any], start: int, keep: int, end_positions: deque[int]
+    ) -> Iterator[Any]:
+        # A generator function: torch must draw from the user's generator before the sampler does.
+        whole_batches, seed_parts = self.rule.batch is None, self.seed_parts
+        first = list(islice(stream, keep))
+        if self.expected_digest is not None:
+            self._check_order(first[: self.expected_digest[0]], self.expected_digest)
+            self.order_digest = self.expected_digest
         elif not start:
             head = list(islice(stream, self.rule.size))
-            self.check = _check(head[:_CHECKED])
+            self.order_digest = _order_digest(head[:_CHECKED])
             stream = chain(head, stream)
         draw = lambda n: list(islice(stream, n))  # noqa: E731
-        for items, end, *_ in self.rule.rank_batches(draw, start, first[: self.rule.share.world]):
-            mine = items[0] if whole else items
-            ends.append(end)
-            yield mine if salts is None else SamplerJob(derive_seed(*salts, end), mine)
+        for items, end, *_ in self.rule.rank_batches(draw, start, first[: self.rule.shard.world]):
+            local = items[0] if whole_batches else items
+            end_positions.append(end)
+            yield local if seed_parts is None else SamplerJob(derive_seed(*seed_parts, end), local)
 
-    def _compare(self, first: list[Any], expected: list[Any]) -> None:
-        if _check(first) != expected:
+    def _check_order(self, first: list[Any], expected_digest: list[Any]) -> None:
+        if _order_digest(first) != expected_digest:
             raise UsageError(
                 f"{type(self.order.sampler).__name__} gives another order than when the position was saved: "
-                f"the epoch begins with {first[:4]} now. Let it draw from a generator (torch's, python's or "
-                "numpy's) that is an attribute of it, or from the global ones; or begin an epoch with "
+                f"the epoch now begins with {first[:4]}. Draw in it from a generator (torch's, python's or "
+                "numpy's) that is one of its attributes, or from the global ones; or start an epoch with "
                 "loader.set_epoch()."
             )
 
@@ -115,23 +116,23 @@ class RankBatchSampler:
         return self.rule.count(len(self.order))
 
 
-def _check(items: list[Any]) -> list[Any]:
+def _order_digest(items: list[Any]) -> list[Any]:
     return [len(items), digest(items)]
 
 
 def digest(tree: Any) -> str:
-    """A text that is the same in every process that has equal values."""
+    """Return a digest of the leaves that is equal across processes for equal values."""
     return sha256(b",".join([_bytes(leaf) for leaf in flatten(tree)[0]])).hexdigest()[:16]
 
 
 def _bytes(value: Any) -> bytes:
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
-        # Pickle would write all that it is a view of.
+        # Pickle would write the whole storage of a view.
         plain: Any = as_bytes(value.cpu()).numpy()
         return repr((value.dtype, value.shape)).encode() + bytes(plain)
     if isinstance(value, set | frozenset):
         return repr(sorted([digest(each) for each in value])).encode()
     try:
         return pickle.dumps(value)
-    except Exception:  # whatever a class of the user's raises; such values tell nothing
+    except Exception:  # a user's class may raise anything; only its type is compared then
         return type(value).__qualname__.encode()

@@ -1,4 +1,4 @@
-"""`RankGroup`: this rank among the others that iterate a loader; they compare, and stop together."""
+"""`RankGroup`: comparison of the ranks that iterate a loader, and iteration in lockstep."""
 
 from __future__ import annotations
 
@@ -14,98 +14,99 @@ if TYPE_CHECKING:
 
 
 class RankGroup(NamedTuple):
-    """This rank among the others."""
+    """The ranks that iterate a loader: this rank's number, the world size and an all-gather."""
 
     rank: int
     world: int
     exchange: Callable[[Any], list[Any]]
-    """Gives every rank's value of what each passes. All ranks must call it."""
+    """Returns the values that the ranks passed, in rank order. All ranks must call it."""
 
     def compared(
         self, pairs: Iterator[Any], consistency_key: Callable[[], dict[str, Any] | None], epoch: int
     ) -> Iterator[Any]:
-        """`pairs`; ranks compare before the second, which one that only looks at a batch never asks for.
+        """Yield from `pairs`; ranks compare before the second pair.
+
+        A rank that only inspects the first batch never requests the second one.
 
         Args:
-            pairs: An iteration's batches, with notes.
-            consistency_key: Gives what all ranks must have alike by then; None: nothing.
-            epoch: The number of the iteration, which must be alike, too.
+            pairs: Pairs (batch, position) of an iteration.
+            consistency_key: Returns the values that must be equal on all ranks; None: no comparison.
+            epoch: The number of the iteration, which must be equal, too.
 
         Raises:
-            UsageError: On all ranks: they iterate differently.
+            UsageError: On all ranks, if the values differ.
         """
         yield from islice(pairs, 1)
-        found = next(pairs, None)
-        if found is None:
+        pair = next(pairs, None)
+        if pair is None:
             return
-        mine = consistency_key()
-        if mine is not None:
-            self._compare({"epoch": epoch, **mine})
-        yield found
+        local = consistency_key()
+        if local is not None:
+            self._compare({"epoch": epoch, **local})
+        yield pair
         yield from pairs
 
-    def _compare(self, mine: dict[str, Any]) -> None:
-        held = self.exchange(mine)
-        keys = list(dict.fromkeys([key for each in held for key in each]))
-        differ = [key for key in keys if any([each.get(key) != held[0].get(key) for each in held])]
+    def _compare(self, local: dict[str, Any]) -> None:
+        by_rank = self.exchange(local)
+        keys = list(dict.fromkeys([key for each in by_rank for key in each]))
+        differ = [key for key in keys if any([each.get(key) != by_rank[0].get(key) for each in by_rank])]
         if not differ:
             return
-        rows = [", ".join([f"{key} {each.get(key)}" for key in differ]) for each in held]
+        rows = [", ".join([f"{key} {each.get(key)}" for key in differ]) for each in by_rank]
         raise UsageError(
             "The ranks iterate this loader differently, so samples would be repeated and lost:\n"
             f"{table(rows)}\n"
-            "Begin each epoch on all ranks (a rank that has looked at a batch by itself has counted an "
-            "epoch: loader.set_epoch(n) on all ranks), load positions on all ranks, and give all ranks "
-            "the same data and sampler, with random generators seeded alike. Of data that you have split "
-            "over ranks yourself: setup_dataloaders(loader, use_distributed_sampler=False)."
+            "Begin each epoch on all ranks (if one rank alone took a batch, its loader counted an epoch: "
+            "call loader.set_epoch(n) on all ranks). Load positions on all ranks, and pass all ranks the "
+            "same data and sampler, with equally seeded generators. If you have split the data over ranks "
+            "yourself, write setup_dataloaders(loader, use_distributed_sampler=False)."
         )
 
-    def lockstep(self, pairs: Iterator[Any], length: int | None, refuses: bool) -> Iterator[Any]:
-        """Yield from `pairs` while all ranks have a batch. One message in all if all lengths are known.
+    def lockstep(self, pairs: Iterator[Any], length: int | None, raises: bool) -> Iterator[Any]:
+        """Yield from `pairs` while all ranks have a batch. A single message if all lengths are known.
 
-        Only for data that Fabric does not deal out itself; what it deals out needs no message.
+        Only for data that Fabric does not shard; data that it shards need no message.
 
         Args:
-            pairs: An iteration's batches, with notes.
-            length: How many there are; None: unknown.
-            refuses: Whether ranks raise, all of them, when the first of them has no more; else they stop.
+            pairs: Pairs (batch, position) of an iteration.
+            length: The number of pairs; None: unknown.
+            raises: Whether all ranks raise when the first of them has no more; else they stop.
 
         Raises:
-            ConfigurationError: With `refuses`, on all ranks: their numbers of batches differ.
+            ConfigurationError: With `raises`, on all ranks, if their numbers of batches differ.
         """
         lengths = self.exchange(length)
         if None not in lengths:
             if len(set(lengths)) > 1:
-                _tell([f"{count} batches" for count in lengths], refuses)
+                _report_unequal_lengths([f"{count} batches" for count in lengths], raises)
             yield from islice(pairs, min(lengths))
             return
         count = 0
         while True:
-            found = next(pairs, None)
-            more = self.exchange(found is not None)
+            pair = next(pairs, None)
+            more = self.exchange(pair is not None)
             if not all(more):
                 if any(more):
-                    _tell([f"{'more than ' * has}{count} batches" for has in more], refuses)
+                    _report_unequal_lengths([f"{'more than ' * has}{count} batches" for has in more], raises)
                 return
             count += 1
-            yield found
+            yield pair
 
 
-def _tell(counts: list[str], refuses: bool) -> None:
+def _report_unequal_lengths(counts: list[str], raises: bool) -> None:
     text = f"The ranks' data are of different lengths:\n{table(counts)}\n"
-    if refuses:
+    if raises:
         raise ConfigurationError(
-            f'{text}uneven="error" refuses that. Give all ranks as much, or write uneven="drop" to stop '
-            "with the first that has no more."
+            f'{text}uneven="error" does not allow that. Give all ranks equal lengths, or write uneven="drop" '
+            "to stop when the first rank has no more."
         )
     rank_zero_warn(
-        f"{text}All of them stop with the first that has no more, since they train together; the rest of "
-        'the epoch is left out. Evaluate under torch.no_grad(), or write uneven="exact", to see all of '
-        "it.",
+        f"{text}All ranks stop when the first has no more, because they train together; the rest of the "
+        'epoch is left out. Evaluate under torch.no_grad(), or write uneven="exact", to use all of it.',
         category=RanksDifferWarning,
     )
 
 
 def table(rows: list[str]) -> str:
-    """One line for each rank."""
+    """Return a text with one line per rank."""
     return "\n".join([f"  rank {rank}: {row}" for rank, row in enumerate(rows)])

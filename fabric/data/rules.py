@@ -1,6 +1,6 @@
-"""The rule that shards items in global order over ranks, for indices and for the samples themselves.
+"""The rule that shards items in global order over ranks, for indices and for samples.
 
-With `world` ranks and `batch` items per rank, global batch k holds positions [k*world*batch,
+With `world` ranks and `batch` items per rank, global batch k has positions [k*world*batch,
 (k+1)*world*batch) of the order. Rank r takes every world-th position of it, starting at r.
 """
 
@@ -17,7 +17,7 @@ UNEVEN = ("pad", "exact", "drop", "error")
 
 
 class Shard(NamedTuple):
-    """Which part of the data this rank takes."""
+    """The index of this rank's shard of the data, and the number of shards."""
 
     rank: int
     world: int
@@ -28,28 +28,28 @@ class RankBatch(NamedTuple):
 
     items: list[Any]
     end: int
-    """The position in the global order after this global batch: where a run goes on that has seen it."""
-    short: bool
-    """Whether some ranks get no batch in this round."""
+    """The position in the global order after this global batch, where a resumed run continues."""
+    incomplete: bool
+    """Whether some ranks get no batch of this global batch."""
     last: bool
     """Whether the order has been read to its end."""
-    mark: Any
-    """What the caller noted when the global batch had been drawn."""
+    snapshot: Any
+    """The value of the caller's `snapshot` function when the global batch had been drawn."""
 
 
 class ShardingRule(NamedTuple):
     """The rule that forms global batches.
 
     Args:
-        share: This rank's part.
-        batch: Items per rank. None: items are whole batches, which cannot be split: one per rank and round.
+        shard: This rank's shard.
+        batch: Items per rank. None: items are whole batches that cannot be split; each rank gets one.
         drop_last: Leave out the last, incomplete global batch.
-        uneven: What happens to the last, incomplete global batch where it does not divide by ranks: "pad"
-            repeats the first items, "exact" spreads it as evenly as can be (fewer than ranks join the batches
-            before), "drop" leaves out what is over, "error" raises.
+        uneven: Policy for a last, incomplete global batch that does not divide by the number of ranks. "pad"
+            repeats the first items. "exact" spreads it as evenly as possible; fewer items than ranks are
+            added to the batches before. "drop" leaves out the remainder. "error" raises.
     """
 
-    share: Shard
+    shard: Shard
     batch: int | None
     drop_last: bool
     uneven: str
@@ -57,81 +57,81 @@ class ShardingRule(NamedTuple):
     @property
     def size(self) -> int:
         """Items in a global batch."""
-        return (self.batch or 1) * self.share.world
+        return (self.batch or 1) * self.shard.world
 
     def rank_batches(
         self,
         draw: Callable[[int], list[Any]],
         start: int = 0,
         first: list[Any] | None = None,
-        mark: Callable[[int], Any] | None = None,
+        snapshot: Callable[[int], Any] | None = None,
     ) -> Iterator[RankBatch]:
-        """This rank's batches.
+        """Yield this rank's batches.
 
         Args:
-            draw: Gives the next n items of the order, fewer at its end.
-            start: The position of the first of them.
-            first: The epoch's first items, up to the number of ranks, where `start` is beyond them.
-            mark: Called with the number of each global batch when it has been drawn.
+            draw: Returns the next n items of the order, fewer at its end.
+            start: The position of the first item that `draw` returns.
+            first: The epoch's first items, up to the number of ranks, if `start` is after them.
+            snapshot: Called with the index of each global batch when it has been drawn.
 
         Raises:
             ConfigurationError: Items are left over under "error".
         """
-        (rank, world), size, first = self.share, self.size, list(first or [])
-        # Whether the last few items may join the global batch before.
-        holds = self.uneven == "exact" and world > 1 and self.batch is not None and not self.drop_last
-        held: RankBatch | None = None  # one global batch back, where the last few items may join it
-        at, number = start, 0
+        (rank, world), size, first = self.shard, self.size, list(first or [])
+        # Whether a remainder of fewer items than ranks is added to the global batch before.
+        merges_tail = self.uneven == "exact" and world > 1 and self.batch is not None and not self.drop_last
+        pending: RankBatch | None = None  # the previous batch, to which the remainder may be added
+        position, index = start, 0
         while len(block := draw(size)) == size:
             first += block[: world - len(first)] if len(first) < world else []
-            if held:
-                yield held
-            at += size
-            held = RankBatch(block[rank::world], at, False, False, mark and mark(number))
-            number += 1
-            if not holds:
-                yield held
-                held = None
-        end = at + len(block)
-        block = [] if self.drop_last else self._evened(block, first)
-        mine = block[rank::world]
-        if held and 0 < len(block) < world:
-            yield RankBatch(held.items + mine, end, False, True, mark and mark(number - 1))
+            if pending:
+                yield pending
+            position += size
+            pending = RankBatch(block[rank::world], position, False, False, snapshot and snapshot(index))
+            index += 1
+            if not merges_tail:
+                yield pending
+                pending = None
+        end = position + len(block)
+        block = [] if self.drop_last else self._complete_last(block, first)
+        local = block[rank::world]
+        if pending and 0 < len(block) < world:
+            yield RankBatch(pending.items + local, end, False, True, snapshot and snapshot(index - 1))
             return
-        if held:
-            yield held
-        if mine:
-            yield RankBatch(mine, end, len(block) < world, True, mark and mark(number))
+        if pending:
+            yield pending
+        if local:
+            yield RankBatch(local, end, len(block) < world, True, snapshot and snapshot(index))
 
-    def _evened(self, block: list[Any], first: list[Any]) -> list[Any]:
-        """The last, incomplete global batch as the ranks share it."""
-        world = self.share.world
-        rest = len(block) % world
-        if rest == 0 or self.uneven == "exact":
+    def _complete_last(self, block: list[Any], first: list[Any]) -> list[Any]:
+        """Return the last, incomplete global batch after applying `uneven`."""
+        world = self.shard.world
+        remainder = len(block) % world
+        if remainder == 0 or self.uneven == "exact":
             return block
-        self.check_even(rest)  # only now known where the sampler has no length, or a wrong one
+        self.check_even(remainder)  # again: a sampler may have no length, or a wrong one
         if self.uneven == "drop":
-            return block[:-rest]
+            return block[:-remainder]
         source = first or block
-        return block + (source * (world // len(source) + 1))[: world - rest]
+        return block + (source * (world // len(source) + 1))[: world - remainder]
 
     def check_even(self, items: int) -> None:
-        """Raise under "error" if so many items do not divide by ranks.
+        """Raise under "error" if the number of items does not divide by ranks.
 
         Raises:
-            ConfigurationError: They do not.
+            ConfigurationError: There is a remainder.
         """
-        rest = items % self.share.world
-        if rest and self.uneven == "error" and not self.drop_last:
+        remainder = items % self.shard.world
+        if remainder and self.uneven == "error" and not self.drop_last:
             raise ConfigurationError(
-                f'uneven="error": the data do not divide by {self.share.world} ranks, {rest} are left over. '
-                'Write setup_dataloaders(loader, uneven="exact") to see each once, "pad" to repeat some, '
-                '"drop" to leave them out.'
+                f'uneven="error": the data do not divide by {self.shard.world} ranks, {remainder} are left '
+                'over. Write setup_dataloaders(loader, uneven="exact") to see each once, "pad" to repeat '
+                'some, or "drop" to leave them out.'
             )
 
     def count(self, items: int) -> int:
-        """This rank's number of batches of so many items."""
-        rank, world = self.share
+        """Return this rank's number of batches for an order of `items` items."""
+        rank, world = self.shard
         full, tail = divmod(items, self.size)
         if self.drop_last or tail == 0:
             return full
@@ -141,14 +141,14 @@ class ShardingRule(NamedTuple):
         return full + (tail >= world or alone)
 
 
-def check_padding(uneven: str | None, name: str) -> None:
-    """Raise where `uneven` asks for what only Fabric's own dealing can do.
+def reject_padding(uneven: str | None, name: str) -> None:
+    """Raise if `uneven` is "pad", which needs sharding by Fabric; `name` is the dataset's or loader's.
 
     Raises:
-        ConfigurationError: It is "pad".
+        ConfigurationError: `uneven` is "pad".
     """
     if uneven == "pad":
         raise ConfigurationError(
-            f'uneven="pad" repeats samples, and {name} deals out its data itself. Write "drop" to stop with '
-            'the rank that ends first, "error" to be told, or "exact" to let each rank see all it has.'
+            f'uneven="pad" repeats samples, but {name} shards its data itself. Write uneven="drop" to stop '
+            'when the first rank has no more, "error" to raise then, or "exact" to use all data of each rank.'
         )

@@ -278,13 +278,14 @@ def test_positions_that_do_not_fit_are_refused(ranks, tmp_path):
     first, second = ranks.run(refusals, tmp_path / "x.pt", world_size=2)
     assert first == second
     other_kind, no_state, number, length, worlds, workers = first
-    assert "saved in a loader of kind 'samples', and this one is of kind 'stream'" in other_kind[1]
+    assert "saved in a loader of kind 'samples', but this one is of kind 'stream'" in other_kind[1]
     assert no_state == (
         "ArgumentTypeError",
-        "load_state_dict of a loader needs what state_dict() gave, but got {'samples': 3}.",
+        "load_state_dict of a loader got {'samples': 3}, which is not a loader's state. Pass the value of "
+        "loader.state_dict().",
     )
-    assert "but got 3." in number[1]
-    assert "was saved in data of length 8, but they have 9 now" in length[1]
+    assert "got 3, which is not" in number[1]
+    assert "was saved in data of length 8, but the length is 9 now" in length[1]
     assert "loader.set_epoch(1)" in length[1]
     assert "was saved on 4 ranks, and there are 2" in worlds[1]
     assert "saved with 0 workers, but the loader has 1" in workers[1]
@@ -318,7 +319,7 @@ def unsized_position():
     fabric = launched()
     loader = fabric.setup_dataloaders(Odd(Draws(8), batch_size=2))
     rows = [batch[:, 0].tolist() for batch in loader]
-    with pytest.raises(UsageError, match="Odd cannot say how far it has come") as caught:
+    with pytest.raises(UsageError, match="The position of Odd is unknown") as caught:
         loader.state_dict()
     return rows, str(caught.value)
 
@@ -326,7 +327,7 @@ def unsized_position():
 def test_a_loader_with_an_iteration_of_its_own_runs_but_has_no_position(ranks):
     for rank, (rows, text) in enumerate(ranks.run(unsized_position, world_size=2)):
         assert rows == [[rank, rank + 2], [rank + 4, rank + 6]]
-        assert "a DataLoader without an __iter__ of its own, or one with state_dict()" in text
+        assert "a DataLoader that does not override __iter__." in text
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def test_the_error_shows_the_samples_and_how_to_seed(ranks):
     assert lines[3] == (
         "Each rank takes its part of one order, so samples would be repeated and lost. Seed a split: "
         "random_split(data, lengths, generator=torch.Generator().manual_seed(0)). Sort lists of files: "
-        "sorted(folder.glob('*')). Where each rank has its own part already, write "
+        "sorted(folder.glob('*')). If each rank has its own part already, write "
         "fabric.setup_dataloaders(loader, use_distributed_sampler=False)."
     )
     assert told == []

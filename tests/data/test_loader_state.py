@@ -155,8 +155,8 @@ def test_reading_again_is_said(fabric):
     with pytest.warns(UserWarning, match="read again") as caught:
         assert list(again) == [[4, 5], [6, 7], [8, 9]]
     assert [str(warning.message) for warning in caught] == [
-        "Numbers is read again from the epoch's beginning up to the saved position. Give it state_dict() and "
-        "load_state_dict() to go on at once."
+        "Numbers is read again from the epoch's beginning up to the saved position. Add state_dict() and "
+        "load_state_dict() to it to resume without rereading."
     ]
 
 
@@ -358,7 +358,7 @@ def test_batches_that_come_in_any_order_have_no_position(fabric):
         loader = ready(fabric, data, 1, **keywords)
         loader.state_dict()
         next(iter(loader))
-        with pytest.raises(UsageError, match="in_order=False cannot say how far it has come"):
+        with pytest.raises(UsageError, match="The position of a loader with in_order=False is unknown"):
             loader.state_dict()
 
 
@@ -377,7 +377,7 @@ def test_a_batch_sampler_may_use_one_list_for_all(fabric):
 def test_positions_in_batches_and_in_samples_are_told_apart(fabric):
     batches = fabric.setup_dataloaders(DataLoader(range(8), batch_sampler=[[0, 1], [2, 3]]))
     next(iter(batches))
-    with pytest.raises(UsageError, match="of kind 'whole batches', and this one is of kind 'samples'"):
+    with pytest.raises(UsageError, match="of kind 'whole batches', but this one is of kind 'samples'"):
         ready(fabric, 2).load_state_dict(batches.state_dict())
 
 

@@ -58,7 +58,7 @@ class Stream(IterableDataset):
 
 def shard(loader, rank=0, world=2, seed=0, uneven=None):
     source = shard_loader(loader, Shard(rank, world), seed, uneven)
-    return _FabricDataLoader(source.loader, given=loader, source=source)
+    return _FabricDataLoader(source.loader, user_loader=loader, adapter=source)
 
 
 def read(loader):
@@ -166,7 +166,7 @@ def test_the_seed_that_torch_draws_for_workers_is_a_function_of_the_epoch():
         seeds.append(loader._dataloader.generator.initial_seed())
     assert seeds[0] == seeds[2] != seeds[1]
     twin = pickle.loads(pickle.dumps(loader))
-    assert twin._source.own is twin._dataloader.generator
+    assert twin._adapter.seed_generator is twin._dataloader.generator
 
 
 def test_the_users_worker_init_fn_is_still_called():
@@ -189,7 +189,7 @@ def test_persistent_workers_over_two_epochs():
 
 def own(loader, rank):
     source = shard_loader(loader, Shard(rank, 1), 3, None, shard=False)
-    return _FabricDataLoader(source.loader, given=loader, source=source)
+    return _FabricDataLoader(source.loader, user_loader=loader, adapter=source)
 
 
 def test_a_loader_that_keeps_its_order_still_has_workers_seeded_apart():

@@ -145,8 +145,8 @@ def test_what_shares_itself_out_is_left_alone_and_that_is_said_once(ranks, kind,
     both = [x for seen, _, _ in results for batch in seen[0] for x in batch]
     assert sorted(both) == list(range(21))
     text = results[0][2][0]
-    assert text.startswith(f"The ranks' streams of {kind.__name__} begin with other samples:\n  rank 0: ")
-    assert "shard_iterable=False says so beforehand" in text
+    assert text.startswith(f"The ranks' streams of {kind.__name__} begin with different samples:\n  rank 0: ")
+    assert "shard_iterable=False) if that is right" in text
 
 
 def test_a_share_that_is_not_split_over_workers_is_as_in_torch(ranks):
@@ -198,7 +198,7 @@ def test_ranks_that_train_on_their_own_shares_stop_together(ranks):
     text = ranks.run(trained, 5, 1, "error", world_size=2)[1][0]
     assert text.startswith("The ranks' data are of different lengths")
     for text, _, _ in ranks.run(trained, 4, 1, "pad", world_size=2):
-        assert text.startswith('uneven="pad" repeats samples, and Closure deals out its data itself.')
+        assert text.startswith('uneven="pad" repeats samples, but Closure shards its data itself.')
 
 
 def endless():
@@ -253,8 +253,8 @@ def one_shot(own):
 
 def count_messages(ready):
     asked = []
-    exchange = ready._peers.exchange
-    ready._peers = ready._peers._replace(exchange=lambda value: asked.append(1) or exchange(value))
+    exchange = ready._rank_group.exchange
+    ready._rank_group = ready._rank_group._replace(exchange=lambda value: asked.append(1) or exchange(value))
     return asked
 
 
@@ -320,11 +320,9 @@ def test_an_order_that_differs_by_rank_is_an_error_that_names_it(ranks, workers)
     first, second = ranks.run(refused, ByHash, workers, world_size=2)
     assert first == second
     text = first[0]
-    assert (
-        "streams of ByHash are neither one stream nor shares of their own: some of their samples, or" in text
-    )
+    assert "streams of ByHash are neither one stream nor disjoint shards: some of their samples, or" in text
     assert "  rank 0: " in text
-    assert "sort what comes from a set or a directory" in text
+    assert "sort items of a set or a directory" in text
     for shard_iterable in (False, True):
         first, second = ranks.run(refused, ByHash, workers, shard_iterable, world_size=2)
         assert len(first[0]) == len(second[0]) == (12 if shard_iterable else 24 * max(1, workers))
@@ -332,7 +330,7 @@ def test_an_order_that_differs_by_rank_is_an_error_that_names_it(ranks, workers)
 
 def test_noise_of_each_ranks_own_is_asked_about(ranks):
     for text, _ in ranks.run(refused, Noisy, 0, world_size=2):
-        assert "some of their samples, or parts of them, are the same" in text
+        assert "some of their samples, or parts of them, are equal" in text
     results = ranks.run(refused, Noisy, 0, True, world_size=2)
     assert sorted(x for found, _ in results for x in found) == list(range(24))
 
@@ -454,4 +452,4 @@ def saved(path):
 def test_a_position_in_the_stream_of_one_rank_is_refused_where_ranks_have_shares(ranks, tmp_path):
     ranks.run(saved, tmp_path / "one.pt", world_size=1)
     for text in ranks.run(saved, tmp_path / "one.pt", world_size=2):
-        assert text.startswith("The loader's position was saved where all ranks read one stream of Closure")
+        assert text.startswith("The loader's position was saved when all ranks read one stream of Closure")

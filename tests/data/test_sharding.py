@@ -76,7 +76,7 @@ class ForeignLoader(DataLoader):
 
 def shard(loader, rank=0, world=2, seed=0, uneven=None):
     source = shard_loader(loader, Shard(rank, world), seed, uneven)
-    return _FabricDataLoader(source.loader, given=loader, source=source)
+    return _FabricDataLoader(source.loader, user_loader=loader, adapter=source)
 
 
 def read(loader):
@@ -179,7 +179,8 @@ def test_a_subclass_that_yields_from_an_iterator_of_its_own_is_refused():
         shard(Infinite(Indices(8), batch_size=2))
     assert str(caught.value) == (
         "Infinite keeps a running iterator in .running, so every rank would see all data. Pass a plain "
-        "DataLoader, or shard it with a DistributedSampler and pass use_distributed_sampler=False."
+        "DataLoader, or shard it with a DistributedSampler and write setup_dataloaders(loader, "
+        "use_distributed_sampler=False)."
     )
     assert read(shard(Infinite(Indices(4), batch_size=2), world=1)) == [[0, 1], [2, 3]]
 
@@ -315,10 +316,10 @@ def test_a_stream_that_cannot_be_shared_out_is_warned_of():
     with pytest.warns(PossibleUserWarning) as caught:
         ready = shard(loader)
     assert str(caught[0].message) == (
-        "Each of the 2 ranks will see all of Stream: it is a data pipe, or its loader has an __iter__ of its "
-        "own, and Fabric cannot share that out. Take a part in its __iter__, for example `yield from "
-        "itertools.islice(items, fabric.global_rank, None, fabric.world_size)`, and pass "
-        "shard_iterable=False to say so."
+        "Each of the 2 ranks will see all of Stream: it is a data pipe, or its loader overrides __iter__, so "
+        "Fabric cannot shard it. Shard in its __iter__, for example `yield from "
+        "itertools.islice(items, fabric.global_rank, None, fabric.world_size)`, and write "
+        "setup_dataloaders(loader, shard_iterable=False)."
     )
     assert read(ready) == [[0, 2], [4, 6]]
     assert ready.dataset is loader.dataset
@@ -413,7 +414,5 @@ class Endless(IterableDataset):
 
 def test_a_stream_without_a_length_says_what_to_write():
     source = shard_loader(DataLoader(Endless(), 2), Shard(0, 1), 0, None)
-    with pytest.raises(
-        TypeError, match=r"^Endless is a stream without a length.*`for step, batch in enumerate"
-    ):
+    with pytest.raises(TypeError, match=r"^Endless has no length.*`for step, batch in enumerate"):
         source.length()

@@ -136,7 +136,7 @@ def single_items(train):
 def test_whole_batches_of_a_stream_end_together_in_training_and_are_all_seen_in_evaluation(ranks):
     (first, told), (second, quiet) = ranks.run(single_items, True, world_size=2)
     assert (first, second, quiet) == ([0, 2, 4], [1, 3, 5], [])
-    assert "Not all ranks get a batch in every round" in told[0]
+    assert "Some ranks get no batch in the last round" in told[0]
     (first, told), (second, _) = ranks.run(single_items, False, world_size=2)
     assert (first, second, told) == ([0, 2, 4, 6], [1, 3, 5], [])
 
@@ -219,7 +219,7 @@ def test_training_stops_together(ranks, kind, uneven, workers):
     assert [(steps, total, epoch) for steps, _, total, epoch in results] == [(2, 6.0, 1)] * 3
     (text,) = results[0][1]
     assert "The ranks' data are of different lengths:\n  rank 0: " in text
-    assert "All of them stop with the first that has no more" in text
+    assert "All ranks stop when the first has no more" in text
     assert results[1][1] == results[2][1] == []
 
 
@@ -255,7 +255,7 @@ def test_different_lengths_are_an_error_on_all_ranks(ranks, kind, table):
     assert [line.strip() for line in text.splitlines()[1:4]] == [
         f"rank {r}: {row}" for r, row in enumerate(table)
     ]
-    assert 'write uneven="drop" to stop with the first that has no more' in text
+    assert 'write uneven="drop" to stop when the first rank has no more' in text
 
 
 def padded():
@@ -268,7 +268,7 @@ def padded():
 def test_only_what_fabric_deals_out_can_be_padded(ranks):
     first, second = ranks.run(padded, world_size=2)
     assert first == second
-    assert first.startswith('uneven="pad" repeats samples, and DataLoader deals out its data itself.')
+    assert first.startswith('uneven="pad" repeats samples, but DataLoader shards its data itself.')
 
 
 def endless():

@@ -70,7 +70,7 @@ def test_parts_of_unequal_size_are_said_once(ranks, strategy, world_size):
     shown = "3 on rank 0, 2 on rank 1" if world_size == 2 else "2 on rank 0, 2 on rank 1, 1 on rank 2"
     assert told == [
         f"Ranks were given unequal numbers of rows: {shown}. Gradients are averaged over ranks, so a row of "
-        "a small part counts more. Let fabric.setup_dataloaders(loader) share the data; or sum the losses of "
+        "a smaller batch has more weight. Shard with fabric.setup_dataloaders(loader); or sum the losses of "
         "rows, and write fabric.normalize_gradients(model, num_rows) before each step."
     ]
     assert others == [([], 0)] * (world_size - 1)

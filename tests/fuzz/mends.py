@@ -89,7 +89,7 @@ fabric.setup.check_module = lambda module, verb, launches: module
     "streams that share themselves out are found": Mend(
         """
 import fabric.data.iterable.stream_source
-fabric.data.iterable.stream_source.shares_itself = lambda name, held: False
+fabric.data.iterable.stream_source.dataset_shards_itself = lambda name, by_rank: False
 """
     ),
     "the order does not depend on the number of loaders": Mend(
@@ -108,10 +108,10 @@ from fabric.data.adapters import IndexSource
 begun = getattr(IndexSource.begin, "made", IndexSource.begin)
 told = getattr(IndexSource.state, "made", IndexSource.state)
 def begin(self, epoch, saved):
-    begun(self, epoch, saved and {**saved, "samples": saved["samples"] * self.stream.rule.share.world})
-def state(self, note):
-    at = told(self, note)
-    return {**at, "samples": at["samples"] // self.stream.rule.share.world}
+    begun(self, epoch, saved and {**saved, "samples": saved["samples"] * self.sampler.rule.shard.world})
+def state(self, position):
+    at = told(self, position)
+    return {**at, "samples": at["samples"] // self.sampler.rule.shard.world}
 begin.made, IndexSource.begin = begun, begin
 state.made, IndexSource.state = told, state
 """,

@@ -1,1 +1,1 @@
-"""Iterable datasets: sharding that is found out, and positions in streams."""
+"""Iterable datasets: detection of datasets that shard themselves, and positions in streams."""

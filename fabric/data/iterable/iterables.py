@@ -1,7 +1,7 @@
-"""An iterable dataset in place of which a loader gets one that gives whole batches of this rank and worker.
+"""`ShardedIterableDataset`: replaces a loader's iterable dataset; yields batches of this rank and worker.
 
-Every batch carries a note: how to go on after it, in another process and (where Fabric deals the samples out)
-on another number of ranks. Notes travel with batches, so what workers have read ahead is not counted.
+Every batch has a position at which a run can resume, in another process and (if Fabric shards the samples)
+on another number of ranks. Positions are sent with batches, so prefetched batches are not counted.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ if TYPE_CHECKING:
     from fabric.data.rules import ShardingRule
 
 
-_COMPARED = 32
-"""Samples at a stream's beginning by which it is known."""
-_COLUMNS = 8
-"""Values of each of them that are looked at by themselves."""
+_COMPARED_SAMPLES = 32
+"""Number of first samples by which streams are compared."""
+_COMPARED_COLUMNS = 8
+"""Number of values of each sample that are also compared separately."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """A batch on its way to the loop. Without a note it is a message to the source, or a turn let pass."""
+    """A batch and the position after it, sent from worker to loop.
+
+    If `position` is None, `items` is a `StreamFingerprint` for the adapter, or None: the worker skips a turn.
+    """
 
     items: Any
-    note: Any = None
+    position: Any = None
     seed: int | None = None
 
     def pin_memory(self) -> Batch:
-        """Asked by torch of types that it does not know."""
-        return Batch(pin_memory(self.items), self.note)
+        """Return the batch in pinned memory; called by torch for types that it does not support."""
+        return Batch(pin_memory(self.items), self.position)
 
 
 class StreamFingerprint(NamedTuple):
@@ -55,167 +58,186 @@ class StreamFingerprint(NamedTuple):
     samples: list[str]
     """A digest of each."""
     columns: list[list[str]]
-    """Where samples are tuples, dictionaries, ...: the digests of the first, second, ... value in each."""
-    shown: str
-    """The first one, for messages."""
+    """If samples are tuples, dictionaries, ...: the digests of their first values, of their second, ..."""
+    preview: str
+    """The text of the first sample, for messages."""
 
     @classmethod
     def of(cls, samples: list[Any]) -> StreamFingerprint:
-        """The head of a stream that begins with these."""
-        compared = samples[:_COMPARED]
-        rows = [[digest(leaf) for leaf in flatten(sample)[0][:_COLUMNS]] for sample in compared]
+        """Return the fingerprint of a stream that begins with `samples`."""
+        compared = samples[:_COMPARED_SAMPLES]
+        rows = [[digest(leaf) for leaf in flatten(sample)[0][:_COMPARED_COLUMNS]] for sample in compared]
         columns = [list(column) for column in zip(*rows, strict=False)]
-        shown = " ".join(reprlib.repr(samples[0]).split()) if samples else "nothing"
-        return cls([digest(sample) for sample in compared], columns, f"{shown:.70}")
+        preview = " ".join(reprlib.repr(samples[0]).split()) if samples else "nothing"
+        return cls([digest(sample) for sample in compared], columns, f"{preview:.70}")
 
 
 class Collate:
-    """The user's collate_fn, for samples that come with a note."""
+    """The user's collate_fn, applied to the items of a `Batch`."""
 
-    def __init__(self, then: Callable[[Any], Any]) -> None:
-        self.then = then
+    def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
+        self.collate_fn = collate_fn
 
     def __call__(self, batch: Batch) -> Batch:
-        """The collated batch, with its note; without one, it is no batch of the user's."""
-        if batch.note is None:
+        """Return the collated batch with its position; a `Batch` without position is returned unchanged."""
+        if batch.position is None:
             return batch
         if batch.seed is not None:
             seed_draws(batch.seed)
-        return Batch(self.then(batch.items), batch.note)
+        return Batch(self.collate_fn(batch.items), batch.position)
 
 
 class ShardedIterableDataset(DatasetProxy, IterableDataset[Batch]):
-    """This rank's batches of a stream: Fabric deals it out, or the dataset has shared itself out.
+    """This rank's batches of an iterable dataset, which Fabric shards or which shards itself.
 
-    Dealt out, every process reads the whole stream, under random streams that are the same everywhere, and
-    keeps the samples that are its own: global batches are formed as for indices, and batch k of a rank is
-    worker k's. A dataset that shares itself out keeps all, and each worker's part is a stream of its own.
+    If Fabric shards it, every process reads the whole stream with equal random states and keeps the samples
+    of its shard. Global batches are formed as for indices; worker k yields batches k, k + workers, ... of the
+    rank. If the dataset shards itself, all samples are kept, and each worker has a separate stream.
 
     Args:
-        given: The user's dataset.
-        dealt: How it is dealt out, unless it shares itself out.
-        salts: Of random streams: the loader's seed and the rank.
-        asks: Whether a pass begins with a message that shows the first samples, by which ranks compare.
-        persistent: Whether workers live through several epochs, and hear of a new one through shared memory.
+        wrapped: The user's dataset.
+        sharding_rule: How Fabric shards it; unused if the dataset shards itself.
+        seed_parts: Inputs of random seeds: the loader's seed and the rank.
+        compares: Whether an iteration begins with a fingerprint of the first samples, which ranks compare.
+        persistent: Whether workers are persistent; they read the epoch from shared memory.
     """
 
-    _OWN = frozenset({"given", "dealt", "salts", "asks", "own", "per_rank_rng", "saved", "cell"})
+    _PROXY_ATTRIBUTES = frozenset(
+        {"wrapped", "sharding_rule", "seed_parts", "compares", "shards_itself", "per_rank_rng"}
+        | {"saved", "shared_epoch"}
+    )
 
     def __init__(
-        self, given: Any, dealt: ShardingRule, salts: tuple[int, int], asks: bool, persistent: bool
+        self,
+        wrapped: Any,
+        sharding_rule: ShardingRule,
+        seed_parts: tuple[int, int],
+        compares: bool,
+        persistent: bool,
     ) -> None:
-        super().__init__(given)
-        self.dealt = dealt
-        self.salts = salts
-        self.asks = asks
-        self.own = False
-        """Whether the dataset shares itself out over ranks and workers."""
+        super().__init__(wrapped)
+        self.sharding_rule = sharding_rule
+        self.seed_parts = seed_parts
+        self.compares = compares
+        self.shards_itself = False
+        """Whether the dataset shards itself over ranks and workers."""
         self.per_rank_rng = False
-        """Whether each rank and worker then has random streams of its own."""
+        """Whether each rank and worker then has different random states."""
         self.saved: dict[str, Any] | None = None
-        # The epoch, and whether it begins with what is saved.
-        self.cell = torch.zeros(2, dtype=torch.int64)
+        # The epoch, and whether it begins at the saved position.
+        self.shared_epoch = torch.zeros(2, dtype=torch.int64)
         if persistent:
-            self.cell.share_memory_()
+            self.shared_epoch.share_memory_()
 
     @property
-    def whole(self) -> bool:  # type: ignore[override]
-        """Whether each worker must read the whole dataset: if Fabric shards it."""
-        return not self.own
+    def reads_all(self) -> bool:  # type: ignore[override]
+        """Whether each worker must read the whole dataset: True if Fabric shards it."""
+        return not self.shards_itself
 
     @property
     def rule(self) -> ShardingRule:
         """The sharding rule that forms this rank's batches."""
-        return self.dealt._replace(share=Shard(0, 1), uneven="exact") if self.own else self.dealt
+        return (
+            self.sharding_rule._replace(shard=Shard(0, 1), uneven="exact")
+            if self.shards_itself
+            else self.sharding_rule
+        )
 
     def begin(self, epoch: int, saved: dict[str, Any] | None) -> None:
         """Set the epoch of the next iteration, and its saved position if there is one."""
         self.saved = saved
-        self.cell.copy_(torch.tensor([epoch, saved is not None]))
+        self.shared_epoch.copy_(torch.tensor([epoch, saved is not None]))
 
     def __iter__(self) -> Iterator[Batch]:
-        epoch, resumes = self.cell.tolist()
-        set_epoch = getattr(self.given, "set_epoch", None)
-        if callable(set_epoch):  # workers have copies, which the loop does not reach
+        epoch, resumes = self.shared_epoch.tolist()
+        set_epoch = getattr(self.wrapped, "set_epoch", None)
+        if callable(set_epoch):  # workers have copies of the dataset
             set_epoch(epoch)
         info = get_worker_info()
         worker, workers = (0, 0) if info is None else (info.id, info.num_workers)
         return self.batches(epoch, self.saved if resumes else None, worker, workers)
 
     def batches(self, epoch: int, saved: dict[str, Any] | None, worker: int, workers: int) -> Iterator[Batch]:
-        """The batches of this process; `workers` is 0 in the loop's own.
+        """Yield the batches of this process; `workers` is 0 in the process of the loop.
 
-        Notes: (the number of the rank's stream, how it goes on: position, states of dataset and randomness,
-        whether it has ended; whether some ranks get no batch in this round).
+        A position is a tuple: index of the rank's stream, state of the stream, whether some ranks get no
+        batch of this global batch. The state has the number of samples, the states of the dataset and of the
+        random generators, and whether the stream has ended.
         """
-        number = worker if self.own else 0
-        if saved and self.own and worker < saved["next"]:
-            # Batches come from workers in turn, beginning with the first: who is not next lets one pass.
+        number = worker if self.shards_itself else 0
+        if saved and self.shards_itself and worker < saved["next"]:
+            # torch takes batches from workers in turn, starting with worker 0. Workers before the saved next
+            # one skip their first turn.
             yield Batch(None)
         entry = saved["streams"].get(number) if saved else None
         if entry and entry["ended"]:
             return
-        draw, private, first, start = self._opened(epoch, entry, worker, workers)
+        draw, randomness, first, start = self._open_stream(epoch, entry, worker, workers)
         block: list[Any] = []
-        if self.asks and not self.own:
+        if self.compares and not self.shards_itself:
             block = draw(self.rule.size)
-            draw = _after(block, draw)
+            draw = _prepend(block, draw)
             yield Batch(StreamFingerprint.of(block) if worker == 0 else None)
-        # By now the loop's process may have learned that the dataset shares itself out.
-        turns, rule = 1 if self.own else max(workers, 1), self.rule
+        # In the loop's process, the adapter may have set `shards_itself` after that batch.
+        turns, rule = 1 if self.shards_itself else max(workers, 1), self.rule
 
-        def mark(count: int) -> Any:
+        def snapshot(count: int) -> Any:
             if count % turns != worker % turns or not self.has_state or (count + 1) * rule.size < len(block):
                 return None, None
-            return copy.deepcopy(self.given.state_dict()), private.states
+            return copy.deepcopy(self.wrapped.state_dict()), randomness.states
 
-        for count, dealt in enumerate(rule.rank_batches(draw, start, first, mark)):
+        for count, batch in enumerate(rule.rank_batches(draw, start, first, snapshot)):
             if count % turns == worker % turns:
-                items = dealt.items if rule.batch is not None else dealt.items[0]
-                dataset, random = dealt.mark
-                note = {"samples": dealt.end, "dataset": dataset, "random": random, "ended": dealt.last}
-                seed = derive_seed(*self.salts, epoch, dealt.end, number) if workers else None
-                yield Batch(items, (number, note, dealt.short), seed)
+                items = batch.items if rule.batch is not None else batch.items[0]
+                dataset, random = batch.snapshot
+                stream_state = {
+                    "samples": batch.end,
+                    "dataset": dataset,
+                    "random": random,
+                    "ended": batch.last,
+                }
+                seed = derive_seed(*self.seed_parts, epoch, batch.end, number) if workers else None
+                yield Batch(items, (number, stream_state, batch.incomplete), seed)
 
-    def _opened(self, epoch: int, entry: dict[str, Any] | None, worker: int, workers: int) -> Any:
-        """(function that draws, its randomness, the first items, position) of this process's stream."""
+    def _open_stream(self, epoch: int, entry: dict[str, Any] | None, worker: int, workers: int) -> Any:
+        """Return (draw function, its random state, first items, position) of this process's stream."""
         start = entry["samples"] if entry else 0
-        jumps = entry is not None and entry["dataset"] is not None
-        private = PrivateRandomness(
-            derive_seed(*self.salts, epoch, worker)
+        restores = entry is not None and entry["dataset"] is not None
+        randomness = PrivateRandomness(
+            derive_seed(*self.seed_parts, epoch, worker)
             if self.per_rank_rng
-            else derive_seed(self.salts[0], epoch),
-            entry["random"] if entry and jumps else None,
+            else derive_seed(self.seed_parts[0], epoch),
+            entry["random"] if entry and restores else None,
             restores=workers == 0,
         )
-        # Dealt out, a dataset that splits itself by worker gives all it has.
-        as_read = nullcontext if self.own else without_worker_info
-        if entry and jumps:
-            self.given.load_state_dict(copy.deepcopy(entry["dataset"]))
-        with private, as_read():
-            stream = iter(self.given)
-            first = [] if jumps else list(islice(stream, min(start, self.rule.share.world)))
-            if not jumps:
+        # If Fabric shards, a dataset that splits by worker must yield all samples in each.
+        as_read = nullcontext if self.shards_itself else without_worker_info
+        if entry and restores:
+            self.wrapped.load_state_dict(copy.deepcopy(entry["dataset"]))
+        with randomness, as_read():
+            stream = iter(self.wrapped)
+            first = [] if restores else list(islice(stream, min(start, self.rule.shard.world)))
+            if not restores:
                 next(islice(stream, start - len(first), start - len(first)), None)
 
         def draw(count: int) -> list[Any]:
-            with private, as_read():
+            with randomness, as_read():
                 return list(islice(stream, count))
 
-        return draw, private, first, start
+        return draw, randomness, first, start
 
     @property
     def has_state(self) -> bool:
-        """Whether it need not be read again. Padding reads: it needs the epoch's first samples."""
-        return self.rule.uneven != "pad" and has_state(self.given)
+        """Whether it resumes from a state without rereading. Padding rereads the epoch's first samples."""
+        return self.rule.uneven != "pad" and has_state(self.wrapped)
 
 
-def _after(block: list[Any], draw: Callable[[int], list[Any]]) -> Callable[[int], list[Any]]:
-    """`draw`, once `block` has been given."""
-    held = iter(block)
+def _prepend(block: list[Any], draw: Callable[[int], list[Any]]) -> Callable[[int], list[Any]]:
+    """Return a draw function that returns the items of `block` before those of `draw`."""
+    remaining = iter(block)
 
-    def both(count: int) -> list[Any]:
-        items = list(islice(held, count))
+    def chained_draw(count: int) -> list[Any]:
+        items = list(islice(remaining, count))
         return items + draw(count - len(items)) if len(items) < count else items
 
-    return both
+    return chained_draw

@@ -120,7 +120,7 @@ def own_share(workers, kind, said):
     loader = fabric.setup_dataloaders(kind(data, 4, num_workers=workers), **keywords)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
-        return read(loader), [str(w.message) for w in caught if "share itself out" in str(w.message)]
+        return read(loader), [str(w.message) for w in caught if "shards itself" in str(w.message)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -207,9 +207,9 @@ def without_length():
 def test_a_stream_without_a_length_says_what_to_write(ranks):
     for said in ranks.run(without_length, world_size=2):
         assert said == (
-            "IterableDataset is a stream without a length, and so is its loader. Write `for step, batch in "
-            "enumerate(loader):`, with a number of steps of your own for schedules and progress bars "
-            "(loader.batches_done counts this epoch's), or give the dataset a __len__."
+            "IterableDataset has no length, so its loader has none. Write `for step, batch in "
+            "enumerate(loader):`, with a fixed number of steps for schedules and progress bars "
+            "(loader.batches_done counts this epoch's), or add __len__ to the dataset."
         )
 
 

@@ -73,7 +73,7 @@ def evaluated(make, urls, workers, keywords):
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         epochs = [read(loader), read(loader)]
-    return epochs, [str(w.message) for w in caught if "share itself out" in str(w.message)]
+    return epochs, [str(w.message) for w in caught if "shards itself" in str(w.message)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
