@@ -1,4 +1,4 @@
-"""Loggers: csv, tensorboard, W&B and MLflow, and the base for users' own; names load on first use."""
+"""Loggers for CSV, TensorBoard, W&B and MLflow, and their base class; modules are imported on first use."""
 
 from typing import TYPE_CHECKING
 

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 class CSVLogger(DirectoryLogger):
     """Writes `root_dir/name/version_N/metrics.csv`: a row per `log_metrics`, a column per name, and `step`.
 
-    New names may come at any time; earlier rows have empty fields there. A run with an explicit `version`
-    whose file exists goes on at its end. Rows in memory are written at `save` and `finalize`, and when the
-    logger or the interpreter ends.
+    New names may be logged at any time; earlier rows have empty fields for them. A run with an explicit
+    `version` appends to an existing file. Rows in memory are written by `save` and `finalize`, and when the
+    logger is collected or the interpreter exits.
 
     Args:
-        root_dir: Directory of all experiments; any path that fsspec knows.
+        root_dir: Directory of all experiments; any path that fsspec supports.
         name: Directory of the experiment; None or "": none.
-        version: An int N for `version_N`, or a directory name. None: one more than the highest there is.
-        prefix: Put before every name, with a "-".
-        flush_logs_every_n_steps: Rows that are kept in memory at most, before they are written.
+        version: An int N for `version_N`, or a directory name. None: the highest existing N plus one.
+        prefix: Prefix of every name, with a "-".
+        flush_logs_every_n_steps: Number of rows in memory at which they are written.
 
     Raises:
         ConfigurationError: `flush_logs_every_n_steps` is below 1.
@@ -49,12 +49,14 @@ class CSVLogger(DirectoryLogger):
     ) -> None:
         super().__init__(root_dir, name, version, prefix)
         if flush_logs_every_n_steps < 1:
-            raise ConfigurationError(f"flush_logs_every_n_steps={flush_logs_every_n_steps} is below 1.")
+            raise ConfigurationError(
+                f"flush_logs_every_n_steps={flush_logs_every_n_steps} is below 1. Write 1 to write every row."
+            )
         self._flush_every = flush_logs_every_n_steps
 
-    def _begin(self) -> _Rows:
-        rows = _Rows(join_path(self.log_dir, "metrics.csv"))
-        # A loop that forgets `finalize` keeps its last rows: they are written when the logger goes.
+    def _open(self) -> _CSVRows:
+        rows = _CSVRows(join_path(self.log_dir, "metrics.csv"))
+        # Without a call of `finalize`, the last rows are written when the logger is collected.
         weakref.finalize(self, rows.save_in_process, os.getpid())
         return rows
 
@@ -65,19 +67,19 @@ class CSVLogger(DirectoryLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Write `hparams.json` beside the table; values that JSON does not know are written as text."""
+        """Write `hparams.json` in `log_dir`; values that JSON does not support are written as text."""
         text = json.dumps(as_dict(params), indent=2, default=str)
         write_text(join_path(self.log_dir, "hparams.json"), text + "\n")
 
     @rank_zero_only
     def save(self) -> None:
-        """Write the rows that are still in memory."""
+        """Write the rows in memory."""
         if self._experiment is not None:
             self._experiment.save()
 
 
-class _Rows:
-    """Rows on their way to one file. `metrics` are those not yet written."""
+class _CSVRows:
+    """A CSV file and the rows to append; `metrics` has those not yet written."""
 
     def __init__(self, path: str) -> None:
         self.metrics_file_path = path
@@ -88,18 +90,18 @@ class _Rows:
         self.metrics.append({"step": step, **metrics})
 
     def save(self) -> None:
-        """Append the rows; where they bring new columns, write the file anew with its old rows."""
+        """Append the rows; if they have new columns, rewrite the file with its old rows."""
         if not self.metrics:
             return
         path = self.metrics_file_path
         old = read_text(path) if is_url(path) else _first_line(path)
         columns = next(csv.reader(io.StringIO(old)), []) if old else []
-        grown = list(dict.fromkeys([*columns, *(name for row in self.metrics for name in row)]))
-        if columns == grown:
-            append_text(path, _table(grown, self.metrics))
+        all_columns = list(dict.fromkeys([*columns, *(name for row in self.metrics for name in row)]))
+        if columns == all_columns:
+            append_text(path, _table(all_columns, self.metrics))
         else:
-            before = list(csv.DictReader(io.StringIO(read_text(path) or "", newline="")))
-            write_text(path, _table(grown, [*before, *self.metrics], header=True))
+            old_rows = list(csv.DictReader(io.StringIO(read_text(path) or "", newline="")))
+            write_text(path, _table(all_columns, [*old_rows, *self.metrics], header=True))
         self.metrics = []
 
     def save_in_process(self, pid: int) -> None:

@@ -1,4 +1,4 @@
-"""`Logger`: the base of loggers, called by `Fabric.log_dict` on every rank. Only rank zero writes."""
+"""`Logger`: the base class of loggers, called by `Fabric.log_dict` on every rank. Only rank zero writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Logger(ABC):
-    """Base of loggers, which write metrics. Subclasses decorate what writes with `rank_zero_only`."""
+    """Base class of loggers. Subclasses decorate methods that write with `rank_zero_only`."""
 
     @property
     @abstractmethod
@@ -33,16 +33,16 @@ class Logger(ABC):
     @property
     @abstractmethod
     def version(self) -> int | str | None:
-        """Which run of the experiment this is."""
+        """Number or name of this run of the experiment."""
 
     @property
     def root_dir(self) -> str | None:
-        """Directory of all experiments; None where nothing is saved locally."""
+        """Directory of all experiments; None: nothing is saved locally."""
         return None
 
     @property
     def log_dir(self) -> str | None:
-        """Directory of this run; None where nothing is saved locally."""
+        """Directory of this run; None: nothing is saved locally."""
         return None
 
     @property
@@ -56,7 +56,7 @@ class Logger(ABC):
 
         Args:
             metrics: Numbers, by name.
-            step: Position on the x axis; None: the logger counts.
+            step: Position on the x axis; None: the logger's counter.
         """
 
     @abstractmethod
@@ -64,23 +64,21 @@ class Logger(ABC):
         """Record the settings of the run.
 
         Args:
-            params: By name, a dictionary (nested) or the Namespace of argparse.
-            args: As a logger takes them.
+            params: A (nested) dictionary by name, or the Namespace of argparse.
+            args: Further arguments of a subclass.
             kwargs: Likewise.
         """
 
     def log_graph(self, model: Module, input_array: Tensor | None = None) -> None:
-        """Record the graph of a `model`, where the logger can, from a batch `input_array` of shape (batch,
-        ...).
-        """
+        """Record the graph of `model`, traced on a batch `input_array` (batch, ...), if the logger can."""
         return
 
     def log_artifact(self, path: PathLike, name: str | None = None) -> None:
-        """Keep a file or directory (a checkpoint, a plot) with the run, where the logger can.
+        """Store a file or directory (a checkpoint, a plot) with the run, if the logger can.
 
         Args:
-            path: On this machine; read at once, or soon after.
-            name: Of what is kept; None: the last part of `path`.
+            path: Of the file, on this machine; read at once, or soon after.
+            name: Name of the artifact; None: the last part of `path`.
         """
         return
 
@@ -89,19 +87,19 @@ class Logger(ABC):
         return
 
     def finalize(self, status: str) -> None:
-        """End the run. `status` says how: "success", "failed"."""
+        """End the run with this status: "success", "failed"."""
         self.save()
 
 
 class _DummyExperiment:
-    """Stands for the experiment on ranks above zero: every method may be called and does nothing."""
+    """The experiment on ranks above zero: every method may be called and does nothing."""
 
     def nop(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # copy and pickle ask for hooks that must not seem to exist
+            raise AttributeError(name)  # hooks of copy and pickle must not exist
         return self.nop
 
     def __getitem__(self, index: int) -> _DummyExperiment:
@@ -112,7 +110,7 @@ class _DummyExperiment:
 
 
 def rank_zero_experiment(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The getter of an `experiment` property, such that ranks above zero get an object that does nothing."""
+    """Decorate the getter of `experiment`, so that it returns a dummy object on ranks above zero."""
 
     @functools.wraps(fn)
     def experiment(self: Any) -> Any:
@@ -121,14 +119,15 @@ def rank_zero_experiment(fn: Callable[..., Any]) -> Callable[..., Any]:
     return experiment
 
 
-class _Writing(Logger):
-    """A logger of the run `version`, with a `prefix`, and a writer in `_experiment`, which is opened when
-    somebody first asks for it. Subclasses say how that is done, and what is written.
+class _ExperimentLogger(Logger):
+    """A logger of run `version` whose writer, `experiment`, is opened on first use.
+
+    `prefix` is put before every metric's name. Subclasses implement `_open` and `_write`.
     """
 
     LOGGER_JOIN_CHAR = "-"
-    _charts = ""
-    """Who takes numbers only; "": any value goes."""
+    _service = ""
+    """Name of a service that accepts numbers only; "": any value is accepted."""
     _count = 0
 
     def __init__(self, version: Any, prefix: str) -> None:
@@ -137,19 +136,19 @@ class _Writing(Logger):
         self._experiment: Any = None
 
     @abstractmethod
-    def _begin(self) -> Any:
-        """The writer: of a new run, or of one that goes on."""
+    def _open(self) -> Any:
+        """Open the writer of a new or a continued run."""
 
     @abstractmethod
     def _write(self, row: dict[str, Any], step: int) -> None:
-        """Record numbers by their whole names."""
+        """Record numbers by their prefixed names."""
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """The writer, the package's own object; on ranks above zero, one that does nothing."""
+        """The writer, an object of the logging package; on ranks above zero, a dummy object."""
         if self._experiment is None:
-            self._experiment = self._begin()
+            self._experiment = self._open()
         return self._experiment
 
     @rank_zero_only
@@ -157,31 +156,30 @@ class _Writing(Logger):
         """Record metrics.
 
         Args:
-            metrics: Numbers, or tensors of one element, by name. TensorBoard: also dicts of these, which make
-                one chart of several lines. W&B: also its own objects (images, tables).
-            step: Position on the x axis; None counts the calls, from 0 in a process that has not loaded this
-                logger's state.
+            metrics: Numbers, or tensors of one element, by name. TensorBoard: also dicts of these, drawn as
+                lines of one chart. W&B: also its objects (images, tables).
+            step: Position on the x axis; None: the number of earlier calls, with those of a loaded state.
 
         Raises:
-            ConfigurationError: A tensor has more than one element, or the value is of another kind.
+            ConfigurationError: A tensor has more than one element, or a value is of another kind.
         """
-        row = {self._prefixed(name): self._plain(name, value) for name, value in metrics.items()}
+        row = {self._prefixed(name): self._to_scalar(name, value) for name, value in metrics.items()}
         self._write(row, self._count if step is None else step)
         self._count += 1
 
-    def _plain(self, name: str, value: Any) -> Any:
-        return scalar(name, value, self._charts)
+    def _to_scalar(self, name: str, value: Any) -> Any:
+        return to_scalar(name, value, self._service)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Writers own rows, threads and open files: a copy opens its own, of the same run.
+        # Writers have rows, threads and open files: a copy opens another writer of the same run.
         return {**self.__dict__, "_version": self.version, "_experiment": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """The run and how far it has counted, for `fabric.save(path, {"logger": logger, ...})`."""
+        """Return the run and its step counter, for `fabric.save(path, {"logger": logger, ...})`."""
         return {"version": self._version, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Count on, as `state` of `state_dict` says; and with its run, unless one was given or has begun."""
+        """Restore the step counter; and the run, unless a version was passed or a run has begun."""
         self._count = state["count"]
         if self._version is None:
             self._version = state["version"]
@@ -190,17 +188,17 @@ class _Writing(Logger):
         return f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name
 
 
-class RunLogger(_Writing):
-    """A logger whose runs a service keeps by their ids; subclasses say how one begins and ends.
+class RunLogger(_ExperimentLogger):
+    """A logger whose runs are stored by a service under ids; subclasses open and end them.
 
     Args:
-        version: The id of a run, which goes on; None: a new one.
-        prefix: Put before every metric's name.
+        version: The id of a run to continue; None: a new one.
+        prefix: Prefix of every metric's name.
     """
 
     @abstractmethod
-    def _end(self, succeeded: bool) -> None:
-        """End the run that has begun."""
+    def _end_run(self, succeeded: bool) -> None:
+        """End the open run."""
 
     @property
     def version(self) -> str | None:
@@ -210,20 +208,20 @@ class RunLogger(_Writing):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """End the run, as failed unless `status` is "success"; logging again goes on with it."""
+        """End the run, as failed unless `status` is "success"; logging again continues it."""
         if self._experiment is not None:
-            self._end(status == "success")
+            self._end_run(status == "success")
             self._experiment = None
 
 
-class DirectoryLogger(_Writing):
+class DirectoryLogger(_ExperimentLogger):
     """A logger whose files lie in `root_dir/name/version_N`.
 
     Args:
         root_dir: Directory of all experiments.
         name: Directory of the experiment; None or "": none.
-        version: An int N for `version_N`, or a directory name. None: one more than the highest there is.
-        prefix: Put before every metric's name.
+        version: An int N for `version_N`, or a directory name. None: the highest existing N plus one.
+        prefix: Prefix of every metric's name.
     """
 
     _sub_dir: str | None = None
@@ -240,7 +238,7 @@ class DirectoryLogger(_Writing):
 
     @property
     def version(self) -> int | str:
-        """Which run this is; chosen when first asked for."""
+        """Number or name of this run; chosen on first access."""
         if self._version is None:
             self._version = _next_version(self._directory())
         version: int | str = self._version
@@ -248,7 +246,7 @@ class DirectoryLogger(_Writing):
 
     @property
     def root_dir(self) -> str:
-        """Directory of all experiments, as it was given; `log_dir` has `~` and variables expanded."""
+        """Directory of all experiments, unchanged; `log_dir` has `~` and variables expanded."""
         return self._root_dir
 
     @property
@@ -257,17 +255,21 @@ class DirectoryLogger(_Writing):
         version = self.version if isinstance(self.version, str) else f"version_{self.version}"
         return self._directory(version, self._sub_dir)
 
-    def _directory(self, *below: str | None) -> str:
-        parts = [os.path.expandvars(part) for part in (self._root_dir, self._name, *below) if part]
+    def _directory(self, *subdirectories: str | None) -> str:
+        parts = [os.path.expandvars(part) for part in (self._root_dir, self._name, *subdirectories) if part]
         return join_path(*[part if is_url(part) else str(Path(part).expanduser()) for part in parts])
 
 
-def scalar(name: str, value: Any, charts: str = "") -> Any:
-    """A metric's value as a plain number; what has no `item` method stays as it is, unless a service `charts`
-    numbers only.
+def to_scalar(name: str, value: Any, service: str = "") -> Any:
+    """Return a metric's value as a plain number; values without `item` method are returned unchanged.
+
+    Args:
+        name: The metric's name, for messages.
+        value: Its value.
+        service: Name of a service that accepts numbers only; "": any value is accepted.
 
     Raises:
-        ConfigurationError: A tensor or array has more or less than one element; or the value is no number.
+        ConfigurationError: A tensor or array has not one element; or the service needs a number.
     """
     try:
         found = value.item() if callable(getattr(value, "item", None)) else value
@@ -276,33 +278,35 @@ def scalar(name: str, value: Any, charts: str = "") -> Any:
             f"The metric {name!r} has shape {tuple(value.shape)} and is no scalar. Log value.mean(), or one "
             "name per element."
         ) from error
-    if charts and not hasattr(found, "__float__"):
+    if service and not hasattr(found, "__float__"):
         raise ConfigurationError(
-            f"The metric {name!r} is a {type(value).__name__}, which {charts} cannot chart. "
-            f"Log a number, or call logger.experiment's own methods."
+            f"The metric {name!r} is a {type(value).__name__}, which {service} cannot chart. "
+            f"Log a number, or call methods of logger.experiment."
         )
     return found
 
 
 def as_dict(params: dict[str, Any] | Namespace) -> dict[str, Any]:
-    """Settings as a dictionary of their own."""
+    """Return a copy of the settings as a dictionary."""
     return dict(vars(params) if isinstance(params, Namespace) else params)
 
 
-def flat(params: dict[str, Any] | Namespace, prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Settings by names like `optimizer/lr`; other values than numbers and strings as their text."""
+def flatten_params(
+    params: dict[str, Any] | Namespace, prefix: str = ""
+) -> dict[str, bool | int | float | str]:
+    """Return the settings by names like `optimizer/lr`; values other than numbers and strings as text."""
     found: dict[str, bool | int | float | str] = {}
     for key, value in as_dict(params).items():
         if isinstance(value, dict | Namespace) and value:
-            found.update(flat(value, f"{prefix}{key}/"))
+            found.update(flatten_params(value, f"{prefix}{key}/"))
             continue
-        value = scalar(str(key), value) if getattr(value, "ndim", None) == 0 else value
+        value = to_scalar(str(key), value) if getattr(value, "ndim", None) == 0 else value
         found[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str) else str(value)
     return found
 
 
 def _next_version(directory: str) -> int:
-    """One more than the highest `version_N` in `directory`."""
+    """Return the highest N of `version_N` in `directory`, plus one."""
     runs = [entry for entry in list_directory(directory) if entry.startswith("version_")]
     numbers = [run.removeprefix("version_") for run in runs]
     return max((int(number) for number in numbers if number.isdigit()), default=-1) + 1

@@ -1,4 +1,4 @@
-"""`MLFlowLogger`: runs of MLflow. Called by `Fabric.log_dict`; loads mlflow when the run begins."""
+"""`MLFlowLogger`: runs of MLflow. Called by `Fabric.log_dict`; imports mlflow when the run begins."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.extras import require
-from fabric.loggers.logger import RunLogger, flat
+from fabric.loggers.logger import RunLogger, flatten_params
 from fabric.utilities.rank_zero import rank_zero_only
 
 if TYPE_CHECKING:
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class MLFlowLogger(RunLogger):
-    """Metrics, settings and files as a run of MLflow, which begins with what is logged first.
+    """Logs metrics, settings and files to a run of MLflow, which begins at the first such call.
 
     Args:
-        experiment_name: What runs are grouped by.
-        run_name: Of the run, as it is shown; None: MLflow makes one up.
+        experiment_name: The experiment, a group of runs.
+        run_name: Displayed name of the run; None: chosen by MLflow.
         tracking_uri: A server, or a database. None: MLFLOW_TRACKING_URI, else `save_dir/mlflow.db` (SQLite).
             A directory needs MLFLOW_ALLOW_FILE_STORE=true since MLflow 3.
         tags: Of the run, by name.
-        save_dir: Where the database and the files are, unless a `tracking_uri` says otherwise.
-        prefix: Put before every metric's name, with a "-".
-        run_id: A run that goes on; None: a new one.
+        save_dir: Directory of the database and the files, if there is no `tracking_uri`.
+        prefix: Prefix of every metric's name, with a "-".
+        run_id: The id of a run to continue; None: a new one.
 
     Raises:
-        MissingExtraError: mlflow is not installed; or what it needs for SQLite.
+        MissingExtraError: mlflow, or a package that it needs for SQLite, is not installed.
     """
 
-    _charts = "MLflow"
+    _service = "MLflow"
 
     def __init__(
         self,
@@ -64,17 +64,21 @@ class MLFlowLogger(RunLogger):
         """The directory of the database and the files; None if a `tracking_uri` replaces it."""
         return None if self._save_dir is None else str(self._save_dir)
 
-    def _begin(self) -> Any:
+    def _open(self) -> Any:
         from mlflow import MlflowClient
 
-        place = None
+        artifact_location = None
         if self._save_dir is not None:
             self._save_dir.mkdir(parents=True, exist_ok=True)
-            place = (self._save_dir / "artifacts").as_uri()
+            artifact_location = (self._save_dir / "artifacts").as_uri()
         client = MlflowClient(tracking_uri=self._uri)
         if self._version is None:
-            found = client.get_experiment_by_name(self._name)
-            experiment = found.experiment_id if found else client.create_experiment(self._name, place)
+            experiment_found = client.get_experiment_by_name(self._name)
+            experiment = (
+                experiment_found.experiment_id
+                if experiment_found
+                else client.create_experiment(self._name, artifact_location)
+            )
             self._version = client.create_run(experiment, **self._run).info.run_id
         else:
             client.update_run(self._version, status="RUNNING")
@@ -89,18 +93,18 @@ class MLFlowLogger(RunLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Record settings, under names like `optimizer/lr`; MLflow takes no other value for a name later."""
+        """Record settings, under names like `optimizer/lr`; MLflow does not allow to change a value later."""
         client = self.experiment
-        for name, value in flat(params).items():
+        for name, value in flatten_params(params).items():
             client.log_param(self._version, name, value)
 
     @rank_zero_only
     def log_artifact(self, path: PathLike, name: str | None = None) -> None:
-        """Keep a file, or what is in a directory, with the run; `name` is the directory that it goes to."""
+        """Store a file, or the contents of a directory, with the run, in the artifact directory `name`."""
         client = self.experiment
         (client.log_artifacts if Path(path).is_dir() else client.log_artifact)(
             self._version, os.fspath(path), name
         )
 
-    def _end(self, succeeded: bool) -> None:
+    def _end_run(self, succeeded: bool) -> None:
         self._experiment.set_terminated(self._version, "FINISHED" if succeeded else "FAILED")

@@ -1,4 +1,4 @@
-"""`TensorBoardLogger`: metrics, settings and graphs. Called by `Fabric.log_dict`; loads tensorboard late."""
+"""`TensorBoardLogger`: logs metrics, settings and graphs. Called by `Fabric.log_dict`. Lazy imports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.extras import require
 from fabric.core.lazy import lazy_names
-from fabric.loggers.logger import DirectoryLogger, flat, scalar
+from fabric.loggers.logger import DirectoryLogger, flatten_params, to_scalar
 from fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
 if TYPE_CHECKING:
@@ -28,10 +28,10 @@ class TensorBoardLogger(DirectoryLogger):
     Args:
         root_dir: Directory of all experiments.
         name: Directory of the experiment; None or "": none.
-        version: An int N for `version_N`, or a directory name. None: one more than the highest there is.
-        default_hp_metric: Record a metric `hp_metric` of -1 with settings that come without metrics:
+        version: An int N for `version_N`, or a directory name. None: the highest existing N plus one.
+        default_hp_metric: Record a metric `hp_metric` of -1 with settings that have no metrics, because
             TensorBoard shows no settings otherwise.
-        prefix: Put before every name, with a "-".
+        prefix: Prefix of every name, with a "-".
         sub_dir: Directory within the run; `~` and variables are expanded.
         kwargs: For `torch.utils.tensorboard.SummaryWriter`.
 
@@ -39,7 +39,7 @@ class TensorBoardLogger(DirectoryLogger):
         MissingExtraError: tensorboard is not installed.
     """
 
-    _charts = "TensorBoard"
+    _service = "TensorBoard"
 
     def __init__(
         self,
@@ -59,18 +59,18 @@ class TensorBoardLogger(DirectoryLogger):
 
     @property
     def sub_dir(self) -> str | None:
-        """Directory within the run, as it was given."""
+        """Directory within the run, unchanged."""
         return self._sub_dir
 
-    def _begin(self) -> SummaryWriter:
+    def _open(self) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(log_dir=self.log_dir, **self._kwargs)
 
-    def _plain(self, name: str, value: Any) -> Any:
+    def _to_scalar(self, name: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: scalar(f"{name}.{key}", line, self._charts) for key, line in value.items()}
-        return super()._plain(name, value)
+            return {key: to_scalar(f"{name}.{key}", line, self._service) for key, line in value.items()}
+        return super()._to_scalar(name, value)
 
     def _write(self, row: dict[str, Any], step: int) -> None:
         for name, value in row.items():
@@ -84,13 +84,13 @@ class TensorBoardLogger(DirectoryLogger):
         metrics: dict[str, Any] | float | None = None,
         step: int | None = None,
     ) -> None:
-        """Record settings, with the metrics that they led to.
+        """Record settings, and the metrics reached with them.
 
         Args:
-            params: Nested dicts become names like `optimizer/lr`; other values than numbers and
-                strings, their text.
+            params: Nested dicts become names like `optimizer/lr`; values other than numbers and
+                strings become text.
             metrics: By name; a number means `hp_metric`.
-            step: Where the metrics are on the x axis.
+            step: Position of the metrics on the x axis.
         """
         if metrics is None:
             metrics = {"hp_metric": -1} if self._default_hp_metric else {}
@@ -98,11 +98,11 @@ class TensorBoardLogger(DirectoryLogger):
             metrics = {"hp_metric": metrics}
         if not metrics:
             return
-        named = {self._prefixed(name): self._plain(name, value) for name, value in metrics.items()}
+        named = {self._prefixed(name): self._to_scalar(name, value) for name, value in metrics.items()}
         self._write(named, 0 if step is None else step)
         from torch.utils.tensorboard.summary import hparams
 
-        for summary in hparams(flat(params), named):
+        for summary in hparams(flatten_params(params), named):
             self.experiment.file_writer.add_summary(summary)
 
     @rank_zero_only
@@ -111,7 +111,7 @@ class TensorBoardLogger(DirectoryLogger):
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if example is None:
             rank_zero_warn(
-                "The graph was not logged: there is nothing to trace it on. Pass input_array=, or set "
+                "The graph was not logged: there is no input to trace it on. Pass input_array=, or set "
                 "model.example_input_array."
             )
             return
@@ -119,12 +119,12 @@ class TensorBoardLogger(DirectoryLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Write what is still in memory."""
+        """Write the events in memory."""
         if self._experiment is not None:
             self._experiment.flush()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Write what is still in memory and close the files; logging again opens new ones."""
+        """Write the events in memory and close the files; logging again opens new ones."""
         if self._experiment is not None:
             self._experiment.close()

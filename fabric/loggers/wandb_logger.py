@@ -1,4 +1,4 @@
-"""`WandbLogger`: runs of Weights & Biases. Called by `Fabric.log_dict`; loads wandb when the run begins."""
+"""`WandbLogger`: runs of Weights & Biases. Called by `Fabric.log_dict`; imports wandb when the run begins."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class WandbLogger(RunLogger):
-    """Metrics, settings and files as a run of Weights & Biases, which begins with what is logged first.
+    """Logs metrics, settings and files to a run of Weights & Biases, which begins at the first such call.
 
     Args:
-        name: Of the run, as it is shown; None: W&B makes one up.
-        save_dir: Where W&B makes its directory `wandb`.
-        version: The id of a run, which goes on; None: a new run.
-        offline: Keep the run on disk; `wandb sync` sends it. None: as WANDB_MODE says, else online.
-        project: What runs are grouped by; None: as WANDB_PROJECT says.
-        prefix: Put before every metric's name, with a "-".
+        name: Displayed name of the run; None: chosen by W&B.
+        save_dir: Directory in which W&B creates its directory `wandb`.
+        version: The id of a run to continue; None: a new run.
+        offline: Store the run on disk; `wandb sync` uploads it. None: WANDB_MODE, else online.
+        project: The project, a group of runs; None: WANDB_PROJECT.
+        prefix: Prefix of every metric's name, with a "-".
         kwargs: For `wandb.init`.
 
     Raises:
@@ -61,13 +61,13 @@ class WandbLogger(RunLogger):
         """The directory that contains the directory `wandb`."""
         return self._save_dir
 
-    def _begin(self) -> Any:
+    def _open(self) -> Any:
         import wandb
 
         resume = {} if self._version is None else {"id": self._version, "resume": "allow"}
         run = wandb.init(dir=self._save_dir, **{**resume, **self._settings})
         self._version = run.id
-        # W&B drops what comes with a lower step than before, but not what lies on an axis of the user's.
+        # W&B drops values with a lower step than before, unless the x axis is a user's metric.
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
@@ -82,13 +82,15 @@ class WandbLogger(RunLogger):
 
     @rank_zero_only
     def log_artifact(self, path: PathLike, name: str | None = None) -> None:
-        """Keep a file or directory as an artifact of type "file"; another of its name is a version of it."""
+        """Store a file or directory as an artifact of type "file"; the same name again adds a version."""
         import wandb
 
-        wanted = name or Path(path).resolve().name
-        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", wanted), type="file")  # W&B takes no others
+        artifact_name = name or Path(path).resolve().name
+        artifact = wandb.Artifact(
+            re.sub(r"[^\w.-]", "-", artifact_name), type="file"
+        )  # W&B allows no other characters
         (artifact.add_dir if Path(path).is_dir() else artifact.add_file)(os.fspath(path))
         self.experiment.log_artifact(artifact)
 
-    def _end(self, succeeded: bool) -> None:
+    def _end_run(self, succeeded: bool) -> None:
         self._experiment.finish(exit_code=0 if succeeded else 1)

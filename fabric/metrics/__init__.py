@@ -1,1 +1,1 @@
-"""Metrics over all ranks: what one process that saw all data would compute, in one or two messages."""
+"""Metrics over all ranks, equal to those of one process with all data; one or two messages."""

@@ -1,4 +1,4 @@
-"""Descriptions of metrics for `compute_metrics`, and states joined, stacked or averaged over all ranks.
+"""Descriptions of metrics for `compute_metrics`, and states concatenated, stacked or averaged over ranks.
 
 Called by sync.py.
 """
@@ -32,7 +32,7 @@ class State(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A metric, as the user would name it, with its states."""
+    """A metric with its name in messages and its states."""
 
     metric: Any
     name: str
@@ -43,30 +43,30 @@ class FoundStates(NamedTuple):
     """All metrics of a call."""
 
     computed: list[Any]
-    """The leaves of the user's tree, to call `compute` of."""
+    """The leaves of the user's tree, whose `compute` is called."""
     members: list[Member]
-    """Every metric in them, once."""
+    """Every metric in the leaves, once."""
     groups: list[Any]
-    """Every MetricCollection in them, once."""
-    drawn: list[str]
-    """Every leaf as a person would write it down: classes, states and their rules."""
+    """Every MetricCollection in the leaves, once."""
+    descriptions: list[str]
+    """A text for every leaf: classes, states and their rules."""
 
 
-class Told(NamedTuple):
-    """All that one rank holds, as it travels."""
+class RankStates(NamedTuple):
+    """The states of one rank, as they are sent."""
 
     updates: list[int]
-    """How often each metric was updated."""
+    """The number of updates of each metric."""
     leaders: list[list[int]]
-    """Of each collection for each metric, whose states it shares by torchmetrics' guess; -1: no guess."""
-    held: list[list[Any]]
-    """Of each metric for each state a tensor, `OnOtherRank`, or a list; the same one for all of a compute
-    group. Empty: it was never updated.
+    """For each collection and metric, the metric that shares its states by torchmetrics' guess; -1: none."""
+    values: list[list[Any]]
+    """For each metric and state a tensor, `OnOtherRank`, or a list; the same object within a compute group.
+    Empty: the metric was never updated.
     """
 
 
 class OnOtherRank(NamedTuple):
-    """A large tensor that is reduced by itself."""
+    """The description of a large tensor, which is not sent but reduced separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -74,31 +74,31 @@ class OnOtherRank(NamedTuple):
 
 
 class StateSlice(NamedTuple):
-    """Values of a state that some ranks hold."""
+    """The values of a state on the ranks that have it."""
 
-    place: int
-    """Place of the metric among all."""
+    metric_index: int
+    """Index of the metric in `FoundStates.members`."""
     member: Member
     states: list[State]
-    """All that hold the same on every rank: those of a compute group."""
-    held: dict[int, Any]
-    """What each of those ranks holds."""
+    """All states with equal values on every rank: those of a compute group."""
+    by_rank: dict[int, Any]
+    """The value on each of those ranks."""
 
 
-def gathered(part: StateSlice, told: list[Told], device: torch.device) -> Any:
-    """A state that needs every rank's part: joined, stacked, averaged, or given to its own reduction."""
-    state, held = part.states[0], part.held
-    if not all([isinstance(value, torch.Tensor) for value in held.values()]):
-        entries = [entry for value in held.values() for entry in _entries(value, device)]
-        return state.call(entries) if state.call is not None and len(held) > 1 else entries
-    tensors = [value.to(device) for value in held.values()]
+def combine(piece: StateSlice, rank_states: list[RankStates], device: torch.device) -> Any:
+    """Return a state of all ranks: concatenated, stacked, averaged or reduced by its own function."""
+    state, by_rank = piece.states[0], piece.by_rank
+    if not all([isinstance(value, torch.Tensor) for value in by_rank.values()]):
+        entries = [entry for value in by_rank.values() for entry in _entries(value, device)]
+        return state.call(entries) if state.call is not None and len(by_rank) > 1 else entries
+    tensors = [value.to(device) for value in by_rank.values()]
     if len(tensors) == 1:
         return tensors[0].clone()
     if state.rule == "cat":
         return torch.cat([tensor if tensor.dim() else tensor[None] for tensor in tensors])
-    check_shapes(part)
+    check_shapes(piece)
     if state.rule == "mean":
-        return _mean(tensors, [told[rank].updates[part.place] for rank in held])
+        return _mean(tensors, [rank_states[rank].updates[piece.metric_index] for rank in by_rank])
     stacked = torch.stack(tensors)
     return stacked if state.call is None else state.call(stacked)
 
@@ -111,7 +111,7 @@ def _entries(value: Any, device: torch.device) -> list[Any]:
 def _mean(tensors: list[Tensor], counts: list[int]) -> Tensor:
     first = tensors[0]
     if all([torch.equal(tensor, first) for tensor in tensors]):
-        return first.clone()  # not of rounding; and integers have no other mean
+        return first.clone()  # without rounding, and integers stay integers
     dtype = torch.complex128 if first.is_complex() else torch.float64
     scaled = [tensor.to(dtype) * count for tensor, count in zip(tensors, counts, strict=True)]
     mean = fold(scaled, ReduceOp.SUM) / sum(counts)
@@ -120,25 +120,26 @@ def _mean(tensors: list[Tensor], counts: list[int]) -> Tensor:
     )
 
 
-def check_shapes(part: StateSlice) -> None:
-    """Raise, on all ranks, if they hold the state in different shapes."""
-    shapes = {rank: tuple(value.shape) for rank, value in part.held.items()}
+def check_shapes(piece: StateSlice) -> None:
+    """Raise, on all ranks, if the state's shapes differ between them."""
+    shapes = {rank: tuple(value.shape) for rank, value in piece.by_rank.items()}
     if len(set(shapes.values())) > 1:
         table = ", ".join([f"rank {rank}: {list(shape)}" for rank, shape in shapes.items()])
         raise CollectiveMismatch(
-            f"compute_metrics: state {part.states[0].name!r} of {part.member.name} has different shapes on "
-            f"ranks ({table}). Construct the metric alike on all ranks, and give it data of one kind."
+            f"compute_metrics: state {piece.states[0].name!r} of {piece.member.name} has different shapes on "
+            f"ranks ({table}). Construct the metric with the same arguments on all ranks, and update it with "
+            "data of the same kind."
         )
 
 
-def repaired(values: list[tuple[Any, Any]], ranks: dict[int, int]) -> list[tuple[Any, Any]]:
-    """The states, those of known metrics pooled.
+def pool_nrmse(values: list[tuple[Any, Any]], ranks: dict[int, int]) -> list[tuple[Any, Any]]:
+    """Return the states, those of NormalizedRootMeanSquaredError pooled over ranks.
 
     Args:
-        values: States with their merged values.
-        ranks: By the id of each metric, how many ranks updated it.
+        values: States with their stacked values.
+        ranks: By the id of each metric, the number of ranks that updated it.
     """
-    # torchmetrics 1.9 aggregates two ranks only, and fails for more: pooled as one process would have them.
+    # torchmetrics 1.9 aggregates two ranks only, and fails for more.
     kind = getattr(regression, "NormalizedRootMeanSquaredError", None)
     if kind is None:
         return values
@@ -154,7 +155,7 @@ def repaired(values: list[tuple[Any, Any]], ranks: dict[int, int]) -> list[tuple
 
 
 def _pool(stacked: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Numbers, extremes, means and squared deviations, (ranks, outputs), as of one sample.
+    """Return counts, extremes, means and squared deviations, (ranks, outputs), of the joint sample.
 
     Source: https://en.wikipedia.org/wiki/Algorithms_for_calculating_variance#Parallel_algorithm
     """

@@ -1,7 +1,7 @@
-"""`compute_metrics`: the value that one process would compute which saw the data of all ranks.
+"""`compute_metrics`: the values of metrics that one process with the data of all ranks would compute.
 
-Each rank sends its states as one object: small ones in the frame, others in one message after it.
-Large states that can be reduced are only described there, and reduced: once for each rule.
+Each rank sends its states as one object: in the call check's frame if small, else in one message after it.
+Large states that can be reduced are only described in it; they are reduced by one collective per rule.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fabric.collectives.objects import Dumped, gather_dumped
 from fabric.core.errors import ArgumentTypeError, UsageError
 from fabric.core.tree import flatten, iter_paths, unflatten
 from fabric.metrics import joined
-from fabric.metrics.joined import FoundStates, Member, OnOtherRank, State, StateSlice, Told
+from fabric.metrics.joined import FoundStates, Member, OnOtherRank, RankStates, State, StateSlice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     Values = list[tuple[State, Any]]
 
 _VERB = "compute_metrics"
-_FOLDS = {
+_REDUCE_OPS = {
     "sum": ReduceOp.SUM,
     "min": ReduceOp.MIN,
     "max": ReduceOp.MAX,
 }
-"""Rules that a reduction over ranks can carry out; all others need every rank's part."""
+"""Rules that are a reduction over ranks; all others need every rank's value."""
 _RULES = {
     id(dim_zero_sum): "sum",
     id(dim_zero_min): "min",
@@ -60,30 +60,30 @@ _RULES = {
 _RUNNING_COUNT = "_num_vals_seen"
 
 
-def compute_metrics(metrics: Any, channel: Channel, row: int = 1) -> Any:
-    """The values of `metrics` over all ranks, the same on all of them; the metrics keep this rank's states.
+def compute_metrics(metrics: Any, channel: Channel, model_parallel_size: int = 1) -> Any:
+    """Return the values of `metrics` over all ranks, equal on all; the metrics keep this rank's states.
 
-    How states become one, in the order of ranks: sums, minima and maxima are reduced, and lists are joined. A
-    mean is weighted by the ranks' numbers of updates, as torchmetrics weights batches in `forward` (its own
-    synchronisation does not). Tensors without a reduction are stacked, and a metric's own reduction gets the
-    stack, or the joined list. A rank that never updated a metric is left out; where only one did, its states
-    are taken as they are. The metric's own settings of synchronisation do not matter here.
+    States are merged in rank order: sums, minima and maxima are reduced, and lists are concatenated. A mean
+    is weighted by the ranks' numbers of updates, as torchmetrics weights batches in `forward` (unlike its
+    synchronisation). Tensors without a reduction are stacked; a metric's custom reduction gets the stack, or
+    the list. Ranks that never updated a metric are left out; if only one rank did, its states are used
+    unchanged. The metric's synchronisation settings are ignored.
 
-    Of a row, the last rank that updated a metric stands for all: whether each of them saw the data (a model
-    whose output comes to all) or only one (the last stage of a pipeline), they count once.
+    Of a model-parallel group, only the last rank that updated a metric counts. So the data count once,
+    whether each of its ranks has seen them or only one (the last stage of a pipeline).
 
     Args:
         metrics: A torchmetrics Metric, MetricCollection or MetricTracker (its current step), or any nesting
-            of them; alike on all ranks of the group, which must all make the call.
+            of them; the same on all ranks of the group, which must all make the call.
         channel: The group.
-        row: How many ranks, one after the other, see the same data: those of a pipeline, or that share
-            sequences.
+        model_parallel_size: Number of consecutive ranks with the same data, as in a pipeline or with context
+            parallelism.
 
     Raises:
-        ArgumentTypeError: A leaf is no metric; or a state holds what cannot be pickled.
-        CollectiveMismatch: Ranks have different metrics, or hold a state in different shapes; on all of them.
-        UsageError: A metric holds the states of all ranks already (`sync()`), a MetricTracker has no step, or
-            a MetricCollection has guessed compute groups that another rank shows to be wrong.
+        ArgumentTypeError: A leaf is no metric; or a state cannot be pickled.
+        CollectiveMismatch: On all ranks: they have different metrics, or a state has different shapes.
+        UsageError: A metric has the states of all ranks already (`sync()`); a MetricTracker has no step; the
+            compute groups guessed by a MetricCollection are wrong on another rank.
     """
     leaves, spec = flatten(metrics)
     values: Values = []
@@ -93,79 +93,87 @@ def compute_metrics(metrics: Any, channel: Channel, row: int = 1) -> Any:
     updates = [0] * len(found.members)
     if dumped is not None:
         with torch.no_grad():
-            told = gather_dumped(
-                call_of(_VERB, format_tree(spec, found.drawn)), dumped, channel, copies=False
+            rank_states = gather_dumped(
+                call_of(_VERB, format_tree(spec, found.descriptions)), dumped, channel, copies=False
             )
-            if row > 1:
-                _once_a_row(told, row)
-            _check_guesses(found, told)
-            values = _merged(_parts_of(found, told), told, channel)
-        updates = [sum(counts) for counts in zip(*[one.updates for one in told], strict=True)]
-    with _lent(found, values, updates):
+            if model_parallel_size > 1:
+                _keep_one_rank_per_group(rank_states, model_parallel_size)
+            _check_guesses(found, rank_states)
+            values = _merged(_state_slices(found, rank_states), rank_states, channel)
+        updates = [
+            sum(counts) for counts in zip(*[rank_state.updates for rank_state in rank_states], strict=True)
+        ]
+    with _temporary_states(found, values, updates):
         results = [metric.compute() for metric in found.computed]
     return unflatten(results, spec, metrics)
 
 
-def _local_states(found: FoundStates, world: int) -> Told:
-    """Return the states of metrics that this rank holds.
+def _local_states(found: FoundStates, world: int) -> RankStates:
+    """Return the states of this rank's metrics.
 
     Raises:
-        ArgumentTypeError: A state holds what cannot be pickled.
+        ArgumentTypeError: A state cannot be pickled.
     """
-    told = Told([], [_leaders(group) for group in found.groups], [])
-    made: dict[int, Any] = {}
+    local = RankStates([], [_leaders(group) for group in found.groups], [])
+    sendable: dict[int, Any] = {}
     large: dict[int, OnOtherRank] = {}
     size = 0
     for member in found.members:
         count = updates_of(member.metric)
-        told.updates.append(count)
-        some: list[Any] = []
+        local.updates.append(count)
+        values: list[Any] = []
         for state in member.states if count else []:
             value = _value(state)
-            if id(value) not in made:
-                sent = made[id(value)] = _sent(state, value)
-                if state.rule in _FOLDS and isinstance(sent, torch.Tensor):
-                    large[id(sent)] = OnOtherRank(tuple(sent.shape), sent.dtype, sent.is_cpu)
-                    size += sent.nbytes
-            some.append(made[id(value)])
-        told.held.append(some)
+            if id(value) not in sendable:
+                to_send = sendable[id(value)] = _to_send(state, value)
+                if state.rule in _REDUCE_OPS and isinstance(to_send, torch.Tensor):
+                    large[id(to_send)] = OnOtherRank(tuple(to_send.shape), to_send.dtype, to_send.is_cpu)
+                    size += to_send.nbytes
+            values.append(sendable[id(value)])
+        local.values.append(values)
     if world * size > PACK_LIMIT:
-        for some in told.held:
-            some[:] = [large.get(id(sent), sent) for sent in some]
-    return told
+        for values in local.values:
+            values[:] = [large.get(id(to_send), to_send) for to_send in values]
+    return local
 
 
-def _sent(state: State, value: Any) -> Any:
+def _to_send(state: State, value: Any) -> Any:
     if isinstance(value, bool | int | float | complex):
         return torch.tensor(value)
     if isinstance(value, torch.Tensor):
         return value.detach()
     entries = [entry.detach() if isinstance(entry, torch.Tensor) else entry for entry in value]
     if not all([isinstance(entry, torch.Tensor) for entry in entries]):
-        Dumped(entries, _VERB, f"state {state.name!r} of {type(state.metric).__name__}")  # raises by name
+        # Raises with the name of the state.
+        Dumped(entries, _VERB, f"state {state.name!r} of {type(state.metric).__name__}")
     return entries
 
 
-def _parts_of(found: FoundStates, told: list[Told]) -> list[StateSlice]:
-    parts: dict[Any, StateSlice] = {}
-    for place, member in enumerate(found.members):
-        for at, state in enumerate(member.states):
-            held = {rank: one.held[place][at] for rank, one in enumerate(told) if one.held[place]}
-            key = (state.rule, id(state.call), *[(rank, id(value)) for rank, value in held.items()])
-            if key in parts:
-                parts[key].states.append(state)
-            elif held:
-                parts[key] = StateSlice(place, member, [state], held)
-    return list(parts.values())
+def _state_slices(found: FoundStates, rank_states: list[RankStates]) -> list[StateSlice]:
+    pieces: dict[Any, StateSlice] = {}
+    for index, member in enumerate(found.members):
+        for state_index, state in enumerate(member.states):
+            by_rank = {
+                rank: rank_state.values[index][state_index]
+                for rank, rank_state in enumerate(rank_states)
+                if rank_state.values[index]
+            }
+            key = (state.rule, id(state.call), *[(rank, id(value)) for rank, value in by_rank.items()])
+            if key in pieces:
+                pieces[key].states.append(state)
+            elif by_rank:
+                pieces[key] = StateSlice(index, member, [state], by_rank)
+    return list(pieces.values())
 
 
-def _once_a_row(told: list[Told], size: int) -> None:
-    """Leave each metric only with the last rank of a row to have updated it, which counts."""
-    for place in range(len(told[0].updates)):
-        chosen = {rank // size: rank for rank, one in enumerate(told) if one.updates[place]}  # the last
-        for rank, one in enumerate(told):
+def _keep_one_rank_per_group(rank_states: list[RankStates], size: int) -> None:
+    """Keep each metric's states only of the last rank of each model-parallel group that updated it."""
+    for index in range(len(rank_states[0].updates)):
+        updated = [rank for rank, rank_state in enumerate(rank_states) if rank_state.updates[index]]
+        chosen = {rank // size: rank for rank in updated}  # the last of each group
+        for rank, rank_state in enumerate(rank_states):
             if chosen.get(rank // size) != rank:
-                one.updates[place], one.held[place] = 0, []
+                rank_state.updates[index], rank_state.values[index] = 0, []
 
 
 def _value(state: State) -> Any:
@@ -185,78 +193,80 @@ def _device(state: State) -> torch.device:
     return value.device
 
 
-def _common_dtype(part: StateSlice) -> torch.dtype:
-    dtype: torch.dtype = reduce(torch.promote_types, [value.dtype for value in part.held.values()])
+def _common_dtype(piece: StateSlice) -> torch.dtype:
+    dtype: torch.dtype = reduce(torch.promote_types, [value.dtype for value in piece.by_rank.values()])
     return dtype
 
 
-def _common_device(part: StateSlice, channel: Channel) -> torch.device:
-    """Return the device that holds the state on all ranks, or to which all of them can copy it."""
-    on_host = all([value.is_cpu for value in part.held.values()])
+def _common_device(piece: StateSlice, channel: Channel) -> torch.device:
+    """Return the device of the state on all ranks, or one to which all of them can copy it."""
+    on_host = all([value.is_cpu for value in piece.by_rank.values()])
     return torch.device("cpu") if on_host else channel.transport.device
 
 
-def _given(part: StateSlice, value: Tensor) -> Values:
-    """The merged value for each of the states, where this rank keeps it."""
-    return [(state, value.to(_device(state))) for state in part.states]
+def _for_each_state(piece: StateSlice, value: Tensor) -> Values:
+    """Return the merged value for each of the states, on the state's device."""
+    return [(state, value.to(_device(state))) for state in piece.states]
 
 
-def _merged(parts: list[StateSlice], told: list[Told], channel: Channel) -> Values:
-    """The states of all ranks as those of one process; the same on all ranks."""
-    here: dict[Any, list[StateSlice]] = {}
-    there: dict[str, list[StateSlice]] = {}
+def _merged(pieces: list[StateSlice], rank_states: list[RankStates], channel: Channel) -> Values:
+    """Return the merged states of all ranks, equal on all of them."""
+    in_message: dict[Any, list[StateSlice]] = {}
+    large: dict[str, list[StateSlice]] = {}
     others = []
-    for part in parts:
-        rule, kinds = part.states[0].rule, {type(value) for value in part.held.values()}
-        if rule not in _FOLDS or not kinds <= {torch.Tensor, OnOtherRank}:
-            others.append(part)
+    for piece in pieces:
+        rule, kinds = piece.states[0].rule, {type(value) for value in piece.by_rank.values()}
+        if rule not in _REDUCE_OPS or not kinds <= {torch.Tensor, OnOtherRank}:
+            others.append(piece)
             continue
-        if len({value.shape for value in part.held.values()}) > 1:
-            joined.check_shapes(part)
+        if len({value.shape for value in piece.by_rank.values()}) > 1:
+            joined.check_shapes(piece)
         if OnOtherRank in kinds:
-            there.setdefault(rule, []).append(part)
+            large.setdefault(rule, []).append(piece)
         else:
-            here.setdefault(
-                (rule, _common_dtype(part), _common_device(part, channel), *part.held), []
-            ).append(part)
+            in_message.setdefault(
+                (rule, _common_dtype(piece), _common_device(piece, channel), *piece.by_rank), []
+            ).append(piece)
     values: Values = []
-    for (rule, dtype, device, *_), some in here.items():
-        values += _folded_here(some, rule, dtype, device)
-    for rule in _FOLDS:
-        values += _folded_there(there[rule], rule, channel) if rule in there else []
-    # Last, since a metric's own reduction may raise, and others must not wait for this rank.
-    gathered: Values = []
-    for part in others:
-        value = joined.gathered(part, told, _device(part.states[0]))
-        gathered += [(state, value) for state in part.states]
-    ranks = {id(state.metric): len(part.held) for part in others for state in part.states}
-    return values + joined.repaired(gathered, ranks) if gathered else values
+    for (rule, dtype, device, *_), pieces in in_message.items():
+        values += _reduce_gathered(pieces, rule, dtype, device)
+    for rule in _REDUCE_OPS:
+        values += _reduce_large(large[rule], rule, channel) if rule in large else []
+    # Last, since a metric's custom reduction may raise: the other ranks must not wait for this one.
+    combined: Values = []
+    for piece in others:
+        value = joined.combine(piece, rank_states, _device(piece.states[0]))
+        combined += [(state, value) for state in piece.states]
+    updated_ranks = {id(state.metric): len(piece.by_rank) for piece in others for state in piece.states}
+    return values + joined.pool_nrmse(combined, updated_ranks) if combined else values
 
 
-def _folded_here(parts: list[StateSlice], rule: str, dtype: torch.dtype, device: torch.device) -> Values:
-    """States of one rule, dtype and device, from the same ranks, reduced from everybody's data."""
-    rows = [join([part.held[rank].to(device, dtype) for part in parts]) for rank in parts[0].held]
-    total = fold(rows, _FOLDS[rule]).to(dtype)
-    shapes = [next(iter(part.held.values())).shape for part in parts]
+def _reduce_gathered(pieces: list[StateSlice], rule: str, dtype: torch.dtype, device: torch.device) -> Values:
+    """Reduce states of one rule, dtype and device, and of the same ranks, from the gathered values."""
+    rows = [join([piece.by_rank[rank].to(device, dtype) for piece in pieces]) for rank in pieces[0].by_rank]
+    total = fold(rows, _REDUCE_OPS[rule]).to(dtype)
+    shapes = [next(iter(piece.by_rank.values())).shape for piece in pieces]
     columns = total.split([math.prod(shape) for shape in shapes])
-    given = zip(parts, columns, shapes, strict=True)
-    return [pair for part, column, shape in given for pair in _given(part, column.view(shape))]
+    merged = zip(pieces, columns, shapes, strict=True)
+    return [pair for piece, column, shape in merged for pair in _for_each_state(piece, column.view(shape))]
 
 
-def _folded_there(parts: list[StateSlice], rule: str, channel: Channel) -> Values:
-    """Large states of one rule, by a reduction."""
+def _reduce_large(pieces: list[StateSlice], rule: str, channel: Channel) -> Values:
+    """Reduce large states of one rule by a collective."""
     from fabric.collectives.reduce import reduce_tree
 
-    me, own = channel.collective.rank_in_group, []
-    for part in parts:
-        state, shape = part.states[0], next(iter(part.held.values())).shape
-        dtype, device = _common_dtype(part), _common_device(part, channel)
-        if me in part.held:
-            own.append(_sent(state, _value(state)).to(device, dtype, copy=True))
+    group_rank, tensors = channel.collective.rank_in_group, []
+    for piece in pieces:
+        state, shape = piece.states[0], next(iter(piece.by_rank.values())).shape
+        dtype, device = _common_dtype(piece), _common_device(piece, channel)
+        if group_rank in piece.by_rank:
+            tensors.append(_to_send(state, _value(state)).to(device, dtype, copy=True))
         else:
-            own.append(torch.full(shape, _neutral(rule, dtype), dtype=dtype, device=device))
-    reduced = reduce_tree(own, rule, channel, label=_VERB)
-    return [pair for part, value in zip(parts, reduced, strict=True) for pair in _given(part, value)]
+            tensors.append(torch.full(shape, _neutral(rule, dtype), dtype=dtype, device=device))
+    reduced = reduce_tree(tensors, rule, channel, label=_VERB)
+    return [
+        pair for piece, value in zip(pieces, reduced, strict=True) for pair in _for_each_state(piece, value)
+    ]
 
 
 def _neutral(rule: str, dtype: torch.dtype) -> Any:
@@ -271,57 +281,62 @@ def _neutral(rule: str, dtype: torch.dtype) -> Any:
 
 
 def _leaders(group: Any) -> list[int]:
-    """For each metric of a collection, the first of its compute group, where torchmetrics guessed these."""
-    places = {name: place for place, name in enumerate(group._modules)}
-    leaders = [-1] * len(places)
+    """Return, for each metric of a collection, the first of its compute group; -1: no group was guessed."""
+    indices = {name: index for index, name in enumerate(group._modules)}
+    leaders = [-1] * len(indices)
     if group._enable_compute_groups is True and group._groups_checked:
         for names in group._groups.values():
             for name in names:
-                leaders[places[name]] = places[names[0]]
+                leaders[indices[name]] = indices[names[0]]
     return leaders
 
 
-def _check_guesses(found: FoundStates, told: list[Told]) -> None:
-    """Refuse a collection in which one rank updated a metric in place of another that is not the same.
+def _check_guesses(found: FoundStates, rank_states: list[RankStates]) -> None:
+    """Raise if a rank updated one metric in place of another with which it shares no compute group elsewhere.
 
     Raises:
-        UsageError: On all ranks alike.
+        UsageError: On all ranks.
     """
-    places = {id(member.metric): place for place, member in enumerate(found.members)}
+    indices = {id(member.metric): index for index, member in enumerate(found.members)}
     for number, group in enumerate(found.groups):
-        names, guesses = list(group._modules), [one.leaders[number] for one in told]
-        for at, name in enumerate(names):
+        names, guesses = list(group._modules), [rank_state.leaders[number] for rank_state in rank_states]
+        for state_index, name in enumerate(names):
             for rank, guess in enumerate(guesses):
-                leader, updated = guess[at], told[rank].updates[places[id(group._modules[name])]]
-                apart = [r for r, other in enumerate(guesses) if other[at] not in (-1, other[leader])]
-                if leader not in (-1, at) and updated > 1 and apart:
+                leader, updated = (
+                    guess[state_index],
+                    rank_states[rank].updates[indices[id(group._modules[name])]],
+                )
+                differing = [
+                    r for r, other in enumerate(guesses) if other[state_index] not in (-1, other[leader])
+                ]
+                if leader not in (-1, state_index) and updated > 1 and differing:
                     raise UsageError(
                         f"A MetricCollection updated only {names[leader]!r} in place of {name!r} on rank "
                         f"{rank}: their states were equal by chance after the first update there (on rank "
-                        f"{apart[0]}, not). The rest of rank {rank}'s data is lost for {name!r}. Write "
-                        "MetricCollection(..., compute_groups=False), or list the groups yourself."
+                        f"{differing[0]}, not). The rest of rank {rank}'s data is lost for {name!r}. Write "
+                        "MetricCollection(..., compute_groups=False), or pass the groups as a list."
                     )
 
 
 def _find(leaves: list[Any], tree: Any) -> FoundStates:
-    """The metrics among `leaves`, the leaves of `tree`.
+    """Return the metrics in `leaves`, the leaves of `tree`.
 
     Raises:
         ArgumentTypeError: A leaf is no metric.
         UsageError: A metric is synchronised already, or a MetricTracker was never incremented.
     """
     found, seen = FoundStates([], [], [], []), set[int]()
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         target = leaf
         if isinstance(leaf, MetricTracker):
             if not leaf._increment_called:
                 raise UsageError(
-                    "compute_metrics of a MetricTracker gives the value of its current step, but it has none "
-                    "yet. Call tracker.increment() first."
+                    "compute_metrics of a MetricTracker returns the value of its current step, but it has "
+                    "none yet. Call tracker.increment() first."
                 )
             target = leaf[-1]
         if not isinstance(target, (Metric, MetricCollection)):
-            path = [path for path, _ in iter_paths(tree)][place]
+            path = [path for path, _ in iter_paths(tree)][index]
             raise ArgumentTypeError(
                 f"compute_metrics takes torchmetrics metrics, MetricCollections, and nestings of them, but "
                 f"metrics{path} is {type(leaf).__name__}: {leaf!r:.80}. Pass an object of a subclass of "
@@ -330,7 +345,7 @@ def _find(leaves: list[Any], tree: Any) -> FoundStates:
         found.computed.append(target)
         texts: list[str] = []
         _walk(target, "", found, seen, texts)
-        found.drawn.append(" ".join(texts))
+        found.descriptions.append(" ".join(texts))
     return found
 
 
@@ -339,16 +354,16 @@ def updates_of(metric: Any) -> int:
     count = int(metric._update_count)
     if count or not isinstance(metric, WrapperMetric):
         return count
-    # Wrappers do not count; torchmetrics' own one with states counts by itself.
+    # Wrappers do not count updates, except for torchmetrics' Running, which has states.
     if hasattr(metric, _RUNNING_COUNT):
         return int(getattr(metric, _RUNNING_COUNT))
     return int(any([_changed(getattr(metric, name), old) for name, old in metric._defaults.items()]))
 
 
 def _walk(module: Any, name: str, found: FoundStates, seen: set[int], texts: list[str]) -> None:
-    # Children first: a ClasswiseWrapper shows the states of the metric inside as its own.
-    # By id: a metric's hash reads its states, and its == gives a metric.
-    known = id(module) in seen
+    # Children first: a ClasswiseWrapper has the states of its inner metric as attributes.
+    # By id: a metric's hash reads its states, and its == returns a metric.
+    is_known = id(module) in seen
     seen.add(id(module))
     for key, child in module._modules.items():
         if child is not None:
@@ -356,17 +371,17 @@ def _walk(module: Any, name: str, found: FoundStates, seen: set[int], texts: lis
     kind, title = type(module).__name__, f"{name}: " if name else ""
     if isinstance(module, MetricCollection):
         texts.append(f"{title}{kind}({module.prefix!r}, {module.postfix!r})")
-        if not known:
+        if not is_known:
             found.groups.append(module)
     elif isinstance(module, Metric):
         states = [] if id(module._defaults) in seen else _states(module)
         described = ", ".join([_describe(state) for state in states])
         texts.append(f"{title}{kind}({described})")
-        if known:
+        if is_known:
             return
         if module._is_synced:
             raise UsageError(
-                f"compute_metrics: {name or kind} holds the states of all ranks already. Call .unsync() on "
+                f"compute_metrics: {name or kind} has the states of all ranks already. Call .unsync() on "
                 "it before, or do not call .sync()."
             )
         seen.add(id(module._defaults))
@@ -374,12 +389,12 @@ def _walk(module: Any, name: str, found: FoundStates, seen: set[int], texts: lis
 
 
 def _states(metric: Any) -> list[State]:
-    made = []
+    sendable = []
     for name in metric._defaults:
         reduction = metric._reductions[name]
         rule = _RULES.get(id(reduction), "call")
-        made.append(State(metric, name, rule, reduction if rule == "call" else None))
-    return made
+        sendable.append(State(metric, name, rule, reduction if rule == "call" else None))
+    return sendable
 
 
 def _describe(state: State) -> str:
@@ -395,13 +410,13 @@ def _changed(value: Any, default: Any) -> bool:
 
 
 @contextmanager
-def _lent(found: FoundStates, values: Values, updates: list[int]) -> Iterator[None]:
-    """In the block the metrics hold other states, and synchronise nothing; afterwards all is as it was.
+def _temporary_states(found: FoundStates, values: Values, updates: list[int]) -> Iterator[None]:
+    """Context in which the metrics have other states and do not synchronise; restores them afterwards.
 
     Args:
         found: All metrics of the call.
-        values: States with the values that they have in the block.
-        updates: How often each member was updated, in the block; 0 leaves its own count.
+        values: States with their values in the block.
+        updates: Number of updates of each member in the block; 0 keeps its count.
     """
     changed: dict[int, tuple[Any, dict[str, Any]]] = {}
     for member, count in zip(found.members, updates, strict=True):
@@ -409,7 +424,7 @@ def _lent(found: FoundStates, values: Values, updates: list[int]) -> Iterator[No
         if count:
             new[_RUNNING_COUNT if hasattr(member.metric, _RUNNING_COUNT) else "_update_count"] = count
         changed[id(member.metric)] = member.metric, new
-    for group in found.groups:  # else it copies the states of one member over those of others
+    for group in found.groups:  # without groups it copies no states between members
         changed[id(group)] = group, {"_groups": {}, "_state_is_copy": group._state_is_copy}
     for state, value in values:
         changed[id(state.metric)][1][state.name] = value
@@ -425,9 +440,9 @@ def _lent(found: FoundStates, values: Values, updates: list[int]) -> Iterator[No
 
 
 def _assign(owner: Any, values: dict[str, Any]) -> None:
-    own = vars(owner)
+    tensors = vars(owner)
     for name, value in values.items():
-        if name in own:
-            own[name] = value  # nn.Module's way would look for parameters and submodules first
+        if name in tensors:
+            tensors[name] = value  # setattr of nn.Module would look for parameters and submodules first
         else:
             setattr(owner, name, value)

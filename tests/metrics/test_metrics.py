@@ -709,7 +709,7 @@ REFUSALS = {
         UsageError,
         r"Call tracker.increment\(\) first",
     ),
-    "synced": (synced, UsageError, r"MeanMetric holds the states of all ranks.*unsync"),
+    "synced": (synced, UsageError, r"MeanMetric has the states of all ranks.*unsync"),
     "unpicklable": (unpicklable, ArgumentTypeError, "state 'texts' of Kept.*cannot be pickled"),
 }
 
