@@ -135,7 +135,7 @@ class RankFacts:
             MissingExtraError: tqdm is not installed.
         """
         progress = use_slice("progress")
-        shown = self.is_global_zero and progress.shows(show)
+        shown = self.is_global_zero and progress.should_show(show)
         made: Progress[Any] = progress.Progress(batches, shown, {"desc": desc, **settings})
         return made
 

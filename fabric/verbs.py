@@ -77,7 +77,7 @@ class CollectiveVerbs(RankFacts):
                 self._stopper = use_slice("preemption").Stopper(*self._strategy.stop_signals())
             except ConfigurationError as error:
                 self._strategy.abort_call("should_stop", error)
-        return any(self._strategy.all_gather_object(self._stopper.asked(), label="should_stop"))
+        return any(self._strategy.all_gather_object(self._stopper.is_requested(), label="should_stop"))
 
     @together
     def broadcast(self, obj: Any, src: int = 0, *, group: Any | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Devices for tensors: cpu, cuda, mps and whatever torch.accelerator knows. Lazy: loads no torch."""
+"""Accelerators: cpu, cuda, mps and any other that torch.accelerator reports. Lazy: loads no torch."""
 
 from typing import TYPE_CHECKING
 

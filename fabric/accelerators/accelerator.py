@@ -1,6 +1,6 @@
-"""The interface of an accelerator: which devices there are and how a process takes one.
+"""`Accelerator`: the interface to a kind of device: list devices and make one current.
 
-Called by `resolve` (which devices?) and by strategies (`setup_device`, `teardown`). Never starts a process.
+Called by `resolve` (devices) and by strategies (`setup_device`, `teardown`). Never starts a process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Accelerator(ABC):
-    """One kind of device. Subclass it for hardware that torch knows and this package does not."""
+    """A kind of device. Subclass it for hardware that torch supports and this package does not."""
 
     @abstractmethod
     def setup_device(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def teardown(self) -> None:
-        """Give back what this process holds beyond live tensors, such as cached memory."""
+        """Release this process's resources other than live tensors, such as cached memory."""
 
     @staticmethod
     @abstractmethod
@@ -35,14 +35,14 @@ class Accelerator(ABC):
         """Check the value of `devices=` and return the argument for `get_parallel_devices`.
 
         Raises:
-            ArgumentTypeError: It is of the wrong kind.
+            ArgumentTypeError: The value has a wrong type.
             ConfigurationError: There are no such devices.
         """
 
     @staticmethod
     @abstractmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        """One device per process of this machine, from `devices`, which `parse_devices` gave."""
+        """Return one device per process of this machine, from the result of `parse_devices`."""
 
     @staticmethod
     @abstractmethod
@@ -56,23 +56,23 @@ class Accelerator(ABC):
 
     @classmethod
     def name(cls) -> str:
-        """The name that users write as `accelerator=`; a subclass may say it with a static method."""
+        """Return the name for `accelerator=`; a subclass may override it with a static method."""
         return cls.__name__.removesuffix("Accelerator").lower()
 
     @classmethod
     def backend(cls) -> str:
-        """The torch.distributed backend that moves this accelerator's tensors between ranks."""
+        """Return the torch.distributed backend for this accelerator's tensors."""
         return "gloo"
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until all work queued on `device` is done. Nothing to wait for on a CPU."""
+        """Wait until all work queued on `device` is done; returns at once for a CPU."""
         current = torch.accelerator.current_accelerator()
         if current is not None and current.type == device.type:
             torch.accelerator.synchronize(device)
 
     @classmethod
     def explain_unavailable(cls) -> tuple[str, str]:
-        """Two clauses for an error: why `is_available` is False, and what helps but another accelerator."""
+        """Return two clauses for an error: why `is_available` is False, and a remedy."""
         return f"{cls.__name__}.is_available() is False", "run on a machine that has such a device"
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The CPU: `devices=` is a number of processes, and every process has the same device."""
+"""`CPUAccelerator`: `devices=` is a number of processes, and every process has the same device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fabric.accelerators.devices import check_device_type, parse_cpu_devices
 
 
 class CPUAccelerator(Accelerator):
-    """Tensors in host memory; ranks talk over gloo."""
+    """Tensors in host memory; ranks communicate by gloo."""
 
     def setup_device(self, device: torch.device) -> None:
         """Check that `device` is a CPU; there is nothing to set.
@@ -20,11 +20,11 @@ class CPUAccelerator(Accelerator):
         check_device_type(device, "cpu")
 
     def teardown(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> int:
-        """The number of processes: 3 or "3" as written, "auto" and -1 are 1.
+        """Return the number of processes: 3 for 3 or "3"; 1 for "auto" and -1.
 
         Raises:
             ArgumentTypeError: A list, None, a float or a bool.
@@ -34,17 +34,17 @@ class CPUAccelerator(Accelerator):
 
     @staticmethod
     def get_parallel_devices(devices: int | str | list[int]) -> list[torch.device]:
-        """The CPU, once per process (raises like `parse_devices`)."""
+        """Return the CPU, once per process (raises like `parse_devices`)."""
         return [torch.device("cpu")] * CPUAccelerator.parse_devices(devices)
 
     @staticmethod
     def auto_device_count() -> int:
-        """One: more processes on one CPU are a choice that the user makes."""
+        """Return 1: several processes on one CPU only at the user's request."""
         return 1
 
     @staticmethod
     def is_available() -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     @classmethod

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs (and AMD's, which torch calls "cuda" too), counted through NVML so that fork stays possible."""
+"""`CUDAAccelerator`: NVIDIA's and AMD's GPUs, counted through NVML so that fork stays possible."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fabric.accelerators.usable import find_usable_devices
 
 
 class CUDAAccelerator(TorchAccelerator):
-    """CUDA devices; ranks talk over NCCL.
+    """CUDA devices; ranks communicate by NCCL.
 
-    Everything is asked at call time. `auto_device_count` and `is_available` use `torch.cuda.device_count()`,
-    which asks NVML and leaves CUDA uninitialised; `torch.cuda.is_available()` would initialise the driver,
-    and children that are forked afterwards could not use it.
+    Devices are queried at call time. `auto_device_count` and `is_available` use `torch.cuda.device_count()`,
+    which queries NVML and leaves CUDA uninitialised. `torch.cuda.is_available()` would initialise the driver,
+    so that children forked afterwards could not use it.
     """
 
     @classmethod
@@ -34,7 +34,7 @@ class CUDAAccelerator(TorchAccelerator):
         return fact, f"check the driver with nvidia-smi{hint}"
 
     @classmethod
-    def _note(cls) -> str:
+    def _visibility_hint(cls) -> str:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return "" if visible is None else f" CUDA_VISIBLE_DEVICES={visible!r} renumbers them from 0."
 
@@ -46,11 +46,11 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """Return the indices of CUDA devices that accept an allocation now, as `find_usable_devices` does.
 
     Args:
-        num_devices: How many to find; -1 for all that are usable, possibly none.
+        num_devices: Number of devices to find; -1 for all usable ones, possibly none.
 
     Raises:
         ArgumentTypeError: `num_devices` is no int.
         ConfigurationError: Below -1, or more than this machine has.
-        UsageError: Fewer are usable at the moment (a RuntimeError).
+        UsageError: Fewer are usable now (a RuntimeError).
     """
     return find_usable_devices(num_devices, "cuda")

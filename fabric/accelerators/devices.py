@@ -1,4 +1,4 @@
-"""Values of `devices=`: parsed, and checked for a CPU. Pure functions: no hardware is queried."""
+"""Parsing of `devices=`, and its check for a CPU. Pure functions: no hardware is queried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"[+-]?[0-9]+")  # int() would also take "1_0" and digits of other scripts
 ALL = -1
-"""Of `read_devices`: as many as there are."""
+"""Result of `read_devices` for all devices."""
 
 _CPU_ADVICE = (
     'With accelerator="cpu", devices= is the number of processes; a CPU has no numbered devices. '
@@ -21,7 +21,7 @@ _CPU_ADVICE = (
 
 
 def parse_cpu_devices(devices: object, auto: int = 1) -> int:
-    """The number of processes on the CPU behind `devices`; "auto" and -1 mean `auto`.
+    """Return the number of processes on the CPU for `devices`; "auto" and -1 mean `auto`.
 
     Raises:
         ArgumentTypeError: A list, None, a float, a bool or another type.
@@ -29,16 +29,16 @@ def parse_cpu_devices(devices: object, auto: int = 1) -> int:
     """
     if devices is None or isinstance(devices, list | tuple):
         raise ArgumentTypeError(f"devices={devices!r} is no number. {_CPU_ADVICE}")
-    wanted = read_devices(devices, _CPU_ADVICE)
-    if wanted == ALL:
+    requested = read_devices(devices, _CPU_ADVICE)
+    if requested == ALL:
         return auto
-    if not isinstance(wanted, int) or wanted < 1:
+    if not isinstance(requested, int) or requested < 1:
         raise ConfigurationError(f"devices={devices!r} is no number of processes. {_CPU_ADVICE}")
-    return wanted
+    return requested
 
 
 def check_device_type(device: torch.device, expected: str) -> None:
-    """Refuse a device that belongs to another accelerator.
+    """Raise if a device belongs to another accelerator.
 
     Raises:
         ConfigurationError: `device` is not of the type `expected`.
@@ -46,12 +46,12 @@ def check_device_type(device: torch.device, expected: str) -> None:
     if device.type != expected:
         raise ConfigurationError(
             f'accelerator="{expected}" cannot set up the device "{device}". Pass a "{expected}" device, or '
-            f"write the accelerator that this device belongs to."
+            f"write accelerator= for the accelerator of this device."
         )
 
 
 def read_devices(devices: object, advice: str) -> int | list[int] | None:
-    """None, a number (`ALL` for "auto") or indices: the form of what was written, no value checked yet."""
+    """Return None, a number (`ALL` for "auto") or indices; the values are not checked."""
     if isinstance(devices, str):
         return _read_string(devices, advice)
     if devices is None or (isinstance(devices, int) and not isinstance(devices, bool)):

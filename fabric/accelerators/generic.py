@@ -1,6 +1,6 @@
-"""The accelerator that torch itself names: base of cuda and mps, and used as it is for xpu and others.
+"""`TorchAccelerator`: the accelerator that torch reports (xpu, ...); base class of those for cuda and mps.
 
-All questions go to `torch.<device type>` when asked, so importing this touches no driver.
+It queries `torch.<device type>` at call time, so importing this module loads no driver.
 """
 
 from __future__ import annotations
@@ -15,21 +15,19 @@ from fabric.core.errors import ConfigurationError
 
 
 class TorchAccelerator(Accelerator):
-    """Devices of the type `name()`: that of torch's one accelerator, unless a subclass names another.
+    """Devices of the type `name()`, which is that of torch's current accelerator or of a subclass.
 
-    The type is asked for, not stored: an instance pickles into child processes, and every question can be put
-    to the class.
+    The type is not stored, so that instances can be pickled, and methods can be called on the class.
     """
 
     @classmethod
     def name(cls) -> str:
-        """The torch device type, for example "xpu"; "accelerator" where torch has none."""
+        """Return the torch device type, for example "xpu"; "accelerator" if torch has none."""
         current = torch.accelerator.current_accelerator()
         return "accelerator" if current is None else current.type
 
     def setup_device(self, device: torch.device) -> None:
-        """Make `device` the current one, where there may be several. One without an index leaves the current
-        one as it is.
+        """Make `device` the current one, if the device type has several. Without an index, do nothing.
 
         Raises:
             ConfigurationError: `device` is of another kind.
@@ -40,24 +38,24 @@ class TorchAccelerator(Accelerator):
             set_device(device.index)
 
     def teardown(self) -> None:
-        """Give cached memory back to the driver, for other processes to use."""
+        """Release cached memory to the driver, for other processes."""
         empty_cache = getattr(self._module(), "empty_cache", None)
         if empty_cache is not None and self.is_available():
             empty_cache()
 
     @classmethod
     def parse_devices(cls, devices: int | str | list[int] | None) -> list[int]:
-        """The indices of the devices that the user asked for, in the user's order.
+        """Return the indices of the requested devices, in the user's order.
 
         Raises:
-            ArgumentTypeError: A float, a bool, or a list that holds anything but integers.
+            ArgumentTypeError: A float, a bool, or a list of anything but integers.
             ConfigurationError: No devices, devices that this machine does not have, or one of them twice.
         """
-        return parse_gpu_devices(devices, cls.auto_device_count(), cls.name().upper(), cls._note())
+        return parse_gpu_devices(devices, cls.auto_device_count(), cls.name().upper(), cls._visibility_hint())
 
     @classmethod
     def get_parallel_devices(cls, devices: list[int]) -> list[torch.device]:
-        """One torch.device per index."""
+        """Return one torch.device per index."""
         return [torch.device(cls.name(), index) for index in devices]
 
     @classmethod
@@ -68,12 +66,12 @@ class TorchAccelerator(Accelerator):
 
     @classmethod
     def is_available(cls) -> bool:
-        """Whether this process can see at least one device."""
+        """Whether at least one device is visible to this process."""
         return cls.auto_device_count() > 0
 
     @classmethod
     def backend(cls) -> str:
-        """The backend that torch.distributed prefers for this device type, for example "nccl" or "xccl"."""
+        """Return torch.distributed's default backend for this device type, for example "nccl" or "xccl"."""
         if not torch.distributed.is_available():
             return "gloo"
         return str(torch.distributed.Backend.default_device_backend_map.get(cls.name(), "gloo"))
@@ -86,39 +84,41 @@ class TorchAccelerator(Accelerator):
 
     @classmethod
     def _module(cls) -> Any:
-        """`torch.cuda` and its like; None where torch has no such device type."""
+        """Return the module such as `torch.cuda`; None: torch has no such device type."""
         return getattr(torch, cls.name(), None)
 
     @classmethod
-    def _note(cls) -> str:
-        """A sentence on why this process may see fewer than there are."""
+    def _visibility_hint(cls) -> str:
+        """Return a sentence on why fewer devices may be visible than exist, or ""."""
         return ""
 
 
 def parse_gpu_devices(devices: object, count: int, kind: str = "CUDA", note: str = "") -> list[int]:
-    """The device indices behind `devices`, in the user's order.
+    """Return the device indices for `devices`, in the user's order.
 
     Args:
-        devices: What the user wrote: "auto", a number, -1 for all, a list of indices, or these as a string.
-        count: How many devices this machine has.
-        kind: What error messages call them.
-        note: A further sentence on them.
+        devices: The user's value: "auto", a number, -1 for all, a list of indices, or these as a string.
+        count: The number of devices of this machine.
+        kind: Their name in error messages.
+        note: A further sentence for error messages.
 
     Raises:
-        ArgumentTypeError: A float, a bool, another type, or a list that holds anything but integers.
+        ArgumentTypeError: A float, a bool, another type, or a list of anything but integers.
         ConfigurationError: No devices, devices that do not exist, one of them twice, or an unreadable string.
     """
-    there = list(range(count))
-    advice = f"This machine has {count} {kind} devices{': ' * bool(there)}{str(there)[1:-1]}.{note} "
-    if there:
-        advice += f'Write a number of them, a list such as devices={there[:2]}, devices="auto" for all, or '
-    advice += f'{"" if there else "Write "}accelerator="cpu" for none.'
-    wanted = read_devices(devices, advice)
-    if wanted == ALL:
-        wanted = count
-    indices = list(range(wanted)) if isinstance(wanted, int) else wanted or []
-    if not indices or not set(indices) <= set(there) or len(set(indices)) < len(indices):
+    available = list(range(count))
+    advice = f"This machine has {count} {kind} devices{': ' * bool(available)}{str(available)[1:-1]}.{note} "
+    if available:
+        advice += (
+            f'Write a number of them, a list such as devices={available[:2]}, devices="auto" for all, or '
+        )
+    advice += f'{"" if available else "Write "}accelerator="cpu" for none.'
+    requested = read_devices(devices, advice)
+    if requested == ALL:
+        requested = count
+    indices = list(range(requested)) if isinstance(requested, int) else requested or []
+    if not indices or not set(indices) <= set(available) or len(set(indices)) < len(indices):
         raise ConfigurationError(
-            f"devices={devices!r} cannot be, each process needs one of its own. {advice}"
+            f"devices={devices!r} cannot be used: each process needs a device of its own. {advice}"
         )
     return indices

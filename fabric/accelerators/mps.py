@@ -1,4 +1,4 @@
-"""Apple's GPU: one device, index 0."""
+"""`MPSAccelerator`: Apple's GPU; one device, index 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MPSAccelerator(TorchAccelerator):
 
     @classmethod
     def auto_device_count(cls) -> int:
-        """One where there is a GPU, else zero."""
+        """Return 1 if there is a GPU, else 0."""
         return int(torch.backends.mps.is_available())
 
     @classmethod

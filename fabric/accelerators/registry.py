@@ -1,4 +1,4 @@
-"""A path of Lightning Fabric; what is behind its names: `fabric/core/lightning_names.py`."""
+"""A module path of Lightning Fabric. Its names are defined in `fabric/core/lightning_names.py`."""
 
 from fabric.core.lazy import lazy_names
 

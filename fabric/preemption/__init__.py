@@ -1,1 +1,1 @@
-"""Whether this job has to end soon: signals and deadlines (`fabric.should_stop`)."""
+"""Signals and deadlines that request the end of the job (`fabric.should_stop`)."""

@@ -1,4 +1,4 @@
-"""`Stopper`: whether a signal or a deadline has asked this process to end soon. Imports no torch."""
+"""`Stopper`: whether a signal or a deadline requests that this process stop soon. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import time
 from typing import Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.launch.signals import TOGETHER_S, Handlers, unless_ignored
+from fabric.launch.signals import DUPLICATE_SIGNAL_S, Handlers, unless_ignored
 
 DEADLINE = "FABRIC_DEADLINE"
 MARGIN = "FABRIC_DEADLINE_MARGIN"
 DEFAULT_MARGIN = 120.0
-"""Seconds before the deadline in which the job is to save and end."""
+"""Seconds before the deadline at which the job should save and stop."""
 _SLURM_END = "SLURM_JOB_END_TIME"
 
 
 class Stopper:
-    """Notes SIGTERM, SIGUSR1, SIGHUP and `signals`, in place of ending; the next one does what it did before.
+    """Records SIGTERM, SIGUSR1, SIGHUP and `signals` as a request to stop.
 
-    SIGHUP is left alone where it is ignored. Handlers that were there are called, too. Signals can only be
-    taken in the main thread; made in another one, it looks at the deadline alone.
+    A second signal has its previous effect. SIGHUP is not handled if it is ignored. Previous handlers are
+    called, too. Handlers can be set in the main thread only; in another one, only the deadline counts.
 
     Args:
         signals: Further signals.
@@ -32,42 +32,42 @@ class Stopper:
 
     def __init__(self, *signals: int) -> None:
         self.reason: str | None = None
-        """Why the job is to stop; None: go on."""
+        """Why the job should stop; None: no request."""
         self._deadline = deadline()
-        self._first = (0, float("-inf"))
-        hangup = unless_ignored(signal.SIGHUP)  # as nohup has it ignored
-        numbers = {signal.SIGTERM, signal.SIGUSR1, *hangup, *signals}
+        self._first_signal = (0, float("-inf"))
+        hangup_signals = unless_ignored(signal.SIGHUP)  # nohup ignores it
+        numbers = {signal.SIGTERM, signal.SIGUSR1, *hangup_signals, *signals}
         self._handlers = Handlers(numbers, self._on_signal)
 
-    def asked(self) -> bool:
-        """Whether this process was asked to stop. Reads a clock; sends nothing."""
+    def is_requested(self) -> bool:
+        """Whether a stop of this process was requested. Reads a clock; no message."""
         if self.reason is None and self._deadline is not None and time.time() >= self._deadline:
             self.reason = "the deadline is near"
         return self.reason is not None
 
     def restore(self) -> None:
-        """Give the signals back to those who had them."""
+        """Restore the previous signal handlers."""
         self._handlers.restore()
 
-    def _on_signal(self, number: int, before: Any) -> None:
+    def _on_signal(self, number: int, previous: Any) -> None:
         now = time.monotonic()
-        if number == self._first[0] and now - self._first[1] < TOGETHER_S:
-            return  # the same request, by another way
-        if self.reason is not None and not callable(before):
-            signal.signal(number, before)
-            os.kill(os.getpid(), number)  # at once, as without us
+        if number == self._first_signal[0] and now - self._first_signal[1] < DUPLICATE_SIGNAL_S:
+            return  # a duplicate of the first
+        if self.reason is not None and not callable(previous):
+            signal.signal(number, previous)
+            os.kill(os.getpid(), number)  # the previous effect
             return
-        self._first = number, now
+        self._first_signal = number, now
         self.reason = signal.Signals(number).name
 
 
 def deadline() -> float | None:
-    """The time (of `time.time()`) at which to begin to stop; None: there is no deadline.
+    """Return the time (of `time.time()`) at which to stop; None: there is no deadline.
 
-    FABRIC_DEADLINE is seconds since 1970; without it SLURM's end of the job counts.
+    FABRIC_DEADLINE is in seconds since 1970; without it SLURM's end of the job is used.
 
     Raises:
-        ConfigurationError: It is none, or FABRIC_DEADLINE_MARGIN is no number of seconds.
+        ConfigurationError: FABRIC_DEADLINE or FABRIC_DEADLINE_MARGIN is no number of seconds.
     """
     end, margin = os.environ.get(DEADLINE) or os.environ.get(_SLURM_END), os.environ.get(MARGIN)
     if not end:
@@ -76,6 +76,6 @@ def deadline() -> float | None:
         return float(end) - float(margin or DEFAULT_MARGIN)
     except ValueError:
         raise ConfigurationError(
-            f"{DEADLINE}={end} with {MARGIN}={margin}: write seconds since 1970, as `date +%s -d '+8 hours'` "
-            "says, and for the margin a number of seconds."
+            f"{DEADLINE}={end} with {MARGIN}={margin} is no number. Write seconds since 1970, as printed by "
+            "`date +%s -d '+8 hours'`, and for the margin a number of seconds."
         ) from None

@@ -1,1 +1,1 @@
-"""`fabric.profile`: one trace of torch's profiler per rank, and a table of phases."""
+"""`fabric.profile`: a trace of torch's profiler per rank, and a table of phases."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def compiled_module() -> type:
-    """Return the class of what `torch.compile(module)` returns. Importing it takes seconds."""
+    """Return the class of compiled modules. Importing it takes seconds."""
     from torch._dynamo import OptimizedModule
 
     return OptimizedModule

@@ -1,6 +1,6 @@
-"""Context of `fabric.profile`: torch's profiler on each rank, one trace per rank, and a table of phases.
+"""The context of `fabric.profile`: torch's profiler on each rank, one trace per rank, and a table of phases.
 
-Loaded when used. Outside of the context nothing is marked, and no verb costs more than without it.
+Imported on first use. Outside of the context nothing is recorded, so that verbs have no overhead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fabric.core.types import PathLike
 
 _END = object()
-# How the names of their rows in a trace begin. Loaders' own, optimizers' and messages' are torch's.
+# By phase, the prefixes of event names in a trace: those of Fabric, and torch's own.
 PHASES = {
     "data": ("fabric.data", "enumerate(DataLoader)#"),
     "forward": ("fabric.forward", "Torch-Compiled Region"),
@@ -44,7 +44,7 @@ class Profile:
     """The profiler of one rank.
 
     `step()` ends a step of the loop: call it once per step, on all ranks. `profiler` is torch's; None on
-    ranks that record nothing.
+    ranks without recording.
     """
 
     def __init__(self, profiler: profile | None) -> None:
@@ -56,7 +56,7 @@ class Profile:
 def profiled(
     fabric: Any, folder: PathLike, ranks: list[int] | None, window: dict[str, int], settings: dict[str, Any]
 ) -> Iterator[Profile]:
-    """The context of `Fabric.profile`, for which see there."""
+    """Context of `Fabric.profile`, which documents the arguments."""
     strategy, world = fabric.strategy, fabric.world_size
     chosen = range(world) if ranks is None else ranks
     if min(window.values()) < 0 or not window["active"] or not chosen or not {*chosen} <= {*range(world)}:
@@ -65,79 +65,79 @@ def profiled(
         strategy.abort_call("profile", ConfigurationError(f"fabric.profile: {text}"))
     strategy.check_barrier("profile", f"{window}, ranks {ranks}")
     file = Path(folder) / f"rank_{fabric.global_rank}.json"
-    found: dict[str, float] = {}
+    times: dict[str, float] = {}
     if fabric.global_rank in chosen:
         file.parent.mkdir(parents=True, exist_ok=True)
         plan = schedule(**window, repeat=1)
-        settings.setdefault("acc_events", True)  # one cycle: without it torch 2.11 warns that events are lost
+        settings.setdefault("acc_events", True)  # else torch 2.11 warns that events are lost
         with (
-            marked(fabric),
-            profile(schedule=plan, on_trace_ready=_written(file, found), **settings) as inner,
+            recording_phases(fabric),
+            profile(schedule=plan, on_trace_ready=_trace_writer(file, times), **settings) as profiler,
         ):
-            yield Profile(inner)
+            yield Profile(profiler)
     else:
         yield Profile(None)
-    told = strategy.all_gather_object(found, label="profile")
-    rows = {rank: times for rank, times in enumerate(told) if times}
+    gathered = strategy.all_gather_object(times, label="profile")
+    rows = {rank: times for rank, times in enumerate(gathered) if times}
     if not rows:
         rank_zero_warn(
-            "fabric.profile has recorded nothing: it skips wait + warmup = "
-            f"{window['wait'] + window['warmup']} steps. Call prof.step() at the end of each step of the "
-            "loop, more often than that."
+            "fabric.profile has recorded nothing: there were no more than wait + warmup = "
+            f"{window['wait'] + window['warmup']} steps, which are not recorded. Call prof.step() at the end "
+            "of each step of the loop, and run more steps."
         )
     elif fabric.is_global_zero:
         print(table(rows, file.parent), flush=True)
 
 
-def _written(file: Path, found: dict[str, float]) -> Callable[[profile], None]:
-    """Return the callback for the end of the window: it writes the trace and adds up its phases."""
+def _trace_writer(file: Path, times: dict[str, float]) -> Callable[[profile], None]:
+    """Return the callback for the end of the window: it writes the trace and computes times of phases."""
 
-    def write(inner: profile) -> None:
-        inner.export_chrome_trace(str(file))
-        found.update(times_of(json.loads(file.read_text())["traceEvents"]))
+    def write(profiler: profile) -> None:
+        profiler.export_chrome_trace(str(file))
+        times.update(times_of(json.loads(file.read_text())["traceEvents"]))
 
     return write
 
 
 @contextmanager
-def marked(fabric: Any) -> Iterator[None]:
-    """Context in which models, optimizers and loaders of this process, and `fabric`, make rows of a trace."""
-    with ExitStack() as undo:
+def recording_phases(fabric: Any) -> Iterator[None]:
+    """Context in which models, optimizers and loaders of this process, and `fabric`, record trace events."""
+    with ExitStack() as patches:
         for owner, name, label in (
             (_FabricModule, "__call__", "forward"),
             (_FabricOptimizer, "step", "step"),
             (fabric, "backward", "backward"),
         ):
-            marker = _recorded(getattr(owner, name), f"fabric.{label}")
-            undo.enter_context(mock.patch.object(owner, name, marker))
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
+            marker = _recording(getattr(owner, name), f"fabric.{label}")
+            patches.enter_context(mock.patch.object(owner, name, marker))
+        if "torch._dynamo" in sys.modules:  # only if it is imported, which takes seconds
             kind: Any = compiled_module()
-            marker = _compiled_recorded(kind.__call__)
-            undo.enter_context(mock.patch.object(kind, "__call__", marker))
-        drawn = _drawn(_FabricDataLoader.__iter__)
-        undo.enter_context(mock.patch.object(_FabricDataLoader, "__iter__", drawn))
+            marker = _recording_compiled(kind.__call__)
+            patches.enter_context(mock.patch.object(kind, "__call__", marker))
+        wrapper = _recording_data_loading(_FabricDataLoader.__iter__)
+        patches.enter_context(mock.patch.object(_FabricDataLoader, "__iter__", wrapper))
         yield
 
 
-def _recorded(call: Callable[..., Any], label: str) -> Callable[..., Any]:
+def _recording(call: Callable[..., Any], label: str) -> Callable[..., Any]:
     @wraps(call)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return call(*args, **kwargs)
         with record_function(label):
             return call(*args, **kwargs)
 
-    return recorded
+    return wrapper
 
 
-def _compiled_recorded(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`OptimizedModule.__call__` that makes the row of the forward itself.
+def _recording_compiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an `OptimizedModule.__call__` that records the event of the forward.
 
-    The class of the model has no marker meanwhile: torch 2.15 compiles again if a class gets a `__call__`.
+    The class of the model is not patched during the call: torch 2.15 recompiles if a class gets a `__call__`.
     """
 
     @wraps(call)
-    def recorded(compiled: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(compiled: Any, *args: Any, **kwargs: Any) -> Any:
         marker = vars(_FabricModule).get("__call__")
         if marker is None or not isinstance(uncompiled(compiled), _FabricModule):
             return call(compiled, *args, **kwargs)
@@ -149,13 +149,13 @@ def _compiled_recorded(call: Callable[..., Any]) -> Callable[..., Any]:
             _FabricModule.__call__ = marker  # type: ignore[method-assign]
 
     # Not compiled itself: in torch 2.9 compiled graphs are OptimizedModules, too, called in compiled code.
-    eager: Callable[..., Any] = torch.compiler.disable(recorded, recursive=False)
+    eager: Callable[..., Any] = torch.compiler.disable(wrapper, recursive=False)
     return eager
 
 
-def _drawn(begin: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+def _recording_data_loading(begin: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     @wraps(begin)
-    def drawn(loader: Any) -> Iterator[Any]:
+    def wrapper(loader: Any) -> Iterator[Any]:
         batches = begin(loader)
         while True:
             with record_function("fabric.data"):
@@ -164,13 +164,13 @@ def _drawn(begin: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
                 return
             yield batch
 
-    return drawn
+    return wrapper
 
 
 def times_of(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds per step of each phase of a trace, and how many steps there are; empty: none.
+    """Return milliseconds per step of each phase of a trace, and the number of steps; empty: no steps.
 
-    Where rows of one phase overlap, time counts once.
+    Overlapping events of one phase count once.
     """
     rows = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X"]
     steps = [(begin, end) for name, begin, end in rows if name.startswith(_STEP)]
@@ -180,23 +180,23 @@ def times_of(events: list[dict[str, Any]]) -> dict[str, float]:
         phase: [(begin, end) for name, begin, end in rows if name.startswith(prefixes)]
         for phase, prefixes in PHASES.items()
     }
-    times = {phase: _covered(each) for phase, each in spans.items()}
+    times = {phase: _covered(phase_spans) for phase, phase_spans in spans.items()}
     times["whole step"] = _covered(steps)
-    waiting = spans["communication"]
-    times["but for communication"] = _covered([*steps, *waiting]) - _covered(waiting)
+    communication = spans["communication"]
+    times["but for communication"] = _covered([*steps, *communication]) - _covered(communication)
     return {"steps": len(steps), **{name: time / len(steps) / 1000 for name, time in times.items()}}
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    total, reached = 0.0, float("-inf")
+    total, covered_until = 0.0, float("-inf")
     for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
+        total += max(0.0, end - max(begin, covered_until))
+        covered_until = max(covered_until, end)
     return total
 
 
 def table(rows: dict[int, dict[str, float]], folder: Path) -> str:
-    """Milliseconds per step of each phase, over ranks, and which rank was the slowest in it."""
+    """Return the table of milliseconds per step of each phase: mean, and the slowest rank."""
     first = next(iter(rows.values()))
     lines = [
         f"{folder}/rank_*.json: {first['steps']} steps of {len(rows)} ranks, milliseconds per step",
@@ -204,11 +204,13 @@ def table(rows: dict[int, dict[str, float]], folder: Path) -> str:
     ]
     slowest = 0
     for name in [name for name in first if name != "steps"]:
-        each = {rank: times[name] for rank, times in rows.items()}
-        slowest = max(each, key=lambda rank: each[rank])
-        lines.append(f"{name:22}{sum(each.values()) / len(each):9.2f}{each[slowest]:9.2f}  {slowest}")
+        by_rank = {rank: times[name] for rank, times in rows.items()}
+        slowest = max(by_rank, key=lambda rank: by_rank[rank])
+        lines.append(
+            f"{name:22}{sum(by_rank.values()) / len(by_rank):9.2f}{by_rank[slowest]:9.2f}  {slowest}"
+        )
     return "\n".join([*lines, f"The others wait for rank {slowest}."] if len(rows) > 1 else lines)
 
 
 def _nothing() -> None:
-    """`step` on ranks that record nothing."""
+    """Do nothing: `step` on ranks without recording."""

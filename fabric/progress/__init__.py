@@ -1,1 +1,1 @@
-"""`fabric.progress`: a bar of tqdm on one rank."""
+"""`fabric.progress`: a tqdm bar on one rank."""

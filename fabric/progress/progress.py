@@ -1,6 +1,6 @@
-"""`Progress`: batches with a bar of tqdm on the rank that shows one, and as they are elsewhere.
+"""`Progress`: iterates batches with a tqdm bar on one rank, and without one on the others.
 
-Made by `Fabric.progress`.
+Created by `Fabric.progress`.
 """
 
 from __future__ import annotations
@@ -26,40 +26,41 @@ class Progress(Generic[T]):
     """The batches of a loader, with a bar while they are iterated, or without one.
 
     Args:
-        batches: The loader. What has a `state_dict` keeps it; a resumed epoch begins where it goes on.
-        shown: Whether there is a bar.
-        settings: For tqdm.
+        batches: The loader. The bar of a resumed epoch begins at the loader's position.
+        show: Whether to show a bar.
+        settings: Arguments for tqdm.
 
     Raises:
         MissingExtraError: tqdm is not installed.
     """
 
-    def __init__(self, batches: Iterable[T], shown: bool, settings: dict[str, Any]) -> None:
+    def __init__(self, batches: Iterable[T], show: bool, settings: dict[str, Any]) -> None:
         require("fabric.progress", "progress", "tqdm")
         self._batches = batches
         self._settings = settings
         self._values = _Values()
-        self._shown = shown
+        self._show = show
 
     def set_postfix(self, **values: Any) -> None:
-        """Set the values behind the bar from its next drawing: numbers, one-element tensors, text by name.
+        """Set the values after the bar, from its next refresh: numbers, one-element tensors, text by name.
 
-        A tensor is read when the bar is drawn, ten times a second at most: a step does not wait for a device.
+        A tensor is read when the bar is refreshed, at most ten times per second, so steps do not wait for
+        the device.
         """
-        if self._shown:
-            self._values.now = {
+        if self._show:
+            self._values.current = {
                 name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()
             }
 
     def __iter__(self) -> Iterator[T]:
-        return self._drawn() if self._shown else iter(self._batches)
+        return self._with_bar() if self._show else iter(self._batches)
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
 
-    def _drawn(self) -> Iterator[T]:
-        batches, tqdm = iter(self._batches), _kind()
-        counts = {"total": sized_len(self._batches), "initial": _done(self._batches)}
+    def _with_bar(self) -> Iterator[T]:
+        batches, tqdm = iter(self._batches), _tqdm_class()
+        counts = {"total": sized_len(self._batches), "initial": _batches_done(self._batches)}
         with tqdm(**{**counts, **self._settings}) as bar:
             bar.postfix = self._values
             for batch in batches:
@@ -68,39 +69,39 @@ class Progress(Generic[T]):
 
 
 class _Values:
-    """Values behind a bar: tqdm accepts any object there, and formats it when it draws."""
+    """Values after a bar: tqdm accepts any object there, and formats it at each refresh."""
 
     def __init__(self) -> None:
-        self.now: dict[str, Any] = {}
+        self.current: dict[str, Any] = {}
 
     def __format__(self, spec: str) -> str:
-        return "".join([f", {name}={_text(value)}" for name, value in self.now.items()])
+        return "".join([f", {name}={_text(value)}" for name, value in self.current.items()])
 
 
-def shows(asked: bool | None) -> bool:
-    """Whether to show a bar: as asked, or where stderr is a terminal or a notebook's."""
-    if asked is not None:
-        return asked
+def should_show(requested: bool | None) -> bool:
+    """Whether to show a bar: as requested; None: if stderr is a terminal or a notebook's."""
+    if requested is not None:
+        return requested
     return sys.stderr is not None and (sys.stderr.isatty() or "ipykernel.zmqshell" in sys.modules)
 
 
-def _kind() -> Any:
-    """The class of the bar: in a notebook's kernel a widget, if there are widgets, elsewhere text."""
-    if parent_process() is not None:  # a rank that was forked from a kernel cannot reach its widgets
+def _tqdm_class() -> Any:
+    """Return the tqdm class: a widget in a notebook's kernel, if widgets are installed, else text."""
+    if parent_process() is not None:  # a rank forked from a kernel cannot use its widgets
         from tqdm.std import tqdm
 
         return tqdm
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there are no widgets
+        warnings.simplefilter("ignore")  # about missing widgets
         from tqdm.auto import tqdm as auto
 
     return auto
 
 
-def _done(batches: Any) -> int:
+def _batches_done(batches: Any) -> int:
     try:
         return int(getattr(batches, "batches_done", 0))
-    except UsageError:  # a loader that cannot say it
+    except UsageError:  # unknown
         return 0
 
 

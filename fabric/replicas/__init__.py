@@ -1,4 +1,4 @@
-"""The replica check: what must be equal on all ranks is compared, and a difference is an error on all ranks.
+"""The replica check: compares values that must be equal on all ranks; a difference raises on all of them.
 
 A slice: the package works without this folder.
 """

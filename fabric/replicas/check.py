@@ -1,8 +1,8 @@
-"""`ReplicaCheck`: compares what must be equal on all ranks. A strategy of several ranks makes it at launch.
+"""`ReplicaCheck`: compares values that must be equal on all ranks. Strategies create it at launch.
 
 Hyper-parameters and counters are part of the call check of every verb (`facts`). Values are compared by
 digests after synchronised backwards 1, 2, 4, ..., 1,024, 2,048, ..., at saves, at ends of epochs, and by
-`fabric.check_replicas`. All ranks are in the same call there, so that the comparison cannot deadlock.
+`fabric.check_replicas`. All ranks are in the same call then, so that the comparison cannot deadlock.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 
     from fabric.collectives.channel import Channel
 
-LONGEST_GAP = 1024
-"""Synchronised backwards between two checks of values, once their distance has doubled up to it."""
-_RAW = 1 << 32
-"""Numbers of optimizers that were never set up begin here."""
+MAX_INTERVAL = 1024
+"""Largest number of synchronised backwards between two checks of values; the interval doubles up to it."""
+_FIRST_RAW_NUMBER = 1 << 32
+"""Lowest number of optimizers that were never set up."""
 _NOT_COMPARED = {"params", "param_names"}
-_COMPARING = b"replicas compared"[:16]
-"""The facts of messages by which a difference is looked up: equal on all ranks."""
+_COMPARISON_FACTS = b"replicas compared"[:16]
+"""The facts of messages that are sent to find a difference: equal on all ranks."""
 
 
-class _Held:
-    """A set-up model or optimizer, weakly; of an optimizer its steps, and the limits of its last clip."""
+class _TrackedObject:
+    """A weak reference to a set-up model or optimizer; of an optimizer also its steps and clip limits."""
 
     def __init__(self, kind: str, number: int, real: Any, rank_local: Iterable[str] = ()) -> None:
-        users = type(real).__bases__[1] if is_fsdp(real) else type(real)
-        self.name = f"{kind} {number} ({users.__name__})"
+        user_class = type(real).__bases__[1] if is_fsdp(real) else type(real)
+        self.name = f"{kind} {number} ({user_class.__name__})"
         self.ref = weakref.ref(real)
         self.rank_local = frozenset(rank_local)
         buffers = real.named_buffers() if kind == "model" else ()
@@ -66,16 +66,16 @@ class _Held:
 
 
 def make_part(strategy: Any) -> ReplicaCheck:
-    """Return the replica check of a strategy of several ranks."""
+    """Return the replica check of a strategy with several ranks."""
     return ReplicaCheck(strategy, strategy.replica_check)
 
 
 class ReplicaCheck(Part):
-    """The models and optimizers of one strategy that were set up, in this order, and when they are compared.
+    """The set-up models and optimizers of a strategy, in order, and the schedule of comparisons.
 
     Args:
-        strategy: Of several ranks, whose group exists.
-        every: True: the schedule above. A number: after every so many synchronised backwards. False: only
+        strategy: A strategy with several ranks, whose process group exists.
+        every: True: the schedule above. A number n: after every n synchronised backwards. False: only
             `fabric.check_replicas` compares.
     """
 
@@ -84,22 +84,23 @@ class ReplicaCheck(Part):
     def __init__(self, strategy: Any, every: bool | int) -> None:
         self._strategy = weakref.proxy(strategy)
         self._every = every
-        self._models: list[_Held] = []
-        self._optimizers: dict[int, _Held] = {}
-        self._held: weakref.WeakKeyDictionary[Any, _Held] = weakref.WeakKeyDictionary()
-        self._made = 0
-        """Optimizers that were set up; the same on all ranks, whatever is garbage by now."""
+        self._models: list[_TrackedObject] = []
+        self._optimizers: dict[int, _TrackedObject] = {}
+        self._tracked: weakref.WeakKeyDictionary[Any, _TrackedObject] = weakref.WeakKeyDictionary()
+        self._num_optimizers = 0
+        """Number of optimizers that were set up; equal on all ranks, even if some were garbage-collected."""
         self.first_rows: list[Any] = []
-        """Of each model until they are compared."""
+        """The `FirstRows` of each model until they are compared."""
         self.backwards = self.epochs = 0
         self._due = 1 if every is True else every
-        self._equal_at = (0, 0)
-        """Optimizer steps at the last two messages. At the first of them all ranks were equal."""
-        self._values_equal_at = 0
+        self._steps_at_messages = (0, 0)
+        """Optimizer steps at the last two messages. At the first one the facts were equal on all ranks."""
+        self._steps_at_equal_values = 0
         self._comparing = self._warned = self._normalizes = False
-        self._counts = every is not False and strategy.traits.lockstep
+        self._compares_facts = every is not False and strategy.traits.lockstep
         """Whether hyper-parameters, counters and ends of epochs are compared."""
-        self._counts_writes = "states" in strategy.traits.replicates  # else each rank steps other parameters
+        # Without replicated states, each rank steps other parameters.
+        self._compares_writes = "states" in strategy.traits.replicates
 
     def added(
         self,
@@ -113,107 +114,110 @@ class ReplicaCheck(Part):
         if not replicated:
             return
         if model is not None:
-            one = self._held[model.module] = _Held("model", len(self._models), model.module, rank_local)
-            self._models.append(one)
-            if self._counts and not self.backwards:  # local SGD averages no gradients
+            tracked = self._tracked[model.module] = _TrackedObject(
+                "model", len(self._models), model.module, rank_local
+            )
+            self._models.append(tracked)
+            if self._compares_facts and not self.backwards:  # local SGD averages no gradients
                 self.first_rows.append(FirstRows(model))
         for optimizer in optimizers:
-            one = self._held[optimizer] = _Held("optimizer", self._made, optimizer)
-            self._optimizers[self._made] = one
-            optimizer.register_step_post_hook(one.count)
-            self._made += 1
+            tracked = self._tracked[optimizer] = _TrackedObject("optimizer", self._num_optimizers, optimizer)
+            self._optimizers[self._num_optimizers] = tracked
+            optimizer.register_step_post_hook(tracked.count)
+            self._num_optimizers += 1
 
     def stepping(self, optimizer: Optimizer) -> None:
         """Compare an optimizer that was never set up, if it steps parameters of models that were."""
-        models = [(one.name, module) for one in self._models if (module := one.ref()) is not None]
+        models = [(tracked.name, module) for tracked in self._models if (module := tracked.ref()) is not None]
         names = {p: f"{name} of {model}" for model, module in models for name, p in module.named_parameters()}
         held = [names.get(p, "") for p in parameters_of(optimizer)]
-        of_another = any(
-            [real.state is optimizer.state for _, _, real in self._alive()]
-        )  # a part of it steps
-        if self._counts and optimizer not in self._held and not of_another and all(held):
-            # By its parameters: each rank may make others in any order.
-            number = _RAW + zlib.crc32("\0".join(held).encode())
-            one = self._held[optimizer] = self._optimizers[number] = _Held("optimizer", number, optimizer)
-            one.name = f"the optimizer of {held[0]}, ... ({type(optimizer).__name__})"
-            optimizer.register_step_post_hook(one.count)
+        # An inner optimizer of a set-up one shares its state.
+        is_inner = any([real.state is optimizer.state for _, _, real in self._live_optimizers()])
+        if self._compares_facts and optimizer not in self._tracked and not is_inner and all(held):
+            # Numbered by its parameters, since ranks may create such optimizers in any order.
+            number = _FIRST_RAW_NUMBER + zlib.crc32("\0".join(held).encode())
+            tracked = self._tracked[optimizer] = self._optimizers[number] = _TrackedObject(
+                "optimizer", number, optimizer
+            )
+            tracked.name = f"the optimizer of {held[0]}, ... ({type(optimizer).__name__})"
+            optimizer.register_step_post_hook(tracked.count)
 
     def normalizing(self) -> None:
-        """Compare no numbers of rows: the loop divides by all of them."""
+        """Skip the comparison of row counts: the loop divides by the global count."""
         self._normalizes = True
 
     def clipping(self, optimizer: Optimizer, limits: dict[str, Any]) -> None:
-        """Compare the limits that `clip_gradients` was called with."""
-        if (one := self._held.get(optimizer)) is not None:
-            one.clip = tuple([(key, limit) for key, limit in limits.items() if limit is not None])
+        """Include the arguments of `clip_gradients` in the facts."""
+        if (tracked := self._tracked.get(optimizer)) is not None:
+            tracked.clip = tuple([(key, limit) for key, limit in limits.items() if limit is not None])
 
     # hyper-parameters and counters
 
     def facts(self) -> bytes:
         """Return 16 bytes that are equal on all ranks whose hyper-parameters and counters are equal."""
-        if self._comparing or not self._counts:
-            return _COMPARING
+        if self._comparing or not self._compares_facts:
+            return _COMPARISON_FACTS
         rows: list[Any] = [self._every, self.backwards, self.epochs]
-        for number, one, real in self._alive():
+        for number, tracked, real in self._live_optimizers():
             groups = [[v for k, v in group.items() if k not in _NOT_COMPARED] for group in real.param_groups]
-            rows.append((number, one.steps, one.clip, groups, self._strategy.layout.writes(real)))
-        self._equal_at = self._equal_at[1], sum([row[1] for row in rows[3:]])
+            rows.append((number, tracked.steps, tracked.clip, groups, self._strategy.layout.writes(real)))
+        self._steps_at_messages = self._steps_at_messages[1], sum([row[1] for row in rows[3:]])
         try:
-            raw = marshal.dumps(rows, 2)  # of the same bytes for equal values, on all ranks
-        except ValueError:  # a tensor, or an object of another kind
-            raw = marshal.dumps(_plain(rows), 2)
+            raw = marshal.dumps(rows, 2)  # equal bytes for equal values, on all ranks
+        except ValueError:  # tensors and objects
+            raw = marshal.dumps(_to_plain(rows), 2)
         return blake2b(raw, digest_size=16).digest()
 
-    def _alive(self) -> list[tuple[int, _Held, Any]]:
-        pairs = [(number, one, one.ref()) for number, one in self._optimizers.items()]
+    def _live_optimizers(self) -> list[tuple[int, _TrackedObject, Any]]:
+        pairs = [(number, tracked, tracked.ref()) for number, tracked in self._optimizers.items()]
         return [pair for pair in pairs if pair[2] is not None]
 
     def differ(self, channel: Channel) -> None:
-        """The facts of the ranks differ: find out in what. All ranks of the channel must call this.
+        """Find the difference when the facts of ranks differ. All ranks of the channel must call this.
 
-        Returns if nothing differs that is on all ranks: an optimizer may be garbage on some of them only.
+        Returns without error if only optimizers differ that were garbage-collected on some ranks.
 
         Raises:
-            ReplicasDivergedError: Hyper-parameters or counters differ; on all ranks.
+            ReplicasDivergedError: On all ranks, if hyper-parameters or counters differ.
         """
         from fabric.replicas import report
 
-        mine = {"place": user_place(), "steps": self._equal_at, "facts": dict(self._described())}
-        mine["alive"] = {number: one.name for number, one, _ in self._alive()}
-        mine["writes"] = {n: self._strategy.layout.writes(real) for n, _, real in self._alive()}
-        rows = self._gather(mine, channel, "replica check of hyper-parameters and counters")
-        everywhere = set.intersection(*[{*row["alive"]} for row in rows])
-        self._optimizers = {n: one for n, one in self._optimizers.items() if n in everywhere}
-        text = report.fact_text(rows, everywhere)
+        local = {"place": user_place(), "steps": self._steps_at_messages, "facts": dict(self._named_facts())}
+        local["alive"] = {number: tracked.name for number, tracked, _ in self._live_optimizers()}
+        local["writes"] = {n: self._strategy.layout.writes(real) for n, _, real in self._live_optimizers()}
+        rows = self._gather(local, channel, "replica check of hyper-parameters and counters")
+        on_all_ranks = set.intersection(*[{*row["alive"]} for row in rows])
+        self._optimizers = {n: tracked for n, tracked in self._optimizers.items() if n in on_all_ranks}
+        text = report.fact_text(rows, on_all_ranks)
         if text is not None:
             raise ReplicasDivergedError(text)
-        if any([row["writes"] != rows[0]["writes"] for row in rows]):  # the step will hide the difference
+        if any([row["writes"] != rows[0]["writes"] for row in rows]):  # the step would hide the difference
             self._compare_written(rows, channel)
 
     def _compare_written(self, rows: list[dict[str, Any]], channel: Channel) -> None:
-        parts = {n: self._strategy.layout.owned_before_step(real) for n, _, real in self._alive()}
-        mine = {n: [int(digest_of(part)) for part in some] for n, some in parts.items() if some}
-        found = self._gather(mine, channel, "replica check of parameters that some ranks wrote")
-        for n in mine:
+        parts = {n: self._strategy.layout.owned_before_step(real) for n, _, real in self._live_optimizers()}
+        local = {n: [int(digest_of(part)) for part in compared] for n, compared in parts.items() if compared}
+        found = self._gather(local, channel, "replica check of parameters that some ranks wrote")
+        for n in local:
             for rank, row in enumerate(rows):
                 if row["writes"][n] and len({other[n][rank] for other in found}) > 1:
                     from fabric.replicas import report
 
                     raise ReplicasDivergedError(report.written_text(rows, self._optimizers[n].name, n))
 
-    def _described(self) -> Iterator[tuple[tuple[int, str, int], Any]]:
-        """((number of the object, what, parameter group), value), in the order in which they are reported."""
-        alive = self._alive()
+    def _named_facts(self) -> Iterator[tuple[tuple[int, str, int], Any]]:
+        """Yield ((object number, fact, parameter group), value), in the order of reports."""
+        alive = self._live_optimizers()
         for n, _, real in alive:
             yield (n, "class", 0), f"{type(real).__module__}.{type(real).__qualname__}"
-        for n, one, real in alive:
+        for n, tracked, real in alive:
             yield (n, "number of parameter groups", 0), len(real.param_groups)
-            for place, group in enumerate(real.param_groups):
+            for index, group in enumerate(real.param_groups):
                 for key, value in group.items():
                     if key not in _NOT_COMPARED:
-                        yield (n, key, place), _plain(value)
-            yield from [((n, key, 0), _plain(value)) for key, value in one.clip]
-        yield from [((n, "steps", 0), one.steps) for n, one, _ in alive]
+                        yield (n, key, index), _to_plain(value)
+            yield from [((n, key, 0), _to_plain(value)) for key, value in tracked.clip]
+        yield from [((n, "steps", 0), tracked.steps) for n, tracked, _ in alive]
         yield (-1, "replica_check", 0), self._every
         yield (-1, "synchronised backwards", 0), self.backwards
         yield (-1, "epochs", 0), self.epochs
@@ -224,54 +228,55 @@ class ReplicaCheck(Part):
         """Count a backward (local SGD: a round) that synchronised these models. All ranks must call this.
 
         Raises:
-            ReplicasDivergedError: A check is due, and the ranks differ.
+            ReplicasDivergedError: A check was due, and the ranks differ.
         """
-        held = {self._held[module]: module for module in modules if module in self._held}
+        held = {self._tracked[module]: module for module in modules if module in self._tracked}
         if not held or not self._every:
             return
         self.backwards += 1
         if self.backwards == 1:
             restore_forwards(self.first_rows)
         if self.backwards >= self._due and not _is_capturing():
-            self._due += min(self._due, LONGEST_GAP) if self._every is True else self._every
-            label = (
-                f"replica check after backward {self.backwards}, of {', '.join([one.name for one in held])}"
-            )
-            # Others may have updated buffers in a forward, which their next backward makes equal.
-            self.compare(label, buffers=[one for one, module in held.items() if module.training], only=only)
+            self._due += min(self._due, MAX_INTERVAL) if self._every is True else self._every
+            names = ", ".join([tracked.name for tracked in held])
+            label = f"replica check after backward {self.backwards}, of {names}"
+            # Only buffers of these models: a forward may have changed those of others, which their next
+            # backward makes equal.
+            buffers = [tracked for tracked, module in held.items() if module.training]
+            self.compare(label, buffers=buffers, only=only)
             if self.first_rows and self.backwards > 1:
                 first, self.first_rows = self.first_rows, []
                 if not self._normalizes:
                     compare_rows(first, self._strategy)
 
     def epoch_begun(self) -> int:
-        """Return the number of synchronised backwards up to now."""
+        """Return the number of synchronised backwards until now."""
         return self.backwards
 
-    def epoch_ended(self, begun: int) -> None:
-        """Count an epoch that had backwards; `begun`: how many there were before it. All ranks must call
-        this.
-        """
-        if self.backwards > begun and self._every and self._counts:
+    def epoch_ended(self, backwards_at_begin: int) -> None:
+        """Count an epoch that had backwards, by their number at its begin. All ranks must call this."""
+        if self.backwards > backwards_at_begin and self._every and self._compares_facts:
             self.epochs += 1
             self.compare(f"replica check at the end of epoch {self.epochs}")
 
     def saving(self) -> None:
-        """Compare all values before rank zero's are written. All ranks must call this."""
+        """Compare all values before rank zero writes them. All ranks must call this."""
         if self._every:
             self.compare("replica check before a save")
 
-    def compare(self, label: str, *, buffers: Collection[_Held] | None = (), only: Any = None) -> None:
-        """Compare all values that ranks hold in common. All ranks must call this, with the same label.
+    def compare(
+        self, label: str, *, buffers: Collection[_TrackedObject] | None = (), only: Any = None
+    ) -> None:
+        """Compare all replicated values. All ranks must call this, with the same label.
 
         Args:
-            label: Names the call where ranks make different ones.
+            label: The name of the call in the error for ranks that make different calls.
             buffers: Models whose buffers are compared, too; None: all. A forward may change them, and the
                 next backward makes them equal.
-            only: A tree of models, optimizers and tensors, instead of all that was set up.
+            only: A tree of models, optimizers and tensors to compare, instead of all set-up objects.
 
         Raises:
-            ReplicasDivergedError: They differ; on all ranks.
+            ReplicasDivergedError: On all ranks, if the values differ.
         """
         channel = self._strategy.channel()
         kinds = self._strategy.traits.replicates
@@ -279,48 +284,55 @@ class ReplicaCheck(Part):
             if only is None:
                 entries = self._entries(kinds, self._models, self._optimizers.values(), buffers)
                 scale = loss_scale(getattr(self._strategy.precision, "scaler", None))
-                if isinstance(scale, torch.Tensor) and self._counts:
-                    self._put(entries, "loss scale", "the loss scale", scale)
+                if isinstance(scale, torch.Tensor) and self._compares_facts:
+                    self._add_entry(entries, "loss scale", "the loss scale", scale)
             else:
                 entries = self._entries_of(flatten(only)[0])
             digests = [
-                digest_of([e.tensor for e in some if e.tensor is not None]) for some in entries.values()
+                digest_of([e.tensor for e in compared if e.tensor is not None])
+                for compared in entries.values()
             ]
             numbers = torch.stack([digest.cpu() for digest in digests]).tolist() if digests else []
-            shapes = ["\0".join([f"{e.name} {e.shape}" for e in some]).encode() for some in entries.values()]
+            shapes = [
+                "\0".join([f"{e.name} {e.shape}" for e in compared]).encode() for compared in entries.values()
+            ]
             hashes = [blake2b(text, digest_size=8).digest() for text in shapes]
             row = dict(zip(entries, zip(hashes, numbers, strict=True), strict=True))
             rows = self._gather(row, channel, label, comparing=False)
-            if all(
-                [len({other[key] for other in rows if key in other}) == 1 for each in rows for key in each]
-            ):
-                self._values_equal_at = self._equal_at[1]
+            if all([len({other[key] for other in rows if key in other}) == 1 for row in rows for key in row]):
+                self._steps_at_equal_values = self._steps_at_messages[1]
             else:
-                self._look_up(entries, channel)
+                self._find_difference(entries, channel)
 
     def _entries_of(self, leaves: list[Any]) -> dict[Any, list[ComparedTensor]]:
-        """Return the entries of models, optimizers and tensors that `check_replicas` was called with."""
+        """Return the entries of the models, optimizers and tensors passed to `check_replicas`."""
         named = dict(enumerate(leaves))
         kinds = ("parameters", "buffers", "states")
-        models = [_Held("model", n, leaf) for n, leaf in named.items() if isinstance(leaf, torch.nn.Module)]
+        models = [
+            _TrackedObject("model", n, leaf) for n, leaf in named.items() if isinstance(leaf, torch.nn.Module)
+        ]
         optimizers = [leaf for leaf in named.items() if isinstance(leaf[1], torch.optim.Optimizer)]
-        entries = self._entries(kinds, models, [_Held("optimizer", *pair) for pair in optimizers])
-        held = [(one.name, module) for one in self._models if (module := one.ref()) is not None]
+        entries = self._entries(kinds, models, [_TrackedObject("optimizer", *pair) for pair in optimizers])
+        held = [(tracked.name, module) for tracked in self._models if (module := tracked.ref()) is not None]
         names: dict[Any, str] = {
             p: f"{name} of {model}" for model, module in held for name, p in module.named_parameters()
         }
         for number, leaf in named.items():
             if isinstance(leaf, torch.Tensor):
-                self._put(entries, "tensors", names.get(leaf, f"tensor {number}"), leaf)
+                self._add_entry(entries, "tensors", names.get(leaf, f"tensor {number}"), leaf)
         return entries
 
-    def _look_up(self, entries: dict[Any, list[ComparedTensor]], channel: Channel) -> None:
+    def _find_difference(self, entries: dict[Any, list[ComparedTensor]], channel: Channel) -> None:
         from fabric.replicas.values import first_difference
 
-        mine = {key: [entry.sent() for entry in some] for key, some in entries.items()}
-        about = {"place": user_place(), "steps": (self._values_equal_at, self._equal_at[1]), "entries": mine}
-        rows = self._gather(about, channel, "replica check of tensors")
-        tensors = {(key, e.name): e.tensor for key, some in entries.items() for e in some}
+        local = {key: [entry.without_data() for entry in compared] for key, compared in entries.items()}
+        details = {
+            "place": user_place(),
+            "steps": (self._steps_at_equal_values, self._steps_at_messages[1]),
+            "entries": local,
+        }
+        rows = self._gather(details, channel, "replica check of tensors")
+        tensors = {(key, e.name): e.tensor for key, compared in entries.items() for e in compared}
 
         def exchange(part: Any) -> list[Any]:
             return self._gather(part, channel, "replica check of values")
@@ -330,89 +342,97 @@ class ReplicaCheck(Part):
             raise ReplicasDivergedError(text)
         if small and not self._warned:
             self._warned = True
-            rank_zero_warn(f"{small} Said once. See fabric/replicas/README.md.")
+            rank_zero_warn(f"{small} This warning is shown once. See fabric/replicas/README.md.")
 
     def _entries(
-        self, kinds: tuple[str, ...], models: Any, optimizers: Any, buffers: Collection[_Held] | None = None
+        self,
+        kinds: tuple[str, ...],
+        models: Any,
+        optimizers: Any,
+        buffers: Collection[_TrackedObject] | None = None,
     ) -> dict[Any, list[ComparedTensor]]:
-        """Return what this rank and others hold. Ranks with the same key hold the same tensors."""
+        """Return this rank's replicated tensors. Ranks with the same key have the same tensors."""
         found: defaultdict[Any, list[ComparedTensor]] = defaultdict(list)
-        put = partial(self._put, found)
+        add_entry = partial(self._add_entry, found)
         names: dict[Any, str] = {}
-        for one in models:
-            module = one.ref() or torch.nn.Module()
+        for tracked in models:
+            module = tracked.ref() or torch.nn.Module()
             for name, parameter in module.named_parameters():
-                names.setdefault(parameter, f"{name} of {one.name}")
+                names.setdefault(parameter, f"{name} of {tracked.name}")
                 if "parameters" in kinds:
-                    put(one.name, names[parameter], parameter)
-            known = "buffers" in kinds and (buffers is None or one in buffers)
-            for name, buffer in sorted(module.named_buffers()) if known else ():
-                if name in one.shapes and name not in one.rank_local:
-                    grown = one.shapes[name] != (buffer.shape, buffer.dtype)  # a cache, this rank's own
-                    put(one.name, f"buffer {name} of {one.name}", buffer, own=grown)
-        for opt in optimizers:
-            real = opt.ref()
-            for place, group in enumerate(
+                    add_entry(tracked.name, names[parameter], parameter)
+            with_buffers = "buffers" in kinds and (buffers is None or tracked in buffers)
+            for name, buffer in sorted(module.named_buffers()) if with_buffers else ():
+                if name in tracked.shapes and name not in tracked.rank_local:
+                    # A buffer whose shape has changed is a cache, which may differ by rank.
+                    has_changed = tracked.shapes[name] != (buffer.shape, buffer.dtype)
+                    add_entry(tracked.name, f"buffer {name} of {tracked.name}", buffer, rank_only=has_changed)
+        for tracked in optimizers:
+            real = tracked.ref()
+            for index, group in enumerate(
                 real.param_groups if real is not None and "states" in kinds else ()
             ):
                 for key in [key for key, value in group.items() if isinstance(value, torch.Tensor)]:
-                    put(opt.name, f"{key} of {opt.name}, parameter group {place}", group[key])
-            for place, parameter in enumerate(parameters_of(real) if real is not None else ()):
+                    name = f"{key} of {tracked.name}, parameter group {index}"
+                    add_entry(tracked.name, name, group[key])
+            for index, parameter in enumerate(parameters_of(real) if real is not None else ()):
                 if parameter not in names and "parameters" in kinds:
-                    names[parameter] = f"parameter {place} of {opt.name}"
-                    put(opt.name, names[parameter], parameter)
+                    names[parameter] = f"parameter {index} of {tracked.name}"
+                    add_entry(tracked.name, names[parameter], parameter)
                 state = real.state.get(parameter, {}) if "states" in kinds else {}
                 for key in sorted(state, key=str):
                     if isinstance(state[key], torch.Tensor) and _is_like(state[key], parameter):
-                        whose = names.get(parameter, f"parameter {place}")
-                        put(opt.name, f"state {key!r} of {whose} in {opt.name}", state[key])
+                        name = f"state {key!r} of {names.get(parameter, f'parameter {index}')}"
+                        add_entry(tracked.name, f"{name} in {tracked.name}", state[key])
         return found
 
-    def _put(self, found: Any, owner: str, name: str, tensor: Any, own: bool = False) -> None:
-        # By owner, too: one that is garbage on some ranks is compared among the others.
+    def _add_entry(self, found: Any, owner: str, name: str, tensor: Any, rank_only: bool = False) -> None:
+        # The key has the owner, so that objects that some ranks have collected are compared on the others.
         key = (owner, *self._strategy.layout.replica_key)
         local, writes = tensor, -1 if tensor.is_inference() else tensor._version
         mesh = getattr(tensor, "device_mesh", None)
         if mesh is not None:
-            place = mesh.get_coordinate() or [0] * mesh.ndim
+            index = mesh.get_coordinate() or [0] * mesh.ndim
             sharded = [dim for dim, how in enumerate(tensor.placements) if not how.is_replicate()]
             if all([mesh.size(dim) == 1 for dim in range(mesh.ndim) if dim not in sharded]):
-                if isinstance(tensor, torch.nn.Parameter):  # no other rank holds its values; all change them
+                if isinstance(
+                    tensor, torch.nn.Parameter
+                ):  # no other rank has its values; all ranks change them
                     found[(*key, "sharded")].append(ComparedTensor(name, f"{writes} {WRITES}"))
                 return
-            key, local = (*key, *[(dim, place[dim]) for dim in sharded]), tensor.to_local()
-        if own:
+            key, local = (*key, *[(dim, index[dim]) for dim in sharded]), tensor.to_local()
+        if rank_only:
             found[key].append(ComparedTensor(name))
         elif is_traceable_wrapper_subclass(local):  # quantised: values and scales
             for part in local.__tensor_flatten__()[0]:
-                self._put(found, owner, f"{part} of {name}", getattr(local, part))
+                self._add_entry(found, owner, f"{part} of {name}", getattr(local, part))
         elif local.numel() and not local.is_meta and local.layout is torch.strided and not local.is_nested:
             shape = f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
-            writes = writes if self._counts_writes else -1
+            writes = writes if self._compares_writes else -1
             found[key].append(ComparedTensor(name, shape, writes, has_backward_hooks(tensor), local))
 
     def _gather(self, row: Any, channel: Channel, label: str, comparing: bool = True) -> list[Any]:
-        before, self._comparing = self._comparing, comparing or self._comparing
+        was_comparing, self._comparing = self._comparing, comparing or self._comparing
         try:
             return gather_objects(row, channel, label)
         finally:
-            self._comparing = before
+            self._comparing = was_comparing
 
 
 def _is_like(value: Tensor, parameter: Tensor) -> bool:
-    """Whether a state is laid out as its parameter, or is one number; others may be of this rank's part."""
+    """Whether a state has its parameter's layout, or is one number; others may differ by rank."""
     return hasattr(value, "device_mesh") == hasattr(parameter, "device_mesh") or value.numel() == 1
 
 
 def _is_capturing() -> bool:
-    """Whether a CUDA graph is captured, in which the host cannot read a digest."""
+    """Whether a CUDA graph is being captured, when the host cannot read a digest."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _plain(value: Any) -> Any:
-    """Return a hyper-parameter as a plain value; of a tensor on a device its kind: reading it would wait."""
+def _to_plain(value: Any) -> Any:
+    """Return a hyper-parameter as a plain value; of a device tensor only its kind, since reading it waits."""
     if isinstance(value, list | tuple):
-        return tuple([_plain(one) for one in value])
+        return tuple([_to_plain(item) for item in value])
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.is_cpu and value.numel() == 1 else f"a tensor on {value.device.type}"
     if isinstance(value, bool | int | float | complex | str | None):

@@ -1,6 +1,6 @@
-"""Texts of `ReplicasDivergedError`: what differs, on which ranks, since when, the cause, and what to write.
+"""Texts of `ReplicasDivergedError`: the difference, its ranks, since when, the cause, and what to write.
 
-Pure, from rows of all ranks: the text is the same on all of them.
+Pure functions of rows of all ranks, so that the text is equal on all of them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Distance(NamedTuple):
 
     relative: float
     """The largest norm of a difference, divided by the norm of the first rank's tensor."""
-    place: int
+    element: int
     """The first element that differs, in row-major order."""
     values: dict[int, Any]
-    """That element on each rank that holds the tensor."""
+    """That element on each rank that has the tensor."""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -59,46 +59,50 @@ def by_value(values: dict[int, Any]) -> str:
     return " | ".join([f"{ranks_text(ranks)}: {value}" for value, ranks in groups.items()])
 
 
-def fact_text(rows: Sequence[dict[str, Any]], everywhere: Collection[int]) -> str | None:
-    """Return the text for the first hyper-parameter or counter that differs; None if there is none.
+def fact_text(rows: Sequence[dict[str, Any]], on_all_ranks: Collection[int]) -> str | None:
+    """Return the text for the first hyper-parameter or counter that differs; None: all are equal.
 
     Args:
-        rows: Of each rank: `facts` by (number of the optimizer or -1, what, parameter group).
-        everywhere: Numbers of the optimizers that all ranks have.
+        rows: Of each rank: `facts` by (number of the optimizer or -1, name of the fact, parameter group).
+        on_all_ranks: Numbers of the optimizers that all ranks have.
     """
-    keys = dict.fromkeys([key for row in rows for key in row["facts"] if key[0] in everywhere or key[0] < 0])
-    for key in keys:  # in the order in which they are reported
+    keys = dict.fromkeys(
+        [key for row in rows for key in row["facts"] if key[0] in on_all_ranks or key[0] < 0]
+    )
+    for key in keys:  # in the order of reports
         values = {rank: row["facts"].get(key, _MISSING) for rank, row in enumerate(rows)}
         if len({"nan" if value != value else value for value in values.values()}) == 1:
             continue
-        number, what, group = key
+        number, fact, group = key
         name = rows[0]["alive"].get(number, "")
         of = f" of {name}{f', parameter group {group},' * bool(group)}" * bool(name)
-        verb = "differ" if what in ("steps", "synchronised backwards", "epochs") else "differs"
-        text = f"{what}{of} {verb} between ranks ({by_value(values)})."
-        return f"{text} {_since(rows)} {_fact_cause(what, max([row['steps'][1] for row in rows]))}"
+        verb = "differ" if fact in ("steps", "synchronised backwards", "epochs") else "differs"
+        text = f"{fact}{of} {verb} between ranks ({by_value(values)})."
+        return f"{text} {_since(rows)} {_fact_cause(fact, max([row['steps'][1] for row in rows]))}"
     return None
 
 
-def structure_text(rows: Sequence[dict[str, Any]], held: dict[int, list[ComparedTensor]]) -> str | None:
+def structure_text(rows: Sequence[dict[str, Any]], by_rank: dict[int, list[ComparedTensor]]) -> str | None:
     """Return the text for names, order or shapes that differ between ranks with the same key; else None."""
-    names = {rank: [entry.name for entry in entries] for rank, entries in held.items()}
+    names = {rank: [entry.name for entry in entries] for rank, entries in by_rank.items()}
     first = next(iter(names.values()))
-    every = dict.fromkeys([name for one in names.values() for name in one])
-    for name in every:
-        values = {rank: "there" if name in one else _MISSING for rank, one in names.items()}
+    all_names = dict.fromkeys([name for local_names in names.values() for name in local_names])
+    for name in all_names:
+        values = {rank: "there" if name in local_names else _MISSING for rank, local_names in names.items()}
         if _MISSING in values.values():
             remedy = "Build the same model, and set up the same objects, on all ranks."
             return f"{name} is not on all ranks ({by_value(values)}). {_since(rows)} {remedy}"
-    for place, name in enumerate(first):
-        values = {rank: one[place] for rank, one in names.items()}
+    for index, name in enumerate(first):
+        values = {rank: local_names[index] for rank, local_names in names.items()}
         if len({*values.values()}) > 1:
             remedy = "Build the model in the same order on all ranks."
-            return f"Tensor number {place} differs between ranks ({by_value(values)}). {remedy}"
-        shapes = {rank: entries[place].shape for rank, entries in held.items() if entries[place].shape}
+            return f"Tensor number {index} differs between ranks ({by_value(values)}). {remedy}"
+        shapes = {rank: entries[index].shape for rank, entries in by_rank.items() if entries[index].shape}
         if len({*shapes.values()}) > 1:
             changed = WRITES in next(iter(shapes.values()))
-            what = "was changed on some ranks only" if changed else "has another dtype or shape on each rank"
+            problem = (
+                "was changed on some ranks only" if changed else "has another dtype or shape on each rank"
+            )
             remedy = (
                 _ON_ALL_RANKS
                 if changed
@@ -107,19 +111,21 @@ def structure_text(rows: Sequence[dict[str, Any]], held: dict[int, list[Compared
                     "or write Fabric(precision=...)."
                 )
             )
-            return f"{name} {what} ({by_value(shapes)}). {_since(rows)} {remedy}"
+            return f"{name} {problem} ({by_value(shapes)}). {_since(rows)} {remedy}"
     return None
 
 
-def value_text(rows: Sequence[dict[str, Any]], held: dict[int, ComparedTensor], distance: Distance) -> str:
+def value_text(rows: Sequence[dict[str, Any]], by_rank: dict[int, ComparedTensor], distance: Distance) -> str:
     """Return the text for a tensor whose values differ."""
-    name = next(iter(held.values())).name
+    name = next(iter(by_rank.values())).name
     values = {rank: f"{v:.6g}" if isinstance(v, float) else v for rank, v in distance.values.items()}
-    far = (
+    distance_text = (
         f"{distance.relative:.2g} of its norm" if distance.relative < 1e6 else "not finite on some ranks only"
     )
-    text = f"{name} differs between ranks ({by_value(values)} at element {distance.place}; {far})."
-    return f"{text} {_since(rows)} {_value_cause(name, held, values)}"
+    text = (
+        f"{name} differs between ranks ({by_value(values)} at element {distance.element}; {distance_text})."
+    )
+    return f"{text} {_since(rows)} {_value_cause(name, by_rank, values)}"
 
 
 def written_text(rows: Sequence[dict[str, Any]], optimizer: str, number: int) -> str:
@@ -134,7 +140,7 @@ def written_text(rows: Sequence[dict[str, Any]], optimizer: str, number: int) ->
 def small_text(relative: float, name: str) -> str:
     """Return the warning for values that differ by less than the tolerance."""
     return (
-        f"Replicas differ by rounding: {name} by {relative:.1g} of its norm, as on devices of several kinds. "
+        f"Replicas differ by rounding: {name} by {relative:.1g} of its norm, as on different device models. "
         "More than 1e-06 is an error."
     )
 
@@ -146,36 +152,36 @@ def _since(rows: Sequence[dict[str, Any]]) -> str:
     return f"It arose {since}, and was found at {rows[0]['place'].rpartition('/')[2]}."
 
 
-def _fact_cause(what: str, steps: int) -> str:
-    if what in _COUNTERS:
-        return _COUNTERS[what]
-    if what in ("class", "number of parameter groups"):
+def _fact_cause(fact: str, steps: int) -> str:
+    if fact in _COUNTERS:
+        return _COUNTERS[fact]
+    if fact in ("class", "number of parameter groups"):
         return "Make the same optimizer on all ranks: choice = fabric.broadcast(choice)."
-    remedy = f"{what} = fabric.broadcast({what})."
-    if what in ("max_norm", "clip_val", "norm_type"):
+    remedy = f"{fact} = fabric.broadcast({fact})."
+    if fact in ("max_norm", "clip_val", "norm_type"):
         return f"fabric.clip_gradients was called with another value on each rank. Write {remedy}"
     if not steps:
-        return f"The optimizer was made with another {what} on each rank. Write {remedy}"
+        return f"The optimizer was made with another {fact} on each rank. Write {remedy}"
     return (
-        f"Each rank changed {what} by itself, as a scheduler does that is stepped with the rank's own loss. "
+        f"Each rank changed {fact} by itself, as a scheduler does that is stepped with the rank's own loss. "
         f"Write scheduler.step(fabric.all_reduce(loss.detach())), or {remedy}"
     )
 
 
-def _value_cause(name: str, held: dict[int, ComparedTensor], values: dict[int, Any]) -> str:
+def _value_cause(name: str, by_rank: dict[int, ComparedTensor], values: dict[int, Any]) -> str:
     others = {str(value) for rank, value in values.items() if rank}
     zero_alone = 0 in values and len(values) > 2 and len(others) == 1
-    writes = {entry.writes for entry in held.values()}
+    writes = {entry.writes for entry in by_rank.values()}
     if name.startswith("buffer"):
         return (
             "Each rank computes this buffer from its own part of the data. Write fabric.all_reduce(value) in "
-            'forward, or fabric.setup(..., rank_local=["NAME"]) for a buffer of each rank\'s own.'
+            'forward, or fabric.setup(..., rank_local=["NAME"]) for a buffer that may differ by rank.'
         )
     if len(writes) > 1 or zero_alone:
         return f"It was written on some ranks only. {_ON_ALL_RANKS}"
-    if any([entry.hooked for entry in held.values()]):
+    if any([entry.hooked for entry in by_rank.values()]):
         return (
-            "A hook of yours on this tensor changes gradients differently on each rank. Write "
+            "A hook on this tensor changes gradients differently on each rank. Write "
             "fabric.all_reduce(grad) in the hook."
         )
     if name.startswith("state"):

@@ -1,4 +1,4 @@
-"""The first tensor that differs between ranks, by value. Communicates by a function that it is given."""
+"""`first_difference`: the first tensor whose values differ between ranks. The caller communicates."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOLERANCE = 1e-6
-"""Of a tensor's norm: up to it ranks may differ. Devices of two kinds round differently."""
-_PART = 1 << 20
-"""Elements that are exchanged at a time."""
+"""Allowed difference, relative to a tensor's norm, since different device models round differently."""
+_EXCHANGED_ELEMENTS = 1 << 20
+"""Number of elements in one exchange."""
 
 
 def first_difference(
@@ -26,26 +26,26 @@ def first_difference(
     rank: int,
     exchange: Callable[[Any], list[Any]],
 ) -> tuple[str | None, str | None]:
-    """Return the texts for the first difference, and for one within the tolerance; None for those not found.
+    """Return the text of the first difference and of the largest one within the tolerance; None: no such one.
 
     All ranks must call this.
 
     Args:
-        rows: Of each rank: `entries`, by key, the entries of what it holds.
+        rows: Of each rank: `entries`, its compared tensors by key.
         tensors: This rank's tensors by key and name.
-        rank: This rank's place in the group.
-        exchange: Returns what each rank passed.
+        rank: This rank's number in the group.
+        exchange: Returns the values that the ranks passed, in rank order.
     """
     small: tuple[float, str] | None = None
     for key in dict.fromkeys([key for row in rows for key in row["entries"]]):
-        held = {place: row["entries"][key] for place, row in enumerate(rows) if key in row["entries"]}
-        text = report.structure_text(rows, held)
+        by_rank = {other: row["entries"][key] for other, row in enumerate(rows) if key in row["entries"]}
+        text = report.structure_text(rows, by_rank)
         if text is not None:
             return text, None
-        for entries in zip(*held.values(), strict=True):
-            ranks = dict(zip(held, entries, strict=True))
-            digests = {place: entry.digest for place, entry in ranks.items()}
-            if len({*digests.values()}) < 2 or None in digests.values():  # None: a rank keeps it for itself
+        for entries in zip(*by_rank.values(), strict=True):
+            ranks = dict(zip(by_rank, entries, strict=True))
+            digests = {other: entry.digest for other, entry in ranks.items()}
+            if len({*digests.values()}) < 2 or None in digests.values():  # None: may differ by rank
                 continue
             name = entries[0].name
             size = max([entry.numel for entry in entries])
@@ -58,27 +58,28 @@ def first_difference(
 
 
 def _distance(
-    own: Tensor | None, digests: dict[int, Any], size: int, rank: int, exchange: Callable[[Any], list[Any]]
+    tensor: Tensor | None, digests: dict[int, Any], size: int, rank: int, exchange: Callable[[Any], list[Any]]
 ) -> Distance:
-    """Return the same on all ranks. Of ranks with equal digests the first one sends its values, in parts."""
-    senders = {digest: place for place, digest in reversed(digests.items())}
-    sends = own is not None and senders.get(digests.get(rank)) == rank
-    flat = own.detach().reshape(-1) if own is not None and sends else None
-    norm, apart = 0.0, dict.fromkeys(senders.values(), 0.0)
-    place, values = -1, dict[int, Any]()
-    for start in range(0, size, _PART):
-        parts = exchange(None if flat is None else flat[start : start + _PART].cpu())
+    """Return the distance, equal on all ranks. The first rank of each digest sends its values, in parts."""
+    senders = {digest: holder for holder, digest in reversed(digests.items())}
+    sends = tensor is not None and senders.get(digests.get(rank)) == rank
+    flat = tensor.detach().reshape(-1) if tensor is not None and sends else None
+    norm, squared_distances = 0.0, dict.fromkeys(senders.values(), 0.0)
+    element, values = -1, dict[int, Any]()
+    for start in range(0, size, _EXCHANGED_ELEMENTS):
+        parts = exchange(None if flat is None else flat[start : start + _EXCHANGED_ELEMENTS].cpu())
         wide = {
             r: p.cdouble() if p.is_complex() else p.double() for r, p in enumerate(parts) if p is not None
         }
         base = wide[min(digests)]
         norm += float(base.abs().nan_to_num().square().sum())
-        for other in apart:
+        for other in squared_distances:
             equal = (base == wide[other]) | (base.isnan() & wide[other].isnan())
-            if place < 0 and not equal.all():
-                at = int((~equal).nonzero()[0])
-                place, values = start + at, {r: parts[senders[d]][at].item() for r, d in digests.items()}
-            far = (base - wide[other]).masked_fill(equal, 0.0).abs().square().sum()
-            apart[other] += float(far.nan_to_num(nan=torch.inf))
-    most = max(apart.values())
-    return Distance((most / norm) ** 0.5 if norm else float(most > 0), place, values)
+            if element < 0 and not equal.all():
+                offset = int((~equal).nonzero()[0])
+                element = start + offset
+                values = {r: parts[senders[d]][offset].item() for r, d in digests.items()}
+            squared = (base - wide[other]).masked_fill(equal, 0.0).abs().square().sum()
+            squared_distances[other] += float(squared.nan_to_num(nan=torch.inf))
+    largest = max(squared_distances.values())
+    return Distance((largest / norm) ** 0.5 if norm else float(largest > 0), element, values)

@@ -1,4 +1,4 @@
-"""Counting a model's floating-point operations, and what devices can do at best. Called by throughput."""
+"""Floating-point operations of a model, and peak rates of devices. Called by `throughput`."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def measure_flops(
     forward_fn: Callable[[], Tensor],
     loss_fn: Callable[[Tensor], Tensor] | None = None,
 ) -> int:
-    """The floating-point operations of one call of `forward_fn`, and of a backward pass with `loss_fn`.
+    """Return the floating-point operations of a call of `forward_fn`, and of a backward pass with `loss_fn`.
 
-    Matrix products, convolutions and attention are counted, a multiply-add as two. On the meta device it
-    costs no memory: build the model and its input under `torch.device("meta")`.
+    Matrix products, convolutions and attention are counted; a multiply-add counts as two. On the meta device
+    it needs no memory: build the model and its input under `torch.device("meta")`.
 
     Args:
-        model: The module that `forward_fn` runs; its gradients are left as they were.
+        model: The module that `forward_fn` runs; its gradients are not changed.
         forward_fn: Runs the forward pass and returns its output.
-        loss_fn: Makes a scalar of the output, to start the backward pass from.
+        loss_fn: Returns a scalar of the output, for the backward pass; None: no backward pass.
 
     Source: `torch.utils.flop_counter`.
     """
@@ -86,11 +86,11 @@ def measure_flops(
 
 
 def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int | None:
-    """The published dense peak of `device` for `dtype` in FLOP/s; None if unknown, with a warning on GPUs.
+    """Return the published dense peak of `device` for `dtype` in FLOP/s; None (GPUs: and a warning): unknown.
 
     Args:
         device: A CUDA or ROCm device; others have no published peak.
-        dtype: A dtype or its name, "tf32" included. float32 means TF32 where torch is allowed to use it.
+        dtype: A dtype or its name, or "tf32". float32 means TF32 if torch may use it.
 
     Sources: NVIDIA's data sheets (https://www.nvidia.com/en-us/data-center/ , per product); for GeForce cards
     the appendices of the Ampere GA102 and Ada architecture papers; and AMD's data sheets
@@ -103,18 +103,16 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
 
 def _peak_of(device_name: str, dtype: torch.dtype | str) -> int | None:
     name = device_name.lower()
-    # A suffix makes another product: "RTX 3090 Ti", "RTX 4080 Laptop GPU".
-    found = [
+    # A suffix denotes another product: "RTX 3090 Ti", "RTX 4080 Laptop GPU".
+    matches = [
         peaks for key, peaks in _PEAKS.items() if re.search(rf"\b{key}\b(?! (ti|super|laptop|d)\b)", name)
     ]
-    peaks = found[0] if found else {}
+    peaks = matches[0] if matches else {}
     if isinstance(dtype, str) and dtype != _TF32:
         dtype = getattr(torch, dtype)
     if dtype is _F32 and _TF32 in peaks and torch.get_float32_matmul_precision() != "highest":
         dtype = _TF32
     if dtype not in peaks:
-        rank_zero_warn(
-            f"The peak FLOP/s of {device_name!r} with {dtype} is not known: pass available_flops=."
-        )
+        rank_zero_warn(f"The peak FLOP/s of {device_name!r} with {dtype} is unknown. Pass available_flops=.")
         return None
     return int(peaks[dtype] * 1e12)

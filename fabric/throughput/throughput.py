@@ -1,6 +1,6 @@
-"""Batches, samples, tokens and FLOP per second over a rolling window, for users' loops; `Fabric` calls none.
+"""`Throughput`: batches, samples, tokens and FLOP per second over a rolling window. Called by users' loops.
 
-Times are the caller's, in seconds: nothing here reads a clock or waits for a device.
+The caller passes times in seconds: this module never reads a clock, nor waits for a device.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ T = TypeVar("T", bound=float)
 class Throughput:
     """Rates over the last `window_size` updates.
 
-    `compute()` gives `time`, `batches`, `samples` (and `lengths`) as last passed, and once the window is full
-    `device/batches_per_sec`, `device/samples_per_sec`, `device/items_per_sec` (from `lengths`),
-    `device/flops_per_sec` and `device/mfu`. With several ranks the first four also come without `device/`:
-    times `world_size`, as ranks are taken to be equally fast.
+    `compute()` returns `time`, `batches`, `samples` (and `lengths`) as last passed. Once the window is full,
+    it adds `device/batches_per_sec`, `device/samples_per_sec`, `device/items_per_sec` (from `lengths`),
+    `device/flops_per_sec` and `device/mfu`. With several ranks, the first four are also returned without
+    `device/`: multiplied by `world_size`, assuming that ranks are equally fast.
 
     Args:
-        available_flops: What the device can do at best, in FLOP/s; see `get_available_flops`. Needed for
-            `mfu`.
+        available_flops: Peak rate of the device in FLOP/s; see `get_available_flops`. Needed for `mfu`.
         world_size: Number of ranks.
         window_size: Updates in the window, at least 2.
-        separator: Between `device` and the name of a rate.
-        using_sparse_model: The model has 2:4 sparse weights, for which the peak is higher.
-        sparse_cuda_acceleration_factor: How much higher.
+        separator: Text between `device` and the name of a rate.
+        using_sparse_model: Whether the model has 2:4 sparse weights, for which the peak is higher.
+        sparse_cuda_acceleration_factor: Factor of the peak for sparse weights.
 
     Raises:
         ConfigurationError: The window is too small to measure.
@@ -49,7 +48,7 @@ class Throughput:
         sparse_cuda_acceleration_factor: float = 2.0,
     ) -> None:
         if window_size < 2:
-            raise ConfigurationError(f"window_size={window_size} holds no interval. Pass 2 or more.")
+            raise ConfigurationError(f"window_size={window_size} contains no interval. Pass 2 or more.")
         if world_size < 1:
             raise ConfigurationError(f"world_size={world_size} must be at least 1.")
         if using_sparse_model and available_flops is not None:
@@ -58,30 +57,30 @@ class Throughput:
         self.world_size = world_size
         self.separator = separator
         self._totals: dict[str, float] = {}
-        """The last ones."""
+        """The totals of the last update."""
         self._points: deque[tuple[float, int, int]] = deque(maxlen=window_size)
         """(time, batches, samples)"""
         self._flops: deque[Any] = deque(maxlen=window_size)
-        """Of the same updates."""
+        """FLOP of the same updates."""
         self._lengths: deque[tuple[float, int]] = deque(maxlen=window_size)
         """(time, lengths) of the updates that have lengths."""
 
     def update(
         self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
     ) -> None:
-        """Record where this rank stands. All but `flops` are totals since the start and must grow.
+        """Record this rank's progress. All but `flops` are totals since the start and must increase.
 
         Args:
             time: Seconds.
             batches: Batches seen by this rank.
             samples: Samples seen by this rank; at least `batches`.
             lengths: Items (tokens, frames) seen by this rank; at least `samples`. Updates may leave it out:
-                its rate is that of the last `window_size` which have it.
-            flops: Floating-point operations of this rank since the update before. Their rate needs those of
-                all updates in the window.
+                its rate is that of the last `window_size` updates with lengths.
+            flops: Floating-point operations of this rank since the last update. The rate needs those of all
+                updates in the window.
 
         Raises:
-            ConfigurationError: A total did not grow or contradicts another; nothing was recorded.
+            ConfigurationError: A total did not increase or contradicts another; nothing was recorded.
         """
         if samples < batches:
             raise ConfigurationError(f"samples={samples} cannot be fewer than batches={batches}.")
@@ -103,11 +102,11 @@ class Throughput:
             self._lengths.append((time, lengths))
 
     def compute(self) -> dict[str, int | float]:
-        """The metrics; rates are in units per second."""
+        """Return the metrics; rates are in units per second."""
         return {**self._totals, **(self._rates() if len(self._points) == self._points.maxlen else {})}
 
     def reset(self) -> None:
-        """Forget all updates."""
+        """Remove all updates."""
         self._totals.clear()
         for window in (self._points, self._lengths, self._flops):
             window.clear()
@@ -120,9 +119,9 @@ class Throughput:
         if len(self._lengths) > 1:
             over, items = [new - old for old, new in zip(self._lengths[0], self._lengths[-1], strict=True)]
             rates["items_per_sec"] = items / over
-        _, *done = self._flops  # the first one's came before the window's first time
-        if None not in done:
-            rates["flops_per_sec"] = sum(done) / seconds
+        _, *flops = self._flops  # those of the first update precede the window's first time
+        if None not in flops:
+            rates["flops_per_sec"] = sum(flops) / seconds
         device = f"device{self.separator}"
         metrics = {f"{device}{name}": rate for name, rate in rates.items()}
         if self.world_size > 1:
@@ -133,11 +132,11 @@ class Throughput:
 
 
 class ThroughputMonitor(Throughput):
-    """A `Throughput` that knows the world size and the peak of the device from `fabric`, and logs through it.
+    """A `Throughput` with the world size and the device's peak of `fabric`, which logs by `fabric.log_dict`.
 
     Args:
         fabric: A launched `Fabric`.
-        kwargs: As for `Throughput`; they win over what `fabric` says.
+        kwargs: As for `Throughput`; they override the values of `fabric`.
     """
 
     def __init__(self, fabric: Any, **kwargs: Any) -> None:
@@ -152,7 +151,7 @@ class ThroughputMonitor(Throughput):
         """Compute the metrics and log them with `fabric.log_dict`.
 
         Args:
-            step: The step to log at; None counts the calls from 0.
+            step: The step to log at; None: the last one plus 1, from 0.
             kwargs: For `compute`.
         """
         self.step = self.step + 1 if step is None else step

@@ -35,7 +35,7 @@ def test_gpu_devices(devices, expected):
     assert parse_gpu_devices(devices, 4) == expected
 
 
-CANNOT = "cannot be, each process needs one of its own"
+CANNOT = "cannot be used: each process needs a device of its own"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_occupied_devices_are_skipped(asked, found):
 def test_fewer_usable_than_asked(four_gpus):
     with pytest.raises(
         UsageError,
-        match=r"2 of 4 cuda devices are usable: \[1, 3\]\..*answered: 0: busy; 2: busy\. Ask for",
+        match=r"2 of 4 cuda devices are usable: \[1, 3\]\..*errors: 0: busy; 2: busy\. Ask for",
     ):
         find_usable_cuda_devices(3)
     four_gpus((0, 1, 2, 3))
@@ -52,14 +52,16 @@ def test_fewer_usable_than_asked(four_gpus):
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("asked", [5, -2])
 def test_more_than_the_machine_has(asked):
-    with pytest.raises(ConfigurationError, match=rf"={asked}: this machine has 4 cuda devices\. Ask for at"):
+    with pytest.raises(
+        ConfigurationError, match=rf"={asked}: this machine has 4 cuda devices\. Write at most 4"
+    ):
         find_usable_cuda_devices(asked)
 
 
 @pytest.mark.parametrize("asked", [-1, 1, 2])
 def test_a_machine_without_gpus(monkeypatch, asked):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigurationError, match=r'"cuda" was asked for, but.*Write accelerator="cpu"'):
+    with pytest.raises(ConfigurationError, match=r'"cuda" cannot be used: .*Write accelerator="cpu"'):
         find_usable_cuda_devices(asked)
 
 

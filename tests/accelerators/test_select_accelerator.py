@@ -101,7 +101,7 @@ def test_gpu_where_there_is_none(machine):
         select_accelerator("gpu")
     message = str(caught.value)
     assert message.startswith(
-        'accelerator="gpu" was asked for, but torch sees neither a CUDA nor an MPS device'
+        'accelerator="gpu" cannot be used: torch finds neither a CUDA nor an MPS device'
     )
     assert 'Write accelerator="cpu"' in message
 
@@ -126,7 +126,7 @@ def test_cuda_on_a_build_without_it(machine, monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         select_accelerator("cuda")
     assert str(caught.value) == (
-        'accelerator="cuda" was asked for, but torch.cuda.is_available() is False on this machine (torch '
+        'accelerator="cuda" cannot be used: torch.cuda.is_available() is False on this machine (torch '
         f'{torch.__version__}). Write accelerator="cpu" or "auto", or install a CUDA build of torch.'
     )
 

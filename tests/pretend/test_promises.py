@@ -58,6 +58,6 @@ def test_a_pool_of_another_accelerator_is_refused(ranks):
 def test_more_ranks_than_devices():
     with (
         RankPool(5, accelerator="sim") as pool,
-        pytest.raises(RankFailure, match="devices=5 cannot be, each process needs one of its own"),
+        pytest.raises(RankFailure, match="devices=5 cannot be used: each process needs a device of its own"),
     ):
         pool.run(device_of_rank)

@@ -75,7 +75,7 @@ def test_usable_devices():
     assert find_usable_devices(2) == [0, 1]
     with pytest.raises(ConfigurationError, match=r"=5: this machine has 4 sim devices"):
         find_usable_devices(5)
-    with pytest.raises(ConfigurationError, match="means cpu here, of which there is one"):
+    with pytest.raises(ConfigurationError, match="means cpu on this machine, of which there is one"):
         find_usable_devices(accelerator="cpu")
 
 

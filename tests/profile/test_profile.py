@@ -156,8 +156,8 @@ def refused(folder):
 
 def test_what_cannot_be_profiled(ranks, tmp_path):
     text = (
-        "fabric.profile has recorded nothing: it skips wait + warmup = 2 steps. Call prof.step() at the end "
-        "of each step of the loop, more often than that."
+        "fabric.profile has recorded nothing: there were no more than wait + warmup = 2 steps, which are not "
+        "recorded. Call prof.step() at the end of each step of the loop, and run more steps."
     )
     assert ranks.run(refused, tmp_path, world_size=2) == [("", [text]), ("", [])]
     assert list(tmp_path.iterdir()) == []
