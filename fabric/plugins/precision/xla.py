@@ -1,4 +1,4 @@
-"""A module path of Lightning Fabric. Its names are defined in `fabric/core/lightning_names.py`."""
+"""Module path of Lightning Fabric; `core/lightning_names.py` maps its names."""
 
 from fabric.core.lazy import lazy_names
 
