@@ -54,7 +54,9 @@ def shard_loader(
             "error"; a loader that cannot be sharded.
     """
     if uneven not in (None, *UNEVEN):
-        raise ConfigurationError(f"uneven={uneven!r} is not one of {', '.join(map(repr, UNEVEN))}.")
+        raise ConfigurationError(
+            f"uneven={uneven!r} is unknown. Write one of {', '.join(map(repr, UNEVEN))}."
+        )
     loader = _as_plain_loader(loader)
     is_iterable = isinstance(loader.dataset, IterableDataset)
     # The loader does not iterate as torch's does, so its batches need not correspond to the sampler's.

@@ -85,7 +85,7 @@ class RankLogs:
 
 def _directory_error(directory: Path | None, error: OSError) -> ConfigurationError:
     return ConfigurationError(
-        f"--log-dir {directory} cannot be written to: {error}. Write a writable directory."
+        f"--log-dir {directory} cannot be written to: {error}. Pass a directory that allows new files."
     )
 
 

@@ -114,7 +114,9 @@ def listen(address: str, port: int, all_interfaces: bool = False) -> socket.sock
     except OSError as error:
         if port:
             raise _port_taken(address, port) from error
-        raise LaunchError(f"This machine has no free port: {error}.") from error
+        raise LaunchError(
+            f"This machine has no free port: {error}. End processes that keep ports open, or set MASTER_PORT."
+        ) from error
 
 
 def _interface(address: str) -> str:

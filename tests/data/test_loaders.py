@@ -276,7 +276,7 @@ def test_bad_loaders_are_refused_on_all_ranks(ranks):
     assert no_loader[0]
     assert "needs torch's DataLoader, but got list" in no_loader[1]
     assert not none[0]
-    assert unknown[1] == "uneven='some' is not one of 'pad', 'exact', 'drop', 'error'."
+    assert unknown[1] == "uneven='some' is unknown. Write one of 'pad', 'exact', 'drop', 'error'."
     assert uneven[1].startswith('uneven="error": the data do not divide by 2 ranks, 1 are left over.')
 
 

@@ -125,7 +125,7 @@ def test_uneven_is_passed_on_and_checked():
         shard(make(), uneven="error")
     with pytest.raises(ConfigurationError) as caught:
         shard(make(), uneven="join")
-    assert str(caught.value) == "uneven='join' is not one of 'pad', 'exact', 'drop', 'error'."
+    assert str(caught.value) == "uneven='join' is unknown. Write one of 'pad', 'exact', 'drop', 'error'."
 
 
 def test_whole_batches_are_padded_by_default_so_that_ranks_take_equal_numbers_of_steps():

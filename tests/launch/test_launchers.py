@@ -398,7 +398,7 @@ def test_lines_of_ranks_stay_lines_with_their_rank_in_front(tmp_path, capfd):
 def test_a_log_directory_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        ConfigurationError, match=r"--log-dir .*file/logs cannot be written to: .*Write a writable directory"
+        ConfigurationError, match=r"--log-dir .*file/logs cannot be written to: .*Pass a directory"
     ):
         RankLogs(tmp_path / "file" / "logs")
 
