@@ -264,7 +264,7 @@ def test_an_order_that_cannot_be_found_again_is_refused(ranks):
     assert text.startswith(
         "Hidden gives another order than when the position was saved: the epoch now begins with ["
     )
-    assert "attribute of it" in text
+    assert "one of its attributes" in text
     assert other.startswith("SequentialSampler gives another order than when the position was saved")
 
 
