@@ -200,7 +200,7 @@ def test_a_loader_that_keeps_its_order_still_has_workers_seeded_apart():
 
 def test_a_default_device_that_refuses_generators_of_the_host_keeps_torchs_own_draw():
     with torch.device("meta"):
-        source = shard_loader(DataLoader(Indices(4)), Shard(0, 1), 0, None, shard=False)
+        source = shard_loader(DataLoader(Indices(4)), Shard(0, 1), 0, None, use_distributed_sampler=False)
         assert source.loader.generator is None
 
 
@@ -210,7 +210,7 @@ def test_sharded_loaders_and_worker_functions_pickle():
     twin = pickle.loads(pickle.dumps(sharded))
     assert list(twin.batch_sampler) == list(sharded.batch_sampler)
     assert isinstance(twin.worker_init_fn, SeedWorker)
-    assert twin.worker_init_fn.then is mark_worker
+    assert twin.worker_init_fn.user_function is mark_worker
 
 
 def test_spawned_workers_get_the_shard():
