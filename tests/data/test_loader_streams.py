@@ -188,7 +188,7 @@ def test_persistent_workers_over_two_epochs():
 
 
 def own(loader, rank):
-    source = shard_loader(loader, Shard(rank, 1), 3, None, shard=False)
+    source = shard_loader(loader, Shard(rank, 1), 3, None, use_distributed_sampler=False)
     return _FabricDataLoader(source.loader, user_loader=loader, adapter=source)
 
 

@@ -70,8 +70,8 @@ def test_a_shell_gets_no_warning(monkeypatch):
             | ALONE
             | env("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0")
             | env("OMPI_COMM_WORLD_LOCAL_SIZE=1"),
-            "MPIEnvironment: mpirun started this process (OMPI_COMM_WORLD_RANK=0); slurm comes "
-            "later (srun started this process (SLURM_PROCID=3, step 42.0)).",
+            "MPIEnvironment: mpirun started this process (OMPI_COMM_WORLD_RANK=0); slurm has "
+            "lower precedence (srun started this process (SLURM_PROCID=3, step 42.0)).",
         ),
     ],
     ids=["nothing", "salloc", "shell", "forced", "two"],

@@ -57,7 +57,7 @@ def test_a_bar_with_what_set_postfix_gets(monkeypatch):
     assert last.startswith("epoch 0: 100%|")
     assert "5/5" in last
     assert ", loss=17, lr=0.000125, kind=warm, step=123456, pair=tensor([1., 1.])]" in last
-    assert not bar._values.now["loss"].requires_grad, "the graph of a step must not live on"
+    assert not bar._values.current["loss"].requires_grad, "the graph of a step must not live on"
 
 
 def test_tensors_are_read_only_when_the_bar_is_drawn(monkeypatch):
