@@ -221,9 +221,9 @@ def test_rank_zero_only(ranks):
 
 
 def kind_of_bar():
-    from fabric.progress.progress import _kind
+    from fabric.progress.progress import _tqdm_class
 
-    return _kind().__module__
+    return _tqdm_class().__module__
 
 
 def test_a_child_of_a_notebook_cannot_reach_its_widgets(ranks):
