@@ -119,7 +119,8 @@ def test_where_all_failures_are_consequences_the_rank_that_ended_well_left_too_e
 def test_a_rank_that_left_too_early_is_told_with_the_call_that_another_waits_in(doing, name):
     reason = f"RankError: {doing} failed on rank 0: rank 1 ended, or does not answer (closed). (train.py:18)"
     cause = root_cause([failed(0, 1.0, reason)], finished=[1])
-    assert cause.reason == f"finished (exit 0) while rank 0 waits in fabric.{name} (train.py:18)"
+    hint = ": is the call inside `if fabric.is_global_zero`?" * (name == "save")
+    assert cause.reason == f"finished (exit 0) while rank 0 waits in fabric.{name} (train.py:18){hint}"
 
 
 def test_of_two_equal_failures_the_one_that_was_printed_is_named():
