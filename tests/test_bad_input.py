@@ -292,7 +292,7 @@ def test_verbs_of_all_ranks_wait_for_launch(early, verb):
     with pytest.raises(UsageError) as caught:
         BEFORE_LAUNCH[verb](early)
     assert str(caught.value) == (
-        f"fabric.{verb} came before fabric.launch(): the other ranks are not there yet. "
+        f"fabric.{verb} was used before fabric.launch(): the other ranks have not started yet. "
         f"Write fabric.launch() right after Fabric(...)."
     )
 

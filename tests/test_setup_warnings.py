@@ -19,7 +19,7 @@ from fabric.utilities.warnings import PossibleUserWarning
 DATA = TensorDataset(torch.ones(16, 4))
 NEVER = (
     "A DataLoader that was not set up (TensorDataset of 16, batch_size=2) is iterated in training. Unless "
-    "each rank has its own part, this is {} times the same work"
+    "each rank has its own part, all {} ranks do the same work"
 )
 
 
@@ -61,9 +61,9 @@ def raw_model():
 def test_a_model_that_was_never_set_up_is_said_once(ranks):
     (told,), others = ranks.run(raw_model, world_size=2)
     assert told == (
-        "fabric.backward came, and no model was set up: each rank's gradients are its own, and the ranks "
-        "drift apart. Write model, optimizer = fabric.setup(model, optimizer); or average the gradients "
-        "yourself."
+        "fabric.backward ran although no model was set up: each rank keeps its own gradients, and the "
+        "models diverge. Write model, optimizer = fabric.setup(model, optimizer); or average the "
+        "gradients yourself."
     )
     assert others == []
 

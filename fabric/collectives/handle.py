@@ -73,9 +73,9 @@ def report_unwaited() -> list[str]:
         counts[line] += 1
     lines = [line if count == 1 else f"{line} ({count} times)" for line, count in counts.items()]
     if lines:
-        from fabric.core.messages import say
+        from fabric.core.messages import print_line
 
-        say(f"nobody waited for the result of {'; '.join(lines)}. Keep the handle and call .wait().")
+        print_line(f"nobody waited for the result of {'; '.join(lines)}. Keep the handle and call .wait().")
     return lines
 
 

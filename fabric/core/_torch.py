@@ -82,7 +82,7 @@ def is_fsdp(module: Any) -> bool:
     return hasattr(module, "_get_fsdp_state")
 
 
-def goes_on(iteration: Any) -> bool:
+def is_underway(iteration: Any) -> bool:
     """Whether an iteration of a DataLoader has yielded a batch and has more."""
     return bool(0 < iteration._num_yielded < len(iteration))
 

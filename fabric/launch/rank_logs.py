@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.messages import say
+from fabric.core.messages import print_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,7 +96,7 @@ def _copy(reader: int, file: BinaryIO | None, terminal: TextIO, prefix: bytes) -
                 if file is not None:
                     file.write(chunk)
             except OSError as error:
-                say(f"{file and file.name} ends here: {error}")
+                print_line(f"{file and file.name} ends here: {error}")
                 file = None
             # A progress bar ends its lines by a return.
             lines = (rest + chunk).splitlines(keepends=True)

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.messages import say
+from fabric.core.messages import print_line
 from fabric.launch.parent_death import NotedExit, report_exceptions, report_exits, send_exit
 from fabric.launch.signals import die_by, flush_output
 from fabric.launch.stores import keep_listening
@@ -116,7 +116,9 @@ class Tie:
                 code = self._control.recv()[1]
             self._verdict = code
         if self._verdict is None:
-            say(f"the supervisor of this job (process {self._beside}) was killed, the other ranks with it")
+            print_line(
+                f"the supervisor of this job (process {self._beside}) was killed, the other ranks with it"
+            )
             self._verdict = 1
             self._end(1)
         self._decided.set()
@@ -153,7 +155,7 @@ class Tie:
         while not self._decided.is_set():
             with contextlib.suppress(KeyboardInterrupt):  # the others have it, too
                 if not self._decided.wait(timeout) and timeout is not None:
-                    say("this rank has reached its end, and waits for the other ranks of this machine")
+                    print_line("this rank has reached its end, and waits for the other ranks of this machine")
                     timeout = None
         flush_output()
         if self._verdict == 128 + signal.SIGINT:

@@ -14,7 +14,7 @@ from multiprocessing.connection import Pipe, wait
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import LaunchError
-from fabric.core.messages import say
+from fabric.core.messages import print_line
 from fabric.launch.rank_exit import LOST, RankExit, from_returncode, root_cause, summary
 from fabric.launch.signals import TOGETHER_S, Handlers, unless_ignored
 
@@ -157,7 +157,7 @@ class Supervisor:
         """Call `wait`, and print the ranks that are still running after some time."""
         failure = self.wait(EXIT_NOTE_S)
         if failure is None and not self.stopping and (late := self.running()):
-            say(what.format(", ".join(map(str, late))))
+            print_line(what.format(", ".join(map(str, late))))
             failure = self.wait()
         return failure
 
@@ -188,7 +188,7 @@ class Supervisor:
         if self.logs is not None:
             self.logs.close()  # what the ranks have printed comes before
         sys.stderr.write(cause.trace)  # what the rank has not printed itself
-        say(line)
+        print_line(line)
         process = self.processes.get(cause.rank)
         code = None if process is None else _code(process)
         return code if code is not None and code > 0 else cause.code

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fabric.core.messages import say
+from fabric.core.messages import print_line
 from fabric.testing.recording import BATCHES, FOLDER, RANKS, STEPS
 
 PAGE = "fabric/data/README.md"
@@ -200,7 +200,7 @@ def _run(command: list[str], folder: Path, ranks: int, steps: int, sizes: Any) -
     }
     start = ["-m", "fabric", "run", f"--devices={ranks}"] if ranks > 1 else []
     argv = [sys.executable, *start, "-m", "fabric.testing.recording", *command]
-    say(f"check: running {steps} steps with devices={ranks}")
+    print_line(f"check: running {steps} steps with devices={ranks}")
     with (folder / "said").open("w+") as said:
         code = _finished(argv, {**os.environ, **own}, said, folder, ranks)
         if code:
@@ -226,7 +226,7 @@ def _finished(argv: list[str], env: dict[str, str], said: Any, folder: Path, ran
             except subprocess.TimeoutExpired:
                 done = len([name for name in limits if (folder / name).exists()])
                 seconds = round(time.monotonic() - begin)
-                say(f"check: {done} of {len(limits)} steps with devices={ranks} after {seconds} s")
+                print_line(f"check: {done} of {len(limits)} steps with devices={ranks} after {seconds} s")
     finally:
         signal.signal(signal.SIGTERM, before)
         _end(process, folder)

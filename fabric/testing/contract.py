@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ArgumentTypeError, ConfigurationError, ContractError, RankError
 from fabric.fabric import Fabric
-from fabric.resolve import Undecided, name_strategy
+from fabric.resolve import AutoStrategy, requested_strategy
 from fabric.testing.failures import RankFailure
 from fabric.testing.pool import RankPool
 from fabric.testing.promises import OVERRIDABLE, PROMISES, Broken, overrides_take_effect
@@ -115,8 +115,8 @@ def _make(strategy: str | Callable[[], Strategy]) -> Strategy:
         ConfigurationError: Nothing is registered under the name.
         ArgumentTypeError: What was made is no strategy, or the name is "auto", which is none by itself.
     """
-    made = name_strategy(strategy if isinstance(strategy, str) else strategy())
-    if isinstance(made, Undecided):
+    made = requested_strategy(strategy if isinstance(strategy, str) else strategy())
+    if isinstance(made, AutoStrategy):
         raise ArgumentTypeError('strategy="auto" stands for several strategies. Check each by its own name.')
     return made
 

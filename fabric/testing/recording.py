@@ -20,7 +20,7 @@ from zlib import crc32
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from fabric.checks import warn_of_raw
+from fabric.checks import warn_if_not_set_up
 from fabric.core._torch import BatchNorm
 from fabric.core.errors import FabricError
 from fabric.core.tree import flatten
@@ -83,7 +83,7 @@ class Recorder:
                     ).clone()
         record: dict[str, Any] = {"grads": grads, "losses": self.losses, "rows": self.rows}
         share = strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        warn_of_raw(share["num_replicas"], model=False)  # a plain loss.backward() looks for none
+        warn_if_not_set_up(share["num_replicas"], no_model=False)  # a plain loss.backward() looks for none
         record |= {"warned": self.warned, "sizes": self.sizes, "shared": sorted(self.shared), **share}
         rank = strategy.global_rank if strategy.world_size > 1 else 0
         torch.save(record, self.folder / f"step{self.count}-rank{rank}.pt")

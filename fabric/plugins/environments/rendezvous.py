@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
 from fabric.core.job_secret import take_inherited
-from fabric.core.messages import say
+from fabric.core.messages import print_line
 from fabric.launch.parent_death import mark_rank, tie_to_parent
 from fabric.launch.system import require_posix
 from fabric.plugins.environments.local import LAUNCHED
@@ -59,7 +59,7 @@ def await_ranks(store: Store, rank: int, world_size: int, timeout: timedelta) ->
             with suppress(DistError):
                 store.wait([f"{ARRIVED}/all"], _NOTE_AFTER)
             if not store.check([f"{ARRIVED}/all"]):
-                say(absent(store, rank, world_size, _NOTE_AFTER))
+                print_line(absent(store, rank, world_size, _NOTE_AFTER))
         store.wait([f"{ARRIVED}/all"], timeout)
     except (DistError, RuntimeError) as error:
         raise LaunchError(absent(store, rank, world_size, timeout)) from error
