@@ -154,7 +154,7 @@ def warn_of_batch_norm(module: Module, device: torch.device) -> None:
 
 
 def warn_of_workers(loaders: tuple[Any, ...], ranks: int) -> None:
-    """Warn of loaders that have more workers, over all `ranks` of this machine, than it has cores.
+    """Warn if loaders have more workers, over all `ranks` of this machine, than it has cores.
 
     torch's own warning considers one process only.
     """
@@ -234,8 +234,8 @@ def check_owned(optimizers: tuple[Optimizer, ...], modules: list[Module], verb: 
     The search ends when all are found, so put the most likely modules first.
     """
     for optimizer in optimizers:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        unowned = {id(p): p for p in params}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        unowned = {id(p): p for p in held}
         for module in modules:
             if not unowned:
                 break
@@ -244,10 +244,10 @@ def check_owned(optimizers: tuple[Optimizer, ...], modules: list[Module], verb: 
         foreign = [tuple(p.shape) for p in unowned.values()]
         if foreign:
             raise ConfigurationError(
-                f"{verb}: {len(foreign)} of {len(params)} parameters of {type(optimizer).__name__} (shapes "
+                f"{verb}: {len(foreign)} of {len(held)} parameters of {type(optimizer).__name__} (shapes "
                 f"{', '.join(map(str, foreign[:3]))}) belong to no model that is set up. Make the "
-                f"optimizer from this model's .parameters(); or set up all its models with setup_module first, "
-                f"then optimizer = fabric.setup_optimizers(optimizer), which also takes parameters of no model."
+                f"optimizer from this model's .parameters(); or set up all its models with setup_module, "
+                f"then optimizer = fabric.setup_optimizers(optimizer), which also takes other parameters."
             )
 
 

@@ -364,7 +364,7 @@ class SetupVerbs(RankFacts):
         if optimizers:
             check_owned(tuple(optimizers), [original, *self._strategy.modules], "fabric.setup")
         empty = has_meta_parameters(original)
-        if empty and self._strategy.layout.traits.fills_meta:
+        if empty and self._strategy.layout.traits.initialises_meta:
             move_to_device = False  # the layout creates the values on the device
         if move_to_device and empty:
             raise UsageError(

@@ -10,7 +10,7 @@ import torch
 
 from fabric.collectives.objects import gather_objects
 from fabric.core.errors import CollectiveMismatch
-from fabric.core.source import user_place
+from fabric.core.source import user_line
 from fabric.core.tree import flatten, is_node
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def agreed(value: Any, channel: Channel) -> Any:
         return value
     guard = channel.guard
     ranks = guard.members if guard is not None else range(len(held))
-    places = gather_objects(user_place(), channel, "agree")
+    places = gather_objects(user_line(), channel, "agree")
     each = zip(ranks, held, places, strict=True)
     rows = [f"  rank {rank}: {one!r:.80}  at {place}".replace("\n", " ") for rank, one, place in each]
     raise CollectiveMismatch(

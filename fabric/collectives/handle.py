@@ -9,7 +9,7 @@ import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.source import user_place
+from fabric.core.source import user_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ class Handle:
         self._works = works
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
-        self.verb, self.place = verb, user_place()
+        self.verb, self.place = verb, user_line()
         for key, (line, other) in _unwaited.items():
             if other is not None and other.done():
                 _unwaited[key] = line, None

@@ -22,7 +22,7 @@ from fabric.core._torch import is_fsdp
 from fabric.core.backward_listeners import parameters_of
 from fabric.core.errors import ReplicasDivergedError
 from fabric.core.parts import Part
-from fabric.core.source import user_place
+from fabric.core.source import user_line
 from fabric.core.tree import flatten
 from fabric.data.unequal import FirstRows, compare_rows, restore_forwards
 from fabric.replicas._torch import has_backward_hooks, is_traceable_wrapper_subclass, loss_scale
@@ -178,7 +178,7 @@ class ReplicaCheck(Part):
         """
         from fabric.replicas import report
 
-        mine = {"place": user_place(), "steps": self._equal_at, "facts": dict(self._described())}
+        mine = {"place": user_line(), "steps": self._equal_at, "facts": dict(self._described())}
         mine["alive"] = {number: one.name for number, one, _ in self._alive()}
         mine["writes"] = {n: self._strategy.layout.writes(real) for n, _, real in self._alive()}
         rows = self._gather(mine, channel, "replica check of hyper-parameters and counters")
@@ -318,7 +318,7 @@ class ReplicaCheck(Part):
         from fabric.replicas.values import first_difference
 
         mine = {key: [entry.sent() for entry in some] for key, some in entries.items()}
-        about = {"place": user_place(), "steps": (self._values_equal_at, self._equal_at[1]), "entries": mine}
+        about = {"place": user_line(), "steps": (self._values_equal_at, self._equal_at[1]), "entries": mine}
         rows = self._gather(about, channel, "replica check of tensors")
         tensors = {(key, e.name): e.tensor for key, some in entries.items() for e in some}
 

@@ -199,7 +199,7 @@ def normalizing_equals_the_joined_batch(fabric: Fabric, folder: Path) -> None:
 
 def clipping_sees_the_whole_gradient(fabric: Fabric, folder: Path) -> None:
     """Clipping by norm and by value equals plain torch on the joined batch; the norm before is returned."""
-    if fabric.strategy.traits.steps_apart:
+    if fabric.strategy.traits.steps_locally:
         return
     for clip in ({"max_norm": 0.05}, {"clip_val": 0.01}):
         model, _ = _train(fabric, 2, clip)
@@ -314,7 +314,7 @@ def overrides_take_effect(fabric: Fabric, folder: Path) -> None:
         seen.add("setup_module_and_optimizers")
     missed = [name for name in OVERRIDABLE if name not in seen]
     _must(not missed, f"an override of {', '.join(missed)} is not called")
-    if not fabric.strategy.traits.steps_apart:
+    if not fabric.strategy.traits.steps_locally:
         _equal(
             _weights(fabric, model), _train_plain(fabric, 1, {"max_norm": 1.0}), "the model under overrides"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.extras import needed
+from fabric.core.extras import import_package
 from fabric.core.registry import did_you_mean
 from fabric.integrations.linears import check_settings, replace_linears
 from fabric.precision.true import TruePrecision
@@ -55,7 +55,7 @@ class BitsandbytesPrecision(TruePrecision):
             old = torch.cuda.is_available() and not torch.cuda.is_bf16_supported()
             dtype = torch.float16 if old else torch.bfloat16
         self.mode, self.ignored = mode, check_settings(self._asked, dtype, ignore_modules or ())
-        needed("bitsandbytes", self._asked, "bitsandbytes", least="0.49")
+        import_package("bitsandbytes", self._asked, "bitsandbytes", least="0.49")
         super().__init__(dtype)
         self.replaces_parameters = mode != "int8-training"
         self.precision = f"bitsandbytes-{mode}"

@@ -51,7 +51,7 @@ class Engines(Layout):
         data_parallel=True,
         owns_backward=True,
         precisions=PRECISIONS,
-        precisions_why=WHY,
+        precisions_reason=WHY,
         splits_optimizers=True,
         places_models=True,
         replicates=(),

@@ -6,7 +6,7 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fabric.core.extras import needed
+from fabric.core.extras import import_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +36,7 @@ def load_deepspeed(device_type: str | None = None) -> Any:
     instead = 'write strategy="zero1", "zero2" or "fsdp", which need nothing else'
     asked = 'strategy="deepspeed"'
     with environment(**({"DS_ACCELERATOR": "cpu"} if device_type == "cpu" else {})):
-        deepspeed = needed("deepspeed", asked, "deepspeed", least="0.19", instead=instead)
+        deepspeed = import_package("deepspeed", asked, "deepspeed", least="0.19", instead=instead)
     from deepspeed.ops import __compatible_ops__
 
     # Its collectives in shared memory, which it would compile (for minutes) as soon as ranks meet.

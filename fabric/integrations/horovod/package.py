@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import RankError
-from fabric.core.extras import needed
+from fabric.core.extras import import_package
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +22,7 @@ def load_horovod() -> Any:
             torch 2.13; the script does.
     """
     instead = 'write strategy="ddp", which needs nothing else'
-    horovod = needed("horovod.torch", 'strategy="horovod"', _INSTALL, least="0.28", instead=instead)
+    horovod = import_package("horovod.torch", 'strategy="horovod"', _INSTALL, least="0.28", instead=instead)
     horovod.init()
     return horovod
 

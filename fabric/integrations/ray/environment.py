@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.extras import needed
+from fabric.core.extras import import_package
 from fabric.integrations.ray.seat import Seat
 from fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
@@ -54,7 +54,7 @@ class RayEnvironment(ClusterEnvironment):
                 f"RayEnvironment(min_workers={min_workers}, max_failures={max_failures}): a run has 1 rank "
                 "or more, and fails 0 times or more."
             )
-        needed("ray", "RayEnvironment", "ray", least="2.40")
+        import_package("ray", "RayEnvironment", "ray", least="2.40")
         self.cpus, self.gpus, self.resources, self.placement = cpus, gpus, resources or {}, placement
         self.min_workers, self.max_failures = min_workers, max_failures
         self.startup_seconds, self.init = startup_seconds, init or {}

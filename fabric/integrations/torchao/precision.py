@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.extras import needed
+from fabric.core.extras import import_package
 from fabric.core.registry import did_you_mean
 from fabric.integrations.linears import check_settings, replace_linears
 from fabric.precision.true import TruePrecision
@@ -60,7 +60,7 @@ class TorchAOPrecision(TruePrecision):
         self._asked = f"TorchAOPrecision({mode!r})"
         self.mode, self.config = mode, config
         self.ignored = check_settings(self._asked, dtype, ignore_modules or ())
-        needed("torchao", self._asked, "torchao", least="0.18")
+        import_package("torchao", self._asked, "torchao", least="0.18")
         super().__init__(dtype)
         self.precision = mode
         self.replaces_parameters = mode == "int8-weights"

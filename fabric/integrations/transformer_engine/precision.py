@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fabric.core.errors import ConfigurationError
-from fabric.core.extras import needed
+from fabric.core.extras import import_package
 from fabric.integrations.linears import replace_linears
 from fabric.precision.precision import DefaultDtype
 from fabric.precision.true import TruePrecision
@@ -52,7 +52,9 @@ class TransformerEnginePrecision(TruePrecision):
                 "torch.float16."
             )
         self._asked = "TransformerEnginePrecision"
-        needed("transformer_engine.pytorch", self._asked, "transformer-engine", "transformer-engine", "2.0")
+        import_package(
+            "transformer_engine.pytorch", self._asked, "transformer-engine", "transformer-engine", "2.0"
+        )
         super().__init__(weights_dtype)
         self.recipe, self.replace_layers = recipe, replace_layers
         self.compute = fallback_compute_dtype or weights_dtype

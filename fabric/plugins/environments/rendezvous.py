@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from fabric.core.errors import LaunchError
-from fabric.core.job_secret import take_inherited
+from fabric.core.job_secret import pop_inherited_secret
 from fabric.core.messages import print_line
 from fabric.launch.parent_death import mark_rank, tie_to_parent
 from fabric.launch.system import require_posix
@@ -39,7 +39,7 @@ def rendezvous(environment: ClusterEnvironment, rank: int, world_size: int, time
     """
     require_posix()
     tie_to_parent()
-    take_inherited()
+    pop_inherited_secret()
     store = environment.make_store(rank, world_size, timeout)
     await_ranks(store, rank, world_size, timeout)
     mark_rank()
