@@ -1,4 +1,4 @@
-"""One value that all ranks hold, or one error on all of them that shows what each held."""
+"""`agreed`: check that a value is equal on all ranks, or raise a table of the values on all of them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def agreed(value: Any, channel: Channel) -> Any:
-    """`value`, which all ranks of the group must hold alike (NaN equals NaN, tensors compare by value).
+    """Return `value` if it is equal on all ranks of the group (NaN equals NaN, tensors compare by value).
 
     Raises:
-        CollectiveMismatch: They do not.
+        CollectiveMismatch: The values differ.
         ArgumentTypeError: The value cannot be pickled.
     """
-    # Each rank judges what arrived, its own value included: all come to the same conclusion.
+    # Each rank compares the same received values, its own included, so all ranks raise or none does.
     held = gather_objects(value, channel, "agree")
     if all([same(held[0], other) for other in held[1:]]):
         return value
@@ -41,7 +41,7 @@ def agreed(value: Any, channel: Channel) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are alike: same type, structure and content."""
+    """Whether two values have the same type, structure and content."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -61,7 +61,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _same_content(one: Any, other: Any) -> bool:
-    """Whether two objects that are not equal (they arrived as copies) hold the same."""
+    """Whether two unpickled objects without an `__eq__` have the same content."""
     if getattr(one, "__dict__", None):
         return same(vars(one), vars(other))
     by_identity: Any = object.__eq__

@@ -125,7 +125,7 @@ class Part:
         """Run after a nested backward pass."""
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Run before a step of any optimizer of this process, with its arguments; an error prevents the step."""
+        """Run before a step of any optimizer of this process; an error prevents the step."""
 
     def before_clip(self, gradients: list[Tensor]) -> None:
         """Run before torch's functions clip gradients; an error prevents the clip."""

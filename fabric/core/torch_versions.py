@@ -96,7 +96,7 @@ def groups_of(state: Any) -> list[Any]:
 
 @contextmanager
 def states_hidden(state: Any, hide: Any) -> Any:
-    """Context in which FSDP2's search for modules below a root skips states for which `hide(state)` is true."""
+    """Context in which FSDP2's search for modules below a root skips states with `hide(state)`."""
     old, name = "_get_module_fsdp_state", "_get_state_for_module"
     owner, name = (state, name) if hasattr(state, name) else (sys.modules[type(state).__module__], old)
     find = getattr(owner, name)
@@ -129,7 +129,7 @@ def preserve_arguments(group: Any, differentiable: Any) -> None:
 
 
 def reset_iteration(root: Any) -> None:
-    """Reset FSDP2's state after a forward or backward that failed, and reshard. torch 2.13 has this itself."""
+    """Reset FSDP2's state after a failed forward or backward, and reshard. torch 2.13 has this itself."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return

@@ -81,7 +81,7 @@ class FullyShard(FSDP2Runtime):
         super().__init__()
         self.settings = settings or ShardSettings()
         if self.settings.offload:
-            names = tuple([name for name, policy in POLICIES.items() if not policy.loss_scale])
+            unscaled = tuple([name for name, policy in POLICIES.items() if not policy.loss_scale])
             why = "torch's loss scaling does not reach gradients in host memory (cpu_offload)"
             self.traits = replace(
                 self.traits, late_optimizers=True, precisions=unscaled, precisions_reason=why
