@@ -44,8 +44,8 @@ bytes, and the signature of what is unpickled.
 """
 _FORGED = (
     "A message with an object is not signed with the secret of this job, and was not read. It is from "
-    f"another job's process, or {VARIABLE} differs between machines. Export one value of it on all of them, or "
-    "none."
+    f"another job's process, or {VARIABLE} differs between machines. Export one value of it on all of them, "
+    "or none."
 )
 
 

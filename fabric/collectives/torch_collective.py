@@ -211,7 +211,7 @@ class TorchCollective(Collective):
     def broadcast_object_list(
         self, object_list: list[Any], src: int, device: torch.device | None = None
     ) -> list[Any]:
-        """`src`'s picklable objects, written into `object_list`. `device`: sends them; None: torch's choice."""
+        """`src`'s picklable objects, written into `object_list`; sent from `device`, None: torch's choice."""
         dist.broadcast_object_list(object_list, src, group=self._group, device=device)
         return object_list
 

@@ -125,7 +125,9 @@ class Part:
         """Run after a nested backward pass."""
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Run before a step of any optimizer of this process; an error prevents the step."""
+        """Run before a step, with its `args` and `kwargs`, of any optimizer of this process; an error
+        prevents it.
+        """
 
     def before_clip(self, gradients: list[Tensor]) -> None:
         """Run before torch's functions clip gradients; an error prevents the clip."""

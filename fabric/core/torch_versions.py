@@ -40,9 +40,7 @@ def require_torch(version: str, feature: str, instead: str) -> None:
 
 
 def check_floor() -> None:
-    """Raise MissingExtraError if torch is older than FLOOR; called before the import of torch, which may
-    fail.
-    """
+    """Raise MissingExtraError if torch is older than FLOOR; call it before torch is imported."""
     require_torch(FLOOR, "fabric", f'Run `pip install "torch>={FLOOR}"`.')
 
 
