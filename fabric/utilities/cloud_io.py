@@ -37,7 +37,7 @@ def get_filesystem(path: PathLike, **kwargs: Any) -> AbstractFileSystem:
         if not missing and "Protocol not known" not in str(error):
             raise
         raise (MissingExtraError if missing else ConfigurationError)(
-            f"{str(path)!r} cannot be opened: {error}. Write a path, or a URL that fsspec supports, and install "
+            f"{str(path)!r} cannot be opened: {error}. Write a path, or a URL that fsspec supports, with "
             "its driver: s3://BUCKET/NAME after `pip install fsspec s3fs`."
         ) from error
     filesystem.invalidate_cache()  # other processes write files, too
