@@ -1,4 +1,4 @@
-"""`replace_linears`: other layers in the places of a model's linear ones, for low-precision plugins."""
+"""`replace_linears`: replace a model's linear layers, for low-precision plugins."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def check_settings(asked: str, dtype: Any, ignored: Any) -> set[str]:
-    """The names of modules to leave as they are, of a plugin's settings.
+    """Return the names of modules that a plugin ignores.
 
     Raises:
-        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignored` no collection of names.
+        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignored` is not a collection of names.
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ArgumentTypeError(
@@ -44,21 +44,21 @@ def replace_linears(
     ignored: Collection[str] = (),
     replaces: bool = False,
 ) -> None:
-    """Make each `nn.Linear` of the module what `make` gives for it, in place, whoever else holds it.
+    """Convert each `nn.Linear` of the module to the layer `make(linear)` in place, so references stay valid.
 
-    Layers whose weight is computed (`spectral_norm`, pruning) stay as they are.
+    Layers whose weight is computed (`spectral_norm`, pruning) are left unchanged.
 
     Args:
-        module: The user's.
-        make: From a layer to another one, with the same bias.
-        asked: What the user wrote, for errors.
-        ignored: Names of modules that are left as they are, with all below them.
-        replaces: Weights are replaced, too, once each: rank zero's values count, as what is made of them are
-            no values that a strategy could send. All ranks must call this then.
+        module: The user's module.
+        make: Returns the new layer for a linear layer, with the same bias.
+        asked: The user's code, for errors.
+        ignored: Names of modules that are left unchanged, with their submodules.
+        replaces: Whether weights are replaced, too, each once. The new ones are computed from rank zero's
+            values, because strategies cannot broadcast them. All ranks must call this then.
 
     Raises:
-        ConfigurationError: There is no linear layer, a name of `ignored` is that of no module, a weight has
-            no values yet, or is that of something else, too.
+        ConfigurationError: There is no linear layer, `ignored` names no module, a weight is on the meta
+            device, or is also a parameter of something else.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     unknown = [name for name in ignored if name not in modules]
@@ -93,25 +93,25 @@ def replace_linears(
         made = make(layer)
         if replaces:
             made.weight = of_weight.setdefault(weight, made).weight
-        _become(layer, made)
+        _convert_in_place(layer, made)
     for part in module.modules():
         if not layers.keys().isdisjoint(part.modules()):
-            _leave_fast_path(part)
+            _disable_fast_path(part)
 
 
 def _check_ties(module: nn.Module, found: dict[str, nn.Linear], asked: str) -> None:
     names = {f"{name}.weight".removeprefix("."): name for name in found}
-    whose = {layer.weight: name for name, layer in found.items()}
+    layer_of = {layer.weight: name for name, layer in found.items()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter in whose and name not in names:
+        if parameter in layer_of and name not in names:
             raise ConfigurationError(
-                f"{asked} would take the weight of {whose[parameter]!r} apart from {name!r}, which is the "
-                f"same parameter. Leave that layer as it is: ignore_modules={{{whose[parameter]!r}}}."
+                f"{asked} would take the weight of {layer_of[parameter]!r} apart from {name!r}, which is the "
+                f"same parameter. Leave that layer as it is: ignore_modules={{{layer_of[parameter]!r}}}."
             )
 
 
-def _become(layer: nn.Module, made: nn.Module) -> None:
-    """Let the layer be what was made: other names of it, lists and hooks go on with it."""
+def _convert_in_place(layer: nn.Module, made: nn.Module) -> None:
+    """Give the layer the class and contents of `made`: references to it and its hooks stay valid."""
     if made is layer:
         return
     own = made.__dict__
@@ -120,8 +120,8 @@ def _become(layer: nn.Module, made: nn.Module) -> None:
     layer.__class__, layer.__dict__ = type(made), own
 
 
-def _leave_fast_path(part: nn.Module) -> None:
-    """Keep torch's encoder from computing with the weights of its layers, past what these are now."""
+def _disable_fast_path(part: nn.Module) -> None:
+    """Turn off the fast path of torch's encoder, which reads weights of its layers without calling them."""
     if isinstance(part, nn.TransformerEncoderLayer):
         part.activation_relu_or_gelu = 0
     if isinstance(part, nn.TransformerEncoder):

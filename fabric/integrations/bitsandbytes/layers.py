@@ -1,4 +1,4 @@
-"""bitsandbytes' layers, which also load what they saved, and plain weights. Imported where one is made."""
+"""bitsandbytes' layers that load their own checkpoints and plain weights. Imported on first use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FourBits(bnb.Linear4bit):
-    """A layer whose weight is stored in 4 bits. Plain ones are made `plain` before, as at setup."""
+    """Linear layer with a weight in 4 bits. Loaded plain weights are cast to `plain` before quantisation."""
 
     plain: torch.dtype
 
@@ -33,7 +33,7 @@ class FourBits(bnb.Linear4bit):
         elif given is not None and keys:
             stats = {key.removeprefix(f"{prefix}weight."): read_stored(state[key]) for key in keys}
             made = bnb.Params4bit.from_prequantized(read_stored(given), stats, device=own.device)
-        own.data, own.quant_state = made.data, made.quant_state  # another layer may have it, too
+        own.data, own.quant_state = made.data, made.quant_state  # in place: layers may share it
         if given is not None:
             state[f"{prefix}weight"] = own.data
         super()._load_from_state_dict(state, prefix, *rest)
@@ -46,7 +46,7 @@ class FourBits(bnb.Linear4bit):
 
 
 class EightBits(bnb.Linear8bitLt):
-    """A layer whose weight is stored in 8 bits. Plain ones are made `plain` before, as at setup."""
+    """Linear layer with a weight in 8 bits. Loaded plain weights are cast to `plain` before quantisation."""
 
     plain: torch.dtype
 
@@ -58,7 +58,7 @@ class EightBits(bnb.Linear8bitLt):
         super()._load_from_state_dict(state, prefix, *rest)
 
     def init_8bit_state(self) -> None:
-        """Before a forward. Unlike the base's it leaves the weight whole: another layer may have it, too."""
+        """Prepare a forward. Unlike the base class it keeps the weight, which layers may share."""
         self.state.CB, self.state.SCB = self.weight.data, self.weight.SCB
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -72,10 +72,10 @@ class EightBits(bnb.Linear8bitLt):
 
 
 class TrainedEightBits(bnb.Linear8bitLt):
-    """A layer that is trained, and multiplies in 8 bits: by the weights of now, in evaluation, too.
+    """Trainable linear layer that multiplies in 8 bits by its current weight, also in evaluation.
 
-    bitsandbytes' own layer evaluates with the weights of the last forward in training: a later step, or a
-    loaded checkpoint, would have no effect. The kernel for that does not exist on a CPU.
+    bitsandbytes' own layer evaluates with the weight of the last training forward: a later step, or a loaded
+    checkpoint, would have no effect. Its kernel does not exist on a CPU.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,23 +85,23 @@ class TrainedEightBits(bnb.Linear8bitLt):
 
 
 def four_bits(layer: Linear, kind: str, twice: bool, compute: torch.dtype) -> Any:
-    """The layer with its weight in 4 bits."""
+    """Return the layer with its weight in 4 bits."""
     made = _like(layer, FourBits, quant_type=kind, compress_statistics=twice, compute_dtype=compute)
     made.weight = _four(layer.weight.data, kind, twice).to(layer.weight.device)
-    # An evaluation would pack weights for a kernel without gradients: no training went on after it.
+    # Otherwise an evaluation packs weights for a kernel without gradients, and training fails after it.
     made.support_avx512bf16_for_cpu = False
     return made
 
 
 def eight_bits(layer: Linear, trained: bool) -> Any:
-    """The layer with its weight in 8 bits, or, if it is `trained`, as it was, and multiplied in 8."""
+    """Return the layer with its weight in 8 bits; if `trained`, with the same weight and 8-bit products."""
     made = _like(layer, TrainedEightBits if trained else EightBits, has_fp16_weights=trained, threshold=6.0)
     made.weight = layer.weight if trained else _eight(layer.weight.data).to(layer.weight.device)
     return made
 
 
 def _by_rows(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    # Each of bitsandbytes' products knows two dimensions, in its backward, too, and some know others.
+    # All products of bitsandbytes support two dimensions, also in backward; only some support others.
     out = product(x.reshape(-1, x.shape[-1]))
     return out.view(*x.shape[:-1], out.shape[-1])
 

@@ -20,25 +20,24 @@ Mode = Literal["nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"]
 
 
 class BitsandbytesPrecision(TruePrecision):
-    """The weights of linear layers in 4 or 8 bits; everything else in `dtype`.
+    """Weights of linear layers in 4 or 8 bits; everything else in `dtype`.
 
-    In the modes "nf4", "fp4", their double quantised forms ("-dq") and "int8" the weights are fixed: what is
-    trained are other parameters (adapters, which are then to be ignored, norms, biases). "int8-training"
-    keeps weights in `dtype`, trains them, and multiplies in 8 bits.
+    In the modes "nf4", "fp4", their double quantised forms ("-dq") and "int8" the weights are fixed. Trained
+    are other parameters: adapters (to be listed in `ignore_modules`), norms, biases. "int8-training" keeps
+    weights in `dtype`, trains them, and multiplies in 8 bits.
 
-    Fixed weights are those of rank zero, from which each rank makes its own. A checkpoint has the weights as
-    they are stored; one of plain weights is quantised while it is loaded. Optimizers are made after
-    `fabric.setup_module(model)`, from what requires gradients then. A weight that something else has, too (an
-    embedding), is refused.
+    Each rank quantises rank zero's weights. Checkpoints hold the quantised weights; plain ones are quantised
+    while they are loaded. Create optimizers after `fabric.setup_module(model)`, from parameters that require
+    gradients then. A weight that is shared with another kind of module (an embedding) is an error.
 
     Args:
-        mode: See above.
-        dtype: Of everything else, and of products; None: bfloat16, float16 on GPUs that have none.
-        ignore_modules: Names of modules whose linear layers stay as they are.
+        mode: One of the modes above.
+        dtype: Dtype of everything else, and of products; None: bfloat16, or float16 on GPUs without it.
+        ignore_modules: Names of modules whose linear layers are left unchanged.
 
     Raises:
         ConfigurationError: Unknown `mode`.
-        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignore_modules` no set of names.
+        ArgumentTypeError: `dtype` is not one of 16 or 32 bits, or `ignore_modules` is not a set of names.
         MissingExtraError: bitsandbytes is not installed.
     """
 
@@ -61,7 +60,7 @@ class BitsandbytesPrecision(TruePrecision):
         self.precision = f"bitsandbytes-{mode}"
 
     def convert_module(self, module: Module) -> Module:
-        """The module with other linear layers, and in `dtype`. All ranks must call this."""
+        """Replace the module's linear layers and cast the rest to `dtype`. All ranks must call this."""
         from fabric.integrations.bitsandbytes import layers
 
         if self.mode.startswith("int8"):

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: the keywords of `DeepSpeedStrategy`, a file or a dictionary, our own part."""
+"""DeepSpeed's configuration, from keywords of `DeepSpeedStrategy`, a file or dictionary, and our defaults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACES = {
     "contiguous_memory_optimization": "activation_checkpointing.contiguous_memory_optimization",
     "synchronize_checkpoint_boundary": "activation_checkpointing.synchronize_checkpoint_boundary",
 }
-"""Of each keyword: where it stands in a configuration."""
+"""Keywords of `DeepSpeedStrategy` to their paths in a configuration."""
 _OFFLOAD_OPTIMIZER = {
     "offload_optimizer_device": "device",
     "nvme_path": "nvme_path",
@@ -54,7 +54,7 @@ _FP16 = {
 
 
 def places(keywords: dict[str, Any]) -> dict[str, str]:
-    """Return the place in a configuration of each keyword that is used."""
+    """Return the path in a configuration of each keyword that applies."""
     found = dict(PLACES)
     if keywords["offload_optimizer"]:
         found |= {
@@ -68,11 +68,11 @@ def places(keywords: dict[str, Any]) -> dict[str, str]:
 
 
 def read(config: Any) -> tuple[dict[str, Any], str]:
-    """A configuration of the user's, and where it came from. Nothing: {}.
+    """Return the user's configuration (empty if there is none) and its source for messages.
 
     Raises:
-        ArgumentTypeError: It is no dictionary and no path.
-        ConfigurationError: There is no such file, or it is no JSON of a dictionary.
+        ArgumentTypeError: It is neither a dictionary nor a path.
+        ConfigurationError: There is no such file, or it is not a JSON dictionary.
     """
     where = "config"
     if config is None:
@@ -80,7 +80,7 @@ def read(config: Any) -> tuple[dict[str, Any], str]:
     if not config:
         return {}, where
     if isinstance(config, dict):
-        return deepcopy(config), where  # DeepSpeed writes into what it is given
+        return deepcopy(config), where  # DeepSpeed modifies the dictionary
     if not isinstance(config, str | Path):
         raise ArgumentTypeError(
             f"config must be a dictionary or the path of a JSON file, but is a {type(config).__name__}."
@@ -99,10 +99,10 @@ def read(config: Any) -> tuple[dict[str, Any], str]:
 
 
 def joined(keywords: dict[str, Any], defaults: dict[str, Any], config: Any) -> dict[str, Any]:
-    """The user's configuration with what the keywords say beside it.
+    """Return the user's configuration, extended by keywords.
 
     Raises:
-        ConfigurationError: Both say something, and not the same; or the loop is not left to the user.
+        ConfigurationError: They contradict each other; or the configuration accumulates gradients itself.
     """
     found, where = read(config)
     for name, place in places(keywords).items():
@@ -133,10 +133,10 @@ def joined(keywords: dict[str, Any], defaults: dict[str, Any], config: Any) -> d
 
 
 def complete(found: dict[str, Any], precision: str, keywords: dict[str, Any]) -> dict[str, Any]:
-    """The configuration that an engine gets.
+    """Return the complete configuration of an engine.
 
     Raises:
-        ConfigurationError: It asks for another precision than `Fabric(precision=...)`.
+        ConfigurationError: Its precision differs from `Fabric(precision=...)`.
     """
     config = deepcopy(found)
     asked = {"16": "fp16", "bf": "bf16"}.get(precision[:2])
@@ -153,23 +153,23 @@ def complete(found: dict[str, Any], precision: str, keywords: dict[str, Any]) ->
             if get(config, f"fp16.{key}") is None:
                 put(config, f"fp16.{key}", keywords[name])
     if get(config, "zero_optimization.stage") == 1:
-        # Gradients are reduced when they are asked for, which may be after several backwards.
+        # Gradients are reduced before they are used, maybe after several backwards.
         put(config, "zero_optimization.overlap_comm", False)
     config["gradient_accumulation_steps"] = 1
     config.pop("train_batch_size", None)
     config.setdefault("train_micro_batch_size_per_gpu", 1)
-    config.setdefault("zero_force_ds_cpu_optimizer", False)  # which would be compiled
+    config.setdefault("zero_force_ds_cpu_optimizer", False)  # that optimizer would be compiled
     config.setdefault("steps_per_print", 1 << 62)
     config.setdefault("gradient_clipping", 0.0)  # its default is 1
     if "optimizer" in config:
         config["optimizer"].setdefault("params", {}).setdefault(
             "torch_adam", True
-        )  # so would be its own Adam
+        )  # DeepSpeed's own Adam would be compiled, too
     return config
 
 
 def get(config: dict[str, Any], place: str) -> Any:
-    """Return the value at a place, "a.b"; None if there is none."""
+    """Return the value at a path such as "a.b"; None if there is none."""
     for key in place.split("."):
         if not isinstance(config, dict):
             return None
@@ -178,7 +178,7 @@ def get(config: dict[str, Any], place: str) -> Any:
 
 
 def put(config: dict[str, Any], place: str, value: Any) -> None:
-    """Put a value at a place, "a.b"."""
+    """Set the value at a path such as "a.b"."""
     *inner, last = place.split(".")
     for key in inner:
         config = config.setdefault(key, {})
