@@ -171,7 +171,10 @@ def _versions() -> str:
 
 def _check(options: argparse.Namespace) -> int:
     numbers = {name: Setting(getattr(options, name), f"--{name}") for name in ("devices", "steps")}
-    ranks, steps = _whole(numbers["devices"], "--devices", 2), _whole(numbers["steps"], "--steps", 1)
+    ranks, steps = (
+        _parse_count(numbers["devices"], "--devices", 2),
+        _parse_count(numbers["steps"], "--steps", 1),
+    )
     return int(use_slice("check").check(_command_line(options)[1:], ranks, steps))
 
 
@@ -188,13 +191,13 @@ def _consolidate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _as_local_path(given: str) -> Path:
+def _as_local_path(text: str) -> Path:
     from fabric.utilities.cloud_io import local_path
 
-    path = local_path(given)
+    path = local_path(text)
     if path is None:
         raise ConfigurationError(
-            f"{given} is a URL, but consolidate reads and writes local files. Copy them, and write a path."
+            f"{text} is a URL, but consolidate reads and writes local files. Copy them, and write a path."
         )
     return path
 
@@ -203,7 +206,7 @@ def _run(options: argparse.Namespace) -> int:
     require_posix()
     argv = _command_line(options)
     settings = effective_settings(vars(options), os.environ)
-    devices, nodes = settings["devices"].value, _whole(settings["num_nodes"], "--num-nodes", 1)
+    devices, nodes = settings["devices"].value, _parse_count(settings["num_nodes"], "--num-nodes", 1)
     count = count_processes(devices, settings["accelerator"].value)
     if options.verbose:
         _print_settings(settings, count, nodes)
@@ -289,8 +292,8 @@ def _first_rank_env(
     settings: Mapping[str, Setting], count: int, nodes: int
 ) -> tuple[RankEnv, socket.socket | None]:
     """Return the variables of this machine's first rank, and on node 0 the listening socket of the job."""
-    node_rank = _whole(settings["node_rank"], "--node-rank", 0)
-    port = _whole(settings["main_port"], "--main-port", 0)
+    node_rank = _parse_count(settings["node_rank"], "--node-rank", 0)
+    port = _parse_count(settings["main_port"], "--main-port", 0)
     address = settings["main_address"].value
     if node_rank >= nodes:
         raise ConfigurationError(
@@ -304,7 +307,7 @@ def _first_rank_env(
     return first_place(count, nodes, node_rank, address, port or (DEFAULT_PORT if nodes > 1 else 0))
 
 
-def _whole(setting: Setting, option: str, least: int) -> int:
+def _parse_count(setting: Setting, option: str, least: int) -> int:
     text = str(setting.value).strip()
     if not text.isdigit() or int(text) < least:
         raise ConfigurationError(

@@ -25,14 +25,14 @@ def agreed(value: Any, channel: Channel) -> Any:
         ArgumentTypeError: The value cannot be pickled.
     """
     # Each rank compares the same received values, its own included, so all ranks raise or none does.
-    held = gather_objects(value, channel, "agree")
-    if all([same(held[0], other) for other in held[1:]]):
+    values = gather_objects(value, channel, "agree")
+    if all([same(values[0], other) for other in values[1:]]):
         return value
     guard = channel.guard
-    ranks = guard.members if guard is not None else range(len(held))
-    places = gather_objects(user_line(), channel, "agree")
-    each = zip(ranks, held, places, strict=True)
-    rows = [f"  rank {rank}: {one!r:.80}  at {place}".replace("\n", " ") for rank, one, place in each]
+    ranks = guard.members if guard is not None else range(len(values))
+    lines = gather_objects(user_line(), channel, "agree")
+    table = zip(ranks, values, lines, strict=True)
+    rows = [f"  rank {rank}: {of_rank!r:.80}  at {line}".replace("\n", " ") for rank, of_rank, line in table]
     raise CollectiveMismatch(
         "\n".join(["fabric.agree: ranks hold different values.", *rows])
         + "\nDecide on one rank and send the value with fabric.broadcast, or combine the values with "
@@ -51,8 +51,8 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and not isinstance(one, OrderedDict):  # equal in any order, as in Python
         return one.keys() == other.keys() and all([same(value, other[key]) for key, value in one.items()])
     if is_node(one):
-        (mine, spec), (theirs, other_spec) = flatten(one), flatten(other)
-        return spec == other_spec and all([same(a, b) for a, b in zip(mine, theirs, strict=True)])
+        (leaves, spec), (other_leaves, other_spec) = flatten(one), flatten(other)
+        return spec == other_spec and all([same(a, b) for a, b in zip(leaves, other_leaves, strict=True)])
     if not hasattr(one, "dtype"):
         return bool(one == other) or _same_content(one, other)
     if one.dtype != other.dtype or one.shape != other.shape:  # numpy would broadcast

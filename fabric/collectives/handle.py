@@ -28,12 +28,12 @@ class Handle:
         self._works = works
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
-        self.verb, self.place = verb, user_line()
+        self.verb, self.line = verb, user_line()
         for key, (line, other) in _unwaited.items():
             if other is not None and other.done():
                 _unwaited[key] = line, None
         self._key = next(_numbers)
-        _unwaited[self._key] = f"{verb} at {self.place}", self
+        _unwaited[self._key] = f"{verb} at {self.line}", self
 
     def wait(self) -> Any:
         """Wait for the data and return them, the same object on each call. Other ranks need not call it."""
@@ -48,7 +48,7 @@ class Handle:
 
     def __repr__(self) -> str:
         state = "waited for" if self._finish is None else "done" if self.done() else "pending"
-        return f"<{self.verb} from {self.place}, {state}>"
+        return f"<{self.verb} from {self.line}, {state}>"
 
 
 _unwaited: dict[int, tuple[str, Handle | None]] = {}

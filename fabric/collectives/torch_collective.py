@@ -145,21 +145,23 @@ class TorchCollective(Collective):
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """The reduction over ranks, written into `tensor` on every rank."""
-        one = _Reduction(tensor, op, self.world_size)
-        dist.all_reduce(one.sent, one.engine_op, group=self._group)
-        return one.wait()
+        reduction = _Reduction(tensor, op, self.world_size)
+        dist.all_reduce(reduction.sent, reduction.engine_op, group=self._group)
+        return reduction.wait()
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
         """Start an `all_reduce` and return its request: the result is ready after `.wait()`."""
-        one = _Reduction(tensor, op, self.world_size)
-        one.work = dist.all_reduce(one.sent, one.engine_op, group=self._group, async_op=True)
-        return one
+        reduction = _Reduction(tensor, op, self.world_size)
+        reduction.work = dist.all_reduce(
+            reduction.sent, reduction.engine_op, group=self._group, async_op=True
+        )
+        return reduction
 
     def reduce(self, tensor: Tensor, dst: int, op: str = "sum") -> Tensor:
         """The reduction over ranks, written into `tensor` on `dst`."""
-        one = _Reduction(tensor, op, self.world_size)
-        dist.reduce(one.sent, dst, one.engine_op, group=self._group)
-        return one.wait() if self.rank == dst else tensor
+        reduction = _Reduction(tensor, op, self.world_size)
+        dist.reduce(reduction.sent, dst, reduction.engine_op, group=self._group)
+        return reduction.wait() if self.rank == dst else tensor
 
     def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, written into `tensor_list` in rank order."""
@@ -184,10 +186,10 @@ class TorchCollective(Collective):
         """The reduction over ranks of entry r of `input_list`, for rank r of the group, written into
         `output`.
         """
-        one = _Reduction(output, op, self.world_size)
-        parts = [one.to_send(part) for part in input_list]
-        dist.reduce_scatter(one.sent, parts, one.engine_op, group=self._group)
-        return one.wait()
+        reduction = _Reduction(output, op, self.world_size)
+        parts = [reduction.to_send(part) for part in input_list]
+        dist.reduce_scatter(reduction.sent, parts, reduction.engine_op, group=self._group)
+        return reduction.wait()
 
     def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
         """Send `input_tensor_list[r]` to rank r of the group; the received tensors are in the result."""

@@ -26,9 +26,9 @@ def share_cores(local_world_size: int) -> None:
         return
     import torch
 
-    every, usable, wanted = os.cpu_count() or 1, usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
-    if torch.get_num_threads() in {every, every // 2, usable, usable // 2}:
-        torch.set_num_threads(int(wanted) if wanted.isdigit() else max(1, usable // local_world_size))
+    total, usable, variable = os.cpu_count() or 1, usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    if torch.get_num_threads() in {total, total // 2, usable, usable // 2}:
+        torch.set_num_threads(int(variable) if variable.isdigit() else max(1, usable // local_world_size))
 
 
 def cgroup_quota(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:

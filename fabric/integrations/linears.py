@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 
-def check_settings(asked: str, dtype: Any, ignored: Any) -> set[str]:
+def check_settings(feature: str, dtype: Any, ignored: Any) -> set[str]:
     """Return the names of modules that a plugin ignores.
 
     Raises:
@@ -24,14 +24,14 @@ def check_settings(asked: str, dtype: Any, ignored: Any) -> set[str]:
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ArgumentTypeError(
-            f"{asked}: dtype={dtype!r}, that of everything else, must be torch.bfloat16, torch.float16 or "
+            f"{feature}: dtype={dtype!r}, that of everything else, must be torch.bfloat16, torch.float16 or "
             "torch.float32."
         )
     names = ignored if isinstance(ignored, set | frozenset | list | tuple) else [None]
     if not all([isinstance(name, str) for name in names]):
         example = ignored if isinstance(ignored, str) else "head"
         raise ArgumentTypeError(
-            f"{asked}: ignore_modules={ignored!r} must be a set of names. Write "
+            f"{feature}: ignore_modules={ignored!r} must be a set of names. Write "
             f"ignore_modules={{{example!r}}}."
         )
     return set(names)
@@ -40,7 +40,7 @@ def check_settings(asked: str, dtype: Any, ignored: Any) -> set[str]:
 def replace_linears(
     module: nn.Module,
     make: Callable[[nn.Linear], nn.Module],
-    asked: str,
+    feature: str,
     ignored: Collection[str] = (),
     replaces: bool = False,
 ) -> None:
@@ -51,7 +51,7 @@ def replace_linears(
     Args:
         module: The user's module.
         make: Returns the new layer for a linear layer, with the same bias.
-        asked: The user's code, for errors.
+        feature: The user's code, for errors.
         ignored: Names of modules that are left unchanged, with their submodules.
         replaces: Whether weights are replaced, too, each once. The new ones are computed from rank zero's
             values, because strategies cannot broadcast them. All ranks must call this then.
@@ -64,8 +64,8 @@ def replace_linears(
     unknown = [name for name in ignored if name not in modules]
     if unknown:
         raise ConfigurationError(
-            f"{asked} was told to leave {unknown[0]!r} as it is, but {type(module).__name__} has no module "
-            f"of that name. It has {', '.join(repr(name) for name in list(modules)[1:6])}, ..."
+            f"{feature}: ignore_modules names {unknown[0]!r}, but {type(module).__name__} has no module of "
+            f"that name. Write names such as {', '.join(repr(name) for name in list(modules)[1:6])}, ..."
         )
     kept = {part for name in ignored for part in modules[name].modules()}
     found = {
@@ -75,16 +75,16 @@ def replace_linears(
     }
     if not found:
         raise ConfigurationError(
-            f"{asked} replaces linear layers, and {type(module).__name__} has none. Leave it out."
+            f"{feature} replaces linear layers, and {type(module).__name__} has none. Leave it out."
         )
     empty = [name for name, layer in found.items() if layer.weight.is_meta]
     if empty:
         raise ConfigurationError(
-            f"{asked} needs values, and {empty[0]!r} is on the meta device. Load the model before setup."
+            f"{feature} needs values, and {empty[0]!r} is on the meta device. Load the model before setup."
         )
     layers = dict.fromkeys(found.values())
     if replaces:
-        _check_ties(module, found, asked)
+        _check_ties(module, found, feature)
         if dist.is_initialized():
             broadcast_from_zero([p for layer in layers for p in layer.parameters()])
     of_weight: dict[Any, nn.Module] = {}
@@ -99,14 +99,14 @@ def replace_linears(
             _disable_fast_path(part)
 
 
-def _check_ties(module: nn.Module, found: dict[str, nn.Linear], asked: str) -> None:
+def _check_ties(module: nn.Module, found: dict[str, nn.Linear], feature: str) -> None:
     names = {f"{name}.weight".removeprefix("."): name for name in found}
     layer_of = {layer.weight: name for name, layer in found.items()}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter in layer_of and name not in names:
             raise ConfigurationError(
-                f"{asked} would take the weight of {layer_of[parameter]!r} apart from {name!r}, which is the "
-                f"same parameter. Leave that layer as it is: ignore_modules={{{layer_of[parameter]!r}}}."
+                f"{feature} would take the weight of {layer_of[parameter]!r} apart from {name!r}, which is "
+                f"the same parameter. Leave that layer as it is: ignore_modules={{{layer_of[parameter]!r}}}."
             )
 
 
@@ -114,10 +114,11 @@ def _convert_in_place(layer: nn.Module, made: nn.Module) -> None:
     """Give the layer the class and contents of `made`: references to it and its hooks stay valid."""
     if made is layer:
         return
-    own = made.__dict__
-    own.update({key: value for key, value in vars(layer).items() if key in CALL_TABLES or key not in own})
-    own["training"] = layer.training
-    layer.__class__, layer.__dict__ = type(made), own
+    contents = made.__dict__
+    kept = {key: value for key, value in vars(layer).items() if key in CALL_TABLES or key not in contents}
+    contents.update(kept)
+    contents["training"] = layer.training
+    layer.__class__, layer.__dict__ = type(made), contents
 
 
 def _disable_fast_path(part: nn.Module) -> None:

@@ -32,7 +32,7 @@ def reduce_scatter_tree(data: Any, op: Any, channel: Channel, *, label: str | No
         ArgumentTypeError: As for `reduce_tree`.
         CollectiveMismatch: Ranks made different calls; raised on all of them.
     """
-    world, me = channel.world_size, channel.collective.rank_in_group
+    world, rank = channel.world_size, channel.collective.rank_in_group
     leaves, spec = flatten(data, CONSTANTS)
     with channel.validating("reduce_scatter"):
         op = torch_op("sum" if op is None else op)
@@ -46,11 +46,11 @@ def reduce_scatter_tree(data: Any, op: Any, channel: Channel, *, label: str | No
     call = tree_call(label or f"reduce_scatter({op_name(op)})", spec, tensors)
     tables, _ = channel.exchange_small(call, sent, may=foldable(op))
     results = [t.new_empty(t.shape[0] // world, *t.shape[1:]) for t in tensors]
-    for place, (group, matrix) in enumerate(zip(groups, sent, strict=True)):
+    for index, (group, matrix) in enumerate(zip(groups, sent, strict=True)):
         if tables is None:
             row = _reduce_row(channel.transport.to_staging(matrix), op, channel)
         else:
-            row = fold(tables[place].view(world, world, -1)[:, me], op)
+            row = fold(tables[index].view(world, world, -1)[:, rank], op)
         values = row.to(matrix.device).split([results[i].numel() for i in group])
         for i, value in zip(group, values, strict=True):
             results[i].view(-1).copy_(value)
@@ -70,7 +70,7 @@ def all_to_all_tree(data: Any, channel: Channel, *, verb: str = "all_to_all") ->
         ArgumentTypeError: A leaf is not a tensor.
         CollectiveMismatch: Ranks made different calls; raised on all of them.
     """
-    world, me = channel.world_size, channel.collective.rank_in_group
+    world, rank = channel.world_size, channel.collective.rank_in_group
     leaves, spec = flatten(data, CONSTANTS)
     with channel.validating("all_to_all"):
         tensors = to_tensors(leaves, channel.transport.device, "all_to_all")
@@ -79,13 +79,13 @@ def all_to_all_tree(data: Any, channel: Channel, *, verb: str = "all_to_all") ->
     sent = [pack([tensors[i] for i in group], world) for group in groups]
     tables, _ = channel.exchange_small(tree_call(verb, spec, tensors), sent)
     results = [torch.empty_like(t) if not t.numel() else t for t in tensors]
-    for place, (group, matrix) in enumerate(zip(groups, sent, strict=True)):
+    for index, (group, matrix) in enumerate(zip(groups, sent, strict=True)):
         if tables is None:
             staged = channel.transport.to_staging(matrix)
             rows = torch.empty_like(staged)
             channel.collective.all_to_all(list(rows), list(staged))
         else:
-            rows = tables[place].view(world, world, -1)[:, me].contiguous()
+            rows = tables[index].view(world, world, -1)[:, rank].contiguous()
         parts = [tensors[i] for i in group]
         for i, column in zip(group, unpack(rows.to(matrix.device), parts, world), strict=True):
             results[i] = column.reshape(tensors[i].shape)

@@ -23,19 +23,19 @@ class FourBits(bnb.Linear4bit):
     plain: torch.dtype
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        given = state.get(f"{prefix}weight")
-        own: Any = self.weight
+        saved = state.get(f"{prefix}weight")
+        weight: Any = self.weight
         keys = [key for key in state if key.startswith(f"{prefix}weight.")]
-        made = own
-        if given is not None and given.is_floating_point():
-            given = read_stored(given).to(self.plain)
-            made = _four(given, own.quant_type, own.compress_statistics).to(own.device)
-        elif given is not None and keys:
+        made = weight
+        if saved is not None and saved.is_floating_point():
+            saved = read_stored(saved).to(self.plain)
+            made = _four(saved, weight.quant_type, weight.compress_statistics).to(weight.device)
+        elif saved is not None and keys:
             stats = {key.removeprefix(f"{prefix}weight."): read_stored(state[key]) for key in keys}
-            made = bnb.Params4bit.from_prequantized(read_stored(given), stats, device=own.device)
-        own.data, own.quant_state = made.data, made.quant_state  # in place: layers may share it
-        if given is not None:
-            state[f"{prefix}weight"] = own.data
+            made = bnb.Params4bit.from_prequantized(read_stored(saved), stats, device=weight.device)
+        weight.data, weight.quant_state = made.data, made.quant_state  # in place: layers may share it
+        if saved is not None:
+            state[f"{prefix}weight"] = weight.data
         super()._load_from_state_dict(state, prefix, *rest)
         unexpected: list[str] = rest[3]
         unexpected[:] = [key for key in unexpected if key not in keys]
@@ -51,9 +51,9 @@ class EightBits(bnb.Linear8bitLt):
     plain: torch.dtype
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        given = state.get(f"{prefix}weight")
-        if given is not None and given.is_floating_point():
-            made = _eight(read_stored(given).to(self.plain)).to(self.weight.device)
+        saved = state.get(f"{prefix}weight")
+        if saved is not None and saved.is_floating_point():
+            made = _eight(read_stored(saved).to(self.plain)).to(self.weight.device)
             state.update({f"{prefix}weight": made.data, f"{prefix}SCB": made.SCB})
         super()._load_from_state_dict(state, prefix, *rest)
 
@@ -84,10 +84,10 @@ class TrainedEightBits(bnb.Linear8bitLt):
         return _by_rows(partial(matmul, B=self.weight, bias=self.bias, state=self.state), x)
 
 
-def four_bits(layer: Linear, kind: str, twice: bool, compute: torch.dtype) -> Any:
+def four_bits(layer: Linear, kind: str, double_quant: bool, compute: torch.dtype) -> Any:
     """Return the layer with its weight in 4 bits."""
-    made = _like(layer, FourBits, quant_type=kind, compress_statistics=twice, compute_dtype=compute)
-    made.weight = _four(layer.weight.data, kind, twice).to(layer.weight.device)
+    made = _like(layer, FourBits, quant_type=kind, compress_statistics=double_quant, compute_dtype=compute)
+    made.weight = _four(layer.weight.data, kind, double_quant).to(layer.weight.device)
     # Otherwise an evaluation packs weights for a kernel without gradients, and training fails after it.
     made.support_avx512bf16_for_cpu = False
     return made
@@ -112,8 +112,8 @@ def _like(layer: Linear, kind: Any, **settings: Any) -> Any:
     return made
 
 
-def _four(weight: torch.Tensor, kind: str, twice: bool) -> Any:
-    return bnb.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=twice)
+def _four(weight: torch.Tensor, kind: str, double_quant: bool) -> Any:
+    return bnb.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=double_quant)
 
 
 def _eight(weight: torch.Tensor) -> Any:

@@ -46,15 +46,15 @@ class BitsandbytesPrecision(TruePrecision):
     ) -> None:
         if mode not in get_args(Mode):
             raise ConfigurationError(
-                f"BitsandbytesPrecision({mode!r}) is no mode of it.{did_you_mean(mode, get_args(Mode))} "
+                f"BitsandbytesPrecision({mode!r}) is not a mode.{did_you_mean(mode, get_args(Mode))} "
                 f"Write one of {', '.join(map(repr, get_args(Mode)))}."
             )
-        self._asked = f"BitsandbytesPrecision({mode!r})"
+        self._feature = f"BitsandbytesPrecision({mode!r})"
         if dtype is None:
             old = torch.cuda.is_available() and not torch.cuda.is_bf16_supported()
             dtype = torch.float16 if old else torch.bfloat16
-        self.mode, self.ignored = mode, check_settings(self._asked, dtype, ignore_modules or ())
-        import_package("bitsandbytes", self._asked, "bitsandbytes", least="0.49")
+        self.mode, self.ignored = mode, check_settings(self._feature, dtype, ignore_modules or ())
+        import_package("bitsandbytes", self._feature, "bitsandbytes", least="0.49")
         super().__init__(dtype)
         self.replaces_parameters = mode != "int8-training"
         self.precision = f"bitsandbytes-{mode}"
@@ -66,8 +66,8 @@ class BitsandbytesPrecision(TruePrecision):
         if self.mode.startswith("int8"):
             make: Any = partial(layers.eight_bits, trained=self.mode == "int8-training")
         else:
-            kind, _, twice = self.mode.partition("-")
-            make = partial(layers.four_bits, kind=kind, twice=bool(twice), compute=self.dtype)
+            kind, _, double_quant = self.mode.partition("-")
+            make = partial(layers.four_bits, kind=kind, double_quant=bool(double_quant), compute=self.dtype)
         module = super().convert_module(module)
-        replace_linears(module, make, self._asked, self.ignored, self.replaces_parameters)
+        replace_linears(module, make, self._feature, self.ignored, self.replaces_parameters)
         return module

@@ -80,7 +80,7 @@ class Gradients:
         """
         if self.averaged:
             raise UsageError(
-                "This backward came after gradients were clipped or divided, and before the step that takes "
+                "This backward came after gradients were clipped or divided, and before the step that uses "
                 "them. Clip after the last backward of a step, or call optimizer.zero_grad()."
             )
         if not self._reached:

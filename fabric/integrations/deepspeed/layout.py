@@ -178,14 +178,14 @@ class DeepSpeedLayout(Layout):
         """
         if self.traits.splits_parameters and (kwargs.get("retain_graph") or kwargs.get("create_graph")):
             raise UsageError(
-                "fabric.backward(loss, retain_graph=True): under stage 3 DeepSpeed lets weights go that a "
-                "second backward of this graph needs. Add the losses up and call fabric.backward once, or "
-                "take stage 2."
+                "fabric.backward(loss, retain_graph=True): under stage 3 DeepSpeed frees weights that a "
+                "second backward of this graph needs. Add the losses and call fabric.backward once, or "
+                "write stage=2."
             )
         if self._failed:
             raise UsageError(
-                "A backward before this one failed in the middle, and DeepSpeed's engine has a part of its "
-                "gradients. Begin a new process from a checkpoint."
+                "A backward before this one failed in the middle, so DeepSpeed's engine has only a part of "
+                "its gradients. Restart the process from a checkpoint."
             )
         if self.traits.splits_parameters and self.channel is not None:
             self.channel.check_barrier("backward")
@@ -200,8 +200,8 @@ class DeepSpeedLayout(Layout):
         if not any([gradients.end() for gradients in self._gradients.values()]):
             raise UsageError(
                 "This loss comes from no model that was set up with an optimizer, or from its .module: "
-                "DeepSpeed sends nothing of it. Write model, optimizer = fabric.setup(model, optimizer), and "
-                "call what it gave back."
+                "DeepSpeed averages no gradients of it. Write model, optimizer = fabric.setup(model, "
+                "optimizer), and call the model that it returned."
             )
 
     def engine_of(self, parameters: Iterable[Tensor]) -> Any:
@@ -261,8 +261,9 @@ class DeepSpeedLayout(Layout):
             which = "gradients" if gradients.exist else "no gradients"
             channel.check_call(call_of(f"{type(optimizer).__name__}.step", f"with {which}"))
         self._copy_edits_to_masters(engine)
-        for theirs, own in zip(engine.optimizer.optimizer.param_groups, optimizer.param_groups, strict=False):
-            theirs.update(_settings(own))
+        engine_groups = engine.optimizer.optimizer.param_groups
+        for engine_group, group in zip(engine_groups, optimizer.param_groups, strict=False):
+            engine_group.update(_settings(group))
         if gradients.step():
             self._copy_settings_from(engine, optimizer)  # a scheduler of DeepSpeed's may have changed them
             self._record_versions(engine)
@@ -342,8 +343,9 @@ class DeepSpeedLayout(Layout):
         return self._gradients[engine]
 
     def _copy_settings_from(self, engine: Any, optimizer: Optimizer) -> None:
-        for own, theirs in zip(optimizer.param_groups, engine.optimizer.optimizer.param_groups, strict=False):
-            own.update(_settings(theirs))
+        engine_groups = engine.optimizer.optimizer.param_groups
+        for group, engine_group in zip(optimizer.param_groups, engine_groups, strict=False):
+            group.update(_settings(engine_group))
 
     def _record_versions(self, engine: Any) -> None:
         engine.fabric_versions = [p._version for p in engine.module.parameters()]
@@ -357,8 +359,8 @@ class DeepSpeedLayout(Layout):
             return
         if self.traits.splits_parameters:
             raise UsageError(
-                "Parameters were written by hand, and under stage 3 their values are elsewhere: nothing was "
-                "changed. Take stage 2, or load what they should be by fabric.load_raw."
+                "Parameters were written by hand, and under stage 3 their values are sharded elsewhere: "
+                "nothing was changed. Write stage=2, or load the new values with fabric.load_raw."
             )
         engine.optimizer.refresh_fp32_params()
 
@@ -366,7 +368,7 @@ class DeepSpeedLayout(Layout):
         if not self._gathers:
             raise UsageError(
                 f"The state dict of a bare {type(module).__name__} has no values under stage 3. Call "
-                "state_dict() of the model that fabric.setup gave back, on all ranks."
+                "state_dict() of the model that fabric.setup returned, on all ranks."
             )
 
 
@@ -376,25 +378,25 @@ def _check(module: Module, optimizer: Optimizer | None) -> None:
         if not (hasattr(p, "ds_id") or (p.dim() and p.is_contiguous())):
             raise ConfigurationError(
                 f"DeepSpeed takes no parameter of shape {list(p.shape)} with strides {list(p.stride())}: "
-                f"{name}. Give it a dimension, and memory without gaps (p.data = p.data.contiguous())."
+                f"{name}. Give it a dimension, and contiguous memory (p.data = p.data.contiguous())."
             )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError(
-            "LBFGS goes by a closure, which DeepSpeed's step has none of. Take another optimizer, or "
+            "LBFGS needs a closure, but DeepSpeed's step calls none. Write another optimizer, or "
             'write strategy="ddp".'
         )
     for group in [] if optimizer is None else optimizer.param_groups:
         if not any([p.requires_grad for p in group["params"]]):
             raise ConfigurationError(
-                "A group of the optimizer has no parameter that requires a gradient, of which DeepSpeed can "
-                "make nothing. Leave it out."
+                "A group of the optimizer has no parameter that requires a gradient, which DeepSpeed does "
+                "not support. Leave the group out."
             )
 
 
 def _refuse_copy(memo: dict[int, Any]) -> Any:
     raise UsageError(
         "A model that fabric.setup has made a DeepSpeed engine cannot be copied. Copy it before that, also "
-        "for an average of its weights; `with fabric.whole(model) as plain:` is for a look at it."
+        "for an average of its weights; or read the model in `with fabric.whole(model) as plain:`."
     )
 
 
@@ -404,8 +406,8 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _optimizer_made_by(engine: Any) -> Optimizer:
     """Return the optimizer that DeepSpeed created by its configuration, with the model's parameters."""
-    own = engine.optimizer.optimizer
-    held = [p for p in engine.module.parameters() if p.requires_grad]
-    groups = [{"params": held, **_settings(own.param_groups[0])}]
-    made: Optimizer = optimizer_view(own, param_groups=groups, state=defaultdict(dict))
-    return made
+    inner = engine.optimizer.optimizer
+    parameters = [p for p in engine.module.parameters() if p.requires_grad]
+    groups = [{"params": parameters, **_settings(inner.param_groups[0])}]
+    view: Optimizer = optimizer_view(inner, param_groups=groups, state=defaultdict(dict))
+    return view

@@ -12,7 +12,7 @@ from fabric.core.errors import ArgumentTypeError, ConfigurationError
 
 VARIABLE = "FABRIC_DEEPSPEED_CONFIG_PATH"
 
-PLACES = {
+CONFIG_PATHS = {
     "stage": "zero_optimization.stage",
     "contiguous_gradients": "zero_optimization.contiguous_gradients",
     "overlap_comm": "zero_optimization.overlap_comm",
@@ -53,9 +53,9 @@ _FP16 = {
 }
 
 
-def places(keywords: dict[str, Any]) -> dict[str, str]:
+def config_paths(keywords: dict[str, Any]) -> dict[str, str]:
     """Return the path in a configuration of each keyword that applies."""
-    found = dict(PLACES)
+    found = dict(CONFIG_PATHS)
     if keywords["offload_optimizer"]:
         found |= {
             name: f"zero_optimization.offload_optimizer.{key}" for name, key in _OFFLOAD_OPTIMIZER.items()
@@ -105,17 +105,17 @@ def joined(keywords: dict[str, Any], defaults: dict[str, Any], config: Any) -> d
         ConfigurationError: They contradict each other; or the configuration accumulates gradients itself.
     """
     found, where = read(config)
-    for name, place in places(keywords).items():
+    for name, path in config_paths(keywords).items():
         value = keywords[name]
         if value is None:
             continue
-        held = get(found, place)
-        if held is None:
-            put(found, place, value)
-        elif held != value and value != defaults[name]:
+        existing = get(found, path)
+        if existing is None:
+            put(found, path, value)
+        elif existing != value and value != defaults[name]:
             raise ConfigurationError(
-                f"DeepSpeedStrategy({name}={value!r}) and {place}={held!r} in {where} contradict each other. "
-                "Write one of them."
+                f"DeepSpeedStrategy({name}={value!r}) and {path}={existing!r} in {where} contradict each "
+                "other. Write one of them."
             )
     steps = found.get("gradient_accumulation_steps", 1)
     if steps not in (1, "auto"):
@@ -139,16 +139,16 @@ def complete(found: dict[str, Any], precision: str, keywords: dict[str, Any]) ->
         ConfigurationError: Its precision differs from `Fabric(precision=...)`.
     """
     config = deepcopy(found)
-    asked = {"16": "fp16", "bf": "bf16"}.get(precision[:2])
+    requested = {"16": "fp16", "bf": "bf16"}.get(precision[:2])
     for name in ("fp16", "bf16"):
         enabled = get(config, f"{name}.enabled")
-        if enabled is not None and enabled != "auto" and bool(enabled) != (name == asked):
+        if enabled is not None and enabled != "auto" and bool(enabled) != (name == requested):
             raise ConfigurationError(
                 f"Fabric(precision={precision!r}) and {name}.enabled={enabled!r} in DeepSpeed's config "
                 "contradict each other. Write the precision in Fabric only."
             )
-        put(config, f"{name}.enabled", name == asked)
-    if asked == "fp16":
+        put(config, f"{name}.enabled", name == requested)
+    if requested == "fp16":
         for name, key in _FP16.items():
             if get(config, f"fp16.{key}") is None:
                 put(config, f"fp16.{key}", keywords[name])
@@ -168,18 +168,18 @@ def complete(found: dict[str, Any], precision: str, keywords: dict[str, Any]) ->
     return config
 
 
-def get(config: dict[str, Any], place: str) -> Any:
+def get(config: dict[str, Any], path: str) -> Any:
     """Return the value at a path such as "a.b"; None if there is none."""
-    for key in place.split("."):
+    for key in path.split("."):
         if not isinstance(config, dict):
             return None
         config = config.get(key)  # type: ignore[assignment]
     return config
 
 
-def put(config: dict[str, Any], place: str, value: Any) -> None:
+def put(config: dict[str, Any], path: str, value: Any) -> None:
     """Set the value at a path such as "a.b"."""
-    *inner, last = place.split(".")
+    *inner, last = path.split(".")
     for key in inner:
         config = config.setdefault(key, {})
     config[last] = value

@@ -61,11 +61,11 @@ def optimizer_state(optimizer: Optimizer, engine: Any, keep: bool) -> dict[str, 
     from deepspeed.utils import safe_get_full_optimizer_state
 
     state: dict[Any, Any] = {}
-    known = _entry(engine)
+    first_entry = _entry(engine)
     _link(engine)
-    for parameter in _parameters(optimizer) if known else ():
+    for parameter in _parameters(optimizer) if first_entry else ():
         entry = state[parameter] = {}
-        for key, value in known.items():
+        for key, value in first_entry.items():
             if _is_split(value):
                 full = safe_get_full_optimizer_state(parameter, key)
                 entry[key] = full.cpu() if keep else full.new_empty(0)
@@ -85,8 +85,8 @@ def load_optimizer_state(optimizer: Optimizer, engine: Any, state: dict[str, Any
         _make_states(engine)
     _link(engine)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, parameter in zip(numbers, held, strict=True):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
         for key, value in state["state"].get(number, {}).items() if is_stepped(parameter) else ():
             if _is_split(value):
                 _set(parameter, value, key)
@@ -111,8 +111,8 @@ def _set(parameter: Any, value: Any, key: str | None = None) -> None:
     split = hasattr(parameter, "ds_tensor")
     if split:  # DeepSpeed 0.19 does not set full values that do not divide by ranks
         size = parameter.ds_tensor.numel()
-        own = value.flatten()[size * dist.get_rank() :][:size]
-        value = torch.cat([own, own.new_zeros(size - own.numel())])
+        shard = value.flatten()[size * dist.get_rank() :][:size]
+        value = torch.cat([shard, shard.new_zeros(size - shard.numel())])
     if key is None:
         (safe_set_local_fp32_param if split else safe_set_full_fp32_param)(parameter, value)
     else:
@@ -144,10 +144,10 @@ def _make_states(engine: Any) -> None:
     """Create the optimizer's states by a step with zero gradients, which changes nothing else."""
     zero = engine.optimizer
     masters = getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups
-    for place, master in enumerate(masters):
+    for index, master in enumerate(masters):
         before, grad = master.detach().clone(), master.grad
         master.grad = torch.zeros_like(master)
-        zero._optimizer_step(place)
+        zero._optimizer_step(index)
         master.data.copy_(before)
         master.grad = grad
 
@@ -156,18 +156,18 @@ def _load_split(module: Module, state: dict[str, Any], strict: bool) -> Any:
     """Load a state dict into a sharded module; each submodule is gathered while it is loaded."""
     from deepspeed import zero
 
-    held: dict[Any, Any] = {}
+    contexts: dict[Any, Any] = {}
 
-    def enter(part: Module, *_: Any) -> None:
-        held[part] = zero.GatheredParameters(list(part.parameters(recurse=False)), modifier_rank=0)
-        held[part].__enter__()
+    def gather(part: Module, *_: Any) -> None:
+        contexts[part] = zero.GatheredParameters(list(part.parameters(recurse=False)), modifier_rank=0)
+        contexts[part].__enter__()
 
-    def leave(part: Module, _: Any) -> None:
-        held.pop(part).__exit__(None, None, None)
+    def release(part: Module, _: Any) -> None:
+        contexts.pop(part).__exit__(None, None, None)
 
     parts = list(module.modules())
-    handles: list[Any] = [part.register_load_state_dict_pre_hook(enter) for part in parts]
-    handles += [part.register_load_state_dict_post_hook(leave) for part in parts]
+    handles: list[Any] = [part.register_load_state_dict_pre_hook(gather) for part in parts]
+    handles += [part.register_load_state_dict_post_hook(release) for part in parts]
     try:
         return module.load_state_dict(state, strict=strict)
     finally:

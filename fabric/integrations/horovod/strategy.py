@@ -53,9 +53,9 @@ class HorovodStrategy(DDPStrategy):
         count = self.num_processes * self.num_nodes
         if count > 1 and not environment.creates_processes_externally:
             raise ConfigurationError(
-                f'strategy="horovod" with {count} processes, of which nobody has started the others: '
-                f"Horovod's own launcher does. Write `horovodrun -np {count} python train.py`, which comes "
-                "with Horovod, or mpirun where it was built with MPI."
+                f'strategy="horovod" with {count} processes, but only this one was started: Horovod needs '
+                f"its own launcher. Run `horovodrun -np {count} python train.py`, or mpirun if Horovod was built "
+                "with MPI."
             )
         return super()._make_launcher(environment)
 

@@ -50,17 +50,17 @@ class TorchAOPrecision(TruePrecision):
     ) -> None:
         if mode not in get_args(Mode):
             raise ConfigurationError(
-                f"TorchAOPrecision({mode!r}) is no mode of it.{did_you_mean(mode, get_args(Mode))} "
+                f"TorchAOPrecision({mode!r}) is not a mode.{did_you_mean(mode, get_args(Mode))} "
                 f"Write one of {', '.join(map(repr, get_args(Mode)))}."
             )
         if config is not None and mode != "float8":
             raise ConfigurationError(
                 f"TorchAOPrecision({mode!r}, config=...): only the mode 'float8' has a config. Leave it out."
             )
-        self._asked = f"TorchAOPrecision({mode!r})"
+        self._feature = f"TorchAOPrecision({mode!r})"
         self.mode, self.config = mode, config
-        self.ignored = check_settings(self._asked, dtype, ignore_modules or ())
-        import_package("torchao", self._asked, "torchao", least="0.18")
+        self.ignored = check_settings(self._feature, dtype, ignore_modules or ())
+        import_package("torchao", self._feature, "torchao", least="0.18")
         super().__init__(dtype)
         self.precision = mode
         self.replaces_parameters = mode == "int8-weights"
@@ -69,7 +69,7 @@ class TorchAOPrecision(TruePrecision):
         """Replace the module's linear layers and cast the rest to `dtype`. All ranks must call this."""
         module = super().convert_module(module)
         make = self._float8 if self.mode == "float8" else _int8
-        replace_linears(module, make, self._asked, self.ignored, self.replaces_parameters)
+        replace_linears(module, make, self._feature, self.ignored, self.replaces_parameters)
         if self.replaces_parameters:
             leave_out_of_ddp(
                 module, [name for name, p in module.named_parameters() if type(p.data) is not Tensor]

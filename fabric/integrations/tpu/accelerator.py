@@ -43,4 +43,4 @@ class TPUAccelerator(TorchAccelerator):
                 "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_tpu",
                 "leave the variable out",
             )
-        return "torch_tpu found no TPU that it knows", "compare its list of TPUs with yours"
+        return "torch_tpu supports no TPU of this machine", "compare its list of TPUs with yours"

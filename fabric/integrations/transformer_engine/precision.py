@@ -51,9 +51,9 @@ class TransformerEnginePrecision(TruePrecision):
                 f"TransformerEnginePrecision(weights_dtype={weights_dtype}) needs torch.bfloat16 or "
                 "torch.float16."
             )
-        self._asked = "TransformerEnginePrecision"
+        self._feature = "TransformerEnginePrecision"
         import_package(
-            "transformer_engine.pytorch", self._asked, "transformer-engine", "transformer-engine", "2.0"
+            "transformer_engine.pytorch", self._feature, "transformer-engine", "transformer-engine", "2.0"
         )
         super().__init__(weights_dtype)
         self.recipe, self.replace_layers = recipe, replace_layers
@@ -72,11 +72,11 @@ class TransformerEnginePrecision(TruePrecision):
         has_layers = any([isinstance(part, kinds) for part in module.modules()])
         if has_layers and self.replace_layers:
             raise ConfigurationError(
-                f"{self._asked}(replace_layers=True): {type(module).__name__} has layers of Transformer "
+                f"{self._feature}(replace_layers=True): {type(module).__name__} has layers of Transformer "
                 "Engine already. Leave replace_layers out."
             )
         if self.replace_layers is not False and not has_layers:
-            replace_linears(module, self._linear, self._asked)
+            replace_linears(module, self._linear, self._feature)
         return super().convert_module(module)
 
     @contextmanager
