@@ -54,8 +54,8 @@ class HorovodStrategy(DDPStrategy):
         if count > 1 and not environment.creates_processes_externally:
             raise ConfigurationError(
                 f'strategy="horovod" with {count} processes, but only this one was started: Horovod needs '
-                f"its own launcher. Run `horovodrun -np {count} python train.py`, or mpirun if Horovod was built "
-                "with MPI."
+                f"its own launcher. Run `horovodrun -np {count} python train.py`, or mpirun with a build "
+                "for MPI."
             )
         return super()._make_launcher(environment)
 
