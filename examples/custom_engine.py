@@ -55,7 +55,7 @@ class FlatGradients(Layout):
         owns_backward=True,
         data_parallel=True,
         precisions=("64-true", "32-true", "bf16-mixed"),
-        precisions_reason="a loss scaler looks for gradients in .grad",
+        precisions_why="a loss scaler looks for gradients in .grad",
     )
 
     def __init__(self):

@@ -321,7 +321,7 @@ def choose_precision(value: Any, plugin: Precision | None, strategy: Strategy, d
 
 
 def _check_precision(precision: Precision, strategy: Strategy) -> None:
-    allowed, why = strategy.traits.precisions, strategy.traits.precisions_reason
+    allowed, why = strategy.traits.precisions, strategy.traits.precisions_why
     if precision.replaces_parameters and strategy.traits.splits_parameters:
         raise ConfigurationError(
             f"{type(strategy).__name__} shards parameters over ranks, but the parameters of "

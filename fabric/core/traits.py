@@ -39,7 +39,7 @@ class Traits:
     """Names of the accelerators that this strategy runs on."""
     precisions: tuple[str, ...] = ()
     """Precision names that this strategy can apply."""
-    precisions_reason: str = ""
+    precisions_why: str = ""
     """Reason why others are not supported, for the error."""
 
     def processes(self, devices: int) -> int:

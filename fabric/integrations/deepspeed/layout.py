@@ -51,7 +51,7 @@ class DeepSpeedLayout(Layout):
         data_parallel=True,
         owns_backward=True,
         precisions=PRECISIONS,
-        precisions_reason=WHY,
+        precisions_why=WHY,
         splits_optimizers=True,
         places_models=True,
         replicates=(),

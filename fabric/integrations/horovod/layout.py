@@ -29,7 +29,7 @@ class HorovodLayout(Replicate):
     traits = replace(
         Replicate.traits,
         precisions=("64-true", "32-true", "16-true", "16-mixed", "bf16-mixed"),
-        precisions_reason="Horovod does not send bfloat16",
+        precisions_why="Horovod does not send bfloat16",
         lockstep=False,
     )
 

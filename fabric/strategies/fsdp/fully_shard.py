@@ -83,9 +83,7 @@ class FullyShard(FSDP2Runtime):
         if self.settings.offload:
             unscaled = tuple([name for name, policy in POLICIES.items() if not policy.loss_scale])
             why = "torch's loss scaling does not reach gradients in host memory (cpu_offload)"
-            self.traits = replace(
-                self.traits, late_optimizers=True, precisions=unscaled, precisions_reason=why
-            )
+            self.traits = replace(self.traits, late_optimizers=True, precisions=unscaled, precisions_why=why)
         self._matched: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:

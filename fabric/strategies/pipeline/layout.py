@@ -69,7 +69,7 @@ class Pipeline(DataParallelMesh, PipelineStates):
         needs_launch=True,
         data_parallel=True,
         precisions=("64-true", "32-true", "bf16-true", "16-true", "bf16-mixed"),
-        precisions_reason="torch's loss scaling would skip a step on one stage and not on another",
+        precisions_why="torch's loss scaling would skip a step on one stage and not on another",
     )
 
     def __init__(

@@ -53,7 +53,7 @@ class Mesh(DataParallelMesh, FSDP2Runtime):
         needs_launch=True,
         data_parallel=True,
         precisions=("64-true", "32-true", "bf16-true", "16-true", "bf16-mixed"),
-        precisions_reason="torch's loss scaling does not take parameters that are split beside whole ones",
+        precisions_why="torch's loss scaling does not take parameters that are split beside whole ones",
     )
 
     def __init__(
