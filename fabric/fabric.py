@@ -183,6 +183,7 @@ class Fabric(SetupVerbs, CollectiveVerbs, CheckpointVerbs):
 
         Raises:
             ArgumentTypeError: `tensor` is not a tensor.
+            UsageError: The loss requires no gradient, has several elements, or its graph was freed.
         """
         if not isinstance(tensor, torch.Tensor):
             found = f"fabric.backward needs the loss as a tensor, but got {type(tensor).__name__}"
